@@ -1,0 +1,167 @@
+"""The command line: Hydra's, with choices quoted, traps refused, and faults said in a sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import hydra
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from distexp.config import Config, ConfigError, register_schema
+from distexp.overrides import parse, quote_choice, suggest
+from distexp.paths import conf_dir, config_groups
+
+PASSED_ON = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help", "--version")
+"""Hydra's own commands, which run nothing."""
+
+RESERVED = {
+    "hydra/launcher": "cluster= chooses the launcher",
+    "hydra/sweeper": "sweep.cells adds cells beside the product",
+    "hydra.mode": "every run is a sweep, of one cell at the least",
+    "hydra.output_subdir": "a run directory is claimed by its .hydra folder",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; the exit code is 0, 1 where a run failed, 2 where it was refused."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if any(word in ("-h", "--help") for word in words):
+        from distexp.help import help_text
+
+        print(help_text())
+        return 0
+    wants_trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and the faults are put into words here
+    try:
+        return _run(words)
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        if wants_trace:
+            raise
+        for sentence in explain(error):
+            print(f"distexp: {sentence}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("distexp: stopped from the keyboard", file=sys.stderr)
+        return 130
+    finally:
+        if not wants_trace:
+            del os.environ["HYDRA_FULL_ERROR"]
+
+
+def _run(words: list[str]) -> int:
+    from distexp.launch.sweep import SweepFailed
+
+    register_schema()
+    sys.argv = [sys.argv[0], *prepare(words)]
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_never_called)()
+    except SweepFailed:
+        return 1
+    return 0
+
+
+def _never_called(config: Any) -> None:
+    raise AssertionError("our launcher runs the jobs itself")
+
+
+def prepare(words: Sequence[str]) -> list[str]:
+    """The words that Hydra gets: choices quoted, and every run a sweep, of one cell at the least."""
+    quoted = [quote_choice(word, config_groups()) if is_override(word) else word for word in words]
+    if any(word.split("=")[0] in PASSED_ON for word in quoted):
+        return quoted
+    multirun = any(word in ("-m", "--multirun") for word in quoted)
+    overrides = parse([word for word in quoted if is_override(word)])
+    refuse_traps(overrides, multirun=multirun)
+    rest = [word for word in quoted if word not in ("-m", "--multirun", "-r", "--run")]
+    return ["--multirun", *[mended for word in rest for mended in _as_sweep_dir(word)]]
+
+
+def is_override(word: str) -> bool:
+    """Whether Hydra takes a word for an override, and not for an option or an option's value."""
+    return not word.startswith("-") and ("=" in word or word.startswith("~"))
+
+
+def refuse_traps(overrides: Sequence[Override], *, multirun: bool) -> None:
+    """What Hydra would do silently, and other than it was meant."""
+    by_key = {override.get_key_element().lstrip("+~"): override for override in overrides}
+    swept = [key for key, override in by_key.items() if override.is_sweep_override()]
+    faults = []
+    for key in set(swept) & {"cluster", "experiment"}:
+        mend = "start one command for each" if key == "experiment" else "choose one cluster a command"
+        faults.append(
+            f"{key}={by_key[key].get_value_element_as_str()} cannot be swept, for a {key} decides how the sweep "
+            f"itself runs: {mend}"
+        )
+    if swept and not multirun and "experiment" not in by_key:
+        shown = " ".join(f"{key}={by_key[key].get_value_element_as_str()}" for key in swept)
+        faults.append(f"{shown} is a sweep: add --multirun, or give one value")
+    if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key):
+        faults.append(
+            "hydra.run.dir is the directory of one run, and this is a sweep: set hydra.sweep.dir instead"
+        )
+    faults += [
+        f"{key} is not for the command line: {mend}"
+        for key, mend in RESERVED.items()
+        if key in by_key
+    ]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _as_sweep_dir(word: str) -> list[str]:
+    """A single run is a sweep of one, so its directory is the sweep's, without a number below it."""
+    key, _, value = word.partition("=")
+    return [f"hydra.sweep.dir={value}", "hydra.sweep.subdir=."] if key == "hydra.run.dir" else [word]
+
+
+def explain(error: Exception) -> list[str]:
+    """A sentence or several for what was wrong, with what may have been meant."""
+    if isinstance(error, ConfigError):
+        return error.faults
+    if isinstance(error, MissingConfigException):
+        return [_missing_option(error)]
+    text = str(error).strip().splitlines()[0]
+    wrong = re.match(r"Could not override '([^']+)'", text)
+    if wrong:
+        return [_unknown_key(wrong.group(1), error)]
+    if error.__cause__ is not None and isinstance(error.__cause__, OmegaConfBaseException):
+        text = f"{text.rstrip('.')}: {str(error.__cause__).splitlines()[0]}"
+    return [text]
+
+
+def _missing_option(error: MissingConfigException) -> str:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    if not group:
+        return str(error).splitlines()[0]
+    options = error.options or []
+    return (
+        f"{group}={option} is not an option{suggest(option, options)}"
+        f"{' Options' if suggest(option, options) else '; options'}: {', '.join(options)}"
+    )
+
+
+def _unknown_key(key: str, error: Exception) -> str:
+    cause = error.__cause__
+    if cause is not None and "not in" not in str(cause) and "not found" not in str(cause):
+        return f"{key}: {str(cause).splitlines()[0]}"  # the key is right, and the value is not
+    return f"{key} is not a key{suggest(key, known_keys())}" + (
+        "" if suggest(key, known_keys()) else "; `python -m distexp --cfg job` lists all keys"
+    )
+
+
+def known_keys() -> list[str]:
+    """Every group and every key of the schema, dotted."""
+    keys = list(config_groups())
+    for section in fields(Config):
+        keys.append(section.name)
+        nested = section.default_factory
+        if isinstance(nested, type) and is_dataclass(nested):
+            keys += [f"{section.name}.{inner.name}" for inner in fields(nested)]
+    return keys

@@ -1,0 +1,184 @@
+"""The typed schema of the configuration: every key that a user can set, its type and its meaning.
+
+Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so a misspelt key or a value of the
+wrong type is refused while composing. What only makes sense together is judged in ``resolve.py``.
+``None`` means "not chosen": ``resolve`` fills it in from the strategy, the model or the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class ConfigError(ValueError):
+    """One or more faults of a configuration, each a sentence with value, constraint and mend."""
+
+    def __init__(self, faults: list[str] | str) -> None:
+        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        super().__init__("\n".join(self.faults))
+
+
+@dataclass
+class ModelConfig:
+    """What is trained. A key that an architecture does not have stays null, and is refused when set."""
+
+    _target_: str = MISSING  # function (model: ModelConfig, classes: int, seed) -> torch.nn.Module
+    name: str = MISSING  # our name of an architecture, or a Hugging Face name or path
+    task: str = MISSING  # causal_lm or image_classification
+    init: str = "random"  # random: from the architecture alone
+    tokenizer: str | None = None  # byte: trained on the data; else a name or path for AutoTokenizer
+    vocab_size: int | None = None  # null: the tokenizer's
+    hidden_size: int | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    ff_dim: int | None = None
+    seq_length: int | None = None  # longest sequence that the positions allow
+    width: int | None = None  # channels of a ResNet's first stage
+    depths: list[int] | None = None  # residual blocks in each of a ResNet's stages
+    bottleneck: bool | None = None
+    dropout: float = 0.0
+    keys: list[str] = field(default_factory=list)  # which of the keys of an architecture this model has
+    options: dict[str, Any] = field(default_factory=dict)  # keys of a model of your own
+
+
+@dataclass
+class DatasetConfig:
+    """What it is trained on."""
+
+    _target_: str = MISSING  # function (dataset: DatasetConfig, model: ModelConfig, seed) -> TaskData
+    name: str = MISSING
+    task: str = MISSING  # causal_lm, image_classification, or any (synthetic)
+    path: str | None = None  # a hub id, or a folder written by datasets.save_to_disk
+    train_path: str | None = None  # an official SQuAD v1.1 JSON file
+    eval_path: str | None = None
+    root: str | None = None  # a folder in TinyImageNet's official layout
+    train_size: int | None = None  # the first so many examples; null: all
+    eval_size: int | None = None
+    max_length: int | None = None  # tokens
+    padding: str = "max_length"  # max_length: every batch has one shape; longest: as short as a batch allows
+    image_size: int | None = None  # pixels
+    num_classes: int | None = None
+    num_workers: int = 0  # loader processes of one worker
+    options: dict[str, Any] = field(default_factory=dict)  # keys of a dataset of your own
+
+
+@dataclass
+class StrategyConfig:
+    """How the training is distributed; its own keys are in the section of its name."""
+
+    _target_: str = MISSING  # class of the Strategy protocol
+    name: str = MISSING
+    options: dict[str, Any] = field(default_factory=dict)  # keys of a strategy of your own
+
+
+@dataclass
+class DDPConfig:
+    bucket_cap_mb: float = 25.0
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+
+
+@dataclass
+class FSDPConfig:
+    sharding: str | None = None  # full_shard, shard_grad_op, hybrid_shard, no_shard; null: full_shard
+    replicas: int | None = None  # replicas of a hybrid mesh; null: one a node
+    wrap: str = "auto"  # auto: every block; else class names, separated by commas
+    forward_prefetch: int = 0  # blocks gathered ahead of the forward pass
+    backward_prefetch: int = 1  # blocks gathered ahead of the backward pass
+    sync_module_states: bool = True  # rank 0's initial weights for everyone
+
+
+@dataclass
+class DeepSpeedConfig:
+    zero_stage: int | None = None  # 0, 1, 2, 3; null: the file's, else 2
+    config_file: str | None = None  # a ds_config.json of your own; "auto" is filled in, conflicts are refused
+    reduce_bucket_size: int | None = None  # elements; null: DeepSpeed's
+    allgather_bucket_size: int | None = None  # elements
+    stage3_prefetch_bucket_size: int | None = None  # elements
+    stage3_param_persistence_threshold: int | None = None  # elements
+    stage3_max_live_parameters: int | None = None  # parameters
+    overlap_comm: bool = False
+    cpu_optimizer: str = "auto"  # of offloaded states: torch, deepspeed (compiled on first use); auto: deepspeed on GPUs
+
+
+@dataclass
+class OffloadConfig:
+    enabled: bool = False
+    pin_memory: bool = False
+
+
+@dataclass
+class PrecisionConfig:
+    name: str = "fp32"  # fp32, bf16, fp16
+
+
+@dataclass
+class TrainConfig:
+    num_epochs: int = 3
+    max_steps: int | None = None  # optimizer steps; cuts num_epochs short
+    micro_batch_size: int = 4  # samples a worker sees at once
+    eval_batch_size: int | None = None  # null: micro_batch_size
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.01  # of matrices; biases and norms are left out, as in the Trainer
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    momentum: float = 0.9  # sgd
+    gradient_clipping: float | None = 1.0  # largest gradient norm; null: none
+    optimizer: str = "adamw"  # adamw, sgd
+    schedule: str = "linear"  # linear (to zero), step, constant
+    step_size: int = 30  # epochs between two decays of schedule=step
+    gamma: float = 0.1  # factor of one such decay
+    warmup_steps: int = 0
+    measure_after_step: int = 5  # steps left out of throughput and step times
+    log_every: int = 10  # steps between two lines of metrics.jsonl
+    seed: int = 42
+    activation_checkpointing: bool = False
+    compile: bool = False
+
+
+@dataclass
+class ClusterConfig:
+    """Where it runs."""
+
+    name: str = "local"
+    nodes: int = 1
+    workers_per_node: int | None = None  # null: every GPU, or 2 on CPU; 1 for strategy=single
+    device: str = "auto"  # auto, cuda, cpu
+    cpus_per_worker: int | None = None  # threads of a worker; null: its share of the cores
+
+
+@dataclass
+class SweepConfig:
+    """Cells beside the product of a sweep: each is a list of overrides, and may sweep itself."""
+
+    cells: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Config:
+    """The whole configuration."""
+
+    name: str = "distexp"  # folder of the results
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    ddp: DDPConfig = field(default_factory=DDPConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    trusted_packages: list[str] = field(default_factory=list)  # packages whose _target_s may run
+
+
+def register_schema() -> None:
+    """Makes the schema known to Hydra under the name that ``conf/config.yaml`` extends."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=Config)

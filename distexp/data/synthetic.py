@@ -1,0 +1,105 @@
+"""Random tokens and random images: to measure speed and memory without any data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Generator
+
+from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.data.base import Batch, Sample, TaskData
+from distexp.data.images import collate_images
+from distexp.data.text import TextCollate, sequence_length
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Samples of ``length`` random tokens, each of them a label too; drawn when asked for."""
+
+    samples: int
+    length: int
+    vocabulary: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Sample:
+        chance = _chance(self.seed, index, self.samples)
+        tokens = torch.randint(self.vocabulary, (self.length,), generator=chance)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+@dataclass(frozen=True)
+class RandomImages:
+    """Samples of noise, ``images`` of shape (3, size, size), with a random class; drawn when asked for."""
+
+    samples: int
+    size: int
+    classes: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Sample:
+        chance = _chance(self.seed, index, self.samples)
+        label = torch.randint(self.classes, (), generator=chance)
+        return {"images": torch.randn(3, self.size, self.size, generator=chance), "labels": label}
+
+
+def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
+    """Random samples for the task of the model; every sample is decided by ``seed`` and its index.
+
+    Args:
+        dataset: train_size and eval_size; max_length (tokens), or image_size (pixels) and num_classes.
+        model: its task, and the vocabulary of a causal LM.
+        seed: of the training set; the evaluation set has the next one.
+
+    Raises:
+        ConfigError: a size that the task needs is null.
+    """
+    train_size = _needed("dataset.train_size", dataset.train_size)
+    eval_size = _needed("dataset.eval_size", dataset.eval_size)
+    if model.task == "causal_lm":
+        vocabulary = _needed("model.vocab_size", model.vocab_size)
+        length = sequence_length(dataset, model)
+        return _task_data(
+            lambda samples, own_seed: RandomTokens(samples, length, vocabulary, own_seed),
+            (train_size, eval_size), seed, model.task, TextCollate(0, length), vocabulary,
+        )  # fmt: skip
+    classes = _needed("dataset.num_classes", dataset.num_classes)
+    size = _needed("dataset.image_size", dataset.image_size)
+    return _task_data(
+        lambda samples, own_seed: RandomImages(samples, size, classes, own_seed),
+        (train_size, eval_size), seed, model.task, collate_images, classes,
+    )  # fmt: skip
+
+
+def _task_data(
+    make: Callable[[int, int], RandomTokens | RandomImages],
+    sizes: tuple[int, int],
+    seed: int,
+    task: str,
+    collate: Callable[[Sequence[Sample]], Batch],
+    num_classes: int,
+) -> TaskData:
+    train, evaluation = make(sizes[0], seed), make(sizes[1], seed + 1)
+    return TaskData(task=task, train=train, evaluation=evaluation, collate=collate, num_classes=num_classes)
+
+
+def _needed(key: str, value: Value | None) -> Value:
+    if value is None:
+        raise ConfigError(f"{key} is null, and random samples need it: set it")
+    return value
+
+
+def _chance(seed: int, index: int, samples: int) -> Generator:
+    if not 0 <= index < samples:
+        raise IndexError(index)
+    return Generator().manual_seed(seed * 1_000_003 + index)

@@ -1,0 +1,83 @@
+"""Token sequences in flat memory, and batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.data.base import IGNORE, Batch, Sample
+
+
+@dataclass(frozen=True)
+class TokenSamples:
+    """Samples ``input_ids`` and ``labels`` of shape (length,), unpadded; the prompt's labels are IGNORE.
+
+    All sequences lie one after the other in one array, which may be a file's memory map, shared by the
+    workers of a node.
+    """
+
+    tokens: NDArray[np.int32]  # (all tokens,)
+    ends: NDArray[np.int64]  # (samples,) one past the last token of each
+    prompt_lengths: NDArray[np.int32]  # (samples,)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = int(self.ends[index - 1]) if index else 0
+        input_ids = torch.from_numpy(self.tokens[start : int(self.ends[index])].astype(np.int64))
+        labels = input_ids.clone()
+        labels[: int(self.prompt_lengths[index])] = IGNORE
+        return {"input_ids": input_ids, "labels": labels}
+
+
+@dataclass(frozen=True)
+class TextCollate:
+    """Pads samples on the right and stacks them.
+
+    A causal LM predicts labels[:, 1:], so the first label of a sequence never counts as a target.
+    """
+
+    pad_id: int
+    length: int | None  # tokens of every batch; None: of the batch's longest sample
+
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        length = self.length or max(len(sample["input_ids"]) for sample in samples)
+        input_ids = _stack([sample["input_ids"] for sample in samples], length, self.pad_id)
+        labels = _stack([sample["labels"] for sample in samples], length, IGNORE)
+        mask = _stack([torch.ones_like(sample["input_ids"]) for sample in samples], length, 0)
+        counted = labels[:, 1:] != IGNORE
+        rows = counted.any(dim=1)
+        return Batch(
+            inputs={"input_ids": input_ids, "attention_mask": mask},
+            labels=labels,
+            samples=int(rows.sum()),
+            targets=int(counted.sum()),
+            tokens=int(mask[rows].sum()),
+        )
+
+
+def _stack(rows: Sequence[Tensor], length: int, filling: int) -> Tensor:
+    return torch.stack([pad(row, (0, length - len(row)), value=filling) for row in rows])
+
+
+def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
+    """``dataset.max_length``, else ``model.seq_length``; ConfigError when it exceeds the model's positions."""
+    longest = dataset.max_length or model.seq_length
+    if longest is None:
+        raise ConfigError("dataset.max_length is null, and texts need a longest length: set it, in tokens")
+    if model.seq_length is not None and longest > model.seq_length:
+        raise ConfigError(
+            f"dataset.max_length={longest} exceeds model.seq_length={model.seq_length}, the positions that "
+            f"model={model.name} has: lower the first or raise the second"
+        )
+    return longest

@@ -1,0 +1,35 @@
+"""``events.jsonl``: the phase that a run is in, and the milestones it passes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+FILE = "events.jsonl"
+
+
+class Events:
+    """Marks of one rank; only a writing one leaves them on disk, each flushed at once."""
+
+    def __init__(self, run_dir: Path, *, writes: bool) -> None:
+        self._file = (run_dir / FILE).open("w") if writes else None
+        self.phase = "setup"
+        self.enter("setup")
+
+    def enter(self, phase: str, **more: Any) -> None:
+        """Marks the begin of a phase: setup, warmup, train, eval or save."""
+        self.phase = phase
+        self.tell(phase=phase, **more)
+
+    def tell(self, **content: Any) -> None:
+        """A line with the time and some content."""
+        if self._file is not None:
+            write_line(self._file, {"unix_time_s": time.time(), **content})
+
+
+def write_line(file: TextIO, content: dict[str, Any]) -> None:
+    """A line of JSON, flushed, so that a run that dies has told what it did."""
+    file.write(json.dumps(content) + "\n")
+    file.flush()

@@ -1,0 +1,158 @@
+"""What a training tells while it runs, and what it adds up to afterwards.
+
+``metrics.jsonl`` gets a line every ``train.log_every`` steps; rank 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distexp.config import TrainConfig
+from distexp.data.shards import Step
+from distexp.distributed import sum_over_ranks
+from distexp.measure.clock import StepClock, quantiles, synchronize
+from distexp.measure.events import Events, write_line
+from distexp.optim import learning_rate
+from distexp.results import Metrics
+from distexp.strategies.base import Context
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many steps there are, and each one's learning rate."""
+
+    train: TrainConfig
+    steps_per_epoch: int
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        steps = self.train.num_epochs * self.steps_per_epoch
+        return min(steps, self.train.max_steps or steps)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return learning_rate(
+            self.train, step, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch
+        )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation over the whole set, all ranks together."""
+
+    loss: float
+    accuracy: float | None
+    samples: int
+    seconds: float
+
+
+class Journal:
+    """The records of one rank's training; every rank calls all of it, for there are reductions inside."""
+
+    def __init__(self, plan: Plan, context: Context, events: Events) -> None:
+        self.plan, self.device, self.events = plan, context.device, events
+        self.clock = StepClock(context.device)
+        self.steps = self.samples = self.measured_samples = self.measured_tokens = 0
+        self.data_wait_s = 0.0
+        self.window: list[Tensor] = []
+        self.losses: list[float] = []  # of all steps, filled a window at a time
+        self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
+        self.started = time.perf_counter()
+        self._file = (context.run_dir / "metrics.jsonl").open("w") if context.rank == 0 else None
+
+    def begin(self) -> None:
+        """The first step is about to start."""
+        self.started = time.perf_counter()
+
+    def begin_epoch(self) -> None:
+        """Steps follow; warm-up ones first, where they are not over."""
+        self.clock.restart()
+        self._epoch_starts_at = self.steps
+        measuring = self.steps >= self.plan.train.measure_after_step
+        self.events.enter("train" if measuring else "warmup", step=self.steps, total_steps=self.plan.total_steps)
+
+    def step(self, step: Step, loss: Tensor, norm: Tensor, rate: float) -> None:
+        """A step is done: ``loss`` is this rank's share, ``norm`` the global gradient norm."""
+        self.clock.mark()
+        self.steps += 1
+        self.samples += step.samples
+        self.window.append(loss)
+        if self.steps > self.plan.train.measure_after_step:
+            self.measured_samples += step.samples
+            self.measured_tokens += sum(batch.tokens for batch in step.micro_batches)
+        if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
+            self._log(step, norm, rate)
+        if self.steps == self.plan.train.measure_after_step:
+            self.events.enter("train", step=self.steps, total_steps=self.plan.total_steps)
+
+    def end_epoch(self, evaluation: Evaluation) -> None:
+        """Steps and evaluation of an epoch are done."""
+        self._reduce_window()
+        epoch_losses = self.losses[self._epoch_starts_at :]
+        metrics = self.metrics
+        metrics.train_losses.append(sum(epoch_losses) / len(epoch_losses))
+        metrics.eval_losses.append(evaluation.loss)
+        metrics.eval_loss = evaluation.loss
+        metrics.eval_runtime = evaluation.seconds
+        metrics.eval_samples_per_second = evaluation.samples / evaluation.seconds
+        if evaluation.accuracy is not None:
+            metrics.eval_accuracies.append(evaluation.accuracy)
+        self.events.tell(
+            epoch=len(metrics.eval_losses),
+            train_loss=metrics.train_losses[-1],
+            eval_loss=evaluation.loss,
+            eval_accuracy=evaluation.accuracy,
+        )
+
+    def finish(self) -> Metrics:
+        """The figures of the whole training."""
+        synchronize(self.device)
+        runtime = time.perf_counter() - self.started
+        durations = self.clock.durations()[self.plan.train.measure_after_step :]
+        tokens = sum_over_ranks(torch.tensor(self.measured_tokens, device=self.device)).item()
+        metrics = self.metrics
+        metrics.train_loss = sum(self.losses) / len(self.losses)
+        metrics.train_runtime = runtime
+        metrics.train_samples_per_second_overall = self.samples / runtime
+        metrics.step_time_s = quantiles(durations)
+        metrics.data_wait_s = self.data_wait_s
+        if durations:
+            metrics.train_samples_per_second = self.measured_samples / sum(durations)
+            metrics.train_steps_per_second = len(durations) / sum(durations)
+            metrics.tokens_per_second = tokens / sum(durations) if tokens else None
+        if self._file is not None:
+            self._file.close()
+        return metrics
+
+    def _log(self, step: Step, norm: Tensor, rate: float) -> None:
+        mean = self._reduce_window()
+        if self._file is None:
+            return
+        recent = self.clock.durations(last=self.plan.train.log_every)
+        seconds = sum(recent) / len(recent)
+        write_line(
+            self._file,
+            {
+                "step": self.steps,
+                "epoch": self.steps / self.plan.steps_per_epoch,
+                "loss": mean,
+                "grad_norm": norm.item(),
+                "learning_rate": rate,
+                "step_time_s": seconds,
+                "samples_per_second": step.samples / seconds,
+            },
+        )
+
+    def _reduce_window(self) -> float | None:
+        """The mean loss of the steps since the last time; one reduction for all of them."""
+        if not self.window:
+            return None
+        losses = sum_over_ranks(torch.stack(self.window)).tolist()
+        self.window = []
+        self.losses += losses
+        return float(sum(losses) / len(losses))

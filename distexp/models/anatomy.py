@@ -1,0 +1,92 @@
+"""The parts of a model that strategies treat apart: repeated blocks, embeddings and head."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from distexp.config import ConfigError
+
+Named = list[tuple[str, nn.Module]]
+
+
+def blocks(model: nn.Module, wrap: str = "auto") -> Named:
+    """The repeated blocks of a model in forward order, named as in ``named_modules``.
+
+    Args:
+        model: any module.
+        wrap: ``auto``: what Hugging Face's ``_no_split_modules`` names, else the members of those containers
+            whose members share a class; of several such classes, the one with the most parameters.
+            Otherwise class names separated by commas.
+
+    Raises:
+        ConfigError: no such class in this model, or no repeated blocks.
+    """
+    if wrap != "auto":
+        return _of_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
+    declared = set(getattr(model, "_no_split_modules", None) or ())
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in declared]
+    return found or _repeated(model)
+
+
+def embeddings(model: nn.Module) -> Named:
+    """The token embedding and the output head, by the two methods of Hugging Face; empty for image models."""
+    getters = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
+    wanted = [getter() for getter in getters if getter is not None]
+    names = {id(module): name for name, module in model.named_modules()}
+    return [(names[id(module)], module) for module in wanted if module is not None]
+
+
+def tied(model: nn.Module) -> bool:
+    """Whether token embedding and output head are one weight."""
+    weights = [module.weight for _, module in embeddings(model)]
+    return len(weights) == 2 and weights[0] is weights[1]
+
+
+def forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Floating point operations of one forward pass, a multiplication and an addition counted apart.
+
+    Args:
+        model: on the meta device, so that neither memory nor time is spent.
+        inputs: its keyword arguments, on any device; only their shapes matter.
+    """
+    shapes = {name: tensor.to("meta") for name, tensor in inputs.items()}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**shapes)
+    return int(counter.get_total_flops())
+
+
+def _of_classes(model: nn.Module, wanted: list[str]) -> Named:
+    found = [(name, module) for name, module in model.named_modules() if name and type(module).__name__ in wanted]
+    lacking = set(wanted) - {type(module).__name__ for _, module in found}
+    if lacking or not wanted:
+        there = sorted({type(module).__name__ for name, module in model.named_modules() if name})
+        raise ConfigError(
+            f"fsdp.wrap names {', '.join(sorted(lacking)) or 'nothing'}, which this model does not have: "
+            f"choose auto, or from {', '.join(there)}"
+        )
+    return found
+
+
+def _repeated(model: nn.Module) -> Named:
+    by_class: dict[type[nn.Module], Named] = defaultdict(list)
+    for name, container in model.named_modules():
+        members = list(container.named_children()) if isinstance(container, nn.ModuleList | nn.Sequential) else []
+        classes = {type(member) for _, member in members}
+        composed = all(any(True for _ in member.children()) for _, member in members)
+        if len(classes) == 1 and composed:
+            prefix = f"{name}." if name else ""
+            by_class[classes.pop()] += [(prefix + child, member) for child, member in members]
+    if not by_class:
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks to treat apart: name their classes in fsdp.wrap"
+        )
+    return max(by_class.values(), key=_parameters)
+
+
+def _parameters(modules: Named) -> int:
+    return sum(parameter.numel() for _, module in modules for parameter in module.parameters())

@@ -1,0 +1,57 @@
+"""ResNets: torchvision's own, and the same with fewer channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from distexp.config import ModelConfig
+from distexp.models.keys import check_model
+
+STANDARD_WIDTH = 64
+
+
+def build(model: ModelConfig, num_classes: int) -> nn.Module:
+    """A ResNet: ``images`` (samples, 3, height, width) to logits (samples, classes).
+
+    Args:
+        model: width (channels of the first stage; each next stage has twice as many), depths (blocks in
+            each of the four stages) and bottleneck (three convolutions a block instead of two).
+        num_classes: classes of the data.
+
+    Raises:
+        ConfigError: values that a ResNet does not have or cannot have.
+    """
+    check_model(model)
+    assert model.width is not None and model.depths is not None
+    block = Bottleneck if model.bottleneck else BasicBlock
+    if model.width == STANDARD_WIDTH:
+        return ImageResNet(block, model.depths, num_classes=num_classes)
+    return ScaledResNet(block, model.depths, num_classes, model.width)
+
+
+class ImageResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
+    """torchvision's ResNet under the name of our batches' input."""
+
+    def forward(self, images: Any) -> Any:
+        return self._forward_impl(images)
+
+
+class ScaledResNet(ImageResNet):
+    """torchvision's ResNet with ``width`` channels in its first stage instead of 64."""
+
+    def __init__(self, block: type[nn.Module], depths: list[int], num_classes: int, width: int) -> None:
+        self.width = width
+        super().__init__(block, depths, num_classes=num_classes)
+        # What torchvision makes outside of _make_layer has its fixed 64 channels.
+        self.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
+        nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
+        self.bn1 = nn.BatchNorm2d(width)
+        self.fc = nn.Linear(self.inplanes, num_classes)
+
+    def _make_layer(self, block: Any, planes: int, blocks: int, stride: int = 1, dilate: bool = False) -> Any:
+        if planes == STANDARD_WIDTH:
+            self.inplanes = self.width
+        return super()._make_layer(block, planes * self.width // STANDARD_WIDTH, blocks, stride, dilate)

@@ -1,0 +1,211 @@
+"""From a composed configuration to a run that can start, or to every reason why it cannot.
+
+Nothing here imports torch: a wrong command line is refused in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MissingMandatoryValue, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from distexp.config import Config, ConfigError
+from distexp.hardware import cpu_count, visible_gpus
+from distexp.spec import typed_config
+from distexp.strategies.base import Strategy
+from distexp.targets import check_target, locate
+
+Choices = Mapping[str, str | None]
+
+KNOBS = {"sharding": "fsdp", "zero_stage": "deepspeed"}
+"""Groups that mean something to one strategy only, and imply it."""
+
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "model.task": ("causal_lm", "image_classification"),
+    "dataset.padding": ("max_length", "longest"),
+    "precision.name": ("fp32", "bf16", "fp16"),
+    "train.optimizer": ("adamw", "sgd"),
+    "train.schedule": ("linear", "step", "constant"),
+    "cluster.device": ("auto", "cuda", "cpu"),
+}
+
+AT_LEAST: dict[str, float] = {
+    "train.num_epochs": 1,
+    "train.max_steps": 1,
+    "train.micro_batch_size": 1,
+    "train.eval_batch_size": 1,
+    "train.gradient_accumulation_steps": 1,
+    "train.learning_rate": 0,
+    "train.weight_decay": 0,
+    "train.eps": 0,
+    "train.momentum": 0,
+    "train.step_size": 1,
+    "train.gamma": 0,
+    "train.warmup_steps": 0,
+    "train.measure_after_step": 0,
+    "train.log_every": 1,
+    "train.seed": 0,
+    "cluster.nodes": 1,
+    "cluster.workers_per_node": 1,
+    "cluster.cpus_per_worker": 1,
+    "dataset.train_size": 1,
+    "dataset.eval_size": 1,
+    "dataset.max_length": 2,
+    "dataset.image_size": 1,
+    "dataset.num_workers": 0,
+}
+
+
+def load_strategy(config: Config) -> Strategy:
+    """The chosen strategy."""
+    strategy: Strategy = locate(config.strategy._target_)()
+    return strategy
+
+
+def resolve(composed: Any, choices: Choices) -> Config:
+    """Types a composed configuration, fills in what was left open, and judges all of it at once.
+
+    Args:
+        composed: the DictConfig that Hydra composed, without its ``hydra`` node.
+        choices: the chosen option of each config group.
+
+    Raises:
+        ConfigError: with a sentence for each fault.
+    """
+    try:
+        config = typed_config(OmegaConf.to_container(composed, resolve=True))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error}: choose it with its group or set it") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    faults = [*_bad_values(config), *_bad_targets(config), *_misplaced_knobs(config, choices)]
+    if faults:
+        raise ConfigError(faults)
+    _make_paths_absolute(config)
+    strategy = load_strategy(config)
+    faults += _decide_placement(config)
+    strategy.complete(config)
+    faults += [*_judge_together(config), *strategy.validate(config)]
+    if faults:
+        raise ConfigError(list(dict.fromkeys(faults)))
+    return config
+
+
+def _bad_values(config: Config) -> Iterator[str]:
+    for key, allowed in ALLOWED.items():
+        value = OmegaConf.select(OmegaConf.structured(config), key)
+        if value not in allowed:
+            yield f"{key}={value} is not one of {', '.join(allowed)}"
+    for key, least in AT_LEAST.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None and not value >= least:
+            yield f"{key}={value} must be at least {least:g}"
+    if len(config.train.betas) != 2 or not all(0 <= beta < 1 for beta in config.train.betas):
+        yield f"train.betas={config.train.betas} must be two numbers from 0 to below 1, as [0.9,0.999]"
+    clipping = config.train.gradient_clipping
+    if clipping is not None and not clipping > 0:
+        yield f"train.gradient_clipping={clipping:g} must be above 0; null switches clipping off"
+    if "/" in config.name or config.name in ("", ".", ".."):
+        yield f"name={config.name} must be the name of one folder, without a slash"
+
+
+def _bad_targets(config: Config) -> Iterator[str]:
+    for section in (config.model, config.dataset, config.strategy):
+        fault = check_target(section._target_, config.trusted_packages)
+        if fault:
+            yield fault
+
+
+def _misplaced_knobs(config: Config, choices: Choices) -> Iterator[str]:
+    for knob, strategy in KNOBS.items():
+        choice = choices.get(knob)
+        if choice not in (None, "null") and config.strategy.name != strategy:
+            yield (
+                f"{knob}={choice} belongs to strategy={strategy}, but this run has "
+                f"strategy={config.strategy.name}: leave {knob} out, or choose strategy={strategy}"
+            )
+
+
+def _make_paths_absolute(config: Config) -> None:
+    """Paths mean the same to a worker that starts elsewhere; hub ids are left alone."""
+
+    def absolute(section: Any, key: str, *, only_existing: bool = False) -> None:
+        value = getattr(section, key)
+        if value is not None and (not only_existing or Path(value).expanduser().exists()):
+            setattr(section, key, str(Path(value).expanduser().absolute()))
+
+    for key in ("train_path", "eval_path", "root"):
+        absolute(config.dataset, key)
+    absolute(config.deepspeed, "config_file")
+    absolute(config.dataset, "path", only_existing=True)
+
+
+def _decide_placement(config: Config) -> list[str]:
+    """Fills in device, workers and threads; the faults of what the machine cannot give."""
+    cluster, gpus = config.cluster, visible_gpus()
+    if cluster.device == "auto":
+        cluster.device = "cuda" if gpus else "cpu"
+    on_gpu = cluster.device == "cuda"
+    if cluster.workers_per_node is None:
+        available = max(1, (len(gpus) if on_gpu else 2) // cluster.nodes)
+        cluster.workers_per_node = 1 if config.strategy.name == "single" else available
+    world_size = cluster.nodes * cluster.workers_per_node
+    if cluster.cpus_per_worker is None:
+        # The share of one machine: simulated nodes stand on it side by side.
+        cluster.cpus_per_worker = max(1, cpu_count() // world_size)
+    if on_gpu and not gpus:
+        return ["cluster.device=cuda needs a GPU, and none is visible here: choose cluster.device=cpu"]
+    if on_gpu and world_size > len(gpus):
+        return [
+            f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} needs "
+            f"{world_size} GPUs, and {len(gpus)} are visible here: lower one of them, or choose cluster.device=cpu"
+        ]
+    return []
+
+
+def _judge_together(config: Config) -> Iterator[str]:
+    rules: list[Callable[[Config], Iterator[str]]] = [_task_faults, _file_faults, _device_faults]
+    for rule in rules:
+        yield from rule(config)
+
+
+def _task_faults(config: Config) -> Iterator[str]:
+    model, dataset = config.model, config.dataset
+    if dataset.task not in (model.task, "any"):
+        fitting = {
+            "causal_lm": "squad_sample, squad or synthetic",
+            "image_classification": "tinyimagenet_sample, tinyimagenet or synthetic",
+        }[model.task]
+        yield (
+            f"dataset={dataset.name} is for {dataset.task}, model={model.name} does {model.task}: "
+            f"choose dataset={fitting}"
+        )
+
+
+def _file_faults(config: Config) -> Iterator[str]:
+    dataset = config.dataset
+    for key, path, kind in (
+        ("dataset.train_path", dataset.train_path, "file"),
+        ("dataset.eval_path", dataset.eval_path, "file"),
+        ("dataset.root", dataset.root, "folder"),
+        ("deepspeed.config_file", config.deepspeed.config_file, "file"),
+    ):
+        there = os.path.isfile if kind == "file" else os.path.isdir
+        if path is not None and not there(path):
+            yield f"{key}={path} is not a {kind} here: correct the path"
+
+
+def _device_faults(config: Config) -> Iterator[str]:
+    on_gpu = config.cluster.device == "cuda"
+    if config.precision.name == "fp16" and not on_gpu:
+        yield "precision=fp16 needs a GPU, and this run is on cpu: choose precision=bf16 or fp32"
+    if config.offload.pin_memory and not on_gpu:
+        yield (
+            "offload=pinned needs a GPU: page-locked memory speeds copies to one, and this run is on cpu: "
+            "choose offload=true"
+        )

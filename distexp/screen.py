@@ -1,0 +1,193 @@
+"""What a person sees: progress while a run goes on, a panel when it is done, a table after a sweep.
+
+A run is followed through the files it writes (``events.jsonl``, ``metrics.jsonl``, rank 0's log), so
+that the workers draw nothing, and a run on another machine can be followed in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from distexp.launch.logs import log_path
+from distexp.report.table import comparison
+from distexp.results import RunRecord
+from distexp.spec import RunSpec
+
+COLORS = {"completed": "green", "invalid": "yellow", "oom_gpu": "magenta", "oom_host": "magenta"}
+
+
+@dataclass
+class Tail:
+    """The new lines of a growing file."""
+
+    path: Path
+    position: int = 0
+    rest: str = ""
+
+    def lines(self) -> list[str]:
+        """Whole lines written since the last call."""
+        if not self.path.exists():
+            return []
+        with self.path.open(errors="replace") as file:
+            file.seek(self.position)
+            self.rest += file.read()
+            self.position = file.tell()
+        *whole, self.rest = self.rest.split("\n")
+        return whole
+
+    def records(self) -> list[dict[str, Any]]:
+        """New lines as JSON."""
+        return [json.loads(line) for line in self.lines()]
+
+
+@dataclass
+class Live:
+    """One run on the screen."""
+
+    console: Console
+    progress: Progress | None
+    task: TaskID | None
+    events: Tail
+    metrics: Tail
+    log: Tail
+    total: int | None = None
+    latest: str = ""
+    said: list[str] = field(default_factory=list)
+
+    def refresh(self) -> None:
+        """Shows what has been written since the last call."""
+        for line in self.log.lines():
+            self._print(f"[dim]{escape(line)}[/dim]")
+        for event in self.events.records():
+            self._event(event)
+        for metrics in self.metrics.records():
+            self._step(metrics)
+
+    def _event(self, event: dict[str, Any]) -> None:
+        if "eval_loss" in event:
+            accuracy = event["eval_accuracy"]
+            more = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+            self._print(
+                f"epoch {event['epoch']}: train loss {event['train_loss']:.4f}, "
+                f"eval loss {event['eval_loss']:.4f}{more}"
+            )
+            return
+        self.total = event.get("total_steps", self.total)
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, description=event["phase"], total=self.total)
+
+    def _step(self, metrics: dict[str, Any]) -> None:
+        rate = metrics["samples_per_second"]
+        self.latest = f"loss {metrics['loss']:.4f}  {rate:,.1f} samples/s"
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, completed=metrics["step"], latest=self.latest)
+        else:
+            self._print(f"step {metrics['step']}/{self.total}: {self.latest}")
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+class Screen:
+    """The terminal of one command: a live bar where there is one, plain lines otherwise."""
+
+    def __init__(self, total: int) -> None:
+        self.console = Console()
+        self.total, self.begun = total, 0
+
+    @contextmanager
+    def follow(self, spec: RunSpec, directory: Path) -> Iterator[Live]:
+        """Shows a run until the block ends."""
+        self._headline(spec.run.overrides)
+        self.console.print(f"[bold]{describe(spec)}[/bold] -> {directory}", highlight=False, soft_wrap=True)
+        tails = Tail(directory / "events.jsonl"), Tail(directory / "metrics.jsonl"), Tail(log_path(directory, 0, 0))
+        if not self.console.is_terminal:
+            live = Live(self.console, None, None, *tails)
+            yield live
+            live.refresh()
+            return
+        columns = (TextColumn("{task.description:>7}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+        with Progress(*columns, TextColumn("{task.fields[latest]}"), TimeElapsedColumn(), console=self.console,
+                      transient=True) as progress:  # fmt: skip
+            live = Live(self.console, progress, progress.add_task("start", total=None, latest=""), *tails)
+            yield live
+            live.refresh()
+
+    def _headline(self, overrides: Sequence[str]) -> None:
+        self.begun += 1
+        if self.total > 1:
+            title = f"run {self.begun} of {self.total}  {' '.join(overrides)}"
+            self.console.rule(escape(title), align="left")
+
+    def invalid(self, record: RunRecord) -> None:
+        """A cell that cannot run, and why."""
+        self._headline(record.run.overrides)
+        assert record.error is not None
+        self.console.print(f"[yellow]invalid[/yellow]: {escape(record.error.message)}", highlight=False)
+
+    def done(self, record: RunRecord, directory: Path) -> None:
+        """The summary of a run."""
+        color = COLORS.get(record.status, "red")
+        grid = Table.grid(padding=(0, 2))
+        for name, value in summary(record):
+            grid.add_row(f"[dim]{name}[/dim]", escape(value))
+        title = f"[{color}]{record.status}[/{color}]"
+        self.console.print(Panel(grid, title=title, title_align="left", border_style=color, expand=False))
+
+    def compare(self, records: Sequence[RunRecord], sweep_dir: Path) -> None:
+        """The table after a sweep; nothing for a single run."""
+        if len(records) < 2:
+            return
+        self.console.print(comparison(records))
+        self.console.print(f"records: {sweep_dir}", highlight=False, soft_wrap=True)
+
+
+def describe(spec: RunSpec) -> str:
+    """``bloom_tiny on squad_sample, fsdp full_shard, 2 cpu workers``."""
+    config = spec.config
+    knob = {
+        "fsdp": f" {config.fsdp.sharding}",
+        "deepspeed": f" ZeRO-{config.deepspeed.zero_stage}",
+    }.get(config.strategy.name, "")
+    offload = ", offloaded" if config.offload.enabled else ""
+    workers = f"{spec.world_size} {config.cluster.device} worker{'s' if spec.world_size > 1 else ''}"
+    nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
+    return (
+        f"{config.model.name} on {config.dataset.name}, {config.strategy.name}{knob}{offload}, "
+        f"{config.precision.name}, {workers}{nodes}"
+    )
+
+
+def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """The lines of a run's panel."""
+    metrics, built = record.metrics, record.built
+    if record.error is not None:
+        where = f" (phase {record.error.phase}, rank {record.error.rank})" if record.error.phase else ""
+        yield "error", f"{record.error.type}: {record.error.message}{where}"
+    if built is not None:
+        yield "built", f"{built.wrapper}, mesh {built.mesh}, {built.parameters:,} parameters, {built.optimizer}"
+    if metrics.train_losses:
+        losses = " -> ".join(f"{loss:.4f}" for loss in metrics.train_losses)
+        yield "train loss", losses
+        yield "eval loss", " -> ".join(f"{loss:.4f}" for loss in metrics.eval_losses)
+    if metrics.eval_accuracies:
+        yield "eval accuracy", " -> ".join(f"{value:.1%}" for value in metrics.eval_accuracies)
+    if metrics.train_samples_per_second is not None:
+        yield "throughput", f"{metrics.train_samples_per_second:,.1f} samples/s"
+    elif built is not None:
+        yield "throughput", "not measured: no step after train.measure_after_step"
+    if metrics.step_time_s is not None:
+        yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"
+    if metrics.train_runtime is not None:
+        yield "runtime", f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s in all"

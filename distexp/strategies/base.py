@@ -1,0 +1,83 @@
+"""The two protocols of a way of distributing a training.
+
+A Strategy decides before anything runs (and so imports torch only inside ``setup``); an Engine is all
+that the training loop knows afterwards. A new strategy is one file here and one YAML in conf/strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distexp.config import Config
+from distexp.results import Built
+
+if TYPE_CHECKING:
+    from torch import Tensor, device, nn
+
+    from distexp.data.base import Batch
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a worker stands."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    workers_per_node: int
+    nodes: int
+    device: device
+    run_dir: Path
+
+    @property
+    def node(self) -> int:
+        """The node's number."""
+        return self.rank // self.workers_per_node
+
+
+class Engine(Protocol):
+    """A model that trains, whatever is behind it."""
+
+    model: nn.Module
+
+    def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
+        """Adds a micro-batch's gradients.
+
+        ``normalizer`` counts the targets of the whole global step, over all ranks and micro-batches,
+        so that unequal lengths weigh as they do on one worker. Returns this rank's share of the
+        step's loss, detached: shares add up to the mean loss.
+        """
+
+    def step(self, learning_rate: float) -> Tensor:
+        """Clips, updates the weights and clears the gradients; the global gradient norm before clipping."""
+
+    def forward(self, batch: Batch) -> Any:
+        """The model's outputs, without gradients, in the precision of the training."""
+
+    def train(self) -> None:
+        """Switches to training."""
+
+    def eval(self) -> None:
+        """Switches to evaluation."""
+
+    def describe(self) -> Built:
+        """What was really built, read off the live objects."""
+
+
+class Strategy(Protocol):
+    """A way of distributing a training, with its options."""
+
+    def complete(self, config: Config) -> None:
+        """Fills in what the user left open in this strategy's section."""
+
+    def validate(self, config: Config) -> list[str]:
+        """A sentence for each thing that this strategy cannot do as asked."""
+
+    def expects(self, config: Config) -> Mapping[str, Any]:
+        """The fields of Built that must come out; a difference stops the run."""
+
+    def setup(self, model: nn.Module, config: Config, context: Context) -> Engine:
+        """Distributes the model and builds its optimizer."""

@@ -1,0 +1,65 @@
+"""torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from distexp.config import Config
+from distexp.strategies.base import Context, Engine
+from distexp.strategies.single import offload_faults
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class DDP:
+    """The whole model on every worker; gradients are averaged while the backward pass runs."""
+
+    def complete(self, config: Config) -> None:
+        """Leaves nothing open."""
+
+    def validate(self, config: Config) -> list[str]:
+        """Nothing to offload, and buckets of a size."""
+        faults = offload_faults(config)
+        if not config.ddp.bucket_cap_mb > 0:
+            faults.append(f"ddp.bucket_cap_mb={config.ddp.bucket_cap_mb:g} must be above 0")
+        return faults
+
+    def expects(self, config: Config) -> Mapping[str, Any]:
+        """A DDP module over all workers."""
+        workers = config.cluster.nodes * (config.cluster.workers_per_node or 1)
+        return {
+            "wrapper": "DistributedDataParallel",
+            "world_size": workers,
+            "mesh": [workers, 1],
+            "sharded_units": 0,
+            "offload": "none",
+        }
+
+    def setup(self, model: nn.Module, config: Config, context: Context) -> Engine:
+        """Wraps the model on its device."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        from distexp.strategies.engine import Distribution, TorchEngine
+
+        model.to(context.device)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[context.device] if context.device.type == "cuda" else None,
+            bucket_cap_mb=config.ddp.bucket_cap_mb,
+            static_graph=config.ddp.static_graph,
+            find_unused_parameters=config.ddp.find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+
+        def synchronising(last_micro: bool) -> AbstractContextManager[Any]:
+            return nullcontext() if last_micro else wrapped.no_sync()
+
+        def distribution() -> Distribution:
+            return Distribution(type(wrapped).__name__, mesh=[wrapped.process_group.size(), 1])
+
+        return TorchEngine(
+            wrapped, config, context, synchronising=synchronising, autocast=True, distribution=distribution
+        )

@@ -1,0 +1,133 @@
+"""The engine of everything that is plain torch: single, DDP and FSDP differ in how they wrap the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distexp.config import Config
+from distexp.data.base import Batch
+from distexp.models.objective import loss_sum
+from distexp.optim import build_optimizer
+from distexp.results import Built
+from distexp.strategies.base import Context
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How a model is spread over the workers; the fields are those of Built."""
+
+    wrapper: str
+    mesh: list[int]
+    sharded_units: int = 0
+    offload: str = "none"
+    compute_dtype: torch.dtype | None = None  # where the wrapper casts, and not autocast
+
+
+class TorchEngine:
+    """Forward, backward and step of a wrapped model.
+
+    Args:
+        wrapped: the model as the loop calls it.
+        synchronising: ``synchronising(last_micro)`` is the context of one micro-batch's forward and
+            backward pass, in which gradients are reduced only when ``last_micro``.
+        autocast: whether arithmetic is cast here; FSDP casts by its own policy.
+        distribution: how the model is distributed, read off the live model.
+    """
+
+    def __init__(
+        self,
+        wrapped: nn.Module,
+        config: Config,
+        context: Context,
+        *,
+        synchronising: Callable[[bool], AbstractContextManager[Any]],
+        autocast: bool,
+        distribution: Callable[[], Distribution],
+    ) -> None:
+        self.model = wrapped
+        self.strategy = config.strategy.name
+        self.task = config.model.task
+        self.world_size = context.world_size
+        self.clipping = config.train.gradient_clipping
+        self.synchronising = synchronising
+        on_gpu = context.device.type == "cuda"
+        self.autocast = torch.autocast(
+            context.device.type,
+            DTYPES[config.precision.name],
+            enabled=autocast and config.precision.name != "fp32",
+        )
+        # Offloaded shards are on the CPU, where the fused kernel of another device cannot reach them.
+        self.optimizer = build_optimizer(wrapped, config.train, fused=on_gpu and not config.offload.enabled)
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=config.precision.name == "fp16")
+        self.distribution = distribution
+
+    def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
+        """Adds a micro-batch's gradients; this rank's share of the step's mean loss."""
+        with self.synchronising(last_micro):
+            with self.autocast:
+                outputs = self.model(**batch.inputs)
+            loss = loss_sum(self.task, outputs, batch) / normalizer
+            # Gradients are averaged over the ranks; their sum is wanted.
+            self.scaler.scale(loss * self.world_size).backward()
+        return loss.detach()
+
+    def step(self, learning_rate: float) -> Tensor:
+        """Clips, updates and clears; the gradient norm before clipping."""
+        self.scaler.unscale_(self.optimizer)
+        limit = self.clipping if self.clipping is not None else float("inf")
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Any:
+        """The model's outputs in the precision of the training."""
+        with self.autocast:
+            return self.model(**batch.inputs)
+
+    def train(self) -> None:
+        """Switches to training."""
+        self.model.train()
+
+    def eval(self) -> None:
+        """Switches to evaluation."""
+        self.model.eval()
+
+    def describe(self) -> Built:
+        """What was really built."""
+        built = self.distribution()
+        parameters = list(self.model.parameters())
+        arithmetic = self.autocast.fast_dtype if self.autocast._enabled else parameters[0].dtype
+        return Built(
+            strategy=self.strategy,
+            engine="native",
+            wrapper=built.wrapper,
+            world_size=dist.get_world_size(),
+            mesh=built.mesh,
+            sharded_units=built.sharded_units,
+            zero_stage=None,
+            offload=built.offload,
+            param_dtype=dtype_name(parameters[0].dtype),
+            compute_dtype=dtype_name(built.compute_dtype or arithmetic),
+            optimizer=type(self.optimizer).__name__,
+            parameters=sum(p.numel() for p in parameters),
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for torch.float32."""
+    return str(dtype).removeprefix("torch.")

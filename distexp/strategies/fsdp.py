@@ -1,0 +1,204 @@
+"""FSDP2: torch's ``fully_shard``, one unit for each block and for the embedding and head apart.
+
+Nearly half of BLOOM-560m's parameters are in its embedding, so leaving that to the root unit would
+gather it together with everything that is not in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from distexp.config import Config
+from distexp.strategies.base import Context, Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+    from distexp.strategies.engine import Distribution
+
+SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+
+
+class FSDP:
+    """Parameters, gradients and optimizer states sharded over the workers."""
+
+    def complete(self, config: Config) -> None:
+        """full_shard where no sharding was chosen."""
+        if config.fsdp.sharding is None:
+            config.fsdp.sharding = "full_shard"
+
+    def validate(self, config: Config) -> list[str]:
+        """A sharding that exists, replicas that divide the workers, prefetching that makes sense."""
+        options, workers = config.fsdp, _workers(config)
+        faults = []
+        if options.sharding not in SHARDINGS:
+            faults.append(f"fsdp.sharding={options.sharding} is not one of {', '.join(SHARDINGS)}")
+        replicas = options.replicas
+        if replicas is not None and options.sharding != "hybrid_shard":
+            faults.append(
+                f"fsdp.replicas={replicas} splits a hybrid mesh, and this run has "
+                f"sharding={options.sharding}: leave it out, or choose sharding=hybrid_shard"
+            )
+        elif replicas is not None and (replicas < 1 or workers % replicas):
+            faults.append(
+                f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
+                f"{config.cluster.workers_per_node} = {workers} workers"
+            )
+        for key in ("forward_prefetch", "backward_prefetch"):
+            if getattr(options, key) < 0:
+                faults.append(f"fsdp.{key}={getattr(options, key)} must be at least 0 blocks")
+        return faults
+
+    def expects(self, config: Config) -> Mapping[str, Any]:
+        """Sharded units on the mesh that the sharding means, parameters where they belong."""
+        reshard = config.fsdp.sharding != "shard_grad_op"
+        return {
+            "wrapper": f"fully_shard(reshard_after_forward={reshard})",
+            "world_size": _workers(config),
+            "mesh": list(_mesh_shape(config)),
+            "offload": "parameters+gradients+optimizer" if config.offload.enabled else "none",
+        }
+
+    def setup(self, model: nn.Module, config: Config, context: Context) -> Engine:
+        """Shards the model, unit by unit, and builds the optimizer over the shards."""
+        from torch.distributed.fsdp import FSDPModule
+
+        from distexp.strategies.engine import TorchEngine
+
+        if config.fsdp.sync_module_states:
+            _broadcast(model, context)
+        _shard(model, config, context)
+        wrapped = cast(FSDPModule, model)
+
+        @contextmanager
+        def synchronising(last_micro: bool) -> Iterator[None]:
+            wrapped.set_requires_gradient_sync(last_micro)
+            yield
+
+        def enter(last_micro: bool) -> AbstractContextManager[None]:
+            return synchronising(last_micro)
+
+        return TorchEngine(
+            model,
+            config,
+            context,
+            synchronising=enter,
+            autocast=False,
+            distribution=lambda: _distribution(model),
+        )
+
+
+def _workers(config: Config) -> int:
+    return config.cluster.nodes * (config.cluster.workers_per_node or 1)
+
+
+def _mesh_shape(config: Config) -> tuple[int, int]:
+    """The axes (replicate, shard)."""
+    workers = _workers(config)
+    replicas = {"no_shard": workers, "hybrid_shard": config.fsdp.replicas or config.cluster.nodes}
+    replicate = replicas.get(config.fsdp.sharding or "", 1)
+    return replicate, workers // replicate
+
+
+def _mesh(config: Config, context: Context) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicate, shard = _mesh_shape(config)
+    if config.fsdp.sharding in ("full_shard", "shard_grad_op"):
+        return init_device_mesh(context.device.type, (shard,), mesh_dim_names=("shard",))
+    if context.rank == 0 and 1 in (replicate, shard):
+        print(
+            f"sharding={config.fsdp.sharding}: the mesh (replicate, shard) is ({replicate}, {shard}), so nothing is "
+            + ("replicated" if replicate == 1 else "sharded"),
+            flush=True,
+        )
+    return init_device_mesh(context.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def _broadcast(model: nn.Module, context: Context) -> None:
+    """Rank 0's weights and buffers for everyone."""
+    import torch.distributed as dist
+
+    if context.world_size == 1:
+        return
+    model.to(context.device)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)
+
+
+def _shard(model: nn.Module, config: Config, context: Context) -> None:
+    """Calls fully_shard on every unit, inner ones first, and chains their prefetching."""
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    from distexp.models.anatomy import blocks, embeddings, tied
+    from distexp.strategies.engine import DTYPES
+
+    policy: dict[str, Any] = {
+        "mesh": _mesh(config, context),
+        "reshard_after_forward": config.fsdp.sharding != "shard_grad_op",
+    }
+    if config.precision.name != "fp32":
+        policy["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=DTYPES[config.precision.name], reduce_dtype=torch.float32
+        )
+    if config.offload.enabled:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=config.offload.pin_memory)
+        model.to("cpu")
+    else:
+        model.to(context.device)
+    units = [module for _, module in blocks(model, config.fsdp.wrap)]
+    for unit in units:
+        fully_shard(unit, **policy)
+    ends = [module for _, module in embeddings(model)]
+    # Tied weights are one parameter: its two modules must be gathered together.
+    for group in [ends] if tied(model) else [[end] for end in ends]:
+        fully_shard(group if len(group) > 1 else group[0], **policy)
+    fully_shard(model, **policy)
+    _chain_prefetch(cast("list[FSDPModule]", units), config)
+    if config.offload.enabled:
+        for buffer_owner in model.modules():
+            for name, buffer in buffer_owner.named_buffers(recurse=False):
+                setattr(buffer_owner, name, buffer.to(context.device))
+
+
+def _chain_prefetch(units: list[FSDPModule], config: Config) -> None:
+    ahead, behind = config.fsdp.forward_prefetch, config.fsdp.backward_prefetch
+    for position, unit in enumerate(units):
+        if ahead:
+            unit.set_modules_to_forward_prefetch(units[position + 1 : position + 1 + ahead])
+        if behind != 1:  # one block ahead is what FSDP does by itself
+            unit.set_modules_to_backward_prefetch(units[max(0, position - behind) : position][::-1])
+
+
+def _distribution(model: nn.Module) -> Distribution:
+    """Read off the sharded parameters and FSDP's own state."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    from distexp.strategies.engine import Distribution
+
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    parameters = list(model.parameters())
+    sharded = [p for p in parameters if isinstance(p, DTensor)]
+    if len(sharded) != len(parameters):
+        raise RuntimeError(f"FSDP left {len(parameters) - len(sharded)} of {len(parameters)} parameters unsharded")
+    shapes = {tuple(p.device_mesh.shape) for p in sharded}
+    (shape,) = shapes
+    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
+    reshards = {group.post_forward_mesh_info is not None for group in groups}
+    on_cpu = all(p.to_local().device.type == "cpu" for p in sharded)
+    offloaded = all(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups)
+    return Distribution(
+        wrapper=f"fully_shard(reshard_after_forward={'/'.join(map(str, sorted(reshards)))})",
+        mesh=[1, *shape] if len(shape) == 1 else list(shape),
+        sharded_units=len(units),
+        offload="parameters+gradients+optimizer" if offloaded and on_cpu else "none",
+        compute_dtype=groups[0].mp_policy.param_dtype,
+    )

@@ -1,0 +1,152 @@
+"""What one rank does, from the process group to the record."""
+
+from __future__ import annotations
+
+import platform
+import random
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distexp.config import Config
+from distexp.data.base import TaskData
+from distexp.data.shards import ShardedLoader, Share
+from distexp.distributed import gather_to_all, join
+from distexp.hardware import cpu_count
+from distexp.loop import fit
+from distexp.measure.events import Events
+from distexp.measure.journal import Journal, Plan
+from distexp.models.transforms import transform
+from distexp.resolve import load_strategy
+from distexp.results import Built, Environment, RunRecord
+from distexp.spec import RunSpec
+from distexp.strategies.base import Context, Engine
+from distexp.targets import locate
+
+
+def run(run_dir: Path, events: Events, started: float) -> None:
+    """Joins, builds, trains and, on rank 0, writes the record; ``started`` is the process' start."""
+    spec = RunSpec.read(run_dir)
+    torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
+    context = join(spec, run_dir)
+    record = train(spec, context, events)
+    record.run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
+    record.run.duration_s = time.time() - started
+    record.run.hosts = list(dict.fromkeys(gather_to_all(socket.gethostname())))
+    if context.rank == 0:
+        record.write(run_dir)
+    events.enter("done")
+    dist.destroy_process_group()
+
+
+def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
+    """One training in a process group that stands; several may follow each other in one process."""
+    config = spec.config
+    seed_everything(config.train.seed)
+    data = load_data(config, context)
+    engine = build_engine(config, data, context)
+    built = engine.describe()
+    built.tokenizer = data.tokenizer_name
+    check_built(built, load_strategy(config).expects(config))
+    training, evaluation = loaders(config, data, context)
+    plan = Plan(config.train, training.steps)
+    journal = Journal(plan, context, events)
+    fit(engine, training, evaluation, plan, journal)
+    return RunRecord(
+        status="completed",
+        run=spec.run,
+        config=asdict(config),
+        built=built,
+        environment=environment(context.device),
+        metrics=journal.finish(),
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """The same seed on every rank, so that all build the same model."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def load_data(config: Config, context: Context) -> TaskData:
+    """Reads the data set; one rank a node prepares what is cached, and tells what there is to tell."""
+    data: TaskData = locate(config.dataset._target_)(config.dataset, config.model, config.train.seed)
+    if context.rank == 0:
+        for note in data.notes:
+            print(f"note: {note}", flush=True)
+    return data
+
+
+def build_engine(config: Config, data: TaskData, context: Context) -> Engine:
+    """The model, distributed as the strategy says."""
+    model = locate(config.model._target_)(config.model, data.num_classes)
+    transform(model, config)
+    return load_strategy(config).setup(model, config, context)
+
+
+def check_built(built: Built, expected: Mapping[str, Any]) -> None:
+    """Stops a run that would measure something else than it was asked to."""
+    wrong = [
+        f"{name} is {getattr(built, name)!r}, not {value!r}"
+        for name, value in expected.items()
+        if getattr(built, name) != value
+    ]
+    if wrong:
+        raise RuntimeError("what was built is not what was asked for: " + "; ".join(wrong))
+
+
+def loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
+    """This rank's shares of the training and the evaluation set."""
+    train, place = config.train, (context.rank, context.world_size)
+    shares = (
+        Share(*place, train.micro_batch_size, train.gradient_accumulation_steps),
+        Share(*place, train.eval_batch_size or train.micro_batch_size),
+    )
+    training, evaluation = (
+        ShardedLoader(
+            samples,
+            data,
+            share,
+            context.device,
+            seed=train.seed,
+            shuffle=samples is data.train,
+            num_workers=config.dataset.num_workers,
+        )
+        for samples, share in zip((data.train, data.evaluation), shares, strict=True)
+    )
+    return training, evaluation
+
+
+def environment(device: torch.device) -> Environment:
+    """The software and the machine of this rank."""
+    on_gpu = device.type == "cuda"
+    gpu = torch.cuda.get_device_properties(device) if on_gpu else None
+    return Environment(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda if on_gpu else None,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        transformers=_version("transformers"),
+        deepspeed=_version("deepspeed"),
+        gpu_name=gpu.name if gpu else None,
+        gpu_total_mib=gpu.total_memory / 2**20 if gpu else None,
+        cpu_count=cpu_count(),
+        hostname=socket.gethostname(),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

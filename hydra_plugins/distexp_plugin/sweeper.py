@@ -1,0 +1,75 @@
+"""Expands a sweep: the product of what is swept, and the cells of ``sweep.cells`` beside it.
+
+Hydra's own sweeper composes every cell once to validate it and again to run it; here the launcher
+composes each cell once, and starts nothing before all of them compose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from distexp.config import ConfigError
+from distexp.overrides import quote_choice
+from distexp.paths import config_groups
+
+CELLS_KEY = "sweep.cells"
+
+
+class DistexpSweeper(BasicSweeper):
+    """Hydra's basic sweeper, with unions, and with a preset's sweep yielding to the command line."""
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Launches every cell; one call of the launcher, whatever their number."""
+        assert self.config is not None
+        assert self.launcher is not None
+        self.parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        return [self.launcher.launch(self.expand(arguments), initial_job_idx=0)]
+
+    def expand(self, arguments: Sequence[str]) -> list[list[str]]:
+        """All cells as lists of overrides, without repetition, in the order they were asked for."""
+        typed = self._parse(arguments)
+        named = {override.get_key_element() for override in typed}
+        preset = self._parse([f"{key}={value}" for key, value in self.params.items()])
+        swept = [o for o in preset if o.get_key_element() not in named] + typed
+        swept = [o for o in swept if o.get_key_element() != CELLS_KEY]
+        cells = [self._parse(cell) for cell in self._listed_cells()]
+        fixed = [override for override in swept if not override.is_sweep_override()]
+        expanded = self._product(swept) if len(fixed) < len(swept) or not cells else []
+        for cell in cells:
+            expanded += self._product(fixed + cell)
+        return [list(cell) for cell in dict.fromkeys(tuple(cell) for cell in expanded)]
+
+    def _parse(self, overrides: Sequence[str]) -> list[Override]:
+        return self.parser.parse_overrides([quote_choice(text, config_groups()) for text in overrides])
+
+    def _product(self, overrides: list[Override]) -> list[list[str]]:
+        return [cell for batch in self.split_arguments(overrides, None) for cell in batch]
+
+    def _listed_cells(self) -> list[list[str]]:
+        cells = OmegaConf.to_container(self.config.sweep.cells) if "sweep" in self.config else []
+        for cell in cells:
+            if not isinstance(cell, list) or not all(isinstance(item, str) for item in cell):
+                raise ConfigError(
+                    f"sweep.cells holds {cell!r}: each cell must be a list of overrides, as "
+                    "'sweep.cells=[[\"strategy=single\"],[\"zero_stage=1\",\"offload=true\"]]'"
+                )
+        return cells
+
+
+ConfigStore.instance().store(
+    group="hydra/sweeper",
+    name="distexp",
+    node={
+        "_target_": f"{__name__}.DistexpSweeper",
+        "max_batch_size": None,
+        "params": None,
+    },
+    provider="distexp",
+)
