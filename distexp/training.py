@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import random
 import socket
@@ -45,6 +46,8 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     if context.rank == 0:
         record.write(run_dir)
     events.enter("done")
+    # A DDP model holds threads of its process group; left to the interpreter's end, they abort it.
+    gc.collect()
     dist.destroy_process_group()
 
 

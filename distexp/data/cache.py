@@ -6,9 +6,9 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from distexp.config import ConfigError
 
@@ -28,8 +28,8 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
     Args:
         path: where the result lies. Its name must hold a format version and what it was made from:
             what is there is never built again.
-        build: makes the result, a file or a folder, at the path that it is given. It works on a
-            sibling that is renamed when complete, so a killed builder leaves nothing that is taken for a result.
+        build: makes the result, a file or a folder, at the path that it is given: a sibling that is
+            renamed when complete, so that a killed builder leaves nothing that is taken for a result.
 
     Returns:
         ``path``.
@@ -41,42 +41,48 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent / f".{path.name}.lock") as alone:
-            if not path.exists():
-                _build_and_rename(path, build, alone)
-    except PermissionError as error:
+        lock = (path.parent / f".{path.name}.lock").open("w")
+    except OSError as error:
         raise ConfigError(
-            f"The cache {path.parent} cannot be written ({error.strerror}): set DISTEXP_CACHE to a folder of yours"
+            f"The cache {path.parent} cannot be written ({error.strerror}): set DISTEXP_CACHE to another"
         ) from error
+    with lock:
+        alone = _acquire(lock)
+        if not path.exists():
+            _build_and_rename(path, build, alone=alone)
     return path
 
 
-def _build_and_rename(path: Path, build: Callable[[Path], None], alone: bool) -> None:
+def _acquire(lock: IO[str]) -> bool:
+    """Waits for a lock that dies with its process; False where the file system knows no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _build_and_rename(path: Path, build: Callable[[Path], None], *, alone: bool) -> None:
+    mine = f".{path.name}.{socket.gethostname()}"
     if alone:
-        for left_behind in path.parent.glob(f".{path.name}.*.partial"):
+        # Of this host only: some network file systems keep their locks to each host.
+        for left_behind in path.parent.glob(f"{mine}-*.partial"):
             _remove(left_behind)
-    partial = path.parent / f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial"
+    partial = path.parent / f"{mine}-{os.getpid()}.partial"
     try:
         build(partial)
-        partial.rename(path)
-    except OSError:
-        # Without a lock another builder may have come first: its result is as good.
-        if alone or not path.exists():
-            raise
+        _rename(partial, path)
     finally:
         _remove(partial)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Holds a lock that dies with its process; yields False where the file system knows no locks."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-        else:
-            yield True
+def _rename(partial: Path, path: Path) -> None:
+    try:
+        partial.rename(path)
+    except OSError:
+        # Without a common lock another builder may have come first: its result is as good.
+        if not path.exists():
+            raise
 
 
 def _remove(path: Path) -> None:

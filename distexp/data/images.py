@@ -21,11 +21,16 @@ PADDING = 8
 """An augmented image is cropped from one with 1/8 of its size added on every side."""
 
 
+def _shared_zero() -> Tensor:
+    shared: Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    return shared
+
+
 class DataError(RuntimeError):
     """Data that cannot be read while training; the sentence names the file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ImageFiles:
     """Samples ``images`` of shape (3, size, size), float32 and normalised, with their class.
 
@@ -40,7 +45,7 @@ class ImageFiles:
     augment: bool
     seed: int
     # In shared memory: a loader worker that outlives an epoch holds a copy of everything else.
-    epoch: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64).share_memory_())
+    epoch: Tensor = field(default_factory=_shared_zero)
 
     def __len__(self) -> int:
         return len(self.files)

@@ -20,6 +20,7 @@ from distexp.data.text import TokenSamples
 from distexp.data.tokenization import Tokenizer, Tokens
 
 FORMAT = "tokens-v1"
+ARRAYS = ("tokens", "ends", "prompt_lengths")
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ class Counts:
         if self.cut:
             yield f"{self.cut} {of} were longer than {limit} tokens: their context was cut, their answer kept"
         if self.lost:
-            yield f"{self.lost} of these {self.cut} cut contexts no longer hold the answer: raise {limit} to keep it"
+            yield f"{self.lost} of these {self.cut} cut contexts lost the answer: raise {limit} to keep it"
         if self.left_out:
             yield f"{self.left_out} {of} were left out: question and answer alone exceed {limit} tokens"
         if self.unanswered:
             yield f"{self.unanswered} {of} were left out: they have no answer"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QASamples(TokenSamples):
     """Tokenised examples, with what scoring a generated answer needs."""
 
@@ -98,10 +99,9 @@ def tokenise(
         keep_references: for evaluation; a training set does without the texts.
     """
     key = _key(examples, tokenizer, max_length)
-    folder = build_once(
-        cache_dir() / f"{FORMAT}-{key}", partial(_write, examples=examples, tokenizer=tokenizer, limit=max_length)
-    )
-    parts = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "ends", "prompt_lengths")}
+    write = partial(_write, examples=examples, tokenizer=tokenizer, limit=max_length)
+    folder = build_once(cache_dir() / f"{FORMAT}-{key}", write)
+    parts = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
     kept = np.load(folder / "kept.npy").tolist() if keep_references else []
     samples = QASamples(
         **parts,
@@ -114,8 +114,8 @@ def tokenise(
 def _key(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> str:
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {tokenizer.eos_id} {max_length}".encode())
     for example in examples:
-        first = example.answers[:1]
-        digest.update("\x1f".join(("", example.question, example.context, *first)).encode("utf-8", "surrogatepass"))
+        parts = ("", example.question, example.context, *example.answers[:1])
+        digest.update("\x1f".join(parts).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:24]
 
 

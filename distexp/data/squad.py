@@ -56,8 +56,8 @@ def read(dataset: DatasetConfig) -> tuple[list[Example], list[Example]]:
         )
     if dataset.path is None:
         raise ConfigError(
-            "dataset.path is null: set a hub id (rajpurkar/squad), a folder written by datasets.save_to_disk, "
-            "or dataset.train_path and dataset.eval_path"
+            "dataset.path is null: set a hub id (rajpurkar/squad), a folder of datasets.save_to_disk, or "
+            " dataset.train_path and dataset.eval_path"
         )
     splits = _load_splits(dataset.path)
     return _from_rows(splits["train"]), _from_rows(splits["validation"])
@@ -115,9 +115,9 @@ def _load_splits(path: str) -> Mapping[str, Any]:
     lacking = {"id", "question", "context", "answers"} - columns
     if lacking:
         raise ConfigError(
-            f"dataset.path={path} lacks the columns {', '.join(sorted(lacking))} of SQuAD: choose a set that has them"
+            f"dataset.path={path} lacks the columns {', '.join(sorted(lacking))} of SQuAD: give another set"
         )
-    return splits
+    return dict(splits)
 
 
 def _not_loaded(path: str, local: Path, error: Exception) -> str:
@@ -128,18 +128,21 @@ def _not_loaded(path: str, local: Path, error: Exception) -> str:
             f"or set dataset.train_path and dataset.eval_path to SQuAD v1.1 JSON files"
         )
     return (
-        f"dataset.path={path} is neither a local folder, nor in the local cache, nor could it be had from the "
-        f"hub ({reason}): set dataset.train_path and dataset.eval_path to local files, or choose dataset=squad_sample"
+        f"dataset.path={path} is neither a local folder, nor in the local cache, nor to be had from the hub "
+        f"({reason}): set dataset.train_path and dataset.eval_path to local files, or choose "
+        "dataset=squad_sample"
     )
 
 
 def _from_rows(rows: Any) -> list[Example]:
     contexts: dict[str, str] = {}  # one string for the several questions of a paragraph
     examples = []
-    for row in rows:
-        line = one_line(row["context"])
-        context = contexts.setdefault(line, line)
-        examples.append(_example(row["id"], row["question"], context, row["answers"]["text"]))
+    for batch in rows.iter(batch_size=1000):
+        columns = (batch["id"], batch["question"], batch["context"], batch["answers"])
+        for identity, question, text, answers in zip(*columns, strict=True):
+            line = one_line(text)
+            context = contexts.setdefault(line, line)
+            examples.append(_example(identity, question, context, answers["text"]))
     return examples
 
 

@@ -20,9 +20,9 @@ PARAGRAPHS = 8
 """Paragraphs of an article."""
 
 VILLAGES = ("Almere", "Birkeby", "Corvane", "Dunmore", "Elstow", "Farholt", "Grenna", "Hexley")
-NAMES = ("Ada", "Bruno", "Clara", "Dario", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Karim", "Lena")
-FAMILIES = ("Amari", "Berg", "Costa", "Dahl", "Eriksen", "Fontaine", "Haddad", "Ito", "Khan", "Lindt", "Moreau")
-TRADES = ("baker", "carpenter", "doctor", "farmer", "gardener", "miller", "painter", "sailor", "tailor", "weaver")
+NAMES = ("Ada", "Bruno", "Clara", "Dario", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Lena")
+FAMILIES = ("Amari", "Berg", "Costa", "Dahl", "Eriksen", "Fontaine", "Haddad", "Ito", "Khan", "Moreau")
+TRADES = ("baker", "carpenter", "doctor", "farmer", "gardener", "miller", "painter", "sailor", "weaver")
 TOWNS = ("Bergen", "Cairo", "Dakar", "Lima", "Lyon", "Oslo", "Porto", "Riga", "Turin", "Vienna")
 ANIMALS = ("cats", "dogs", "ducks", "goats", "hens", "horses", "pigeons", "rabbits", "sheep", "turtles")
 NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -33,8 +33,8 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     for key in ("path", "train_path", "eval_path"):
         if getattr(dataset, key) is not None:
             raise ConfigError(
-                f"dataset.{key}={getattr(dataset, key)} means nothing to dataset={dataset.name}, which generates "
-                "its questions: leave it out, or choose dataset=squad"
+                f"dataset.{key}={getattr(dataset, key)} means nothing to dataset={dataset.name}, which "
+                "generates its questions: leave it out, or choose dataset=squad"
             )
     train = sample_file("train", max(TRAIN_SIZE, dataset.train_size or 0))
     held_out = sample_file("dev", max(EVAL_SIZE, dataset.eval_size or 0))
@@ -42,14 +42,14 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 
 
 def sample_file(split: str, questions: int) -> Path:
-    """The generated file of a split, from the cache; the first questions are the same whatever their number."""
+    """The generated file of a split, from the cache; a longer one begins with a shorter one."""
     path = cache_dir() / f"{FORMAT}-{split}-{questions}.json"
     return build_once(path, partial(_write, split=split, questions=questions))
 
 
 def generate(split: str, questions: int) -> dict[str, Any]:
     """At least one article with ``questions`` questions in all, in the official format."""
-    articles = []
+    articles: list[dict[str, Any]] = []
     while questions > 0:
         article = _article(split, len(articles), questions)
         questions -= sum(len(paragraph["qas"]) for paragraph in article["paragraphs"])

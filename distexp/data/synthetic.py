@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Generator
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.data.base import Batch, Sample, TaskData
+from distexp.data.base import Sample, TaskData
 from distexp.data.images import collate_images
 from distexp.data.text import TextCollate, sequence_length
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -69,31 +65,25 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     if model.task == "causal_lm":
         vocabulary = _needed("model.vocab_size", model.vocab_size)
         length = sequence_length(dataset, model)
-        return _task_data(
-            lambda samples, own_seed: RandomTokens(samples, length, vocabulary, own_seed),
-            (train_size, eval_size), seed, model.task, TextCollate(0, length), vocabulary,
-        )  # fmt: skip
+        return TaskData(
+            task=model.task,
+            train=RandomTokens(train_size, length, vocabulary, seed),
+            evaluation=RandomTokens(eval_size, length, vocabulary, seed + 1),
+            collate=TextCollate(pad_id=0, length=length),
+            num_classes=vocabulary,
+        )
     classes = _needed("dataset.num_classes", dataset.num_classes)
     size = _needed("dataset.image_size", dataset.image_size)
-    return _task_data(
-        lambda samples, own_seed: RandomImages(samples, size, classes, own_seed),
-        (train_size, eval_size), seed, model.task, collate_images, classes,
-    )  # fmt: skip
+    return TaskData(
+        task=model.task,
+        train=RandomImages(train_size, size, classes, seed),
+        evaluation=RandomImages(eval_size, size, classes, seed + 1),
+        collate=collate_images,
+        num_classes=classes,
+    )
 
 
-def _task_data(
-    make: Callable[[int, int], RandomTokens | RandomImages],
-    sizes: tuple[int, int],
-    seed: int,
-    task: str,
-    collate: Callable[[Sequence[Sample]], Batch],
-    num_classes: int,
-) -> TaskData:
-    train, evaluation = make(sizes[0], seed), make(sizes[1], seed + 1)
-    return TaskData(task=task, train=train, evaluation=evaluation, collate=collate, num_classes=num_classes)
-
-
-def _needed(key: str, value: Value | None) -> Value:
+def _needed(key: str, value: int | None) -> int:
     if value is None:
         raise ConfigError(f"{key} is null, and random samples need it: set it")
     return value

@@ -15,7 +15,7 @@ from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data.base import IGNORE, Batch, Sample
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenSamples:
     """Samples ``input_ids`` and ``labels`` of shape (length,), unpadded; the prompt's labels are IGNORE.
 
@@ -71,7 +71,7 @@ def _stack(rows: Sequence[Tensor], length: int, filling: int) -> Tensor:
 
 
 def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
-    """``dataset.max_length``, else ``model.seq_length``; ConfigError when it exceeds the model's positions."""
+    """``dataset.max_length``, else ``model.seq_length``; ConfigError above the positions of the model."""
     longest = dataset.max_length or model.seq_length
     if longest is None:
         raise ConfigError("dataset.max_length is null, and texts need a longest length: set it, in tokens")

@@ -1,9 +1,8 @@
 """TinyImageNet in its official layout.
 
-    wnids.txt                            one class a line
-    train/<wnid>/images/<name>.JPEG
-    val/images/<name>.JPEG
-    val/val_annotations.txt              <name>.JPEG, wnid and a box, separated by tabs
+``wnids.txt`` lists the classes. Training images are ``train/<wnid>/images/<name>.JPEG``, those for
+validation ``val/images/<name>.JPEG``, and ``val/val_annotations.txt`` has a line for each of them: name,
+wnid and a box, separated by tabs.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def read_wnids(root: Path) -> list[str]:
         raise ConfigError(f"dataset.root={root} is not a folder: give that of the official archive, unpacked")
     path = root / "wnids.txt"
     if not path.is_file():
-        raise ConfigError(f"{path} is missing, which lists the classes, one a line: give TinyImageNet's top folder")
+        raise ConfigError(f"{path} is missing, which lists the classes: give the archive's top folder")
     wnids = sorted(path.read_text().split())
     if not wnids or len(set(wnids)) < len(wnids):
         raise ConfigError(f"{path} must list every class once, one a line: restore the official file")
@@ -74,7 +73,7 @@ def read_train(root: Path, classes: dict[str, int]) -> Labelled:
         folder = root / "train" / wnid / "images"
         if not folder.is_dir():
             raise ConfigError(
-                f"{folder} is missing: the official layout has train/<wnid>/images for each class of wnids.txt"
+                f"{folder} is missing: the official layout has train/<wnid>/images for each wnid of wnids.txt"
             )
         names = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in (".jpeg", ".jpg"))
         if not names:
@@ -101,10 +100,11 @@ def read_val(root: Path, classes: dict[str, int]) -> Labelled:
         wnid = rest.partition("\t")[0]
         if wnid not in classes:
             raise ConfigError(
-                f"{path}, line {number}: {line!r} must be a file name, a class of wnids.txt and a box, separated by tabs"
+                f"{path}, line {number}: {line!r} must be a file name, a class of wnids.txt and a box, "
+                "separated by tabs: restore the official file"
             )
         if name not in there:
-            raise ConfigError(f"{images / name} is missing, which {path}, line {number} names: restore the file")
+            raise ConfigError(f"{images / name} is missing, which line {number} of {path} names: restore it")
         found.append((f"val/images/{name}", classes[wnid]))
     return found
 

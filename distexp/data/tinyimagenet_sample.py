@@ -1,4 +1,4 @@
-"""Generated images in TinyImageNet's official layout: stripes whose angle, width and colour tell the class."""
+"""Generated images in TinyImageNet's official layout: the stripes' angle, width and colour tell the class."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """As ``tinyimagenet.load``, from 400 and 100 images generated on first use, or more when asked for."""
     if dataset.root is not None:
         raise ConfigError(
-            f"dataset.root={dataset.root} means nothing to dataset={dataset.name}, which generates its images: "
-            "leave it out, or choose dataset=tinyimagenet"
+            f"dataset.root={dataset.root} means nothing to dataset={dataset.name}, which generates its "
+            "images: leave it out, or choose dataset=tinyimagenet"
         )
     root = sample_folder(max(TRAIN_SIZE, dataset.train_size or 0), max(EVAL_SIZE, dataset.eval_size or 0))
     return tinyimagenet.load(replace(dataset, root=str(root)), model, seed)

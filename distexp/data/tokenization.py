@@ -64,8 +64,8 @@ class ByteTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.size: int = self._tokenizer.get_vocab_size()
         self.name = f"byte({self.size})"
-        self.pad_id: int = self._tokenizer.token_to_id(PAD)
-        self.eos_id: int = self._tokenizer.token_to_id(EOS)
+        # Their order among the special tokens that it was trained with.
+        self.pad_id, self.eos_id = 0, 1
         self.fingerprint = _digest(self._tokenizer.to_str())
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
@@ -140,7 +140,7 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
 
 
 def train_byte_tokenizer(texts: Iterable[str], size: int) -> ByteTokenizer:
-    """A byte-level BPE of at most ``size`` entries; the same texts give the same tokenizer, from the cache."""
+    """A byte-level BPE of at most ``size`` entries; the same texts give the same one, from the cache."""
     if size < SMALLEST:
         raise ConfigError(
             f"model.vocab_size={size} is too small for model.tokenizer=byte, which holds every byte and "

@@ -61,21 +61,23 @@ def forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
 
 
 def _of_classes(model: nn.Module, wanted: list[str]) -> Named:
-    found = [(name, module) for name, module in model.named_modules() if name and type(module).__name__ in wanted]
-    lacking = set(wanted) - {type(module).__name__ for _, module in found}
+    parts = [(name, module, type(module).__name__) for name, module in model.named_modules() if name]
+    there = {kind for _, _, kind in parts}
+    lacking = set(wanted) - there
     if lacking or not wanted:
-        there = sorted({type(module).__name__ for name, module in model.named_modules() if name})
         raise ConfigError(
             f"fsdp.wrap names {', '.join(sorted(lacking)) or 'nothing'}, which this model does not have: "
-            f"choose auto, or from {', '.join(there)}"
+            f"choose auto, or from {', '.join(sorted(there))}"
         )
-    return found
+    return [(name, module) for name, module, kind in parts if kind in wanted]
 
 
 def _repeated(model: nn.Module) -> Named:
     by_class: dict[type[nn.Module], Named] = defaultdict(list)
     for name, container in model.named_modules():
-        members = list(container.named_children()) if isinstance(container, nn.ModuleList | nn.Sequential) else []
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        members = list(container.named_children())
         classes = {type(member) for _, member in members}
         composed = all(any(True for _ in member.children()) for _, member in members)
         if len(classes) == 1 and composed:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer of our own: learned positions, pre-norm blocks, a head apart from the embedding."""
+"""A decoder-only transformer of our own: learned positions, pre-norm blocks, an untied head."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), allowed))
-        return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        output: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        return output
 
 
 class GPT(nn.Module):
@@ -98,8 +99,8 @@ class GPT(nn.Module):
         length = input_ids.shape[1]
         if length > self.positions.num_embeddings:
             raise ValueError(
-                f"A sequence of {length} tokens exceeds the {self.positions.num_embeddings} positions of this "
-                "model: raise model.seq_length"
+                f"A sequence of {length} tokens exceeds the {self.positions.num_embeddings} positions of "
+                "this model: raise model.seq_length"
             )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -132,16 +133,15 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         ConfigError: values that a GPT does not have or cannot have.
     """
     check_model(model)
-    assert model.hidden_size and model.num_layers and model.num_heads and model.ff_dim and model.seq_length
-    return GPT(
-        vocab=vocabulary(model, num_classes),
-        hidden=model.hidden_size,
-        layers=model.num_layers,
-        heads=model.num_heads,
-        inner=model.ff_dim,
-        length=model.seq_length,
-        dropout=model.dropout,
-    )
+    sizes = {
+        "hidden": model.hidden_size,
+        "layers": model.num_layers,
+        "heads": model.num_heads,
+        "inner": model.ff_dim,
+        "length": model.seq_length,
+    }
+    known = {name: size for name, size in sizes.items() if size is not None}
+    return GPT(vocab=vocabulary(model, num_classes), dropout=model.dropout, **known)
 
 
 def _allowed(attention_mask: Tensor) -> Tensor:

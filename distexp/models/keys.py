@@ -29,9 +29,9 @@ SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim", "seq_
 
 def unused_keys(model: ModelConfig) -> list[str]:
     """A sentence for each key that was set and that this architecture does not have."""
-    has = ", ".join(key for key in model.keys if key != "options") or "none of these keys"
+    has = ", ".join(key for key in model.keys if key != "options") or "no such keys"
     return [
-        f"model.{key}={getattr(model, key)} means nothing to model={model.name}, which has {has}: leave it out"
+        f"model.{key}={getattr(model, key)} is no key of model={model.name}, which has {has}: leave it out"
         for key in ARCHITECTURE_KEYS
         if key not in model.keys and _is_set(getattr(model, key))
     ]
@@ -66,7 +66,7 @@ def vocabulary(model: ModelConfig, num_classes: int) -> int:
 
 
 def _is_set(value: Any) -> bool:
-    return value is not None and value != 0.0 and value != {}
+    return value not in (None, 0.0, {})
 
 
 def _missing(model: ModelConfig) -> Iterator[str]:

@@ -16,7 +16,8 @@ def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
 
     Args:
         task: causal_lm (the logits at a position predict the next label) or image_classification.
-        outputs: logits of shape (samples, length, vocabulary) or (samples, classes), or an object with ``.logits``.
+        outputs: logits of shape (samples, length, vocabulary) or (samples, classes), or an object that has
+            them as ``logits``.
         batch: whose labels are IGNORE where nothing counts.
 
     Returns:

@@ -25,7 +25,8 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         ConfigError: values that a ResNet does not have or cannot have.
     """
     check_model(model)
-    assert model.width is not None and model.depths is not None
+    assert model.width is not None, "check_model"
+    assert model.depths is not None, "check_model"
     block = Bottleneck if model.bottleneck else BasicBlock
     if model.width == STANDARD_WIDTH:
         return ImageResNet(block, model.depths, num_classes=num_classes)
