@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MissingMandatoryValue, OmegaConf
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
@@ -60,13 +60,21 @@ AT_LEAST: dict[str, float] = {
 }
 
 
+def without_hydra(composed: DictConfig) -> DictConfig:
+    """What Hydra composed, less its own node."""
+    content = composed.copy()
+    with open_dict(content):
+        del content["hydra"]
+    return content
+
+
 def load_strategy(config: Config) -> Strategy:
     """The chosen strategy."""
     strategy: Strategy = locate(config.strategy._target_)()
     return strategy
 
 
-def resolve(composed: Any, choices: Choices) -> Config:
+def resolve(composed: DictConfig, choices: Choices) -> Config:
     """Types a composed configuration, fills in what was left open, and judges all of it at once.
 
     Args:

@@ -14,6 +14,7 @@ from distexp.config import Config
 from distexp.identity import run_id
 from distexp.job import invalid_record, run_job_to_record
 from distexp.launch.sweep import Cell, SweepFailed, claim_run_dir, claim_sweep_dir, compose_cells, save_master
+from distexp.resolve import without_hydra
 from distexp.results import FAILURES, RunInfo, RunRecord
 from distexp.screen import Screen
 from distexp.spec import RunSpec
@@ -62,7 +63,7 @@ def _run(
 
     def task(_: Any) -> str:
         if cell.config is None:
-            plain: Any = OmegaConf.to_container(cell.plain)
+            plain: Any = OmegaConf.to_container(without_hydra(cell.composed))
             info = RunInfo("invalid", str(plain["name"]), number, cell.overrides)
             record = invalid_record(info, plain, cell.faults)
             record.write(directory)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import Config, ConfigError
-from distexp.resolve import resolve
+from distexp.resolve import resolve, without_hydra
 
 
 class SweepFailed(Exception):
@@ -27,14 +27,6 @@ class Cell:
     config: Config | None = None
     faults: list[str] = field(default_factory=list)
 
-    @property
-    def plain(self) -> DictConfig:
-        """What was composed, without the hydra node."""
-        content = self.composed.copy()
-        with open_dict(content):
-            del content["hydra"]
-        return content
-
 
 def compose_cells(
     context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]]
@@ -45,7 +37,7 @@ def compose_cells(
         composed = context.config_loader.load_sweep_config(master, list(wanted))
         cell = Cell(list(wanted), composed)
         try:
-            cell.config = resolve(cell.plain, composed.hydra.runtime.choices)
+            cell.config = resolve(without_hydra(composed), composed.hydra.runtime.choices)
         except ConfigError as error:
             cell.faults = error.faults
         cells.append(cell)

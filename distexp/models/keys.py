@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from distexp.config import ConfigError, ModelConfig
 
@@ -23,6 +22,7 @@ ARCHITECTURE_KEYS = (
 )
 """Keys that some architectures have and others do not; a model's YAML lists its own in ``keys``."""
 
+UNSET = ModelConfig()
 MAY_BE_NULL = ("tokenizer", "vocab_size")
 SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim", "seq_length", "width")
 
@@ -33,7 +33,7 @@ def unused_keys(model: ModelConfig) -> list[str]:
     return [
         f"model.{key}={getattr(model, key)} is no key of model={model.name}, which has {has}: leave it out"
         for key in ARCHITECTURE_KEYS
-        if key not in model.keys and _is_set(getattr(model, key))
+        if key not in model.keys and getattr(model, key) != getattr(UNSET, key)
     ]
 
 
@@ -63,10 +63,6 @@ def vocabulary(model: ModelConfig, num_classes: int) -> int:
             f"model.vocab_size={num_classes} or null, or choose a smaller tokenizer"
         )
     return model.vocab_size
-
-
-def _is_set(value: Any) -> bool:
-    return value not in (None, 0.0, {})
 
 
 def _missing(model: ModelConfig) -> Iterator[str]:

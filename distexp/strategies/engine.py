@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from distexp.config import Config
 from distexp.data.base import Batch
 from distexp.models.objective import loss_sum
-from distexp.optim import build_optimizer
+from distexp.optim import build_optimizer, clip_gradients
 from distexp.results import Built
 from distexp.strategies.base import Context
 
@@ -84,14 +83,13 @@ class TorchEngine:
     def step(self, learning_rate: float) -> Tensor:
         """Clips, updates and clears; the gradient norm before clipping."""
         self.scaler.unscale_(self.optimizer)
-        limit = self.clipping if self.clipping is not None else float("inf")
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = clip_gradients(self.model.parameters(), self.clipping)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:

@@ -1,0 +1,145 @@
+"""What was chosen for a run, under the short names that people type, and which of it differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from distexp.results import RunRecord
+
+SHORT = {
+    "strategy.name": "strategy",
+    "fsdp.sharding": "sharding",
+    "deepspeed.zero_stage": "zero_stage",
+    "precision.name": "precision",
+    "engine.name": "engine",
+    "scaling.name": "scaling",
+    "model.name": "model",
+    "dataset.name": "dataset",
+    "offload.enabled": "offload",
+    "offload.pin_memory": "offload",
+    "cluster.nodes": "nodes",
+    "cluster.workers_per_node": "workers",
+    "cluster.device": "device",
+}
+ORDER = ("model", "dataset", "engine", "strategy", "sharding", "zero_stage", "offload", "precision", "scaling",
+         "device", "gpu", "nodes", "workers")  # fmt: skip
+"""The usual ones stand first, in this order."""
+
+STRATEGY_SECTIONS = ("ddp", "fsdp", "deepspeed")
+"""Sections that mean nothing under another strategy."""
+
+FOLLOWS = {"sharding": "strategy", "zero_stage": "strategy"} | dict.fromkeys(STRATEGY_SECTIONS, "strategy")
+"""What is given by another setting as a rule: such a column is shown only where it adds something."""
+
+NOT_A_SETTING = ("name", "sweep", "trusted_packages", "tracker", "measure", "cluster")
+"""Places, times and bookkeeping: they do not make it another training."""
+
+SEED = "seed"
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; an empty mapping has none."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def read_settings(record: RunRecord) -> dict[str, Any]:
+    """The settings of a run under their short names; KeyError where a section is missing."""
+    config = record.config
+    strategy = config["strategy"]["name"]
+    found: dict[str, Any] = {}
+    for key, value in flatten(config):
+        section, _, rest = key.partition(".")
+        if section in NOT_A_SETTING or section == "offload" or rest in ("_target_", "keys"):
+            continue
+        foreign = section in STRATEGY_SECTIONS and section != strategy
+        found[short_name(key)] = None if foreign else value
+    offload, cluster = config["offload"], config["cluster"]
+    found["offload"] = "pinned" if offload["pin_memory"] else offload["enabled"]
+    found["device"], found["nodes"] = cluster["device"], cluster["nodes"]
+    found["workers"] = world_size(record)
+    found["gpu"] = record.environment.gpu_name if record.environment else None
+    first = {name: found.pop(name) for name in ORDER if name in found}
+    return {**first, **found}
+
+
+def world_size(record: RunRecord) -> int | None:
+    """Workers in all; None where an invalid cell never decided."""
+    if record.built is not None:
+        return record.built.world_size
+    cluster = record.config["cluster"]
+    per_node = cluster["workers_per_node"]
+    return None if per_node is None else int(cluster["nodes"]) * int(per_node)
+
+
+def short_name(key: str) -> str:
+    """``train.seed`` -> ``seed``, ``fsdp.sharding`` -> ``sharding``, ``model.num_layers`` as it is."""
+    return SHORT.get(key) or key.removeprefix("train.").removeprefix("cluster.")
+
+
+def swept_names(records: Sequence[RunRecord]) -> set[str]:
+    """Short names of what the overrides of some runs set."""
+    keys = {text.split("=", 1)[0].lstrip("+~") for record in records for text in record.run.overrides}
+    return {short_name(key) for key in keys}
+
+
+def differing(records: Sequence[RunRecord], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings that tell these runs apart, without those that follow from another one.
+
+    A setting that someone typed is never taken for one that follows: with ``model=a,b`` a model's width
+    is part of the model, with ``fsdp.replicas=1,2`` it is a choice.
+    """
+    names = list(dict.fromkeys(name for each in settings for name in each))
+    typed = swept_names(records)
+    kept = []
+    for name in names:
+        decided = [
+            (each[name], each) for record, each in zip(records, settings, strict=True)
+            if name in each and not _undecided(record, each[name])
+        ]  # fmt: skip
+        if len({_key(value) for value, _ in decided}) < 2:
+            continue
+        leader = FOLLOWS.get(name) or _leader(name)
+        if leader is None or name in typed or not _follows(decided, leader):
+            kept.append(name)
+    return kept
+
+
+def _leader(name: str) -> str | None:
+    """``model.hidden_size`` belongs to ``model``, ``fsdp.wrap`` to ``strategy``."""
+    section, dot, _ = name.partition(".")
+    return FOLLOWS.get(section, section) if dot else None
+
+
+def _follows(decided: Sequence[tuple[Any, Mapping[str, Any]]], leader: str) -> bool:
+    given: dict[str, str] = {}
+    return all(
+        given.setdefault(_key(each.get(leader)), _key(value)) == _key(value) for value, each in decided
+    )
+
+
+def _undecided(record: RunRecord, value: Any) -> bool:
+    """A refused cell was never resolved: what it left open is no difference."""
+    return value is None if record.status != "invalid" else value in (None, "auto")
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def identity(settings: Mapping[str, Any]) -> str:
+    """Equal for runs that differ by their seed at most."""
+    return _key({name: value for name, value in settings.items() if name != SEED})
+
+
+def setting_text(value: Any, limit: int | None = None) -> str:
+    """A value as it is typed; its end where it is longer than a limit, for that is what paths differ in."""
+    if value is None:
+        return "-"
+    text = value if isinstance(value, str) else json.dumps(value, default=str).replace('"', "")
+    return text if limit is None or len(text) <= limit else "…" + text[-limit + 1 :]

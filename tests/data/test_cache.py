@@ -1,0 +1,122 @@
+"""One builder, many waiters, and nothing half-built: with real processes."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distexp.config import ConfigError
+from distexp.data.cache import build_once, cache_dir
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from distexp.data.cache import build_once
+
+target, log, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+
+def build(folder):
+    with log.open("a") as file:
+        file.write("built\\n")
+    folder.mkdir()
+    (folder / "first").write_text("1")
+    print("halfway", flush=True)
+    time.sleep(seconds)
+    (folder / "second").write_text("2")
+
+build_once(target, build)
+print(sorted(file.name for file in target.iterdir()), flush=True)
+"""
+
+
+def start(target: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILDER, str(target), str(log), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def halfway(builder: subprocess.Popen[str]) -> None:
+    assert builder.stdout is not None
+    assert builder.stdout.readline() == "halfway\n"
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    monkeypatch.setenv("HOME", "/c")
+    assert cache_dir() == Path("/a")
+    monkeypatch.delenv("DISTEXP_CACHE")
+    assert cache_dir() == Path("/b/distexp")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path("/c/.cache/distexp")
+
+
+def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+    target, log = tmp_path / "deep" / "result", tmp_path / "log"
+    builders = [start(target, log, 0.5) for _ in range(4)]
+    outputs = [builder.communicate(timeout=60)[0] for builder in builders]
+    assert all(builder.returncode == 0 for builder in builders)
+    assert log.read_text() == "built\n"
+    assert all(output.endswith("['first', 'second']\n") for output in outputs)
+    assert sum("halfway" in output for output in outputs) == 1
+
+
+def test_a_waiting_process_takes_over_from_a_killed_builder(tmp_path: Path) -> None:
+    target, log = tmp_path / "result", tmp_path / "log"
+    killed = start(target, log, 600)
+    halfway(killed)
+    waiting = start(target, log, 0)
+    killed.send_signal(signal.SIGKILL)
+    output, _ = waiting.communicate(timeout=60)
+    killed.communicate()
+    assert output.endswith("['first', 'second']\n")
+    assert log.read_text() == "built\n" * 2
+    assert not list(tmp_path.glob(".result*partial")), "what the killed builder left is cleared away"
+
+
+def test_a_killed_builder_leaves_nothing_that_is_taken_for_a_result(tmp_path: Path) -> None:
+    target = tmp_path / "result"
+    killed = start(target, tmp_path / "log", 600)
+    halfway(killed)
+    killed.kill()
+    killed.communicate()
+    assert not target.exists()
+    build_once(target, lambda file: file.write_text("whole") and None)
+    assert target.read_text() == "whole"
+
+
+def test_a_failing_builder_leaves_nothing_and_its_error_is_seen(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        folder.mkdir()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        build_once(tmp_path / "result", fail)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == [".result.lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"The cache .*/file.* cannot be written \(.+\): set DISTEXP_CACHE"):
+        build_once(tmp_path / "file" / "result", lambda path: path.mkdir())
+
+
+def test_without_locks_the_first_result_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "result"
+
+    def no_locks(*_: object) -> None:
+        raise OSError
+
+    def overtaken(folder: Path) -> None:
+        for place, text in ((folder, "mine"), (target, "theirs")):
+            place.mkdir()
+            (place / "text").write_text(text)
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    build_once(target, overtaken)
+    assert (target / "text").read_text() == "theirs"
+    assert not list(tmp_path.glob("*.partial"))

@@ -1,0 +1,311 @@
+"""SQuAD: what is learnt, what is cut, and where the data may come from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from pieces import TEXT_MODEL, real_squad
+from pieces import dataset as dataset_config
+
+from distexp.config import ConfigError, DatasetConfig
+from distexp.data import qa, squad
+from distexp.data.base import IGNORE, TaskData
+from distexp.data.qa import Example, QASamples, one_line
+
+
+def questions(path: str | None) -> list[tuple[str, str, list[str]]]:
+    """Context, question and answers of an official file, read without the code under test."""
+    assert path is not None
+    return [
+        (paragraph["context"], entry["question"], [answer["text"] for answer in entry["answers"]])
+        for article in json.loads(Path(path).read_text())["data"]
+        for paragraph in article["paragraphs"]
+        for entry in paragraph["qas"]
+    ]
+
+
+def small(tmp_path: Path, **keys: Any) -> DatasetConfig:
+    """Two questions for training, one of them with a long context, and one for evaluation."""
+
+    def entry(question: str, *answers: str) -> dict[str, Any]:
+        return {"id": question, "question": question, "answers": [{"text": text} for text in answers]}
+
+    near = {"context": "Ada  lives\nin Oslo.", "qas": [entry("Where is  Ada?", "Oslo", "in Oslo")]}
+    far = {"context": "word " * 300 + "Hugo lives in Lima.", "qas": [entry("Where is Hugo?", "Lima")]}
+    for name, paragraphs in (("train", [near, far]), ("dev", [near])):
+        content = {"data": [{"title": "People", "paragraphs": paragraphs}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    paths = {"train_path": str(tmp_path / "train.json"), "eval_path": str(tmp_path / "dev.json")}
+    return dataset_config("squad", **{"max_length": 64, **paths, **keys})
+
+
+def answer_of(data: TaskData, samples: Any, index: int) -> tuple[str, int]:
+    """The learnt text and the last learnt id of a sample."""
+    labels = samples[index]["labels"]
+    learnt = labels[labels != IGNORE].tolist()
+    return data.tokenizer.decode(learnt[:-1]), learnt[-1]
+
+
+def prompt_of(data: TaskData, samples: Any, index: int) -> str:
+    sample = samples[index]
+    text = data.tokenizer.decode(sample["input_ids"][sample["labels"] == IGNORE].tolist())
+    assert isinstance(text, str)
+    return text
+
+
+def test_exactly_the_answer_and_its_end_are_learnt() -> None:
+    data = squad.load(replace(real_squad(), max_length=4096), TEXT_MODEL, 0)
+    assert data.notes == []
+    for samples, path in ((data.train, real_squad().train_path), (data.evaluation, real_squad().eval_path)):
+        expected = questions(path)
+        assert len(samples) == len(expected)
+        for index, (context, question, answers) in enumerate(expected):
+            prompt = f"Question: {one_line(question)} Context: {one_line(context)} Answer:"
+            assert prompt_of(data, samples, index) == prompt
+            assert answer_of(data, samples, index) == (f" {one_line(answers[0])}", data.tokenizer.eos_id)
+
+
+def test_padding_is_neither_seen_nor_learnt() -> None:
+    data = squad.load(real_squad(), TEXT_MODEL, 0)
+    samples = [data.train[index] for index in (0, 7, 100)]
+    batch = data.collate(samples)
+    assert batch.inputs["input_ids"].shape == batch.labels.shape == (3, 512)
+    for row, sample in enumerate(samples):
+        length = len(sample["input_ids"])
+        assert batch.inputs["input_ids"][row, :length].equal(sample["input_ids"])
+        assert batch.labels[row, :length].equal(sample["labels"])
+        assert (batch.labels[row, length:] == IGNORE).all()
+        assert batch.inputs["attention_mask"][row].tolist() == [1] * length + [0] * (512 - length)
+    assert batch.samples == 3
+    assert batch.targets == sum(int((sample["labels"] != IGNORE).sum()) for sample in samples)
+    assert batch.tokens == sum(len(sample["input_ids"]) for sample in samples)
+
+
+def test_longest_pads_to_the_longest_of_a_batch() -> None:
+    data = squad.load(replace(real_squad(), padding="longest", max_length=4096), TEXT_MODEL, 0)
+    samples = [data.train[index] for index in (0, 7, 9)]
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    assert longest < 4096
+    assert data.collate(samples).labels.shape == (3, longest)
+
+
+def test_a_sample_that_only_fills_a_batch_does_not_count(tmp_path: Path) -> None:
+    data = squad.load(small(tmp_path), TEXT_MODEL, 0)
+    sample = data.train[0]
+    filler = {**sample, "labels": torch.full_like(sample["labels"], IGNORE)}
+    alone, filled = data.collate([sample]), data.collate([sample, filler])
+    assert (filled.samples, filled.targets, filled.tokens) == (1, alone.targets, alone.tokens)
+
+
+@pytest.mark.parametrize("max_length", [128, 512])
+def test_cutting_keeps_question_and_answer_and_is_told(max_length: int) -> None:
+    whole = squad.load(replace(real_squad(), max_length=4096), TEXT_MODEL, 0)
+    data = squad.load(replace(real_squad(), max_length=max_length), TEXT_MODEL, 0)
+    cut = lost = 0
+    for index, (context, question, answers) in enumerate(questions(real_squad().train_path)):
+        answer, prompt = one_line(answers[0]), prompt_of(data, data.train, index)
+        assert answer_of(data, data.train, index) == (f" {answer}", data.tokenizer.eos_id)
+        head, tail = f"Question: {one_line(question)} Context:", " Answer:"
+        assert prompt.startswith(head)
+        assert prompt.endswith(tail)
+        length = len(data.train[index]["input_ids"])
+        if len(whole.train[index]["input_ids"]) > max_length:
+            assert length == max_length
+            kept = prompt.removeprefix(head).removesuffix(tail).rstrip("\ufffd")
+            assert f" {one_line(context)}".startswith(kept)
+            cut += 1
+            lost += answer not in kept
+        else:
+            assert data.train[index]["input_ids"].equal(whole.train[index]["input_ids"])
+    assert cut > lost > 0
+    assert data.notes[:2] == [
+        f"{cut} of 269 training examples were longer than dataset.max_length={max_length} tokens: "
+        "their context was cut, their answer kept",
+        f"{lost} of these {cut} cut contexts lost the answer: "
+        f"raise dataset.max_length={max_length} to keep it",
+    ]
+
+
+def test_what_does_not_fit_at_all_is_left_out_and_told(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    content = json.loads((tmp_path / "train.json").read_text())
+    content["data"][0]["paragraphs"][1]["qas"][0]["question"] = "Where is Hugo " * 30
+    content["data"][0]["paragraphs"][1]["qas"].append({"id": "none", "question": "Why?", "answers": []})
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    data = squad.load(config, TEXT_MODEL, 0)
+    assert len(data.train) == 1
+    assert data.notes == [
+        "1 of 3 training examples were left out: question and answer alone exceed "
+        "dataset.max_length=64 tokens",
+        "1 of 3 training examples were left out: they have no answer",
+    ]
+
+
+def test_nothing_left_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"None of 2 training examples can be used with dataset.max_length=2"
+    ):
+        squad.load(small(tmp_path, max_length=2), TEXT_MODEL, 0)
+
+
+def test_evaluation_knows_its_references_and_prompts() -> None:
+    data = squad.load(real_squad(), TEXT_MODEL, 0)
+    assert isinstance(data.evaluation, QASamples)
+    for index, (_, _, answers) in enumerate(questions(real_squad().eval_path)):
+        assert data.evaluation.references[index] == tuple(one_line(answer) for answer in answers)
+        prompt = data.tokenizer.decode(data.evaluation.prompt(index).tolist())
+        assert prompt == prompt_of(data, data.evaluation, index)
+    assert len(set(data.evaluation.ids)) == len(data.evaluation)
+
+
+def test_the_first_examples_are_taken_and_the_tokenizer_stays() -> None:
+    everything = squad.load(real_squad(), TEXT_MODEL, 0)
+    few = squad.load(replace(real_squad(), train_size=5, eval_size=3), TEXT_MODEL, 0)
+    assert (len(few.train), len(few.evaluation)) == (5, 3)
+    assert few.tokenizer.fingerprint == everything.tokenizer.fingerprint
+    assert few.train[4]["input_ids"].equal(everything.train[4]["input_ids"])
+    with pytest.raises(IndexError):
+        few.train[5]
+
+
+@pytest.mark.parametrize(("kind", "name", "there"), [("train", "training", 2), ("eval", "evaluation", 1)])
+def test_a_size_larger_than_the_data_is_refused(tmp_path: Path, kind: str, name: str, there: int) -> None:
+    message = f"dataset.{kind}_size=9 is more than the {there} {name} examples.*at most {there}, or null"
+    with pytest.raises(ConfigError, match=message):
+        squad.load(small(tmp_path, **{f"{kind}_size": 9}), TEXT_MODEL, 0)
+
+
+def test_known_texts_are_not_tokenised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
+    first = squad.load(small(tmp_path), TEXT_MODEL, 0)
+    monkeypatch.setattr(qa, "_Encoder", None)
+    again = squad.load(small(tmp_path), TEXT_MODEL, 0)
+    assert again.train[1]["input_ids"].equal(first.train[1]["input_ids"])
+    assert again.notes == first.notes
+    with pytest.raises(TypeError):
+        squad.load(small(tmp_path, max_length=65), TEXT_MODEL, 0)
+
+
+def dataset_dict(config: DatasetConfig) -> datasets.DatasetDict:
+    """An official file as the hub has it."""
+
+    def rows(path: str | None) -> datasets.Dataset:
+        return datasets.Dataset.from_list([
+            {"id": str(index), "title": "", "context": context, "question": question,
+             "answers": {"text": answers, "answer_start": [0] * len(answers)}}
+            for index, (context, question, answers) in enumerate(questions(path))
+        ])  # fmt: skip
+
+    return datasets.DatasetDict({"train": rows(config.train_path), "validation": rows(config.eval_path)})
+
+
+def test_files_saved_folders_and_the_hub_give_the_same_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_files = squad.load(real_squad(), TEXT_MODEL, 0)
+    splits = dataset_dict(real_squad())
+    splits.save_to_disk(str(tmp_path / "saved"))
+    asked: list[str] = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: asked.append(name) or splits)
+    for path in (str(tmp_path / "saved"), "rajpurkar/squad"):
+        data = squad.load(replace(real_squad(), train_path=None, eval_path=None, path=path), TEXT_MODEL, 0)
+        for mine, theirs in ((data.train, from_files.train), (data.evaluation, from_files.evaluation)):
+            assert len(mine) == len(theirs)
+            for index in range(len(mine)):
+                assert mine[index]["input_ids"].equal(theirs[index]["input_ids"])
+                assert mine[index]["labels"].equal(theirs[index]["labels"])
+    assert asked == ["rajpurkar/squad"]
+
+
+def test_files_win_over_the_hub(tmp_path: Path) -> None:
+    assert len(squad.load(small(tmp_path, path="rajpurkar/squad"), TEXT_MODEL, 0).train) == 2
+
+
+@pytest.mark.parametrize("given", ["train_path", "eval_path"])
+def test_one_file_alone_is_refused(tmp_path: Path, given: str) -> None:
+    absent = {"train_path": "eval_path", "eval_path": "train_path"}[given]
+    message = f"dataset.{given}=.*json is set and dataset.{absent} is not.*set both or neither"
+    with pytest.raises(ConfigError, match=message):
+        squad.load(small(tmp_path, **{absent: None}), TEXT_MODEL, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"train.json cannot be read as JSON \(.*No such file.*\): give a SQuAD v1.1 file"),
+        ("{", r"train.json cannot be read as JSON"),
+        (b"\xff\xfe\x00", r"train.json cannot be read as JSON"),
+        ("{}", r"train.json has no 'data' where SQuAD v1.1 has one: the layout is data\[\]"),
+        ('{"data": [{"title": "x"}]}', r"train.json has no 'paragraphs'"),
+        ("[1]", r"train.json is JSON of another shape"),
+        ('{"data": [{"paragraphs": [{"context": 3, "qas": []}]}]}', r"train.json is JSON of another shape"),
+    ],
+)
+def test_files_of_another_format_are_refused(
+    tmp_path: Path, content: str | bytes | None, message: str
+) -> None:
+    config = small(tmp_path)
+    path = tmp_path / "train.json"
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        squad.load(config, TEXT_MODEL, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_not_a_data_set_is_refused(tmp_path: Path) -> None:
+    config = dataset_config("squad", path=str(tmp_path), max_length=64)
+    with pytest.raises(ConfigError, match=r"is not a folder written by datasets.save_to_disk"):
+        squad.load(config, TEXT_MODEL, 0)
+
+
+def test_a_data_set_without_splits_or_columns_is_refused(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"id": ["1"], "question": ["Why?"], "context": ["So."]})
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=rows, validation=rows).save_to_disk(str(tmp_path / "two"))
+    for folder, message in (
+        ("one", "must hold the splits train and validation"),
+        ("two", "lacks the columns answers"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            squad.load(dataset_config("squad", path=str(tmp_path / folder), max_length=64), TEXT_MODEL, 0)
+
+
+def test_an_unreachable_hub_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(name: str) -> None:
+        raise ConnectionError(f"Couldn't reach '{name}' on the Hub\nand more lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    message = r"dataset.path=rajpurkar/squad is neither a local folder.*Couldn't reach.*dataset=squad_sample"
+    with pytest.raises(ConfigError, match=message) as caught:
+        squad.load(dataset_config("squad", path="rajpurkar/squad", max_length=64), TEXT_MODEL, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_place_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dataset.path is null: set a hub id"):
+        squad.load(dataset_config("squad", max_length=64), TEXT_MODEL, 0)
+
+
+def test_a_length_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"dataset.max_length=64 exceeds model.seq_length=32.*raise the second"
+    ):
+        squad.load(small(tmp_path), replace(TEXT_MODEL, seq_length=32), 0)
+    with pytest.raises(ConfigError, match=r"dataset.max_length is null"):
+        squad.load(small(tmp_path, max_length=None), TEXT_MODEL, 0)
+    data = squad.load(small(tmp_path, max_length=None), replace(TEXT_MODEL, seq_length=80), 0)
+    assert data.collate([data.train[0]]).labels.shape == (1, 80)
+
+
+def test_one_context_is_tokenised_once() -> None:
+    examples = [Example(str(index), f"Why {index}?", "So it is.", ("So",)) for index in range(50)]
+    assert len([text for text in qa.corpus(examples) if text == " So it is."]) == 1

@@ -1,0 +1,62 @@
+"""Random samples: decided by seed and index, of the shapes that were asked for."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+from pieces import IMAGE_MODEL, TEXT_MODEL, dataset
+
+from distexp.config import ConfigError, DatasetConfig
+from distexp.data import synthetic
+
+CONFIG = dataset("synthetic", train_size=50, eval_size=5, max_length=16, image_size=8, num_classes=7)
+
+
+def test_tokens_have_the_shape_and_the_vocabulary_asked_for() -> None:
+    data = synthetic.load(CONFIG, replace(TEXT_MODEL, vocab_size=11), 1)
+    assert (data.task, data.num_classes, len(data.train), len(data.evaluation)) == ("causal_lm", 11, 50, 5)
+    batch = data.collate([data.train[index] for index in range(50)])
+    assert batch.labels.shape == batch.inputs["input_ids"].shape == (50, 16)
+    assert batch.inputs["input_ids"].unique().tolist() == list(range(11))
+    assert (batch.samples, batch.targets, batch.tokens) == (50, 50 * 15, 50 * 16)
+    assert batch.inputs["attention_mask"].all()
+
+
+def test_images_have_the_shape_and_the_classes_asked_for() -> None:
+    data = synthetic.load(CONFIG, IMAGE_MODEL, 1)
+    assert (data.task, data.num_classes) == ("image_classification", 7)
+    batch = data.collate([data.train[index] for index in range(50)])
+    assert batch.inputs["images"].shape == (50, 3, 8, 8)
+    assert batch.labels.unique().tolist() == list(range(7))
+    assert abs(float(batch.inputs["images"].mean())) < 0.05
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "image_classification"])
+def test_a_sample_is_decided_by_seed_and_index(task: str) -> None:
+    model = replace(TEXT_MODEL, task=task)
+    name = "input_ids" if task == "causal_lm" else "images"
+    data, same, other = (synthetic.load(CONFIG, model, seed) for seed in (1, 1, 2))
+    assert data.train[3][name].equal(same.train[3][name])
+    assert pickle.loads(pickle.dumps(data.train))[3][name].equal(data.train[3][name])
+    for different in (data.train[4], data.evaluation[3], other.train[3]):
+        assert not data.train[3][name].equal(different[name])
+    with pytest.raises(IndexError):
+        data.train[50]
+
+
+@pytest.mark.parametrize(
+    ("key", "task"),
+    [("train_size", "causal_lm"), ("eval_size", "causal_lm"), ("max_length", "causal_lm"),
+     ("image_size", "image_classification"), ("num_classes", "image_classification")],
+)  # fmt: skip
+def test_what_the_task_needs_must_be_set(key: str, task: str) -> None:
+    config: DatasetConfig = replace(CONFIG, **{key: None})
+    with pytest.raises(ConfigError, match=rf"dataset.{key} is null"):
+        synthetic.load(config, replace(TEXT_MODEL, task=task), 0)
+
+
+def test_a_vocabulary_must_be_set() -> None:
+    with pytest.raises(ConfigError, match=r"model.vocab_size is null"):
+        synthetic.load(CONFIG, replace(TEXT_MODEL, vocab_size=None), 0)

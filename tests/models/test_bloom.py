@@ -1,0 +1,64 @@
+"""BLOOM: its published size, and the keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import resolve_cell
+
+from distexp.config import ConfigError
+from distexp.models.anatomy import blocks, embeddings, tied
+from distexp.models.bloom import build
+
+
+def test_bloom_560m_has_its_published_size() -> None:
+    config = resolve_cell("model=bloom_560m").model
+    with torch.device("meta"):
+        bloom = build(config, 250_680)
+    assert sum(weight.numel() for weight in bloom.parameters()) == 559_214_592
+    inside = blocks(bloom)
+    assert [name for name, _ in inside] == [f"transformer.h.{number}" for number in range(24)]
+    assert sum(weight.numel() for _, block in inside for weight in block.parameters()) == 302_309_376
+    assert [name for name, _ in embeddings(bloom)] == ["transformer.word_embeddings", "lm_head"]
+    assert tied(bloom)
+
+
+def test_the_tiny_one_is_bloom_and_keeps_no_cache() -> None:
+    config = resolve_cell("model=bloom_tiny").model
+    bloom = build(config, 300)
+    ids = torch.randint(300, (2, 9))
+    outputs = bloom(input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert type(bloom).__name__ == "BloomForCausalLM"
+    assert outputs.logits.shape == (2, 9, 1024)
+    assert outputs.past_key_values is None
+    assert sum(weight.numel() for weight in bloom.parameters()) == 165_760
+
+
+def test_the_vocabulary_is_the_tokenizers_where_nothing_is_said() -> None:
+    config = replace(resolve_cell("model=bloom_tiny").model, vocab_size=None)
+    assert embeddings(build(config, 300))[0][1].weight.shape == (300, 64)
+    with pytest.raises(ConfigError, match=r"The tokenizer has 300 entries, more than model.vocab_size=299"):
+        build(replace(config, vocab_size=299), 300)
+
+
+def test_the_seed_decides_the_weights_and_dropout_is_honoured() -> None:
+    config = resolve_cell("model=bloom_tiny").model
+    ids = torch.randint(300, (1, 5))
+    logits = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        logits.append(build(config, 300)(input_ids=ids).logits)
+    assert logits[0].equal(logits[1])
+    assert not logits[0].equal(logits[2])
+    noisy = build(replace(config, dropout=0.5), 300).train()
+    assert not noisy(input_ids=ids).logits.equal(noisy(input_ids=ids).logits)
+
+
+def test_a_key_of_another_architecture_is_refused() -> None:
+    config = replace(resolve_cell("model=bloom_tiny").model, ff_dim=256)
+    with pytest.raises(
+        ConfigError, match=r"model.ff_dim=256 is no key of model=bloom_tiny, which has tokenizer"
+    ):
+        build(config, 300)

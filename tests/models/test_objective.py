@@ -1,0 +1,101 @@
+"""The loss is torch's own, summed over exactly the labels that a batch says it has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from distexp.data.base import IGNORE, Batch
+from distexp.data.images import collate_images
+from distexp.data.text import TextCollate
+from distexp.models.objective import correct_count, loss_sum
+
+VOCABULARY = 13
+
+
+def text_batch() -> Batch:
+    """Three samples of different lengths; the last one only fills the batch."""
+    samples = []
+    for length, prompt in ((6, 3), (9, 0), (4, 4)):
+        ids = torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length))
+        labels = ids.clone()
+        labels[:prompt] = IGNORE
+        samples.append({"input_ids": ids, "labels": labels})
+    return TextCollate(pad_id=0, length=10)(samples)
+
+
+def image_batch() -> Batch:
+    labels = [torch.tensor(label) for label in (2, IGNORE, 0, 7)]
+    return collate_images([{"images": torch.zeros(3, 4, 4), "labels": label} for label in labels])
+
+
+def logits_for(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(9))
+
+
+def test_language_loss_predicts_the_next_token() -> None:
+    batch = text_batch()
+    logits = logits_for(3, 10, VOCABULARY)
+    expected, hits, counted = 0.0, 0, 0
+    for row in range(3):
+        for position in range(1, 10):
+            label = int(batch.labels[row, position])
+            if label != IGNORE:
+                scores = logits[row, position - 1]
+                expected -= float(functional.log_softmax(scores, dim=-1)[label])
+                hits += int(scores.argmax()) == label
+                counted += 1
+    assert batch.targets == counted == 3 + 8
+    assert (batch.samples, batch.tokens) == (2, 15)
+    for outputs in (logits, SimpleNamespace(logits=logits)):
+        assert float(loss_sum("causal_lm", outputs, batch)) == pytest.approx(expected, rel=1e-6)
+        assert int(correct_count(outputs, batch)) == hits
+
+
+def test_image_loss_is_torchs_own() -> None:
+    batch = image_batch()
+    logits = logits_for(4, 8)
+    expected = functional.cross_entropy(logits[[0, 2, 3]], torch.tensor([2, 0, 7]), reduction="sum")
+    assert batch.targets == batch.samples == 3
+    assert loss_sum("image_classification", logits, batch).equal(expected)
+    assert int(correct_count(functional.one_hot(torch.tensor([2, 1, 0, 3]), 8).float(), batch)) == 2
+
+
+def test_the_mean_over_parts_is_that_of_the_whole() -> None:
+    batch, logits = image_batch(), logits_for(4, 8)
+    parts = [
+        loss_sum(
+            "image_classification", logits[row : row + 1], Batch({}, batch.labels[row : row + 1], 1, 1, 0)
+        )
+        for row in range(4)
+    ]
+    whole = loss_sum("image_classification", logits, batch)
+    torch.testing.assert_close(torch.stack(parts).sum(), whole)
+
+
+def test_the_sum_is_in_fp32() -> None:
+    logits = logits_for(4, 8).bfloat16().requires_grad_()
+    loss = loss_sum("image_classification", logits, image_batch())
+    assert loss.dtype == torch.float32
+    expected = loss_sum("image_classification", logits.detach().float(), image_batch())
+    assert loss.equal(expected)
+
+
+def test_a_batch_without_labels_has_no_loss_and_no_gradient() -> None:
+    batch = image_batch()
+    empty = Batch(batch.inputs, torch.full_like(batch.labels, IGNORE), 0, 0, 0)
+    logits = logits_for(4, 8).requires_grad_()
+    loss = loss_sum("image_classification", logits, empty)
+    loss.backward()
+    assert loss.item() == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_an_unknown_task_is_refused() -> None:
+    with pytest.raises(ValueError, match="task=other must be causal_lm or image_classification"):
+        loss_sum("other", logits_for(4, 8), image_batch())

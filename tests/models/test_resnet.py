@@ -1,0 +1,68 @@
+"""ResNets: torchvision's own at the standard width, the same with fewer channels otherwise."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import resolve_cell
+from torchvision.models import resnet50
+
+from distexp.config import ConfigError
+from distexp.models.anatomy import blocks, embeddings, tied
+from distexp.models.resnet import build
+
+
+def test_resnet50_is_torchvisions_with_200_classes() -> None:
+    config = resolve_cell("model=resnet50").model
+    torch.manual_seed(3)
+    ours = build(config, 200)
+    torch.manual_seed(3)
+    theirs = resnet50(num_classes=200)
+    assert sum(weight.numel() for weight in ours.parameters()) == 23_917_832
+    for (name, mine), (their_name, other) in zip(
+        ours.state_dict().items(), theirs.state_dict().items(), strict=True
+    ):
+        assert name == their_name
+        assert mine.equal(other)
+
+
+def test_blocks_are_those_of_all_stages() -> None:
+    with torch.device("meta"):
+        model = build(resolve_cell("model=resnet50").model, 200)
+    names = [f"layer{stage}.{block}" for stage, depth in enumerate([3, 4, 6, 3], 1) for block in range(depth)]
+    assert [name for name, _ in blocks(model)] == names
+    assert embeddings(model) == []
+    assert not tied(model)
+
+
+@pytest.mark.parametrize(("bottleneck", "last"), [(False, 8 * 16), (True, 4 * 8 * 16)])
+def test_the_width_is_that_of_the_first_stage(bottleneck: bool, last: int) -> None:
+    config = replace(resolve_cell("model=resnet_tiny").model, bottleneck=bottleneck, depths=[1, 2, 1, 1])
+    model = build(config, 10)
+    assert model.get_submodule("conv1").weight.shape == (16, 3, 7, 7)
+    assert model.get_submodule("layer1.0.conv1").out_channels == 16
+    assert model.get_submodule("layer4.0.conv1").out_channels == 8 * 16
+    assert model.get_submodule("fc").weight.shape == (10, last)
+    assert [name for name, _ in blocks(model)] == ["layer1.0", "layer2.0", "layer2.1", "layer3.0", "layer4.0"]
+    assert model(images=torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_tiny_one_is_quick() -> None:
+    model = build(resolve_cell("model=resnet_tiny").model, 10)
+    images = torch.randn(16, 3, 32, 32)
+    assert sum(weight.numel() for weight in model.parameters()) == 310_746
+    fastest = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        model(images=images).sum().backward()
+        fastest = min(fastest, time.perf_counter() - start)
+    assert fastest < 0.2, "seconds; about 0.01 on one idle core"
+
+
+def test_a_key_of_another_architecture_is_refused() -> None:
+    config = replace(resolve_cell("model=resnet_tiny").model, num_heads=4)
+    with pytest.raises(ConfigError, match=r"model.num_heads=4 is no key of model=resnet_tiny"):
+        build(config, 10)

@@ -1,0 +1,165 @@
+"""Every way of distributing is the same training: loss and gradient norm of each step against ``single``.
+
+The reference runs on one worker; the others on 2, 3 and 4, on the same global batch of 24 samples with
+answers of unequal length, accumulation, clipping, warm-up, and a last step of each epoch that no number
+of workers divides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_spec, torchrun
+
+from distexp.results import RunRecord
+
+COMMON = (
+    "train.log_every=1",
+    "train.max_steps=12",
+    "train.num_epochs=10",
+    "train.learning_rate=0.002",  # large enough to train, too small to amplify rounding
+    "train.warmup_steps=3",
+    "train.gradient_clipping=0.5",
+    "train.weight_decay=0.1",
+    "dataset.train_size=113",
+    "dataset.eval_size=31",
+    "cluster.device=cpu",
+)
+BATCH = {  # workers: micro-batch and accumulation, 24 samples together
+    1: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=6"),
+    2: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=3"),
+    3: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=2"),
+    4: ("train.micro_batch_size=3", "train.gradient_accumulation_steps=2"),
+}
+SHARDINGS = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard")
+CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
+    ("torch", 2): {
+        "ddp": ("strategy=ddp",),
+        "ddp_checkpointed": ("strategy=ddp", "train.activation_checkpointing=true"),
+        "ddp_sgd": ("strategy=ddp", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
+        "gpt_ddp": ("strategy=ddp", "model=gpt_tiny"),
+        "gpt_full_shard": ("sharding=full_shard", "model=gpt_tiny"),
+        "full_shard_checkpointed": ("sharding=full_shard", "train.activation_checkpointing=true"),
+        "full_shard_prefetch": ("sharding=full_shard", "fsdp.forward_prefetch=1", "fsdp.backward_prefetch=2"),
+        **{
+            f"{sharding}{'_offload' if offload == 'true' else ''}": (f"sharding={sharding}", f"offload={offload}")
+            for sharding in SHARDINGS
+            for offload in ("false", "true")
+        },
+    },
+    ("torch", 3): {"ddp_3": ("strategy=ddp",), "full_shard_3": ("sharding=full_shard",)},
+    ("torch", 4): {
+        "hybrid_2x2": ("sharding=hybrid_shard", "fsdp.replicas=2"),
+        "hybrid_2x2_offload": ("sharding=hybrid_shard", "fsdp.replicas=2", "offload=true"),
+        "full_shard_4": ("sharding=full_shard",),
+    },
+    ("deepspeed", 2): {
+        "zero0": ("zero_stage=0",),
+        **{
+            f"zero{stage}{'_offload' if offload == 'true' else ''}": (f"zero_stage={stage}", f"offload={offload}")
+            for stage in (1, 2, 3)
+            for offload in ("false", "true")
+        },
+        "zero2_checkpointed": ("zero_stage=2", "train.activation_checkpointing=true"),
+        "zero1_sgd": ("zero_stage=1", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
+        "gpt_zero3": ("zero_stage=3", "model=gpt_tiny"),
+    },
+    ("deepspeed", 3): {"zero2_3": ("zero_stage=2",), "zero3_3": ("zero_stage=3",)},
+}
+REFERENCES = {
+    "bloom": (),
+    "gpt": ("model=gpt_tiny",),
+    "sgd": ("train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
+}
+NAMES = [(library, workers, name) for (library, workers), cells in CELLS.items() for name in cells]
+
+Runs = Callable[[str, int], Path]
+
+
+def run_cells(folder: Path, workers: int, cells: dict[str, tuple[str, ...]]) -> Path:
+    for name, overrides in cells.items():
+        spec = make_spec(f"cluster.workers_per_node={workers}", *BATCH[workers], *COMMON, *overrides)
+        (folder / name).mkdir(parents=True)
+        spec.write(folder / name)
+    torchrun(workers, Path(__file__).with_name("many_runs.py"), str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cells = {name: ("strategy=single", *overrides) for name, overrides in REFERENCES.items()}
+    return run_cells(tmp_path_factory.mktemp("references") / "torch", 1, cells)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    done: dict[tuple[str, int], Path] = {}
+
+    def run(library: str, workers: int) -> Path:
+        key = library, workers
+        if key not in done:
+            done[key] = tmp_path_factory.mktemp("cells") / library
+            run_cells(done[key], workers, CELLS[key])
+        return done[key]
+
+    return run
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("library", "workers", "name"), NAMES, ids=[name for *_, name in NAMES])
+def test_same_training_as_single(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
+    reference = "gpt" if "gpt" in name else "sgd" if "sgd" in name else "bloom"
+    expected = steps(references / reference)
+    actual = steps(runs(library, workers) / name)
+    assert len(expected) == len(actual) == 12
+    for theirs, ours in zip(expected, actual, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), (ours["step"], key)
+    single = RunRecord.read(references / reference / "record.json").metrics
+    metrics = RunRecord.read(runs(library, workers) / name / "record.json").metrics
+    assert metrics.eval_losses == pytest.approx(single.eval_losses, rel=1e-5)
+    assert metrics.train_losses == pytest.approx(single.train_losses, rel=1e-5)
+
+
+def test_the_reference_exercises_what_it_claims(references: Path) -> None:
+    lines = steps(references / "bloom")
+    assert all(line["grad_norm"] > 0.5 for line in lines), "clipping was never active"
+    assert len({line["learning_rate"] for line in lines}) > 8, "the schedule did not move"
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.parametrize(("library", "workers", "name"), NAMES, ids=[name for *_, name in NAMES])
+def test_built_is_what_was_called(library: str, workers: int, name: str, runs: Runs) -> None:
+    folder = runs(library, workers) / name
+    record = RunRecord.read(folder / "record.json")
+    calls = json.loads((folder / "calls.json").read_text())
+    built, config = record.built, record.config
+    assert built is not None
+    assert built.world_size == workers
+    if built.strategy == "ddp":
+        assert calls == {"DDP": 1}
+        assert built.mesh == [workers, 1]
+    elif built.strategy == "fsdp":
+        # A unit for each of two blocks, one for the tied embedding and head or two apart, and the root.
+        assert calls == {"fully_shard": 4 if config["model"]["name"] == "bloom_tiny" else 5}
+        sharding = config["fsdp"]["sharding"]
+        replicas = {"no_shard": workers, "hybrid_shard": config["fsdp"]["replicas"] or 1}.get(sharding, 1)
+        assert built.mesh == [replicas, workers // replicas]
+        assert built.sharded_units == 5
+        assert built.wrapper == f"fully_shard(reshard_after_forward={sharding != 'shard_grad_op'})"
+        assert (built.offload != "none") == config["offload"]["enabled"]
+    else:
+        assert calls == {"deepspeed.initialize": 1}
+        stage = config["deepspeed"]["zero_stage"]
+        assert built.zero_stage == stage
+        expected = "none" if not config["offload"]["enabled"] else "optimizer"
+        assert built.offload == (expected + "+parameters" if stage == 3 and expected != "none" else expected)
+        settings = json.loads((folder / "ds_config.json").read_text())
+        assert settings["zero_optimization"]["stage"] == stage
