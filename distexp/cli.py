@@ -11,18 +11,19 @@ from typing import Any
 
 import hydra
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError, register_schema
 from distexp.overrides import parse, quote_choice, suggest
-from distexp.paths import conf_dir, config_groups
+from distexp.paths import conf_dir, config_groups, options_of
 
 PASSED_ON = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help", "--version")
 """Hydra's own commands, which run nothing."""
 
 RESERVED = {
     "hydra/launcher": "cluster= chooses the launcher",
+    "hydra.launcher": "cluster= chooses the launcher",
     "hydra/sweeper": "sweep.cells adds cells beside the product",
     "hydra.mode": "every run is a sweep, of one cell at the least",
     "hydra.output_subdir": "a run directory is claimed by its .hydra folder",
@@ -93,23 +94,20 @@ def refuse_traps(overrides: Sequence[Override], *, multirun: bool) -> None:
     by_key = {override.get_key_element().lstrip("+~"): override for override in overrides}
     swept = [key for key, override in by_key.items() if override.is_sweep_override()]
     faults = []
-    for key in set(swept) & {"cluster", "experiment"}:
-        mend = "start one command for each" if key == "experiment" else "choose one cluster a command"
+    for key in sorted({"cluster", "experiment"}.intersection(swept)):
         faults.append(
-            f"{key}={by_key[key].get_value_element_as_str()} cannot be swept, for a {key} decides how the sweep "
-            f"itself runs: {mend}"
+            f"{by_key[key].input_line} cannot be swept, for it decides how the sweep itself runs: "
+            f"start one command for each {key}"
         )
     if swept and not multirun and "experiment" not in by_key:
-        shown = " ".join(f"{key}={by_key[key].get_value_element_as_str()}" for key in swept)
+        shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
         faults.append(f"{shown} is a sweep: add --multirun, or give one value")
     if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key):
         faults.append(
             "hydra.run.dir is the directory of one run, and this is a sweep: set hydra.sweep.dir instead"
         )
     faults += [
-        f"{key} is not for the command line: {mend}"
-        for key, mend in RESERVED.items()
-        if key in by_key
+        f"{key} is not for the command line: {mend}" for key, mend in RESERVED.items() if key in by_key
     ]
     if faults:
         raise ConfigError(faults)
@@ -127,23 +125,27 @@ def explain(error: Exception) -> list[str]:
         return error.faults
     if isinstance(error, MissingConfigException):
         return [_missing_option(error)]
-    text = str(error).strip().splitlines()[0]
-    wrong = re.match(r"Could not override '([^']+)'", text)
-    if wrong:
-        return [_unknown_key(wrong.group(1), error)]
+    lines = str(error).strip().splitlines()
+    text = lines[0]
+    if isinstance(error, OverrideParseException):
+        return [f"{error.override} is not KEY=VALUE: {lines[0]}"]
+    for pattern in (r"Could not override '([^']+)'", r"Key '([^']+)' not in 'Config'"):
+        wrong = re.match(pattern, text)
+        if wrong:
+            return [_unknown_key(wrong.group(1), error)]
     if error.__cause__ is not None and isinstance(error.__cause__, OmegaConfBaseException):
         text = f"{text.rstrip('.')}: {str(error.__cause__).splitlines()[0]}"
     return [text]
 
 
 def _missing_option(error: MissingConfigException) -> str:
-    group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    if not group:
+    group, _, option = (error.missing_cfg_file or "").partition("/")
+    if not option:
         return str(error).splitlines()[0]
-    options = error.options or []
+    options = sorted({*options_of(group), *(error.options or [])})
+    near = suggest(option, options)
     return (
-        f"{group}={option} is not an option{suggest(option, options)}"
-        f"{' Options' if suggest(option, options) else '; options'}: {', '.join(options)}"
+        f"{group}={option} is not an option{near or ';'} {'O' if near else 'o'}ptions: {', '.join(options)}"
     )
 
 
@@ -151,17 +153,15 @@ def _unknown_key(key: str, error: Exception) -> str:
     cause = error.__cause__
     if cause is not None and "not in" not in str(cause) and "not found" not in str(cause):
         return f"{key}: {str(cause).splitlines()[0]}"  # the key is right, and the value is not
-    return f"{key} is not a key{suggest(key, known_keys())}" + (
-        "" if suggest(key, known_keys()) else "; `python -m distexp --cfg job` lists all keys"
-    )
+    return f"{key} is not a key" + (suggest(key, known_keys()) or "; --cfg job lists all keys")
 
 
-def known_keys() -> list[str]:
+def known_keys() -> set[str]:
     """Every group and every key of the schema, dotted."""
-    keys = list(config_groups())
+    keys = {*config_groups()}
     for section in fields(Config):
-        keys.append(section.name)
+        keys.add(section.name)
         nested = section.default_factory
         if isinstance(nested, type) and is_dataclass(nested):
-            keys += [f"{section.name}.{inner.name}" for inner in fields(nested)]
+            keys |= {f"{section.name}.{inner.name}" for inner in fields(nested)}
     return keys

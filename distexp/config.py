@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 class ModelConfig:
     """What is trained. A key that an architecture does not have stays null, and is refused when set."""
 
-    _target_: str = MISSING  # function (model: ModelConfig, classes: int, seed) -> torch.nn.Module
+    _target_: str = MISSING  # function (model: ModelConfig, num_classes: int) -> torch.nn.Module
     name: str = MISSING  # our name of an architecture, or a Hugging Face name or path
     task: str = MISSING  # causal_lm or image_classification
     init: str = "random"  # random: from the architecture alone
@@ -48,7 +48,7 @@ class ModelConfig:
 class DatasetConfig:
     """What it is trained on."""
 
-    _target_: str = MISSING  # function (dataset: DatasetConfig, model: ModelConfig, seed) -> TaskData
+    _target_: str = MISSING  # function (dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData
     name: str = MISSING
     task: str = MISSING  # causal_lm, image_classification, or any (synthetic)
     path: str | None = None  # a hub id, or a folder written by datasets.save_to_disk
@@ -62,6 +62,7 @@ class DatasetConfig:
     image_size: int | None = None  # pixels
     num_classes: int | None = None
     num_workers: int = 0  # loader processes of one worker
+    keys: list[str] = field(default_factory=list)  # those above that this data set has; any other is refused
     options: dict[str, Any] = field(default_factory=dict)  # keys of a dataset of your own
 
 
@@ -101,7 +102,9 @@ class DeepSpeedConfig:
     stage3_param_persistence_threshold: int | None = None  # elements
     stage3_max_live_parameters: int | None = None  # parameters
     overlap_comm: bool = False
-    cpu_optimizer: str = "auto"  # of offloaded states: torch, deepspeed (compiled on first use); auto: deepspeed on GPUs
+    cpu_optimizer: str = (
+        "auto"  # of offloaded states: torch, deepspeed (compiled on first use); auto: deepspeed on GPUs
+    )
 
 
 @dataclass

@@ -111,6 +111,4 @@ def invalid_record(run: RunInfo, config: dict[str, Any], faults: list[str]) -> R
 
 def bare_environment() -> Environment:
     """The machine, as far as it shows without torch."""
-    return Environment(
-        python=platform.python_version(), cpu_count=cpu_count(), hostname=socket.gethostname()
-    )
+    return Environment(python=platform.python_version(), cpu_count=cpu_count(), hostname=socket.gethostname())

@@ -29,9 +29,9 @@ def main(words: Sequence[str] | None = None) -> int:
             traces[path] = trace
     sections = [_gpu_lines(traces)] if GPU in wanted else []
     sections += [_cpu_lines(traces)] if CPU in wanted else []
-    print("\n\n".join("\n".join(lines) for lines in sections if lines))
     if not traces:
         return NONE_READ
+    print("\n\n".join("\n".join(lines) for lines in sections if lines))
     return ALL_READ if len(traces) == len(options.files) else SOME_READ
 
 

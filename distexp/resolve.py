@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
 from distexp.hardware import cpu_count, visible_gpus
+from distexp.keys import model_faults, unused_keys
 from distexp.spec import typed_config
 from distexp.strategies.base import Strategy
 from distexp.targets import check_target, locate
@@ -87,10 +88,12 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     try:
         config = typed_config(OmegaConf.to_container(composed, resolve=True))
     except MissingMandatoryValue as error:
-        raise ConfigError(f"{error}: choose it with its group or set it") from error
+        missing = str(error).splitlines()[0]
+        raise ConfigError(f"{missing}: choose an option of its group, or set it") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     faults = [*_bad_values(config), *_bad_targets(config), *_misplaced_knobs(config, choices)]
+    faults += [*model_faults(config.model), *unused_keys("dataset", config.dataset)]
     if faults:
         raise ConfigError(faults)
     _make_paths_absolute(config)
@@ -145,7 +148,7 @@ def _make_paths_absolute(config: Config) -> None:
     def absolute(section: Any, key: str, *, only_existing: bool = False) -> None:
         value = getattr(section, key)
         if value is not None and (not only_existing or Path(value).expanduser().exists()):
-            setattr(section, key, str(Path(value).expanduser().absolute()))
+            setattr(section, key, os.path.abspath(os.path.expanduser(value)))
 
     for key in ("train_path", "eval_path", "root"):
         absolute(config.dataset, key)
@@ -206,6 +209,16 @@ def _file_faults(config: Config) -> Iterator[str]:
         there = os.path.isfile if kind == "file" else os.path.isdir
         if path is not None and not there(path):
             yield f"{key}={path} is not a {kind} here: correct the path"
+    if dataset.root is None and "root" in dataset.keys:
+        yield f"dataset={dataset.name} reads a folder: set dataset.root to one in TinyImageNet's official layout"
+    pair = {"dataset.train_path": dataset.train_path, "dataset.eval_path": dataset.eval_path}
+    given = [key for key, path in pair.items() if path is not None]
+    if len(given) == 1:
+        (lacking,) = set(pair) - set(given)
+        yield (
+            f"{given[0]}={pair[given[0]]} is set and {lacking} is not, but training and evaluation come from "
+            "the same place: set both or neither"
+        )
 
 
 def _device_faults(config: Config) -> Iterator[str]:

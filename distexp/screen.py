@@ -69,10 +69,13 @@ class Live:
         """Shows what has been written since the last call."""
         for line in self.log.lines():
             self._print(f"[dim]{escape(line)}[/dim]")
-        for event in self.events.records():
-            self._event(event)
+        events = self.events.records()
+        for event in events:
+            self.total = event.get("total_steps", self.total)
         for metrics in self.metrics.records():
             self._step(metrics)
+        for event in events:
+            self._event(event)
 
     def _event(self, event: dict[str, Any]) -> None:
         if "eval_loss" in event:
@@ -83,7 +86,6 @@ class Live:
                 f"eval loss {event['eval_loss']:.4f}{more}"
             )
             return
-        self.total = event.get("total_steps", self.total)
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, description=event["phase"], total=self.total)
 
@@ -111,13 +113,21 @@ class Screen:
         """Shows a run until the block ends."""
         self._headline(spec.run.overrides)
         self.console.print(f"[bold]{describe(spec)}[/bold] -> {directory}", highlight=False, soft_wrap=True)
-        tails = Tail(directory / "events.jsonl"), Tail(directory / "metrics.jsonl"), Tail(log_path(directory, 0, 0))
+        tails = (
+            Tail(directory / "events.jsonl"),
+            Tail(directory / "metrics.jsonl"),
+            Tail(log_path(directory, 0, 0)),
+        )
         if not self.console.is_terminal:
             live = Live(self.console, None, None, *tails)
             yield live
             live.refresh()
             return
-        columns = (TextColumn("{task.description:>7}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+        columns = (
+            TextColumn("{task.description:>7}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+        )
         with Progress(*columns, TextColumn("{task.fields[latest]}"), TimeElapsedColumn(), console=self.console,
                       transient=True) as progress:  # fmt: skip
             live = Live(self.console, progress, progress.add_task("start", total=None, latest=""), *tails)
@@ -176,7 +186,10 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
         where = f" (phase {record.error.phase}, rank {record.error.rank})" if record.error.phase else ""
         yield "error", f"{record.error.type}: {record.error.message}{where}"
     if built is not None:
-        yield "built", f"{built.wrapper}, mesh {built.mesh}, {built.parameters:,} parameters, {built.optimizer}"
+        yield (
+            "built",
+            f"{built.wrapper}, mesh {built.mesh}, {built.parameters:,} parameters, {built.optimizer}",
+        )
     if metrics.train_losses:
         losses = " -> ".join(f"{loss:.4f}" for loss in metrics.train_losses)
         yield "train loss", losses
@@ -190,4 +203,7 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
     if metrics.step_time_s is not None:
         yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"
     if metrics.train_runtime is not None:
-        yield "runtime", f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s in all"
+        yield (
+            "runtime",
+            f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s in all",
+        )

@@ -25,6 +25,7 @@ from distexp.distributed import gather_to_all, join
 from distexp.hardware import cpu_count
 from distexp.loop import fit
 from distexp.measure.events import Events
+from distexp.measure.flops import peak_tflops, training_flops
 from distexp.measure.journal import Journal, Plan
 from distexp.models.transforms import transform
 from distexp.resolve import load_strategy
@@ -64,7 +65,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     plan = Plan(config.train, training.steps)
     journal = Journal(plan, context, events)
     fit(engine, training, evaluation, plan, journal)
-    return RunRecord(
+    record = RunRecord(
         status="completed",
         run=spec.run,
         config=asdict(config),
@@ -72,6 +73,18 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
         environment=environment(context.device),
         metrics=journal.finish(),
     )
+    add_arithmetic(record, training_flops(config, data), context.world_size)
+    return record
+
+
+def add_arithmetic(record: RunRecord, flops_per_sample: float | None, world_size: int) -> None:
+    """TFLOP/s of each device, and that as a share of what it could do (MFU)."""
+    metrics, environment = record.metrics, record.environment
+    if flops_per_sample is None or metrics.train_samples_per_second is None or environment is None:
+        return
+    metrics.tflops_per_device = flops_per_sample * metrics.train_samples_per_second / world_size / 1e12
+    peak = peak_tflops(environment.gpu_name, record.config["precision"]["name"])
+    metrics.mfu = metrics.tflops_per_device / peak if peak else None
 
 
 def seed_everything(seed: int) -> None:

@@ -74,7 +74,9 @@ class Journal:
         self.clock.restart()
         self._epoch_starts_at = self.steps
         measuring = self.steps >= self.plan.train.measure_after_step
-        self.events.enter("train" if measuring else "warmup", step=self.steps, total_steps=self.plan.total_steps)
+        self.events.enter(
+            "train" if measuring else "warmup", step=self.steps, total_steps=self.plan.total_steps
+        )
 
     def step(self, step: Step, loss: Tensor, norm: Tensor, rate: float) -> None:
         """A step is done: ``loss`` is this rank's share, ``norm`` the global gradient norm."""

@@ -141,10 +141,10 @@ def _by_header(cells: Sequence[str]) -> _Columns:
 
 
 def _by_shape(path: Path, rows: Sequence[Sequence[str]]) -> _Columns:
-    """The columns of a log without a header, where units or the values leave no doubt; else ValueError.
+    """The columns of a log without a header, where they leave no doubt; else ValueError.
 
-    The order is taken as nvidia-smi users write it: timestamp, index, perhaps the name, then figures with
-    ``memory.used`` before ``memory.total``.
+    With units: timestamp, index, then any order in which ``memory.used`` is the first memory. Without:
+    the seeds' own query, timestamp, index, name, memory.used, memory.total.
     """
     first = rows[0]
     figures = [place for place in range(2, len(first)) if _figure(first[place]) is not None]
@@ -161,21 +161,22 @@ def _by_shape(path: Path, rows: Sequence[Sequence[str]]) -> _Columns:
                 utilization=percent[0] if percent else None,
                 power=watts[0] if watts else None,
             )
-        if len(figures) == 2 and _is_used_and_total(rows, *figures):
-            return _Columns(width=len(first), used=figures[0], index=1, time=0, total=figures[1])
+        if figures == [3, 4] == list(range(3, len(first))) and _are_used_and_total(rows):
+            return _Columns(width=5, used=3, index=1, time=0, total=4)
     raise ValueError(
         f"{path} has neither a header nor units, so that its columns cannot be told apart: give it a "
         "first line such as 'timestamp, index, name, memory.used [MiB], memory.total [MiB]'"
     )
 
 
-def _is_used_and_total(rows: Sequence[Sequence[str]], used: int, total: int) -> bool:
-    """Whether one column is never above the other, and that one is as large as a GPU's memory."""
+def _are_used_and_total(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether the fifth cell is one and the same on each GPU, as large as its memory, and never exceeded."""
+    totals: dict[str, float] = {}
     for row in rows:
-        if len(row) <= max(used, total):
+        used, total = (_figure(cell) for cell in row[3:5]) if len(row) == 5 else (None, None)
+        if used is None or total is None:
             continue
-        one, other = _figure(row[used]), _figure(row[total])
-        if one is not None and other is not None and (one > other or other < _LEAST_TOTAL_MIB):
+        if total != totals.setdefault(row[1], total) or not max(used, _LEAST_TOTAL_MIB) <= total:
             return False
     return True
 

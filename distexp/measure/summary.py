@@ -153,7 +153,7 @@ def energy_j(
     """Joules that all GPUs of all traces drew in some phases, by default in training after the warm-up.
 
     By the GPUs' own energy counters, or where one has none by the trapezoid over its power; between two
-    samples both are taken as linear. None where a trace or a figure is missing, or ends too early.
+    samples the energy is taken as linear. None where a trace or a figure is missing, or ends too early.
     """
     total = 0.0
     spans = windows(read_marks(events), phases)

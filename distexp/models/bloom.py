@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from distexp.config import ModelConfig
-from distexp.models.keys import check_model, vocabulary
+from distexp.keys import check_model, vocabulary
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:

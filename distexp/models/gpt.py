@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from distexp.config import ModelConfig
-from distexp.models.keys import check_model, vocabulary
+from distexp.keys import check_model, vocabulary
 
 INIT_STD = 0.02
 

@@ -8,7 +8,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from distexp.config import ModelConfig
-from distexp.models.keys import check_model
+from distexp.keys import check_model
 
 STANDARD_WIDTH = 64
 

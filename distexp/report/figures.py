@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.results import Metrics, RunRecord
+from distexp.results import RunRecord
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,8 @@ class Figure:
     factor: float = 1.0  # from the unit of the files to that of the terminal
     importance: int = 0  # what goes last when a terminal is narrow
 
-    def text(self, value: float | None, deviation: float | None = None) -> str:
-        """The value in the terminal's unit, with its spread where one is known; a dash for none."""
-        if value is None:
-            return "-"
+    def text(self, value: float, deviation: float | None = None) -> str:
+        """The value in the terminal's unit, with its spread where one is known."""
         text = self.form.format(value * self.factor)
         return text if deviation is None else f"{text} ± {self.form.format(deviation * self.factor)}"
 
@@ -32,10 +30,10 @@ def _metric(name: str) -> Callable[[RunRecord], float | None]:
     return lambda record: _number(getattr(record.metrics, name))
 
 
-def _last(name: str) -> Callable[[RunRecord], float | None]:
+def _last_percent(name: str) -> Callable[[RunRecord], float | None]:
     def read(record: RunRecord) -> float | None:
-        values = getattr(record.metrics, name)
-        return _number(values[-1]) if values else None
+        fractions = getattr(record.metrics, name)
+        return 100 * float(fractions[-1]) if fractions else None
 
     return read
 
@@ -82,7 +80,7 @@ MEMORIES = {
 SHOWN = (
     Figure("train_loss", _metric("train_loss"), "train\nloss", "{:.4f}", importance=60),
     Figure("eval_loss", _metric("eval_loss"), "eval\nloss", "{:.4f}", importance=85),
-    Figure("eval_accuracy_pct", lambda r: _percent(_last("eval_accuracies")(r)), "accu-\nracy %", importance=55),
+    Figure("eval_accuracy_pct", _last_percent("eval_accuracies"), "accu-\nracy %", importance=55),
     Figure("exact_match_pct", _metric("exact_match"), "EM %", importance=50),
     Figure("f1_pct", _metric("f1"), "F1 %", importance=52),
     Figure(SPEED, _metric(SPEED), "samples/s", importance=95),
@@ -98,19 +96,19 @@ SHOWN = (
     Figure("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:.0f}", importance=15),
     Figure("train_runtime_s", _metric("train_runtime"), "run-\ntime s", importance=48),
     Figure("energy_j_per_sample", _metric("energy_j_per_sample"), "J per\nsample", "{:,.2f}", importance=30),
-    Figure(SCALE, _unknown, "scale", "{:.2f}x", importance=75),
-    Figure(EFFICIENCY, _unknown, "effi-\nciency", "{:.0f} %", importance=80),
+    Figure(SCALE, _unknown, "scale", "{:.2f}", importance=75),
+    Figure(EFFICIENCY, _unknown, "effi-\nciency %", "{:.0f}", importance=80),
 )  # fmt: skip
 
-_UNITS = {"eval_runtime": "eval_runtime_s", "mfu": "mfu", "data_wait_s": "data_wait_s"}
 _FILES_ALONE = (
-    "train_samples_per_second_overall", "train_steps_per_second", "eval_runtime", "eval_samples_per_second",
+    "train_samples_per_second_overall", "train_steps_per_second", "eval_samples_per_second",
     "steps_per_epoch", "total_steps", "data_wait_s", "tflops_per_device", "mfu",
 )  # fmt: skip
 
 FIGURES = (
     *SHOWN,
-    *(Figure(_UNITS.get(name, name), _metric(name)) for name in _FILES_ALONE),
+    *(Figure(name, _metric(name)) for name in _FILES_ALONE),
+    Figure("eval_runtime_s", _metric("eval_runtime")),
     Figure("step_time_p90_s", _step_time("p90")),
     Figure("step_time_max_s", _step_time("max")),
     Figure("torch_average_allocated_mib", _largest("torch", "average_allocated_mib")),
@@ -127,9 +125,4 @@ FIGURE = {figure.name: figure for figure in FIGURES}
 
 def read_figures(record: RunRecord) -> dict[str, float | None]:
     """All figures of a record by name; TypeError or ValueError where one is no number."""
-    assert set(_FILES_ALONE) <= set(Metrics.__dataclass_fields__)
     return {figure.name: figure.read(record) for figure in FIGURES}
-
-
-def _percent(fraction: float | None) -> float | None:
-    return None if fraction is None else 100 * fraction

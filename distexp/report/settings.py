@@ -23,8 +23,10 @@ SHORT = {
     "cluster.workers_per_node": "workers",
     "cluster.device": "device",
 }
-ORDER = ("model", "dataset", "engine", "strategy", "sharding", "zero_stage", "offload", "precision", "scaling",
-         "device", "gpu", "nodes", "workers")  # fmt: skip
+ORDER = (
+    "model", "dataset", "engine", "strategy", "sharding", "zero_stage", "offload", "precision", "scaling",
+    "device", "gpu", "nodes", "workers",
+)  # fmt: skip
 """The usual ones stand first, in this order."""
 
 STRATEGY_SECTIONS = ("ddp", "fsdp", "deepspeed")
@@ -100,7 +102,7 @@ def differing(records: Sequence[RunRecord], settings: Sequence[Mapping[str, Any]
     for name in names:
         decided = [
             (each[name], each) for record, each in zip(records, settings, strict=True)
-            if name in each and not _undecided(record, each[name])
+            if name in each and not _undecided(record, name, each[name])
         ]  # fmt: skip
         if len({_key(value) for value, _ in decided}) < 2:
             continue
@@ -123,9 +125,11 @@ def _follows(decided: Sequence[tuple[Any, Mapping[str, Any]]], leader: str) -> b
     )
 
 
-def _undecided(record: RunRecord, value: Any) -> bool:
-    """A refused cell was never resolved: what it left open is no difference."""
-    return value is None if record.status != "invalid" else value in (None, "auto")
+def _undecided(record: RunRecord, name: str, value: Any) -> bool:
+    """A refused cell was never resolved, a broken run may not know its GPU: that is no difference."""
+    if name == "gpu":
+        return value is None and record.status != "completed"
+    return record.status == "invalid" and value in (None, "auto")
 
 
 def _key(value: Any) -> str:
@@ -133,8 +137,8 @@ def _key(value: Any) -> str:
 
 
 def identity(settings: Mapping[str, Any]) -> str:
-    """Equal for runs that differ by their seed at most."""
-    return _key({name: value for name, value in settings.items() if name != SEED})
+    """Equal for runs that differ by their seed, or the GPU they ran on, at most."""
+    return _key({name: value for name, value in settings.items() if name not in (SEED, "gpu")})
 
 
 def setting_text(value: Any, limit: int | None = None) -> str:

@@ -1,41 +1,133 @@
-"""The table that compares runs on a terminal."""
+"""Tables on a terminal, as wide as it is: the least important columns go first, and are named."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
-from distexp.results import RunRecord
+from distexp.report.overview import Overview, rows_of
+from distexp.report.repeats import Group, spread_texts
+from distexp.report.sentences import sentences
+from distexp.report.settings import setting_text
+from distexp.results import FAILURES, RunRecord
+
+GAP = 2  # blanks between two columns, one of them the box's own
+MOST_ROWS = 200  # on a terminal
+LONGEST_VALUE = 24  # of a setting, in characters
+ALWAYS = 1000
+NOTES = 20
 
 
-def comparison(records: Sequence[RunRecord]) -> Table:
-    """A row a run: what was varied, what became of it, and its figures."""
-    table = Table(title=None, header_style="bold")
-    for name, justify in (
-        ("run", "right"),
-        ("overrides", "left"),
-        ("status", "left"),
-        ("train loss", "right"),
-        ("eval loss", "right"),
-        ("samples/s", "right"),
-        ("runtime s", "right"),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for record in records:
-        metrics = record.metrics
-        table.add_row(
-            str(record.run.number),
-            " ".join(record.run.overrides),
-            record.status,
-            _number(metrics.train_loss, "{:.4f}"),
-            _number(metrics.eval_loss, "{:.4f}"),
-            _number(metrics.train_samples_per_second, "{:,.1f}"),
-            _number(metrics.train_runtime, "{:.1f}"),
-        )
+@dataclass(frozen=True)
+class Column:
+    """A column of plain texts; ``title`` may have several lines."""
+
+    title: str
+    cells: tuple[str, ...]
+    importance: int
+    right: bool = True
+
+    @property
+    def width(self) -> int:
+        """Characters on the terminal."""
+        return max(cell_len(line) for text in (self.title, *self.cells) for line in text.split("\n"))
+
+    @property
+    def spoken(self) -> str:
+        """The title in one line."""
+        joined = self.title.replace("-\n", "").replace("_\n", "_").replace(".\n", ".")
+        return joined.replace("\n", " ")
+
+
+def heading(name: str) -> str:
+    """The name of a setting, broken where it may be."""
+    return name.replace(".", ".\n").replace("_", "_\n")
+
+
+def fitted(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
+    """The columns that fit into a width, and those that had to go, least important first."""
+    kept, dropped = list(columns), []
+    while len(kept) > 1 and sum(column.width + GAP for column in kept) - GAP > width:
+        least = min(reversed(kept), key=lambda column: column.importance)
+        kept.remove(least)
+        dropped.append(least)
+    return kept, dropped
+
+
+def drawn(columns: Sequence[Column], styles: Sequence[str] = ()) -> Table:
+    """A table of columns as they are; ``styles`` colours the rows' status."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, GAP - 1, 0, 0), pad_edge=False,
+                  show_edge=False)  # fmt: skip
+    for column in columns:
+        table.add_column(Text(column.title), justify="right" if column.right else "left", no_wrap=True,
+                         vertical="bottom")  # fmt: skip
+    for index, cells in enumerate(zip(*(column.cells for column in columns), strict=True)):
+        texts = [
+            Text(cell, style=styles[index] if styles and column.title == "status" else "")
+            for cell, column in zip(cells, columns, strict=True)
+        ]
+        table.add_row(*texts)
     return table
 
 
-def _number(value: Any, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def overview_columns(overview: Overview) -> Iterator[Column]:
+    """The columns of the table of runs."""
+    groups = overview.groups
+    yield Column("run", tuple(group.label for group in groups), ALWAYS)
+    if any(len(group.rows) > 1 for group in groups):
+        yield Column("n", tuple(str(len(group.counted)) for group in groups), ALWAYS - 1)
+    for name in overview.varied:
+        cells = tuple(setting_text(group.setting(name), LONGEST_VALUE) for group in groups)
+        yield Column(heading(name), cells, ALWAYS - 2, right=False)
+    yield Column("status", tuple(group.status for group in groups), ALWAYS - 3, right=False)
+    for figure in overview.figures():
+        yield Column(figure.title, spread_texts(groups, figure), figure.importance)
+
+
+def status_style(group: Group) -> str:
+    """Green for done, red for a failure, and between them what is a result too."""
+    statuses = {row.record.status for row in group.rows}
+    if statuses == {"completed"}:
+        return "green"
+    return "red" if statuses & FAILURES else "yellow" if "invalid" in statuses else "magenta"
+
+
+@dataclass(frozen=True)
+class OverviewTable:
+    """The table of runs with its notes and sentences, drawn when its width is known."""
+
+    overview: Overview
+    elsewhere: str = "a wider terminal shows them"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        overview = self.overview
+        columns = list(overview_columns(overview))
+        left_out = len(overview.groups) - MOST_ROWS
+        if left_out > 0:
+            columns = [Column(c.title, c.cells[:MOST_ROWS], c.importance, c.right) for c in columns]
+        kept, dropped = fitted(columns, options.max_width)
+        yield drawn(kept, [status_style(group) for group in overview.groups])
+        yield Text("")
+        if left_out > 0:
+            yield Text(f"{left_out} more rows are not shown here.", style="dim")
+        if dropped:
+            names = ", ".join(column.spoken for column in sorted(dropped, key=columns.index))
+            yield Text(f"Left out for want of width: {names} ({self.elsewhere}).", style="dim")
+        notes = list(overview.notes())
+        for note in notes[:NOTES]:
+            yield Text(note, style="yellow")
+        if len(notes) > NOTES:
+            yield Text(f"{len(notes) - NOTES} more reasons are not shown here.", style="dim")
+        for sentence in sentences(overview):
+            yield Text(sentence)
+
+
+def comparison(records: Sequence[RunRecord]) -> OverviewTable:
+    """A row a run: what was varied, what became of it, its figures, and what they say."""
+    return OverviewTable(Overview.of(rows_of(records)))

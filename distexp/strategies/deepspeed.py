@@ -52,8 +52,14 @@ class DeepSpeed:
                 "choose zero_stage=1,2,3 or offload=false"
             )
         if options.cpu_optimizer not in ("torch", "deepspeed"):
-            faults.append(f"deepspeed.cpu_optimizer={options.cpu_optimizer} is not one of auto, torch, deepspeed")
-        if config.offload.enabled and config.train.optimizer != "adamw" and options.cpu_optimizer == "deepspeed":
+            faults.append(
+                f"deepspeed.cpu_optimizer={options.cpu_optimizer} is not one of auto, torch, deepspeed"
+            )
+        if (
+            config.offload.enabled
+            and config.train.optimizer != "adamw"
+            and options.cpu_optimizer == "deepspeed"
+        ):
             faults.append(
                 f"train.optimizer={config.train.optimizer} has no DeepSpeed CPU kernel for offload=true: "
                 "set deepspeed.cpu_optimizer=torch or train.optimizer=adamw"
@@ -72,7 +78,10 @@ class DeepSpeed:
 
     def expects(self, config: Config) -> Mapping[str, Any]:
         """The stage and the offload that were asked for."""
-        stage, workers = config.deepspeed.zero_stage, config.cluster.nodes * (config.cluster.workers_per_node or 1)
+        stage, workers = (
+            config.deepspeed.zero_stage,
+            config.cluster.nodes * (config.cluster.workers_per_node or 1),
+        )
         offload = "none"
         if config.offload.enabled:
             offload = "optimizer+parameters" if stage == 3 else "optimizer"
@@ -194,7 +203,9 @@ def _optimizer(model: nn.Module, config: Config, context: Context) -> torch.opti
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         if context.rank == 0:
-            print("DeepSpeed's CPU Adam is compiled on its first use (about a minute), then cached", flush=True)
+            print(
+                "DeepSpeed's CPU Adam is compiled on its first use (about a minute), then cached", flush=True
+            )
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
             parameter_groups(model, train.weight_decay),
             lr=train.learning_rate,
@@ -293,7 +304,7 @@ def _conflicts(config: Config) -> Iterator[str]:
         if theirs not in (None, "auto") and theirs != value:
             yield (
                 f"deepspeed.config_file sets {'.'.join(keys)}={json.dumps(theirs)}, and this run has "
-                f"{json.dumps(value)}: make them equal, or write \"auto\" in the file"
+                f'{json.dumps(value)}: make them equal, or write "auto" in the file'
             )
     if "scheduler" in settings:
         yield "deepspeed.config_file has a scheduler: leave it out, train.schedule sets the learning rate"

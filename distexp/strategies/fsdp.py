@@ -135,7 +135,7 @@ def _broadcast(model: nn.Module, context: Context) -> None:
 def _shard(model: nn.Module, config: Config, context: Context) -> None:
     """Calls fully_shard on every unit, inner ones first, and chains their prefetching."""
     import torch
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     from distexp.models.anatomy import blocks, embeddings, tied
     from distexp.strategies.engine import DTYPES
@@ -188,7 +188,9 @@ def _distribution(model: nn.Module) -> Distribution:
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     if len(sharded) != len(parameters):
-        raise RuntimeError(f"FSDP left {len(parameters) - len(sharded)} of {len(parameters)} parameters unsharded")
+        raise RuntimeError(
+            f"FSDP left {len(parameters) - len(sharded)} of {len(parameters)} parameters unsharded"
+        )
     shapes = {tuple(p.device_mesh.shape) for p in sharded}
     (shape,) = shapes
     groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]

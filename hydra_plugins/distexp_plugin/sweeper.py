@@ -58,7 +58,7 @@ class DistexpSweeper(BasicSweeper):
             if not isinstance(cell, list) or not all(isinstance(item, str) for item in cell):
                 raise ConfigError(
                     f"sweep.cells holds {cell!r}: each cell must be a list of overrides, as "
-                    "'sweep.cells=[[\"strategy=single\"],[\"zero_stage=1\",\"offload=true\"]]'"
+                    '\'sweep.cells=[["strategy=single"],["zero_stage=1","offload=true"]]\''
                 )
         return cells
 

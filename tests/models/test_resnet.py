@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -50,16 +49,9 @@ def test_the_width_is_that_of_the_first_stage(bottleneck: bool, last: int) -> No
     assert model(images=torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_the_tiny_one_is_quick() -> None:
+def test_the_tiny_one_is_tiny() -> None:
     model = build(resolve_cell("model=resnet_tiny").model, 10)
-    images = torch.randn(16, 3, 32, 32)
     assert sum(weight.numel() for weight in model.parameters()) == 310_746
-    fastest = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        model(images=images).sum().backward()
-        fastest = min(fastest, time.perf_counter() - start)
-    assert fastest < 0.2, "seconds; about 0.01 on one idle core"
 
 
 def test_a_key_of_another_architecture_is_refused() -> None:

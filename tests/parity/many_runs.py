@@ -43,8 +43,8 @@ def main() -> None:
 
 def counted(calls: Counter[str]) -> Any:
     """Counts the calls by which each library distributes a model."""
-    import torch.distributed.fsdp as fsdp
-    import torch.nn.parallel as parallel
+    from torch.distributed import fsdp
+    from torch.nn import parallel
 
     patches = {"fully_shard": (fsdp, "fully_shard"), "DDP": (parallel, "DistributedDataParallel")}
     if "deepspeed" in sys.argv[1]:

@@ -46,7 +46,10 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
         "full_shard_checkpointed": ("sharding=full_shard", "train.activation_checkpointing=true"),
         "full_shard_prefetch": ("sharding=full_shard", "fsdp.forward_prefetch=1", "fsdp.backward_prefetch=2"),
         **{
-            f"{sharding}{'_offload' if offload == 'true' else ''}": (f"sharding={sharding}", f"offload={offload}")
+            f"{sharding}{'_offload' if offload == 'true' else ''}": (
+                f"sharding={sharding}",
+                f"offload={offload}",
+            )
             for sharding in SHARDINGS
             for offload in ("false", "true")
         },
@@ -60,7 +63,10 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
     ("deepspeed", 2): {
         "zero0": ("zero_stage=0",),
         **{
-            f"zero{stage}{'_offload' if offload == 'true' else ''}": (f"zero_stage={stage}", f"offload={offload}")
+            f"zero{stage}{'_offload' if offload == 'true' else ''}": (
+                f"zero_stage={stage}",
+                f"offload={offload}",
+            )
             for stage in (1, 2, 3)
             for offload in ("false", "true")
         },

@@ -1,45 +1,36 @@
-"""Which keys an architecture has, judged without torch: before anything starts."""
+"""Which keys a model or a data set has, judged without torch: before anything starts.
+
+The schema is the same for all options of a group, so that a key may be set while the group is swept.
+Each option's YAML lists the keys that mean something to it; any other that was set is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distexp.config import ConfigError, ModelConfig
+from distexp.config import ConfigError, DatasetConfig, ModelConfig
 
-ARCHITECTURE_KEYS = (
-    "tokenizer",
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "ff_dim",
-    "seq_length",
-    "width",
-    "depths",
-    "bottleneck",
-    "dropout",
-    "options",
-)
-"""Keys that some architectures have and others do not; a model's YAML lists its own in ``keys``."""
+COMMON = frozenset({"_target_", "name", "task", "init", "keys"})
+"""Keys that every option has."""
 
-UNSET = ModelConfig()
 MAY_BE_NULL = ("tokenizer", "vocab_size")
 SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim", "seq_length", "width")
 
 
-def unused_keys(model: ModelConfig) -> list[str]:
-    """A sentence for each key that was set and that this architecture does not have."""
-    has = ", ".join(key for key in model.keys if key != "options") or "no such keys"
+def unused_keys(group: str, section: ModelConfig | DatasetConfig) -> list[str]:
+    """A sentence for each key of a group that was set and that the chosen option does not have."""
+    unset = type(section)()
+    has = ", ".join(key for key in section.keys if key != "options") or "no such keys"
     return [
-        f"model.{key}={getattr(model, key)} is no key of model={model.name}, which has {has}: leave it out"
-        for key in ARCHITECTURE_KEYS
-        if key not in model.keys and getattr(model, key) != getattr(UNSET, key)
+        f"{group}.{key}={getattr(section, key)} is no key of {group}={section.name}, which has {has}: leave it out"
+        for key in vars(unset)
+        if key not in COMMON and key not in section.keys and getattr(section, key) != getattr(unset, key)
     ]
 
 
 def model_faults(model: ModelConfig) -> list[str]:
     """A sentence for each fault of a model's section: unused, missing and impossible values."""
-    return [*unused_keys(model), *_missing(model), *_impossible(model)]
+    return [*unused_keys("model", model), *_missing(model), *_impossible(model)]
 
 
 def check_model(model: ModelConfig) -> None:
@@ -67,7 +58,7 @@ def vocabulary(model: ModelConfig, num_classes: int) -> int:
 
 def _missing(model: ModelConfig) -> Iterator[str]:
     for key in model.keys:
-        if key in ARCHITECTURE_KEYS and key not in MAY_BE_NULL and getattr(model, key) is None:
+        if key not in MAY_BE_NULL and getattr(model, key) is None:
             yield f"model.{key} is null, and model={model.name} needs it: set it"
 
 

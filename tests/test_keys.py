@@ -11,7 +11,7 @@ import pytest
 from conftest import resolve_cell
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.models.keys import model_faults, unused_keys, vocabulary
+from distexp.keys import model_faults, unused_keys, vocabulary
 from distexp.paths import options_of
 
 GPT = ModelConfig(
@@ -42,7 +42,7 @@ def test_the_models_that_come_with_distexp_have_no_faults(option: str) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("width", 16), ("depths", [1, 1, 1, 1]), ("bottleneck", False)])
 def test_a_key_of_another_architecture_is_refused(key: str, value: Any) -> None:
-    (fault,) = unused_keys(replace(GPT, **{key: value}))
+    (fault,) = unused_keys("model", replace(GPT, **{key: value}))
     assert fault.startswith(
         f"model.{key}={value} is no key of model=gpt_tiny, which has tokenizer, vocab_size"
     )
@@ -60,14 +60,17 @@ def test_a_key_of_another_architecture_is_refused(key: str, value: Any) -> None:
 )
 def test_configured_models_refuse_them_too(model: str, key: str) -> None:
     config = replace(resolve_cell(f"model={model}").model, **{key: 64})
-    assert [fault.split("=")[0] for fault in unused_keys(config)] == [f"model.{key}"]
+    assert [fault.split("=")[0] for fault in unused_keys("model", config)] == [f"model.{key}"]
 
 
 def test_dropout_and_options_are_keys_too() -> None:
     resnet = ModelConfig(name="resnet", keys=["width"], width=8, dropout=0.1, options={"a": 1})
-    assert [fault.split("=")[0] for fault in unused_keys(resnet)] == ["model.dropout", "model.options"]
-    assert unused_keys(replace(resnet, dropout=0.0, options={})) == []
-    assert "has no such keys" in unused_keys(ModelConfig(name="own", width=8))[0]
+    assert [fault.split("=")[0] for fault in unused_keys("model", resnet)] == [
+        "model.dropout",
+        "model.options",
+    ]
+    assert unused_keys("model", replace(resnet, dropout=0.0, options={})) == []
+    assert "has no such keys" in unused_keys("model", ModelConfig(name="own", width=8))[0]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,6 @@ def test_a_tokenizer_must_fit_into_the_vocabulary() -> None:
 
 
 def test_judging_keys_needs_no_torch() -> None:
-    code = "import sys, distexp.models.keys; print('torch' in sys.modules)"
+    code = "import sys, distexp.keys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"

@@ -1,0 +1,42 @@
+"""Arithmetic: what a training step does, and what a GPU could do."""
+
+from __future__ import annotations
+
+import torch
+
+from distexp.config import Config
+from distexp.data.base import TaskData
+from distexp.models.anatomy import forward_flops
+from distexp.targets import locate
+
+BACKWARD = 2
+"""A backward pass is two matrix products for each of the forward's."""
+
+PEAK_TFLOPS: dict[str, dict[str, float]] = {
+    # dense matrix products, by the vendors' datasheets of the SXM parts; fp32 means without TF32
+    "H200": {"bf16": 989.5, "fp16": 989.5, "fp32": 67.0},
+    "H100": {"bf16": 989.5, "fp16": 989.5, "fp32": 67.0},
+    "A100": {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
+    "V100": {"fp16": 125.0, "fp32": 15.7},
+}
+
+
+def training_flops(config: Config, data: TaskData) -> float | None:
+    """Floating point operations to train on one sample as it is padded, recomputation not counted.
+
+    Counted by torch on a copy without memory. None where batches have no fixed shape.
+    """
+    if config.model.task == "causal_lm" and config.dataset.padding != "max_length":
+        return None
+    with torch.device("meta"):
+        model = locate(config.model._target_)(config.model, data.num_classes).eval()
+    batch = data.collate([data.train[0]])
+    return float((1 + BACKWARD) * forward_flops(model, batch.inputs))
+
+
+def peak_tflops(gpu_name: str | None, precision: str) -> float | None:
+    """A GPU's datasheet peak in TFLOP/s for a precision; None for one that is not in the table."""
+    for name, peaks in PEAK_TFLOPS.items():
+        if gpu_name is not None and name in gpu_name:
+            return peaks.get(precision)
+    return None

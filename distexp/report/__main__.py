@@ -1,0 +1,116 @@
+"""``python -m distexp.report DIR... [--compare A B]``: tables of finished runs, from their records alone.
+
+Exit codes: 0; 1 where --compare finds a regression or the files cannot be written; 2 where there is
+nothing to report on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from distexp.report.compare import Comparison, ComparisonTable
+from distexp.report.files import write_files
+from distexp.report.frame import Row, load_rows
+from distexp.report.overview import Overview
+from distexp.report.table import OverviewTable
+from distexp.results import RECORD
+
+PIPED_WIDTH = 240  # characters; a file or a pager has no edge
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reports, and returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.directories and not options.compare:
+        parser.error("give a folder to report on, or --compare A B")
+    missing = [path for path in (*options.directories, *(options.compare or ())) if not path.is_dir()]
+    if missing:
+        return _nothing(f"{', '.join(map(str, missing))} is not a folder: give one that a sweep wrote")
+    code = 0
+    if options.directories:
+        code = report(options.directories)
+    if options.compare and code != 2:
+        code = max(code, compare(*options.compare))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distexp.report",
+        description="Compares finished runs by their records, found below DIR at any depth. "
+        "Writes results.csv, results.md and results.parquet into the first DIR's folder report.",
+    )
+    parser.add_argument("directories", metavar="DIR", nargs="*", type=Path)
+    parser.add_argument(
+        "--compare", metavar=("A", "B"), nargs=2, type=Path,
+        help="two sweeps side by side, B against A; exit code 1 where something became worse",
+    )  # fmt: skip
+    return parser
+
+
+def report(directories: Sequence[Path]) -> int:
+    """Shows and writes what some folders hold."""
+    rows = _load(directories)
+    if not rows:
+        return _no_records(directories)
+    overview = Overview.of(rows)
+    target = directories[0] / "report"
+    make_console().print(OverviewTable(overview, elsewhere=f"all of them are in {target / 'results.csv'}"))
+    try:
+        written = write_files(overview, target)
+    except OSError as error:
+        print(f"{target} cannot be written ({error.strerror}): the files are missing", file=sys.stderr)
+        return 1
+    print("written:", ", ".join(str(path) for path in written))
+    return 0
+
+
+def compare(before: Path, after: Path) -> int:
+    """Shows two sweeps side by side; 1 where something became worse."""
+    ours, theirs = _load([before]), _load([after])
+    for directory, rows in ((before, ours), (after, theirs)):
+        if not rows:
+            return _no_records([directory])
+    comparison = Comparison.of(ours, theirs)
+    if not comparison.pairs:
+        return _nothing(f"no configuration of {before} is in {after}: nothing can be compared")
+    make_console().print(ComparisonTable(comparison, str(before), str(after)))
+    return 1 if any(comparison.regressions()) else 0
+
+
+def make_console() -> Console:
+    """A console as wide as the terminal, or wide enough for everything where there is none."""
+    console = Console()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(width=PIPED_WIDTH)
+
+
+def _load(directories: Sequence[Path]) -> list[Row]:
+    rows, skipped = load_rows(directories)
+    for sentence in skipped:
+        print(f"skipped: {sentence}", file=sys.stderr)
+    return rows
+
+
+def _no_records(directories: Sequence[Path]) -> int:
+    return _nothing(
+        f"no readable {RECORD} below {', '.join(map(str, directories))}: "
+        "give a folder that a run or a sweep wrote, such as multirun_outputs/distexp"
+    )
+
+
+def _nothing(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

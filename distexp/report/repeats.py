@@ -1,0 +1,135 @@
+"""Runs of the same training joined to one row: mean, spread, and what the spread allows to say."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distexp.report.figures import EFFICIENCY, SCALE, SPEED, Figure
+from distexp.report.frame import Row
+from distexp.report.settings import identity
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over repeats."""
+
+    mean: float
+    deviation: float | None  # sample standard deviation; None for a single value
+
+    def text(self, figure: Figure) -> str:
+        """As it stands in a table."""
+        return figure.text(self.mean, self.deviation)
+
+
+def spread_texts(groups: Sequence[Group], figure: Figure) -> tuple[str, ...]:
+    """A figure of some groups as it stands in a table, a dash for none."""
+    spreads = (group.figure(figure.name) for group in groups)
+    return tuple("-" if spread is None else spread.text(figure) for spread in spreads)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one training: equal by ``run.id``, or in all settings but the seed."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def label(self) -> str:
+        """That of its first run, and how many more there are."""
+        more = len(self.rows) - 1
+        return self.rows[0].label + (f" +{more}" if more else "")
+
+    @property
+    def completed(self) -> bool:
+        """Whether any of the runs went to its end."""
+        return any(row.completed for row in self.rows)
+
+    @property
+    def counted(self) -> tuple[Row, ...]:
+        """The runs whose figures count: the completed ones where there are any."""
+        return tuple(row for row in self.rows if row.completed) or self.rows
+
+    @property
+    def status(self) -> str:
+        """The status that all share, or how many completed."""
+        statuses = dict.fromkeys(row.record.status for row in self.rows)
+        if len(statuses) == 1:
+            return next(iter(statuses))
+        done = sum(row.completed for row in self.rows)
+        return f"{done} of {len(self.rows)} completed" if done else ", ".join(statuses)
+
+    def setting(self, name: str) -> Any:
+        """A setting, which all of the runs share."""
+        return self.rows[0].settings.get(name)
+
+    def figure(self, name: str) -> Spread | None:
+        """A figure over the runs that count; None where none of them has it."""
+        values = [value for row in self.counted if (value := row.figures[name]) is not None]
+        if not values:
+            return None
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        return Spread(statistics.fmean(values), deviation)
+
+
+def grouped(rows: Sequence[Row]) -> list[Group]:
+    """Rows joined where they are repeats, in the order of their first runs.
+
+    Runs on different kinds of GPU are never repeats of each other; one that broke before it knew its
+    GPU belongs to the first kind that the others ran on.
+    """
+    by_id: dict[str, str] = {}
+    trainings: dict[str, list[Row]] = {}
+    for row in rows:
+        key = identity(row.settings)
+        if row.record.status != "invalid":
+            key = by_id.setdefault(row.record.run.id, key)
+        trainings.setdefault(key, []).append(row)
+    members: dict[tuple[str, Any], list[Row]] = {}
+    for key, each in trainings.items():
+        kinds = [row.settings["gpu"] for row in each if row.completed or row.settings["gpu"]]
+        for row in each:
+            known = row.completed or row.settings["gpu"] or not kinds
+            gpu = row.settings["gpu"] if known else kinds[0]
+            members.setdefault((key, gpu), []).append(row)
+    positions = {id(row): position for position, row in enumerate(rows)}
+    groups = [Group(tuple(each)) for each in members.values()]
+    return sorted(groups, key=lambda group: positions[id(group.rows[0])])
+
+
+def add_scaling(groups: Sequence[Group]) -> Group | None:
+    """Fills in scale factor and efficiency against the first completed row, which it returns.
+
+    Efficiency is the speed-up over the ratio of the world sizes, where those differ; in per cent.
+    """
+    measured = [group for group in groups if group.completed and group.figure(SPEED)]
+    if len(measured) < 2:
+        return None
+    reference = measured[0]
+    base = reference.figure(SPEED)
+    assert base is not None
+    scales = len({group.setting("workers") for group in measured}) > 1
+    for row in (row for group in measured for row in group.counted):
+        speed, workers = row.figures[SPEED], row.settings["workers"]
+        if speed is None or not base.mean:
+            continue
+        row.figures[SCALE] = speed / base.mean
+        if scales:
+            row.figures[EFFICIENCY] = 100 * speed / base.mean * reference.setting("workers") / workers
+    return reference
+
+
+def within_spread(one: Spread, other: Spread) -> bool | None:
+    """Whether two means lie no further apart than two single runs would by chance; None: spread unknown.
+
+    The yardstick is the standard deviation of a difference of two runs; a row that was run once is
+    taken to scatter as the other does.
+    """
+    known = [each.deviation for each in (one, other) if each.deviation is not None]
+    if not known:
+        return None
+    first, second = known[0], known[-1]
+    return abs(one.mean - other.mean) <= math.hypot(first, second)

@@ -1,0 +1,90 @@
+"""What a table says in words, computed from its rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from distexp.report.figures import MEMORIES, SPEED
+from distexp.report.overview import Overview
+from distexp.report.repeats import Group, Spread, within_spread
+
+
+def sentences(overview: Overview) -> Iterator[str]:
+    """The sentences under a table."""
+    yield from _fastest(overview)
+    yield from _smallest(overview)
+    yield from _scaling(overview)
+    yield from _repeats(overview)
+    yield from _outcomes(overview)
+
+
+def memory_figure(overview: Overview) -> str | None:
+    """The figure that stands for memory here: the first of MEMORIES that a completed run has."""
+    done = [row for row in overview.rows if row.completed]
+    return next((name for name in MEMORIES if any(row.figures[name] is not None for row in done)), None)
+
+
+def _ranked(overview: Overview, name: str, *, largest: bool) -> list[tuple[Group, Spread]]:
+    found = [(group, group.figure(name)) for group in overview.groups if group.completed]
+    known = [(group, figure) for group, figure in found if figure is not None]
+    return sorted(known, key=lambda pair: pair[1].mean, reverse=largest)
+
+
+def _fastest(overview: Overview) -> Iterator[str]:
+    ranked = _ranked(overview, SPEED, largest=True)
+    if len(ranked) > 1:
+        (best, speed), (second, next_speed) = ranked[:2]
+        gain = f"{speed.mean / next_speed.mean:.2f}x of" if next_speed.mean else "against 0 for"
+        yield (
+            f"Fastest: {overview.name(best)} with {speed.mean:,.1f} samples/s, {gain} "
+            f"{overview.name(second)}{_chance(speed, next_speed)}."
+        )
+
+
+def _smallest(overview: Overview) -> Iterator[str]:
+    name = memory_figure(overview)
+    ranked = _ranked(overview, name, largest=False) if name else []
+    if name and len(ranked) > 1:
+        (best, memory), (second, next_memory) = ranked[:2]
+        if f"{memory.mean:.0f}" == f"{next_memory.mean:.0f}":
+            both = f"{overview.name(best)} and {overview.name(second)}"
+            yield f"Smallest {MEMORIES[name]}: {both} with {memory.mean:,.0f} MiB each."
+            return
+        yield (
+            f"Smallest {MEMORIES[name]}: {overview.name(best)} with {memory.mean:,.0f} MiB, against "
+            f"{next_memory.mean:,.0f} MiB of {overview.name(second)}{_chance(memory, next_memory)}."
+        )
+
+
+def _chance(one: Spread, other: Spread) -> str:
+    """What the spread says about a difference."""
+    within = within_spread(one, other)
+    if within is None:
+        return ""
+    return "; the difference is within the spread" if within else "; the difference is beyond the spread"
+
+
+def _scaling(overview: Overview) -> Iterator[str]:
+    if overview.reference is not None:
+        workers = {group.setting("workers") for group in overview.groups if group.completed}
+        efficiency = ", efficiency is that over the ratio of the workers" if len(workers) > 1 else ""
+        yield f"Scale is samples/s against {overview.name(overview.reference)}{efficiency}."
+
+
+def _repeats(overview: Overview) -> Iterator[str]:
+    counts = [len(group.counted) for group in overview.groups if group.completed]
+    if any(count > 1 for count in counts):
+        yield "n runs of the same training make one row: mean ± sample standard deviation."
+    elif len(counts) > 1:
+        yield "Each row is one run: repeat it (train.seed=1,2,3) to know the spread."
+    mixed = [group for group in overview.groups if len({row.record.run.git_sha for row in group.rows}) > 1]
+    if mixed:
+        yield f"The repeats of {', '.join(overview.name(group) for group in mixed[:3])} ran different code."
+
+
+def _outcomes(overview: Overview) -> Iterator[str]:
+    counts = Counter(row.record.status for row in overview.rows if not row.completed)
+    if counts:
+        each = ", ".join(f"{count} {status}" for status, count in counts.items())
+        yield f"{sum(counts.values())} of {len(overview.rows)} runs did not complete: {each}."

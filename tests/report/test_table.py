@@ -1,0 +1,214 @@
+"""The table after a sweep: what it says, and that it stays readable at any width."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import pytest
+from factory import invalid, record
+from rich.console import Console
+
+from distexp.report.table import comparison
+from distexp.results import RunError, RunRecord
+
+
+def printed(records: list[RunRecord], width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(comparison(records))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def header(text: str) -> str:
+    return text.split("─", maxsplit=1)[0]
+
+
+def unwrapped(text: str) -> str:
+    return " ".join(text.split())
+
+
+def zero_sweep() -> list[RunRecord]:
+    cells = itertools.product((1, 2, 3), (True, False))
+    return [
+        record(
+            number,
+            strategy="deepspeed",
+            deepspeed__zero_stage=stage,
+            offload__enabled=offload,
+            speed=100.0 * stage / (1 + offload),
+            peak=30000.0 / stage,
+            overrides=(f"zero_stage={stage}", f"offload={offload}".lower()),
+        )
+        for number, (stage, offload) in enumerate(cells)
+    ]
+
+
+def test_swept_keys_are_columns_and_what_is_constant_is_not() -> None:
+    text = printed(zero_sweep())
+    assert "stage" in header(text)
+    assert "offload" in header(text)
+    for constant in ("strategy", "precision", "workers", "seed", "model", "overrides"):
+        assert constant not in header(text)
+    rows = [line.split()[:3] for line in text.splitlines() if "completed" in line]
+    assert rows[:2] == [["0", "1", "true"], ["1", "1", "false"]]
+
+
+def test_what_follows_from_the_strategy_is_not_a_column() -> None:
+    names = ("single", "ddp", "fsdp", "deepspeed")
+    records = [record(n, strategy=name, overrides=(f"strategy={name}",)) for n, name in enumerate(names)]
+    text = printed(records)
+    assert "strategy" in header(text)
+    for follows in ("sharding", "zero", "_target_", "fsdp"):
+        assert follows not in header(text)
+
+
+def test_what_was_typed_is_a_column_even_where_it_follows() -> None:
+    records = [
+        record(0, strategy="single"),
+        record(1, strategy="fsdp", fsdp__sharding="no_shard", overrides=("sharding=no_shard",)),
+    ]
+    assert "sharding" in header(printed(records))
+
+
+def test_a_model_stands_for_its_architecture() -> None:
+    records = [
+        record(0, model__name="bloom_tiny", model__hidden_size=64, overrides=("model=bloom_tiny",)),
+        record(1, model__name="gpt_tiny", model__hidden_size=128, overrides=("model=gpt_tiny",)),
+    ]
+    assert "hidden_size" not in header(printed(records)).replace("\n", "")
+    layers = [record(n, model__num_layers=n + 2) for n in range(2)]
+    assert "layers" in header(printed(layers))
+
+
+def test_places_are_no_settings() -> None:
+    records = [record(0, cluster__name="local"), record(1, cluster__name="slurm", cluster__cpus_per_worker=7)]
+    text = printed(records)
+    assert "cluster" not in header(text)
+    assert "0 +1" in text  # the same training twice
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_no_line_is_wider_than_the_terminal_and_no_row_wraps(width: int) -> None:
+    text = printed(zero_sweep(), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert sum("completed" in line and not line.startswith("Each") for line in text.splitlines()) == 6
+    assert "samples/s" in header(text)
+    dropped = "Left out for want of width" in text
+    assert dropped == (width < 140)
+
+
+def test_the_most_important_columns_stay_at_80() -> None:
+    text = header(printed(zero_sweep(), 80))
+    for title in ("run", "stage", "offload", "status", "loss", "samples/s", "GPU peak"):
+        assert title in text
+
+
+def test_columns_without_any_value_are_left_out() -> None:
+    text = header(printed([record(0), record(1, precision__name="bf16")]))
+    for title in ("GPU", "CPU", "EM", "F1", "tokens", "util", "sample "):
+        assert title not in text
+
+
+def test_invalid_and_oom_rows_explain_themselves_below_the_table() -> None:
+    pinned = "offload=pinned needs a GPU: choose offload=true"
+    records = [
+        record(0, strategy="ddp", peak=1000.0),
+        record(1, strategy="fsdp", status="oom_gpu", peak=143000.0,
+               error=RunError("OutOfMemoryError", "CUDA out of memory", "train", 1)),
+        invalid(2, f"{pinned} | zero_stage=9 is unknown", strategy="ddp"),
+        invalid(3, pinned, strategy="fsdp"),
+        record(4, strategy="single", status="failed", error=RunError("ValueError", "bad\nvalue", "setup", 0)),
+    ]  # fmt: skip
+    text = unwrapped(printed(records, 300))
+    assert (
+        "run 1 oom_gpu: out of GPU memory in phase train, at a peak of 143,000 of 143,771 MiB on a GPU"
+        in text
+    )
+    assert "runs 2, 3 invalid: offload=pinned needs a GPU: choose offload=true" in text
+    assert "run 2 invalid: zero_stage=9 is unknown" in text
+    assert "run 4 failed: ValueError in phase setup: bad value" in text
+    assert "4 of 5 runs did not complete: 1 oom_gpu, 2 invalid, 1 failed." in text
+    assert "device" not in header(printed(records, 300))  # a refused cell never decided it
+
+
+def test_repeats_over_seeds_become_mean_and_spread() -> None:
+    records = [
+        record(3 * cell + n, strategy=strategy, train__seed=n, speed=speed + n)
+        for cell, (strategy, speed) in enumerate((("ddp", 100.0), ("fsdp", 100.5), ("single", 50.0)))
+        for n in range(3)
+    ]
+    text = unwrapped(printed(records))
+    assert "101.0 ± 1.0" in text
+    assert "seed" not in header(printed(records))
+    assert "Fastest: run 3 +2 (strategy=fsdp) with 101.5 samples/s" in text
+    assert "the difference is within the spread" in text
+    apart = [r for r in records if r.config["strategy"]["name"] != "fsdp"]
+    assert "the difference is beyond the spread" in unwrapped(printed(apart))
+
+
+def test_without_repeats_the_spread_is_said_to_be_unknown() -> None:
+    text = printed([record(0, speed=100.0), record(1, strategy="fsdp", speed=100.1)])
+    assert "within the spread" not in text
+    assert "to know the spread" in text
+
+
+def test_a_failed_repeat_is_counted_out() -> None:
+    error = RunError("ValueError", "no", "train")
+    records = [
+        record(0, run_id="a"),
+        record(1, run_id="a", status="failed", error=error),
+        record(2, strategy="fsdp"),
+    ]
+    text = unwrapped(printed(records))
+    assert "1 of 2 completed" in text
+    assert "run 1 failed: ValueError" in text
+
+
+def test_a_run_that_broke_before_it_knew_its_gpu_is_still_a_repeat() -> None:
+    error = RunError("WorkerDied", "gone", "setup")
+    broken = record(0, run_id="a", status="failed", error=error)
+    records = [broken, record(1, run_id="a", peak=9.0), record(2, strategy="fsdp", peak=9.0)]
+    text = printed(records)
+    assert "gpu" not in header(text)
+    assert "1 of 2 completed" in text
+    records[2].environment.gpu_name = "Tesla V100"  # type: ignore[union-attr]
+    assert "gpu" in header(printed(records))
+
+
+def test_scale_and_efficiency_name_their_reference() -> None:
+    records = [
+        record(0, status="failed", error=RunError("ValueError", "no"), strategy="fsdp"),
+        record(1, cluster__nodes=1, speed=100.0),
+        record(2, cluster__nodes=2, speed=180.0),
+        record(3, cluster__nodes=4, speed=320.0),
+    ]
+    text = unwrapped(printed(records))
+    assert "1.80 90" in text
+    assert "3.20 80" in text
+    assert "Scale is samples/s against run 1 (" in text
+    flat = printed([record(0), record(1, strategy="fsdp")])
+    assert "effi" not in header(flat)
+
+
+def test_sentences_follow_the_figures() -> None:
+    def told(first: float, second: float) -> str:
+        return unwrapped(
+            printed(
+                [record(0, peak=first, speed=first), record(1, strategy="fsdp", peak=second, speed=second)]
+            )
+        )
+
+    assert "Fastest: run 1 (strategy=fsdp) with 2,000.0 samples/s, 2.00x of run 0" in told(1000, 2000)
+    assert "Smallest GPU memory at peak: run 0 (strategy=ddp) with 1,000 MiB" in told(1000, 2000)
+    assert "Fastest: run 0 (strategy=ddp)" in told(2000, 1000)
+    assert "Smallest GPU memory at peak: run 1 (strategy=fsdp)" in told(2000, 1000)
+
+
+def test_markup_in_messages_is_text() -> None:
+    failed = record(0, status="failed", error=RunError("ValueError", "use [bold]x[/bold] and [/nothing]"))
+    assert "use [bold]x[/bold] and [/nothing]" in printed([failed])
+
+
+def test_nothing_at_all_and_a_single_run() -> None:
+    assert "completed" in printed([record(0)])
+    assert printed([]) is not None

@@ -1,0 +1,140 @@
+"""The configuration groups: every option composes, types and resolves, and knobs imply their strategy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import compose_cell, make_spec, resolve_cell
+
+from distexp.config import ConfigError
+from distexp.identity import run_id
+from distexp.overrides import quote_choice
+from distexp.paths import config_groups, options_of
+from distexp.spec import RunSpec
+from distexp.strategies.deepspeed import effective_config
+
+NEEDED = {  # what an option cannot do without on a machine like this
+    ("dataset", "tinyimagenet"): ("model=resnet_tiny", "dataset.root=/tmp"),
+    ("dataset", "tinyimagenet_sample"): ("model=resnet_tiny",),
+    ("offload", "true"): ("strategy=fsdp",),
+}
+NEEDS_GPU = {("offload", "pinned"), ("precision", "fp16")}
+GROUPS = [group for group in config_groups() if "/" not in group]
+OPTIONS = [(group, option) for group in GROUPS for option in options_of(group)]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{g}={o}" for g, o in OPTIONS])
+def test_every_option_composes_types_and_resolves(group: str, option: str) -> None:
+    words = (f"{group}={option}", "cluster.device=cpu", *NEEDED.get((group, option), ()))
+    content, choices = compose_cell(*words)
+    assert choices[group] == option
+    if (group, option) in NEEDS_GPU:
+        with pytest.raises(ConfigError, match="needs a GPU"):
+            resolve_cell(*words)
+    else:
+        assert resolve_cell(*words).name == content.name
+
+
+@pytest.mark.parametrize(
+    ("typed", "quoted"),
+    [
+        ("zero_stage=1,2,3", "zero_stage='1','2','3'"),
+        ("zero_stage=3", "zero_stage='3'"),
+        ("zero_stage=range(1,4)", "zero_stage='1','2','3'"),
+        ("zero_stage=choice(0,3)", "zero_stage='0','3'"),
+        ("offload=true,false", "offload='true','false'"),
+        ("offload=True", "offload='true'"),
+        ("offload=pinned", "offload=pinned"),
+        ("offload='false'", "offload='false'"),
+        ("sharding=null", "sharding=null"),
+        ("sharding=null,full_shard", "sharding=null,full_shard"),
+        ("strategy=glob(*)", "strategy=glob(*)"),
+        ("experiment=deepspeed/zero_stages", "experiment=deepspeed/zero_stages"),
+        ("train.max_steps=1,2", "train.max_steps=1,2"),
+    ],
+)
+def test_choices_are_quoted_as_hydra_needs_them(typed: str, quoted: str) -> None:
+    assert quote_choice(typed, config_groups()) == quoted
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_zero_stage_implies_deepspeed(stage: int) -> None:
+    config = resolve_cell(f"zero_stage={stage}")
+    assert (config.strategy.name, config.deepspeed.zero_stage) == ("deepspeed", stage)
+
+
+@pytest.mark.parametrize("sharding", options_of("sharding"))
+def test_a_sharding_implies_fsdp(sharding: str) -> None:
+    config = resolve_cell(f"sharding={sharding}")
+    assert (config.strategy.name, config.fsdp.sharding) == ("fsdp", sharding)
+
+
+def test_each_strategy_has_its_default() -> None:
+    assert resolve_cell("strategy=deepspeed").deepspeed.zero_stage == 2
+    assert resolve_cell("strategy=fsdp").fsdp.sharding == "full_shard"
+    assert resolve_cell("strategy=single").cluster.workers_per_node == 1
+    assert resolve_cell("strategy=ddp", "cluster.device=cpu").cluster.workers_per_node == 2
+
+
+@pytest.mark.parametrize("strategy", options_of("strategy"))
+def test_sections_of_other_strategies_are_legal(strategy: str) -> None:
+    words = ("fsdp.forward_prefetch=2", "deepspeed.reduce_bucket_size=1000", "ddp.bucket_cap_mb=5")
+    assert resolve_cell(f"strategy={strategy}", *words).fsdp.forward_prefetch == 2
+
+
+def test_an_image_model_brings_its_data_unless_told_otherwise() -> None:
+    assert resolve_cell("model=resnet_tiny").dataset.name == "tinyimagenet_sample"
+    assert resolve_cell("model=resnet_tiny", "dataset=synthetic").dataset.name == "synthetic"
+
+
+def test_a_spec_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    folder = tmp_path
+    spec = make_spec("zero_stage=3", "offload=true", "train.betas=[0.8,0.99]")
+    spec.write(folder)
+    assert RunSpec.read(folder) == spec
+
+
+def test_run_id_names_the_training_and_not_the_place() -> None:
+    base = run_id(resolve_cell("strategy=ddp"))
+    assert run_id(resolve_cell("strategy=ddp", "name=other", "cluster.cpus_per_worker=3")) == base
+    for change in ("strategy=fsdp", "train.seed=1", "cluster.workers_per_node=3", "model.num_layers=3"):
+        assert run_id(resolve_cell(change)) != base
+
+
+def test_run_id_follows_the_content_of_the_data(tmp_path_factory: pytest.TempPathFactory) -> None:
+    def identity(text: str) -> str:
+        path = tmp_path_factory.mktemp("data") / "squad.json"
+        path.write_text(text)
+        return run_id(
+            resolve_cell("dataset=squad", f"dataset.train_path={path}", f"dataset.eval_path={path}")
+        )
+
+    assert identity("{}") == identity("{}") != identity("{ }")
+
+
+def test_a_ds_config_of_ones_own_is_filled_in_and_held_to_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    theirs = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 12345, "sub_group_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "wall_clock_breakdown": True,
+    }
+    path.write_text(json.dumps(theirs))
+    words = ("strategy=deepspeed", f"deepspeed.config_file={path}", "cluster.device=cpu")
+    config = resolve_cell(*words)
+    assert config.deepspeed.zero_stage == 3
+    settings = effective_config(config, world_size=2)
+    assert settings["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 12345}
+    assert settings["wall_clock_breakdown"] is True
+    assert settings["train_batch_size"] == 16
+    assert "auto" not in json.dumps(settings)
+    with pytest.raises(ConfigError, match="zero_optimization.stage=3, and this run has 1"):
+        resolve_cell(*words, "zero_stage=1")
+    path.write_text(json.dumps({"optimizer": {"type": "Lamb"}, "scheduler": {}, "gradient_clipping": 9}))
+    with pytest.raises(ConfigError) as caught:
+        resolve_cell(*words)
+    assert len(caught.value.faults) == 3

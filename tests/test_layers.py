@@ -1,0 +1,73 @@
+"""Who may import whom: a launcher without torch, a report without the worker, a loop without strategies."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+from distexp.paths import options_of
+
+LAUNCHER = ("distexp.cli", "distexp.help", "distexp.job", "distexp.launch.agent", "distexp.launch.local")
+LIGHT = (
+    *LAUNCHER,
+    "distexp.report",
+    "distexp.memory",
+    "distexp.resolve",
+    "hydra_plugins.distexp_plugin.launcher",
+)
+HEAVY = ("torch", "transformers", "deepspeed", "datasets", "pandas", "pyarrow")
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_the_launcher_layer_never_imports_torch(module: str) -> None:
+    program = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_judging_every_strategy_never_imports_torch() -> None:
+    program = (
+        "import sys; sys.path.insert(0, 'tests'); from conftest import resolve_cell\n"
+        "for s in ('single', 'ddp', 'fsdp', 'deepspeed'): resolve_cell(f'strategy={s}')\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_report_knows_nothing_of_the_worker() -> None:
+    allowed = {"distexp.results", "distexp.report", "distexp.config"}
+    for path in (REPOSITORY / "distexp" / "report").glob("*.py"):
+        for name in imports(path):
+            if name.startswith("distexp"):
+                assert any(name == ok or name.startswith(ok + ".") for ok in allowed), (path.name, name)
+
+
+def test_the_loop_is_on_a_page_and_names_no_strategy() -> None:
+    text = (REPOSITORY / "distexp" / "loop.py").read_text()
+    assert len(text.splitlines()) <= 80
+    for strategy in options_of("strategy"):
+        assert not re.search(rf"\b{strategy}\b", text, re.IGNORECASE), strategy
+
+
+def test_no_file_outgrows_a_reader() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in (REPOSITORY / "distexp").rglob("*.py")}
+    assert {path.name: length for path, length in lengths.items() if length > 420} == {}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
