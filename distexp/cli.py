@@ -48,23 +48,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sentence in explain(error):
             print(f"distexp: {sentence}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("distexp: stopped from the keyboard", file=sys.stderr)
-        return 130
+    except OSError as error:
+        if wants_trace:
+            raise
+        print(f"distexp: {error}: the sweep cannot go on", file=sys.stderr)
+        return 1
     finally:
         if not wants_trace:
             del os.environ["HYDRA_FULL_ERROR"]
 
 
 def _run(words: list[str]) -> int:
-    from distexp.launch.sweep import SweepFailed
+    from distexp.job import InterruptedRunError
+    from distexp.launch.sweep import SweepFailedError
 
     register_schema()
     sys.argv = [sys.argv[0], *prepare(words)]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_never_called)()
-    except SweepFailed:
+    except SweepFailedError:
         return 1
+    except InterruptedRunError as interruption:
+        print(f"distexp: {interruption}; no further run was started", file=sys.stderr)
+        return 128 + interruption.number
     return 0
 
 
@@ -103,12 +109,8 @@ def refuse_traps(overrides: Sequence[Override], *, multirun: bool) -> None:
         shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
         faults.append(f"{shown} is a sweep: add --multirun, or give one value")
     if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key):
-        faults.append(
-            "hydra.run.dir is the directory of one run, and this is a sweep: set hydra.sweep.dir instead"
-        )
-    faults += [
-        f"{key} is not for the command line: {mend}" for key, mend in RESERVED.items() if key in by_key
-    ]
+        faults.append("hydra.run.dir is the directory of one run, and this is a sweep: set hydra.sweep.dir instead")
+    faults += [f"{key} is not for the command line: {mend}" for key, mend in RESERVED.items() if key in by_key]
     if faults:
         raise ConfigError(faults)
 
@@ -144,9 +146,7 @@ def _missing_option(error: MissingConfigException) -> str:
         return str(error).splitlines()[0]
     options = sorted({*options_of(group), *(error.options or [])})
     near = suggest(option, options)
-    return (
-        f"{group}={option} is not an option{near or ';'} {'O' if near else 'o'}ptions: {', '.join(options)}"
-    )
+    return f"{group}={option} is not an option{near or ';'} {'O' if near else 'o'}ptions: {', '.join(options)}"
 
 
 def _unknown_key(key: str, error: Exception) -> str:
@@ -161,7 +161,7 @@ def known_keys() -> set[str]:
     keys = {*config_groups()}
     for section in fields(Config):
         keys.add(section.name)
-        nested = section.default_factory
-        if isinstance(nested, type) and is_dataclass(nested):
+        nested: Any = section.default_factory
+        if is_dataclass(nested):
             keys |= {f"{section.name}.{inner.name}" for inner in fields(nested)}
     return keys

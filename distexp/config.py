@@ -139,6 +139,7 @@ class TrainConfig:
     measure_after_step: int = 5  # steps left out of throughput and step times
     log_every: int = 10  # steps between two lines of metrics.jsonl
     seed: int = 42
+    on_nan: str = "stop"  # a loss that is not finite: stop the run as failed, or record it and go on
     activation_checkpointing: bool = False
     compile: bool = False
 
@@ -152,6 +153,17 @@ class ClusterConfig:
     workers_per_node: int | None = None  # null: every GPU, or 2 on CPU; 1 for strategy=single
     device: str = "auto"  # auto, cuda, cpu
     cpus_per_worker: int | None = None  # threads of a worker; null: its share of the cores
+    timeout_min: float | None = None  # minutes a run may take; null: no limit
+    hang_timeout_min: float = 30.0  # minutes without a step or a new phase, after which a run has hung
+    debug: bool = False  # NCCL's and torch.distributed's own accounts in the logs
+
+
+@dataclass
+class MeasureConfig:
+    """What is sampled from outside the workers."""
+
+    enabled: bool = True
+    interval_s: float = 0.5  # seconds between two samples of memory and utilisation
 
 
 @dataclass
@@ -176,6 +188,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     trusted_packages: list[str] = field(default_factory=list)  # packages whose _target_s may run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from distexp.spec import RunSpec
 from distexp.strategies.base import Context
+
+T = TypeVar("T")
 
 
 def join(spec: RunSpec, run_dir: Path) -> Context:
@@ -27,8 +30,7 @@ def join(spec: RunSpec, run_dir: Path) -> Context:
     if spec.config.cluster.device == "cuda":
         if torch.cuda.device_count() < per_node:
             raise RuntimeError(
-                f"this node has {per_node} workers and {torch.cuda.device_count()} visible GPUs: "
-                "give every worker one"
+                f"this node has {per_node} workers and {torch.cuda.device_count()} visible GPUs: give every worker one"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -56,8 +58,13 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gather_to_all(value: str) -> list[str]:
+def gather_to_all(value: T) -> list[T]:
     """Each rank's value, in the order of the ranks."""
-    gathered: list[str | None] = [None] * dist.get_world_size()
+    gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
-    return [text for text in gathered if text is not None]
+    return gathered
+
+
+def head_address() -> str:
+    """Where the ranks met."""
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -12,14 +12,14 @@ from typing import Any
 
 from distexp.config import Config
 
-PLACE_KEYS = ("name", "cpus_per_worker")
+PLACE_KEYS = ("name", "cpus_per_worker", "timeout_min", "hang_timeout_min", "debug")
 """Keys of ``cluster`` that say where and how long, not what."""
 
 
 def run_id(config: Config) -> str:
     """Twelve hexadecimal digits over what determines the training; data files count by content."""
     content: dict[str, Any] = asdict(config)
-    for key in ("name", "sweep", "trusted_packages"):
+    for key in ("name", "sweep", "measure", "trusted_packages"):
         del content[key]
     for key in PLACE_KEYS:
         del content["cluster"][key]

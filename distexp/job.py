@@ -1,114 +1,120 @@
-"""One run from spec to record: agents start, are watched, and leave exactly one record behind."""
+"""One run from spec to record on this machine: agents start, are watched, and leave one record behind."""
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import socket
+import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
-from distexp.hardware import cpu_count
-from distexp.launch.logs import node_logs
+from distexp import oom
 from distexp.launch.processes import end_tree, start_module
-from distexp.results import RECORD, Environment, RunError, RunInfo, RunRecord
+from distexp.outcome import HANG_CODE, prepare, settle
+from distexp.results import RunRecord
 from distexp.screen import Screen
 from distexp.spec import RunSpec
 
 POLL_S = 0.1
-AGENT_GRACE_S = 8.0
+AGENT_GRACE_S = 7.0
+HANG_GRACE_S = 4.0
 
 
-def run_job_to_record(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
-    """Runs a spec on this machine, each node by an agent of its own, and returns its record."""
+class InterruptedRunError(BaseException):
+    """Ctrl-C or SIGTERM: the run is ended and recorded, and no further one starts."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+
+
+def run_here(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
+    """Runs a spec on this machine, each node by an agent of its own, and returns its record.
+
+    Raises:
+        InterruptedRunError: after the record is written, where this process was told to stop.
+    """
     started = time.time()
-    spec.write(directory)
-    agents = [
-        start_module("distexp.launch.agent", str(directory), str(node), env=os.environ)
-        for node in range(spec.nodes)
-    ]
-    try:
-        with screen.follow(spec, directory) as live:
-            failed = _watch(agents, live.refresh)
-    except KeyboardInterrupt:
-        _end(agents)
-        error = RunError("KeyboardInterrupt", "stopped from the keyboard")
-        failed_record(spec, directory, "killed", error, started).write(directory)
-        raise
-    finally:
-        _end(agents)
-    if failed or not (directory / RECORD).exists():
-        codes = [agent.returncode for agent in agents]
-        record = failed_record(spec, directory, "failed", root_cause(directory, codes), started)
-        record.write(directory)
-    record = RunRecord.read(directory / RECORD)
-    screen.done(record, directory)
+    prepare(spec, directory)
+    oom.remember(directory)
+    stopped: InterruptedRunError | None = None
+    agents: list[subprocess.Popen[bytes]] = []
+    with signals_raised():
+        try:
+            for node in range(spec.nodes):
+                agents.append(_start_agent(directory, node))
+            with screen.follow(spec, directory) as live:
+                _watch(agents, live.refresh)
+        except InterruptedRunError as interruption:
+            stopped = interruption
+        finally:
+            with signals_ignored():
+                codes = {node: _end(agent) for node, agent in enumerate(agents)}
+                record = settle(spec, directory, codes, started, str(stopped) if stopped else None)
+    screen.done(record)
+    if stopped is not None:
+        raise stopped
     return record
 
 
-def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Any) -> bool:
-    """Waits until all agents have ended well, or one has not; whether one has not."""
+def _start_agent(directory: Path, node: int) -> subprocess.Popen[bytes]:
+    # SIGTERM, not SIGKILL: an agent whose launcher dies ends its workers and writes the record.
+    return start_module("distexp.launch.agent", str(directory), str(node), env=os.environ, death_signal=signal.SIGTERM)
+
+
+def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None]) -> None:
+    """Waits until all agents have ended well, or one has not."""
     while True:
         codes = [agent.poll() for agent in agents]
         refresh()
-        if any(code not in (None, 0) for code in codes):
-            return True
-        if all(code == 0 for code in codes):
-            return False
+        if HANG_CODE in codes:
+            # The other nodes see the hang as well, and write down their stacks.
+            _wait_all(agents, HANG_GRACE_S)
+            return
+        if any(code not in (None, 0) for code in codes) or all(code == 0 for code in codes):
+            return
         time.sleep(POLL_S)
 
 
-def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
-    for agent in agents:
-        end_tree(agent, AGENT_GRACE_S)
+def _wait_all(agents: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(agent.poll() is None for agent in agents):
+        time.sleep(POLL_S)
 
 
-def root_cause(directory: Path, codes: Sequence[int | None]) -> RunError:
-    """The first error that a rank wrote down; what broke later broke because of it."""
-    found = []
-    for path in directory.glob("logs/node*/rank*.error.json"):
-        found.append(json.loads(path.read_text()))
-    if not found:
-        tail = _tail(node_logs(directory, 0) / "torchrun.log")
-        return RunError("WorkerDied", f"the agents ended with {list(codes)} and no rank said why{tail}")
-    first = min(found, key=lambda error: error["unix_time_s"])
-    del first["unix_time_s"]
-    return RunError(**first)
+def _end(agent: subprocess.Popen[bytes]) -> int:
+    """Ends an agent with all that is below it; its exit code, 0 where only the others' failure ended it."""
+    ended_by_itself = agent.poll() is not None
+    end_tree(agent, AGENT_GRACE_S)
+    return agent.returncode if ended_by_itself else 0
 
 
-def _tail(path: Path) -> str:
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return f"; torchrun said: {lines[-1]}" if lines else ""
+@contextmanager
+def signals_raised() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise InterruptedRunError inside."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise InterruptedRunError(number)
+
+    with _handled(stop):
+        yield
 
 
-def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, started: float) -> RunRecord:
-    """The record of a run whose workers could not write it."""
-    run = spec.run
-    run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
-    run.duration_s = time.time() - started
-    run.hosts = [socket.gethostname()]
-    return RunRecord(
-        status=status, run=run, config=asdict(spec.config), error=error, environment=bare_environment()
-    )
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """A second Ctrl-C does not tear what is being written."""
+    with _handled(signal.SIG_IGN):
+        yield
 
 
-def invalid_record(run: RunInfo, config: dict[str, Any], faults: list[str]) -> RunRecord:
-    """The record of a cell that cannot run."""
-    return RunRecord(
-        status="invalid",
-        run=run,
-        config=config,
-        error=RunError("ConfigError", " | ".join(faults)),
-        environment=bare_environment(),
-    )
-
-
-def bare_environment() -> Environment:
-    """The machine, as far as it shows without torch."""
-    return Environment(python=platform.python_version(), cpu_count=cpu_count(), hostname=socket.gethostname())
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

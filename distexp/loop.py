@@ -15,9 +15,7 @@ from distexp.models.objective import correct_count, loss_sum
 from distexp.strategies.base import Engine
 
 
-def fit(
-    engine: Engine, training: ShardedLoader, evaluation: ShardedLoader, plan: Plan, journal: Journal
-) -> None:
+def fit(engine: Engine, training: ShardedLoader, evaluation: ShardedLoader, plan: Plan, journal: Journal) -> None:
     """Trains for ``plan.total_steps`` steps, evaluating after each epoch and after the last step."""
     journal.begin()
     step = 0

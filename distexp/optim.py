@@ -46,7 +46,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     # A CPU adds up in one long row, which costs float32 five digits of seven; a GPU adds up in a tree.
     dtype = torch.float64 if local[0].device.type == "cpu" else torch.float32
-    norm = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).norm(2)
+    norm: Tensor = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).norm(2)
     first = gradients[0]
     if isinstance(first, DTensor):
         squared = norm.square()
@@ -55,7 +55,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
     if limit is not None:
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(local, scale.to(local[0].dtype))
-    return norm.float()
+    return norm.to(torch.float32)
 
 
 def learning_rate(train: TrainConfig, step: int, *, total_steps: int, steps_per_epoch: int) -> float:

@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "precision.name": ("fp32", "bf16", "fp16"),
     "train.optimizer": ("adamw", "sgd"),
     "train.schedule": ("linear", "step", "constant"),
+    "train.on_nan": ("stop", "record"),
     "cluster.device": ("auto", "cuda", "cpu"),
 }
 
@@ -121,6 +122,14 @@ def _bad_values(config: Config) -> Iterator[str]:
     clipping = config.train.gradient_clipping
     if clipping is not None and not clipping > 0:
         yield f"train.gradient_clipping={clipping:g} must be above 0; null switches clipping off"
+    for key, positive in (
+        ("cluster.timeout_min", config.cluster.timeout_min),
+        ("cluster.hang_timeout_min", config.cluster.hang_timeout_min),
+        ("measure.interval_s", config.measure.interval_s),
+        ("ddp.bucket_cap_mb", config.ddp.bucket_cap_mb),
+    ):
+        if positive is not None and not positive > 0:
+            yield f"{key}={positive:g} must be above 0"
     if "/" in config.name or config.name in ("", ".", ".."):
         yield f"name={config.name} must be the name of one folder, without a slash"
 

@@ -7,6 +7,7 @@ layout, so a change of meaning raises SCHEMA_VERSION.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -140,8 +141,8 @@ class RunRecord:
         """Reads a record; ValueError where the file is torn, foreign or of another schema."""
         try:
             raw = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is not a JSON file: {error}") from None
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"{path} has schema_version {version!r}, this distexp reads {SCHEMA_VERSION}")
@@ -157,7 +158,7 @@ class RunRecord:
                 memory=raw["memory"],
                 utilization=raw["utilization"],
             )
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a record of distexp: {error}") from None
 
 
@@ -172,7 +173,7 @@ def write_json(path: Path, content: Any) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w") as file:
-            json.dump(content, file, indent=2, allow_nan=False)
+            json.dump(finite(content), file, indent=2, allow_nan=False)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
@@ -180,6 +181,17 @@ def write_json(path: Path, content: Any) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def finite(content: Any) -> Any:
+    """The same content with null for numbers that JSON does not have: nan and the infinities."""
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(value) for value in content]
+    return content
 
 
 def find_records(*roots: Path) -> Iterator[Path]:

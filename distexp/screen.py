@@ -7,9 +7,9 @@ that the workers draw nothing, and a run on another machine can be followed in t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from distexp.launch.logs import log_path
+from distexp.launch.sweep import Cell
 from distexp.report.table import comparison
 from distexp.results import RunRecord
 from distexp.spec import RunSpec
@@ -56,14 +57,13 @@ class Live:
     """One run on the screen."""
 
     console: Console
-    progress: Progress | None
-    task: TaskID | None
     events: Tail
     metrics: Tail
     log: Tail
+    progress: Progress | None = None
+    task: TaskID | None = None
     total: int | None = None
     latest: str = ""
-    said: list[str] = field(default_factory=list)
 
     def refresh(self) -> None:
         """Shows what has been written since the last call."""
@@ -104,22 +104,30 @@ class Live:
 class Screen:
     """The terminal of one command: a live bar where there is one, plain lines otherwise."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, sweep_dir: Path) -> None:
         self.console = Console()
-        self.total, self.begun = total, 0
+        self.total, self.sweep_dir = total, sweep_dir
+        self.begun = 0
+        self.records: list[RunRecord] = []
+
+    def headline(self, cell: Cell) -> None:
+        """Which run of a sweep begins; nothing for a single one."""
+        self.begun += 1
+        if self.total > 1:
+            what = " ".join(cell.varied).replace("'", "")
+            self.console.rule(f"run {self.begun} of {self.total}: {escape(what)}", align="left")
 
     @contextmanager
     def follow(self, spec: RunSpec, directory: Path) -> Iterator[Live]:
         """Shows a run until the block ends."""
-        self._headline(spec.run.overrides)
-        self.console.print(f"[bold]{describe(spec)}[/bold] -> {directory}", highlight=False, soft_wrap=True)
-        tails = (
-            Tail(directory / "events.jsonl"),
-            Tail(directory / "metrics.jsonl"),
-            Tail(log_path(directory, 0, 0)),
+        self.console.print(f"[bold]{describe(spec)}[/bold]\n{directory}", highlight=False, soft_wrap=True)
+        live = Live(
+            self.console,
+            events=Tail(directory / "events.jsonl"),
+            metrics=Tail(directory / "metrics.jsonl"),
+            log=Tail(log_path(directory, 0, 0)),
         )
         if not self.console.is_terminal:
-            live = Live(self.console, None, None, *tails)
             yield live
             live.refresh()
             return
@@ -127,27 +135,23 @@ class Screen:
             TextColumn("{task.description:>7}"),
             BarColumn(),
             TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[latest]}"),
+            TimeElapsedColumn(),
         )
-        with Progress(*columns, TextColumn("{task.fields[latest]}"), TimeElapsedColumn(), console=self.console,
-                      transient=True) as progress:  # fmt: skip
-            live = Live(self.console, progress, progress.add_task("start", total=None, latest=""), *tails)
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            live.progress, live.task = progress, progress.add_task("start", total=None, latest="")
             yield live
             live.refresh()
 
-    def _headline(self, overrides: Sequence[str]) -> None:
-        self.begun += 1
-        if self.total > 1:
-            title = f"run {self.begun} of {self.total}  {' '.join(overrides)}"
-            self.console.rule(escape(title), align="left")
-
     def invalid(self, record: RunRecord) -> None:
         """A cell that cannot run, and why."""
-        self._headline(record.run.overrides)
+        self.records.append(record)
         assert record.error is not None
         self.console.print(f"[yellow]invalid[/yellow]: {escape(record.error.message)}", highlight=False)
 
-    def done(self, record: RunRecord, directory: Path) -> None:
+    def done(self, record: RunRecord) -> None:
         """The summary of a run."""
+        self.records.append(record)
         color = COLORS.get(record.status, "red")
         grid = Table.grid(padding=(0, 2))
         for name, value in summary(record):
@@ -155,12 +159,12 @@ class Screen:
         title = f"[{color}]{record.status}[/{color}]"
         self.console.print(Panel(grid, title=title, title_align="left", border_style=color, expand=False))
 
-    def compare(self, records: Sequence[RunRecord], sweep_dir: Path) -> None:
+    def compare(self) -> None:
         """The table after a sweep; nothing for a single run."""
-        if len(records) < 2:
+        if len(self.records) < 2:
             return
-        self.console.print(comparison(records))
-        self.console.print(f"records: {sweep_dir}", highlight=False, soft_wrap=True)
+        self.console.print(comparison(self.records))
+        self.console.print(f"records: {self.sweep_dir}", highlight=False, soft_wrap=True)
 
 
 def describe(spec: RunSpec) -> str:
@@ -202,8 +206,18 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "throughput", "not measured: no step after train.measure_after_step"
     if metrics.step_time_s is not None:
         yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"
+    memory = [
+        *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
+        *(f"CPU of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["cpu"]),
+    ]
+    if memory:
+        yield "peak memory", ", ".join(memory)
     if metrics.train_runtime is not None:
         yield (
             "runtime",
             f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s in all",
         )
+
+
+def _mib(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.0f} MiB"

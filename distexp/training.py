@@ -21,7 +21,7 @@ import torch.distributed as dist
 from distexp.config import Config
 from distexp.data.base import TaskData
 from distexp.data.shards import ShardedLoader, Share
-from distexp.distributed import gather_to_all, join
+from distexp.distributed import gather_to_all, head_address, join
 from distexp.hardware import cpu_count
 from distexp.loop import fit
 from distexp.measure.events import Events
@@ -40,6 +40,7 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     spec = RunSpec.read(run_dir)
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir)
+    print(f"rank {context.rank}: {socket.gethostname()}, {context.device}, head {head_address()}", flush=True)
     record = train(spec, context, events)
     record.run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
     record.run.duration_s = time.time() - started
@@ -73,6 +74,8 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
         environment=environment(context.device),
         metrics=journal.finish(),
     )
+    watched = gather_to_all(journal.allocator.summary())
+    record.memory["torch"] = [entry for entry in watched if entry is not None]
     add_arithmetic(record, training_flops(config, data), context.world_size)
     return record
 
@@ -151,7 +154,7 @@ def environment(device: torch.device) -> Environment:
         python=platform.python_version(),
         torch=torch.__version__,
         cuda=torch.version.cuda if on_gpu else None,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        nccl=_nccl_version() if on_gpu else None,
         transformers=_version("transformers"),
         deepspeed=_version("deepspeed"),
         gpu_name=gpu.name if gpu else None,
@@ -159,6 +162,11 @@ def environment(device: torch.device) -> Environment:
         cpu_count=cpu_count(),
         hostname=socket.gethostname(),
     )
+
+
+def _nccl_version() -> str:
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
 
 
 def _version(package: str) -> str | None:

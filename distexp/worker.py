@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from distexp.launch.logs import error_path, log_path, take_over_output
+from distexp.launch.logs import error_path, log_path, memory_path, take_over_output
+from distexp.launch.processes import die_with_parent
 from distexp.measure.events import Events
+from distexp.outcome import RESERVE
 from distexp.results import RunError, write_json
 
 
@@ -27,7 +30,9 @@ def main() -> None:
     run_dir = Path(sys.argv[1]).absolute()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     take_over_output(log_path(run_dir, node, rank))
+    die_with_parent()
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the agent asks for stacks when a run hangs
     events = Events(run_dir, writes=rank == 0)
     try:
         from distexp.training import run
@@ -37,9 +42,20 @@ def main() -> None:
         traceback.print_exc()
         sys.stderr.flush()
         cause = RunError(type(error).__name__, str(error).strip() or repr(error), events.phase, rank)
+        (run_dir / RESERVE).unlink(missing_ok=True)  # room for what follows, on a disk that is full
         write_json(error_path(run_dir, node, rank), {"unix_time_s": time.time(), **asdict(cause)})
+        _tell_memory(run_dir, node, rank)
         # Peers may hang in a collective, and so would an orderly exit.
         os._exit(1)
+
+
+def _tell_memory(run_dir: Path, node: int, rank: int) -> None:
+    """What the allocator held when the rank failed: the peak of a run that was out of memory."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        from distexp.measure.allocator import peaks
+
+        write_json(memory_path(run_dir, node, rank), peaks(torch.device("cuda"), rank))
 
 
 if __name__ == "__main__":

@@ -128,8 +128,6 @@ def test_options_of_ones_own_by_config_dir(tmp_path: Path) -> None:
 
 def test_the_console_script_is_the_same_program(tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("distexp")
-    done = subprocess.run(
-        [script, "strategy=fdsp"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([script, "strategy=fdsp"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "did you mean fsdp" in done.stderr

@@ -73,9 +73,7 @@ def test_a_broken_torch_is_a_finding_and_code_1(tmp_path: Path) -> None:
     ("body", "said"),
     [("import os; os.abort()", "code -6"), ("import time; time.sleep(60)", "longer than 1 s")],
 )
-def test_a_torch_that_crashes_or_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str
-) -> None:
+def test_a_torch_that_crashes_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
     (tmp_path / "torch.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     torch = software.probe_torch(timeout_s=1 if "sleep" in body else 60)
@@ -89,9 +87,7 @@ def test_libraries_that_are_broken_are_told_from_those_that_work(
 ) -> None:
     for name in ("torchvision", "transformers", "datasets"):
         (tmp_path / f"{name}.py").write_text("")
-    (tmp_path / "transformers.py").write_text(
-        "raise RuntimeError('operator torchvision::nms does not exist')"
-    )
+    (tmp_path / "transformers.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (tmp_path / "deepspeed.py").write_text("import os; os.abort()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = {finding.name: finding for finding in software.check_libraries(60)}
@@ -128,9 +124,7 @@ def test_slurm_is_absent_hangs_fails_or_answers(path_folder: Path) -> None:
     assert (hanging.state, hanging.found) == ("warning", "sinfo did not answer within 1 s")
     script(path_folder, "sinfo", "echo 'sinfo: error: Unable to contact slurm controller' >&2; exit 1")
     assert "Unable to contact slurm controller" in tools.check_slurm().found
-    script(
-        path_folder, "sinfo", '[ "$1" = --version ] && echo slurm 24.05.2 && exit; echo "batch* 4 idle gpu:8"'
-    )
+    script(path_folder, "sinfo", '[ "$1" = --version ] && echo slurm 24.05.2 && exit; echo "batch* 4 idle gpu:8"')
     answers = tools.check_slurm()
     assert (answers.state, answers.found) == ("ok", "slurm 24.05.2, partitions batch*")
 
@@ -170,9 +164,7 @@ def test_caches_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert "HF_HOME" in (hub.mend or "")
 
 
-def test_the_hub_cache_is_measured_and_offline_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_cache_is_measured_and_offline_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for flag in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.delenv(flag, raising=False)

@@ -43,9 +43,7 @@ def test_the_models_that_come_with_distexp_have_no_faults(option: str) -> None:
 @pytest.mark.parametrize(("key", "value"), [("width", 16), ("depths", [1, 1, 1, 1]), ("bottleneck", False)])
 def test_a_key_of_another_architecture_is_refused(key: str, value: Any) -> None:
     (fault,) = unused_keys("model", replace(GPT, **{key: value}))
-    assert fault.startswith(
-        f"model.{key}={value} is no key of model=gpt_tiny, which has tokenizer, vocab_size"
-    )
+    assert fault.startswith(f"model.{key}={value} is no key of model=gpt_tiny, which has tokenizer, vocab_size")
     assert fault.endswith("leave it out")
 
 
@@ -101,9 +99,7 @@ def test_a_resnet_has_four_stages(depths: list[int]) -> None:
 def test_a_tokenizer_must_fit_into_the_vocabulary() -> None:
     assert vocabulary(GPT, 300) == 300
     assert vocabulary(replace(GPT, vocab_size=512), 300) == 512
-    message = (
-        r"The tokenizer has 300 entries, more than model.vocab_size=256: set model.vocab_size=300 or null"
-    )
+    message = r"The tokenizer has 300 entries, more than model.vocab_size=256: set model.vocab_size=300 or null"
     with pytest.raises(ConfigError, match=message):
         vocabulary(replace(GPT, vocab_size=256), 300)
 

@@ -37,9 +37,7 @@ def test_judging_every_strategy_never_imports_torch() -> None:
         "for s in ('single', 'ddp', 'fsdp', 'deepspeed'): resolve_cell(f'strategy={s}')\n"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert done.stdout.strip() == "False"
 
 

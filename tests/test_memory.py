@@ -64,9 +64,7 @@ def test_one_kind_only(gpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has no cpu memory in it" in capsys.readouterr().err
 
 
-def test_several_cpu_logs_are_named(
-    cpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_cpu_logs_are_named(cpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.txt"
     other.write_text(cpu_log.read_text())
     assert main([str(cpu_log), str(other)]) == 0

@@ -139,9 +139,7 @@ def test_cells_stand_beside_the_product(tmp_path: Path) -> None:
     done = run_distexp(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     records = [RunRecord.read(path) for path in sorted(tmp_path.glob("out/*/record.json"))]
-    assert [record.status for record in records] == ["invalid"] * 3, (
-        "fp16 has no CPU kernel: nothing may start"
-    )
+    assert [record.status for record in records] == ["invalid"] * 3, "fp16 has no CPU kernel: nothing may start"
     assert [record.config["train"]["seed"] for record in records] == [42, 1, 2]
     assert [record.config["strategy"]["name"] for record in records] == ["ddp", "single", "single"]
 
@@ -149,9 +147,7 @@ def test_cells_stand_beside_the_product(tmp_path: Path) -> None:
 def test_an_experiment_carries_its_sweep_and_the_command_line_wins(tmp_path: Path) -> None:
     words = ("experiment=deepspeed/zero_stages", "precision=fp16", "cluster.device=cpu")
     assert run_distexp(*words, cwd=tmp_path).returncode == 0
-    stages = [
-        RunRecord.read(p).config["deepspeed"]["zero_stage"] for p in sorted(tmp_path.rglob("record.json"))
-    ]
+    stages = [RunRecord.read(p).config["deepspeed"]["zero_stage"] for p in sorted(tmp_path.rglob("record.json"))]
     assert stages == [0, 1, 2, 3]
     narrowed = run_distexp(*words, "zero_stage=1,3", "hydra.sweep.dir=two", cwd=tmp_path)
     assert narrowed.returncode == 0, narrowed.stderr

@@ -108,7 +108,7 @@ class ShardedLoader:
         self.batches = ShardedBatches(len(samples), share, seed=seed, shuffle=shuffle)
         self.loader = DataLoader(
             Fillable(samples),
-            batch_sampler=self.batches,  # type: ignore[arg-type]  # any iterable of lists will do
+            batch_sampler=self.batches,
             collate_fn=data.collate,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,

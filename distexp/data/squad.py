@@ -80,9 +80,7 @@ def read_json(path: Path) -> list[Example]:
         raise ConfigError(f"{path} is JSON of another shape than SQuAD v1.1 ({error}): {_LAYOUT}") from error
 
 
-_LAYOUT = (
-    "the layout is data[].paragraphs[] with context and qas[], each with id, question and answers[] with text"
-)
+_LAYOUT = "the layout is data[].paragraphs[] with context and qas[], each with id, question and answers[] with text"
 
 
 def _from_articles(content: Mapping[str, Any]) -> Iterator[Example]:

@@ -89,14 +89,10 @@ def check_torch(torch: Torch, gpus: int) -> Finding:
     found = f"{torch.version}, {built}, CUDA {'works' if torch.usable else 'cannot be used'}"
     if gpus and not torch.cuda:
         return warning("torch", found, "install a build with CUDA, or the GPUs stay idle")
-    foreign = {
-        f"sm_{major}{minor}" for major, minor in torch.capabilities if not supported(torch, major, minor)
-    }
+    foreign = {f"sm_{major}{minor}" for major, minor in torch.capabilities if not supported(torch, major, minor)}
     if foreign:
         names = ", ".join(sorted(foreign))
-        mend = (
-            f"this build knows {', '.join(torch.architectures)}: install one that was built for {names} too"
-        )
+        mend = f"this build knows {', '.join(torch.architectures)}: install one that was built for {names} too"
         return warning("torch", f"{found}, and it was not built for {names}", mend)
     if gpus and not torch.usable:
         why = f": {torch.gpu_fault}" if torch.gpu_fault else ""

@@ -1,54 +1,74 @@
 """One node of a run: ``python -m distexp.launch.agent RUN_DIR NODE``.
 
-It starts torchrun for its node's workers, one to a GPU, and watches them. It imports no torch: a node
-holds one agent beside its workers, and that must cost next to nothing.
+It starts torchrun for its node's workers, one to a GPU, samples their memory from outside, and ends
+them when they hang, when their time is over, or when it is told to. It imports no torch: a node holds
+one agent beside its workers, and that must cost next to nothing.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import sys
+import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import FrameType
 
-from distexp.hardware import visible_gpus
+from distexp.hardware import Gpu, cpu_count, visible_gpus
 from distexp.launch.logs import node_logs
-from distexp.launch.processes import end_tree, start_module
+from distexp.launch.processes import descendants, die_with_parent, end_tree, orphaned, start_module
 from distexp.launch.rendezvous import Rendezvous, await_head, reserve
+from distexp.measure.heartbeat import last_sign
+from distexp.measure.sampler import Sampler
+from distexp.outcome import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, settle
 from distexp.spec import RunSpec
 
-GRACE_S = 5.0
+POLL_S = 0.1
+GRACE_S = 4.0
+DUMP_S = 2.0
 RENDEZVOUS_S = 120.0
 
 
-class Stopped(BaseException):
+class StoppedError(BaseException):
     """The agent was told to end; not an Exception, so that nothing takes it for a fault."""
 
 
 def main() -> None:
-    """Runs a node to its end; the exit code is torchrun's, or 143 when told to stop."""
-    run_dir, node = Path(sys.argv[1]), int(sys.argv[2])
+    """Runs a node to its end; the exit code tells why it ended, see ``distexp.outcome``."""
+    run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
-    sys.exit(run_node(RunSpec.read(run_dir), run_dir, node))
+    die_with_parent(signal.SIGTERM)
+    spec = RunSpec.read(run_dir)
+    try:
+        code = run_node(spec, run_dir, node, started)
+    except StoppedError:
+        code = STOPPED_CODE
+    if code == STOPPED_CODE and node == 0 and orphaned():
+        # The launcher is gone, so nobody else will write the record.
+        settle(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, and its workers were ended")
+    sys.exit(code)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Stopped
+    raise StoppedError
 
 
-def run_node(spec: RunSpec, run_dir: Path, node: int) -> int:
-    """Starts a node's workers and waits for them."""
+def run_node(spec: RunSpec, run_dir: Path, node: int, started: float) -> int:
+    """Starts a node's workers, watches them, and leaves none of them behind."""
     logs = node_logs(run_dir, node)
     logs.mkdir(parents=True, exist_ok=True)
-    holder = None
-    if node == 0:
-        where, holder = reserve("127.0.0.1", run_dir)
-    else:
-        where = await_head(run_dir, RENDEZVOUS_S)
-    with (logs / "torchrun.log").open("w") as output:
+    with ExitStack() as stack:
+        if node == 0:
+            where, holder = reserve("127.0.0.1", run_dir)
+            stack.enter_context(holder)
+        else:
+            where = await_head(run_dir, RENDEZVOUS_S)
+        output = stack.enter_context((logs / "torchrun.log").open("w"))
         torchrun = start_module(
             "torch.distributed.run",
             *torchrun_arguments(spec, node, where),
@@ -56,14 +76,50 @@ def run_node(spec: RunSpec, run_dir: Path, node: int) -> int:
             env=worker_environment(spec, node),
             output=output,
         )
-        try:
-            return torchrun.wait()
-        except Stopped:
-            return 128 + signal.SIGTERM
-        finally:
-            end_tree(torchrun, GRACE_S)
-            if holder is not None:
-                holder.close()
+        stack.callback(end_tree, torchrun, GRACE_S)
+        stack.enter_context(_sampler(spec, run_dir, node))
+        return watch(torchrun, spec, run_dir, started)
+
+
+def watch(torchrun: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, started: float) -> int:
+    """Waits for the workers to end by themselves, to exceed their time, or to hang."""
+    cluster = spec.config.cluster
+    deadline = started + cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
+    while (code := torchrun.poll()) is None:
+        now = time.time()
+        if now > deadline:
+            return TIMEOUT_CODE
+        if now - max(started, last_sign(run_dir)) > cluster.hang_timeout_min * 60:
+            dump_stacks(torchrun.pid)
+            return HANG_CODE
+        time.sleep(POLL_S)
+    return code
+
+
+def dump_stacks(pid: int) -> None:
+    """Has every worker write the stacks of its threads into its log."""
+    for worker in descendants(pid, recursive=False):
+        worker.send_signal(signal.SIGUSR1)
+    time.sleep(DUMP_S)
+
+
+def node_gpus(spec: RunSpec, node: int) -> tuple[Gpu, ...]:
+    """The GPUs of a node's workers; simulated nodes share out those of this machine."""
+    if spec.config.cluster.device != "cuda":
+        return ()
+    return visible_gpus()[node * spec.workers_per_node :][: spec.workers_per_node]
+
+
+def _sampler(spec: RunSpec, run_dir: Path, node: int) -> AbstractContextManager[object]:
+    measure = spec.config.measure
+    if not measure.enabled:
+        return nullcontext()
+    return Sampler(
+        path=run_dir / "memory" / f"node{node}.csv",
+        gpu_indices=[gpu.index for gpu in node_gpus(spec, node)],
+        interval_s=measure.interval_s,
+        cores=max(1, cpu_count() // spec.nodes),
+    )
 
 
 def torchrun_arguments(spec: RunSpec, node: int, where: Rendezvous) -> list[str]:
@@ -74,6 +130,7 @@ def torchrun_arguments(spec: RunSpec, node: int, where: Rendezvous) -> list[str]
         f"--nproc-per-node={spec.workers_per_node}",
         f"--master-addr={where.address}",
         f"--master-port={where.port}",
+        f"--local-addr={'127.0.0.1' if spec.config.cluster.name == 'local' else socket.gethostname()}",
         "--max-restarts=0",
         "-m",
         "distexp.worker",
@@ -86,14 +143,19 @@ def worker_environment(spec: RunSpec, node: int) -> dict[str, str]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(cluster.cpus_per_worker),
-        "DS_ACCELERATOR": cluster.device or "cpu",
+        "DS_ACCELERATOR": cluster.device,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+    if cluster.debug:
+        environment |= {
+            "NCCL_DEBUG": "INFO",
+            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+            "TORCH_CPP_LOG_LEVEL": "INFO",
+            "TORCH_SHOW_CPP_STACKTRACES": "1",
+        }
     if cluster.device == "cuda" and spec.nodes > 1:
-        # Simulated nodes share one machine: each sees its own part of the GPUs.
-        share = visible_gpus()[node * spec.workers_per_node :][: spec.workers_per_node]
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in share)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in node_gpus(spec, node))
     return environment
 
 

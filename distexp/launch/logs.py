@@ -22,6 +22,11 @@ def error_path(run_dir: Path, node: int, rank: int) -> Path:
     return node_logs(run_dir, node) / f"rank{rank}.error.json"
 
 
+def memory_path(run_dir: Path, node: int, rank: int) -> Path:
+    """What the allocator of a failed rank held, as JSON."""
+    return node_logs(run_dir, node) / f"rank{rank}.memory.json"
+
+
 def take_over_output(path: Path) -> None:
     """Sends this process' output, that of libraries in C included, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO
 
 import psutil
@@ -20,11 +20,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def start_module(
-    module: str, *arguments: str, env: Mapping[str, str], output: IO[str] | None = None
+    module: str,
+    *arguments: str,
+    env: Mapping[str, str],
+    output: IO[str] | None = None,
+    death_signal: signal.Signals = signal.SIGKILL,
 ) -> subprocess.Popen[bytes]:
-    """Starts ``python -m module``, with this distexp importable, to be killed when this process dies.
+    """Starts ``python -m module``, with this distexp importable, in a session of its own.
 
-    The kernel ties the child's life to the *thread* that starts it, so call this from the main one.
+    The child gets ``death_signal`` when this process dies. The kernel ties that to the *thread* that
+    starts the child, so call this from the main one, and before others run.
     """
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
     return subprocess.Popen(
@@ -34,48 +39,56 @@ def start_module(
         stdout=output,
         stderr=subprocess.STDOUT if output is not None else None,
         start_new_session=True,
-        preexec_fn=_die_with_parent,
+        preexec_fn=_tied(death_signal),  # noqa: PLW1509
     )
 
 
-def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _tied(number: signal.Signals) -> Callable[[], None]:
+    def tie() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, number)
+
+    return tie
 
 
-def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies; nothing is left behind then."""
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Has the kernel send this process a signal when its parent dies, or sends it now if that is past."""
     parent = os.getppid()
-    _die_with_parent()
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os._exit(1)
+    _libc.prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent or orphaned():
+        os.kill(os.getpid(), number)
 
 
-def descendants(pid: int) -> list[psutil.Process]:
-    """All processes below one; empty where it is gone."""
+def orphaned() -> bool:
+    """Whether the process that started this one is gone."""
+    return os.getppid() == 1
+
+
+def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
+    """All processes below one, or its children; empty where it is gone."""
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return psutil.Process(pid).children(recursive=recursive)
     except psutil.NoSuchProcess:
         return []
 
 
 def end_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """Ends a child and everything below it: SIGTERM, then SIGKILL for what is left after the grace."""
-    family = [*descendants(process.pid)]
+    family = {member.pid: member for member in descendants(process.pid)}
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and (process.poll() is None or any(_runs(p) for p in family)):
-        family += [p for p in descendants(process.pid) if p not in family]
+    while time.monotonic() < deadline and (process.poll() is None or any(map(_lives, family.values()))):
+        family |= {member.pid: member for member in descendants(process.pid)}
         time.sleep(0.05)
-    for member in family:
-        if _runs(member):
+    for member in family.values():
+        if _lives(member):
             member.kill()
     if process.poll() is None:
         process.kill()
     process.wait()
 
 
-def _runs(process: psutil.Process) -> bool:
+def _lives(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

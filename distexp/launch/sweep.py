@@ -14,7 +14,7 @@ from distexp.config import Config, ConfigError
 from distexp.resolve import resolve, without_hydra
 
 
-class SweepFailed(Exception):
+class SweepFailedError(Exception):
     """Some run of a finished sweep failed; the command ends with code 1."""
 
 
@@ -26,11 +26,10 @@ class Cell:
     composed: DictConfig  # with the hydra node
     config: Config | None = None
     faults: list[str] = field(default_factory=list)
+    varied: list[str] = field(default_factory=list)  # the overrides that not all cells share
 
 
-def compose_cells(
-    context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]]
-) -> list[Cell]:
+def compose_cells(context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]]) -> list[Cell]:
     """Composes every cell once and judges it; what Hydra refuses aborts before anything starts."""
     cells = []
     for wanted in overrides:
@@ -41,6 +40,9 @@ def compose_cells(
         except ConfigError as error:
             cell.faults = error.faults
         cells.append(cell)
+    shared = set.intersection(*(set(cell.overrides) for cell in cells))
+    for cell in cells:
+        cell.varied = [text for text in cell.overrides if text not in shared]
     if len(cells) == 1 and cells[0].faults:
         raise ConfigError(cells[0].faults)
     return cells
@@ -75,9 +77,7 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int) -> tuple[int,
             (directory / ".hydra").mkdir()
         except FileExistsError:
             if directory == directory_of(number + 1):
-                raise ConfigError(
-                    f"hydra.run.dir={directory} holds a run already: choose another directory"
-                ) from None
+                raise ConfigError(f"hydra.run.dir={directory} holds a run already: choose another directory") from None
             continue
         return number, directory
     raise AssertionError("unreachable")

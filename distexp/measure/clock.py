@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ class StepClock:
     def durations(self, last: int | None = None) -> list[float]:
         """Seconds of every step so far, or of the last ones; waits for the device."""
         synchronize(self.device)
-        pairs = [pair for series in self.series for pair in zip(series, series[1:], strict=False)]
+        pairs = [pair for series in self.series for pair in pairwise(series)]
         return [self._between(start, end) for start, end in pairs[-last if last else 0 :]]
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

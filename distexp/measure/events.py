@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from distexp.results import finite
+
 FILE = "events.jsonl"
 
 
@@ -31,5 +33,5 @@ class Events:
 
 def write_line(file: TextIO, content: dict[str, Any]) -> None:
     """A line of JSON, flushed, so that a run that dies has told what it did."""
-    file.write(json.dumps(content) + "\n")
+    file.write(json.dumps(finite(content)) + "\n")
     file.flush()

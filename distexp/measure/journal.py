@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from torch import Tensor
 from distexp.config import TrainConfig
 from distexp.data.shards import Step
 from distexp.distributed import sum_over_ranks
+from distexp.measure.allocator import AllocatorWatch
 from distexp.measure.clock import StepClock, quantiles, synchronize
 from distexp.measure.events import Events, write_line
+from distexp.measure.heartbeat import Heartbeat
 from distexp.optim import learning_rate
 from distexp.results import Metrics
 from distexp.strategies.base import Context
@@ -36,9 +39,7 @@ class Plan:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        return learning_rate(
-            self.train, step, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch
-        )
+        return learning_rate(self.train, step, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class Evaluation:
     accuracy: float | None
     samples: int
     seconds: float
+
+
+class DivergedError(RuntimeError):
+    """The loss is not a number any more."""
 
 
 class Journal:
@@ -63,6 +68,8 @@ class Journal:
         self.losses: list[float] = []  # of all steps, filled a window at a time
         self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
         self.started = time.perf_counter()
+        self.allocator = AllocatorWatch(context.device, context.rank)
+        self.heartbeat = Heartbeat(context.run_dir, writes=context.rank == 0)
         self._file = (context.run_dir / "metrics.jsonl").open("w") if context.rank == 0 else None
 
     def begin(self) -> None:
@@ -74,13 +81,13 @@ class Journal:
         self.clock.restart()
         self._epoch_starts_at = self.steps
         measuring = self.steps >= self.plan.train.measure_after_step
-        self.events.enter(
-            "train" if measuring else "warmup", step=self.steps, total_steps=self.plan.total_steps
-        )
+        self.events.enter("train" if measuring else "warmup", step=self.steps, total_steps=self.plan.total_steps)
 
     def step(self, step: Step, loss: Tensor, norm: Tensor, rate: float) -> None:
         """A step is done: ``loss`` is this rank's share, ``norm`` the global gradient norm."""
         self.clock.mark()
+        self.heartbeat.beat()
+        self.allocator.sample()
         self.steps += 1
         self.samples += step.samples
         self.window.append(loss)
@@ -116,6 +123,7 @@ class Journal:
         synchronize(self.device)
         runtime = time.perf_counter() - self.started
         durations = self.clock.durations()[self.plan.train.measure_after_step :]
+        self.events.tell(measured_samples=self.measured_samples)
         tokens = sum_over_ranks(torch.tensor(self.measured_tokens, device=self.device)).item()
         metrics = self.metrics
         metrics.train_loss = sum(self.losses) / len(self.losses)
@@ -157,4 +165,16 @@ class Journal:
         losses = sum_over_ranks(torch.stack(self.window)).tolist()
         self.window = []
         self.losses += losses
+        self._judge_losses(losses)
         return float(sum(losses) / len(losses))
+
+    def _judge_losses(self, losses: list[float]) -> None:
+        """Stops a training whose loss is not finite, unless such losses are to be recorded."""
+        if self.plan.train.on_nan == "record":
+            return
+        for position, loss in enumerate(losses, start=len(self.losses) - len(losses) + 1):
+            if not math.isfinite(loss):
+                raise DivergedError(
+                    f"the loss of step {position} is {loss}: lower train.learning_rate, or set "
+                    "train.on_nan=record to go on"
+                )

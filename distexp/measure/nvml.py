@@ -58,9 +58,7 @@ class GpuReader:
         memory, source = self._memory(index, handle)
         busy = self._ask(f"utilisation of GPU {index}", partial(nvml.nvmlDeviceGetUtilizationRates, handle))
         milliwatts = self._ask(f"power of GPU {index}", partial(nvml.nvmlDeviceGetPowerUsage, handle))
-        millijoules = self._ask(
-            f"energy of GPU {index}", partial(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-        )
+        millijoules = self._ask(f"energy of GPU {index}", partial(nvml.nvmlDeviceGetTotalEnergyConsumption, handle))
         return GpuReading(
             index=index,
             used_mib=None if memory is None else memory.used / MIB,

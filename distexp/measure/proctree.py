@@ -107,9 +107,7 @@ def _stat(pid: int) -> _Stat | None:
         return None
     # The name, in brackets, may hold anything; from the state on the fields are plain (proc(5), field 3).
     cells = content.rpartition(b")")[2].split()
-    return _Stat(
-        started=int(cells[19]), cpu_ticks=int(cells[11]) + int(cells[12]), alive=cells[0] not in (b"Z", b"X")
-    )
+    return _Stat(started=int(cells[19]), cpu_ticks=int(cells[11]) + int(cells[12]), alive=cells[0] not in (b"Z", b"X"))
 
 
 def _children_by_kernel(pid: int) -> Iterator[int]:

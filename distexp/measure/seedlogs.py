@@ -73,9 +73,7 @@ def _read_psrecord_csv(path: Path, lines: Sequence[str], notes: list[str]) -> Tr
     return _psrecord(path, rows, notes, real=names.index("mem_real"), least=len(names))
 
 
-def _psrecord(
-    path: Path, rows: Sequence[tuple[int, list[str]]], notes: list[str], *, real: int, least: int
-) -> Trace:
+def _psrecord(path: Path, rows: Sequence[tuple[int, list[str]]], notes: list[str], *, real: int, least: int) -> Trace:
     samples, bad = [], []
     for number, cells in rows:
         numbers = _floats(cells, least)

@@ -147,9 +147,7 @@ def _by_phase(
     return {phase: combine(values) for phase, values in phases.items()}
 
 
-def energy_j(
-    traces: Sequence[Path], events: Path, phases: Collection[str] = frozenset({"train"})
-) -> float | None:
+def energy_j(traces: Sequence[Path], events: Path, phases: Collection[str] = frozenset({"train"})) -> float | None:
     """Joules that all GPUs of all traces drew in some phases, by default in training after the warm-up.
 
     By the GPUs' own energy counters, or where one has none by the trapezoid over its power; between two

@@ -26,4 +26,4 @@ def transform(model: nn.Module, config: Config) -> None:
             forward = torch.compile(forward)
         if config.train.activation_checkpointing:
             forward = partial(checkpoint, forward, use_reentrant=False)
-        block.forward = forward  # type: ignore[method-assign]
+        block.forward = forward

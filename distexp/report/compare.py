@@ -84,9 +84,7 @@ def _varied(rows: Sequence[Row]) -> list[str]:
     return differing([row.record for row in rows], [row.settings for row in rows])
 
 
-def _match_by_training(
-    before: Sequence[Row], after: Sequence[Row]
-) -> tuple[list[Pair], list[Group], list[Group]]:
+def _match_by_training(before: Sequence[Row], after: Sequence[Row]) -> tuple[list[Pair], list[Group], list[Group]]:
     pairs, left, right = [], [], []
     sides = {id(row) for row in before}
     for group in grouped([*before, *after]):

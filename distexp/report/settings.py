@@ -120,9 +120,7 @@ def _leader(name: str) -> str | None:
 
 def _follows(decided: Sequence[tuple[Any, Mapping[str, Any]]], leader: str) -> bool:
     given: dict[str, str] = {}
-    return all(
-        given.setdefault(_key(each.get(leader)), _key(value)) == _key(value) for value, each in decided
-    )
+    return all(given.setdefault(_key(each.get(leader)), _key(value)) == _key(value) for value, each in decided)
 
 
 def _undecided(record: RunRecord, name: str, value: Any) -> bool:

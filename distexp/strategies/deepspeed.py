@@ -52,14 +52,8 @@ class DeepSpeed:
                 "choose zero_stage=1,2,3 or offload=false"
             )
         if options.cpu_optimizer not in ("torch", "deepspeed"):
-            faults.append(
-                f"deepspeed.cpu_optimizer={options.cpu_optimizer} is not one of auto, torch, deepspeed"
-            )
-        if (
-            config.offload.enabled
-            and config.train.optimizer != "adamw"
-            and options.cpu_optimizer == "deepspeed"
-        ):
+            faults.append(f"deepspeed.cpu_optimizer={options.cpu_optimizer} is not one of auto, torch, deepspeed")
+        if config.offload.enabled and config.train.optimizer != "adamw" and options.cpu_optimizer == "deepspeed":
             faults.append(
                 f"train.optimizer={config.train.optimizer} has no DeepSpeed CPU kernel for offload=true: "
                 "set deepspeed.cpu_optimizer=torch or train.optimizer=adamw"
@@ -203,9 +197,7 @@ def _optimizer(model: nn.Module, config: Config, context: Context) -> torch.opti
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         if context.rank == 0:
-            print(
-                "DeepSpeed's CPU Adam is compiled on its first use (about a minute), then cached", flush=True
-            )
+            print("DeepSpeed's CPU Adam is compiled on its first use (about a minute), then cached", flush=True)
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
             parameter_groups(model, train.weight_decay),
             lr=train.learning_rate,

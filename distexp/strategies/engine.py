@@ -77,7 +77,7 @@ class TorchEngine:
                 outputs = self.model(**batch.inputs)
             loss = loss_sum(self.task, outputs, batch) / normalizer
             # Gradients are averaged over the ranks; their sum is wanted.
-            self.scaler.scale(loss * self.world_size).backward()
+            self.scaler.scale(loss * self.world_size).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def step(self, learning_rate: float) -> Tensor:

@@ -188,9 +188,7 @@ def _distribution(model: nn.Module) -> Distribution:
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     if len(sharded) != len(parameters):
-        raise RuntimeError(
-            f"FSDP left {len(parameters) - len(sharded)} of {len(parameters)} parameters unsharded"
-        )
+        raise RuntimeError(f"FSDP left {len(parameters) - len(sharded)} of {len(parameters)} parameters unsharded")
     shapes = {tuple(p.device_mesh.shape) for p in sharded}
     (shape,) = shapes
     groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]

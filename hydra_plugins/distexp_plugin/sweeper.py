@@ -27,7 +27,7 @@ class DistexpSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         """Launches every cell; one call of the launcher, whatever their number."""
-        assert self.config is not None
+        assert self.hydra_context is not None
         assert self.launcher is not None
         self.parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         return [self.launcher.launch(self.expand(arguments), initial_job_idx=0)]
@@ -53,14 +53,16 @@ class DistexpSweeper(BasicSweeper):
         return [cell for batch in self.split_arguments(overrides, None) for cell in batch]
 
     def _listed_cells(self) -> list[list[str]]:
-        cells = OmegaConf.to_container(self.config.sweep.cells) if "sweep" in self.config else []
+        assert self.config is not None
+        cells: Any = OmegaConf.to_container(self.config.sweep.cells)
         for cell in cells:
             if not isinstance(cell, list) or not all(isinstance(item, str) for item in cell):
                 raise ConfigError(
                     f"sweep.cells holds {cell!r}: each cell must be a list of overrides, as "
                     '\'sweep.cells=[["strategy=single"],["zero_stage=1","offload=true"]]\''
                 )
-        return cells
+        listed: list[list[str]] = cells
+        return listed
 
 
 ConfigStore.instance().store(

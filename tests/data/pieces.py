@@ -21,9 +21,7 @@ def real_squad() -> DatasetConfig:
     files = {"train_path": "train-v1.1.json", "eval_path": "dev-v1.1.json"}
     paths = {key: REAL_DATA / "squad" / name for key, name in files.items()}
     for path in paths.values():
-        assert path.is_file(), (
-            f"{path} is missing: set DISTEXP_TEST_DATA to the folder of real pieces of data"
-        )
+        assert path.is_file(), f"{path} is missing: set DISTEXP_TEST_DATA to the folder of real pieces of data"
     return dataset("squad", max_length=512, **{key: str(path) for key, path in paths.items()})
 
 

@@ -127,8 +127,7 @@ def test_cutting_keeps_question_and_answer_and_is_told(max_length: int) -> None:
     assert data.notes[:2] == [
         f"{cut} of 269 training examples were longer than dataset.max_length={max_length} tokens: "
         "their context was cut, their answer kept",
-        f"{lost} of these {cut} cut contexts lost the answer: "
-        f"raise dataset.max_length={max_length} to keep it",
+        f"{lost} of these {cut} cut contexts lost the answer: raise dataset.max_length={max_length} to keep it",
     ]
 
 
@@ -141,16 +140,13 @@ def test_what_does_not_fit_at_all_is_left_out_and_told(tmp_path: Path) -> None:
     data = squad.load(config, TEXT_MODEL, 0)
     assert len(data.train) == 1
     assert data.notes == [
-        "1 of 3 training examples were left out: question and answer alone exceed "
-        "dataset.max_length=64 tokens",
+        "1 of 3 training examples were left out: question and answer alone exceed dataset.max_length=64 tokens",
         "1 of 3 training examples were left out: they have no answer",
     ]
 
 
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"None of 2 training examples can be used with dataset.max_length=2"
-    ):
+    with pytest.raises(ConfigError, match=r"None of 2 training examples can be used with dataset.max_length=2"):
         squad.load(small(tmp_path, max_length=2), TEXT_MODEL, 0)
 
 
@@ -205,9 +201,7 @@ def dataset_dict(config: DatasetConfig) -> datasets.DatasetDict:
     return datasets.DatasetDict({"train": rows(config.train_path), "validation": rows(config.eval_path)})
 
 
-def test_files_saved_folders_and_the_hub_give_the_same_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_saved_folders_and_the_hub_give_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from_files = squad.load(real_squad(), TEXT_MODEL, 0)
     splits = dataset_dict(real_squad())
     splits.save_to_disk(str(tmp_path / "saved"))
@@ -247,9 +241,7 @@ def test_one_file_alone_is_refused(tmp_path: Path, given: str) -> None:
         ('{"data": [{"paragraphs": [{"context": 3, "qas": []}]}]}', r"train.json is JSON of another shape"),
     ],
 )
-def test_files_of_another_format_are_refused(
-    tmp_path: Path, content: str | bytes | None, message: str
-) -> None:
+def test_files_of_another_format_are_refused(tmp_path: Path, content: str | bytes | None, message: str) -> None:
     config = small(tmp_path)
     path = tmp_path / "train.json"
     if content is None:
@@ -296,9 +288,7 @@ def test_no_place_at_all_is_refused() -> None:
 
 
 def test_a_length_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"dataset.max_length=64 exceeds model.seq_length=32.*raise the second"
-    ):
+    with pytest.raises(ConfigError, match=r"dataset.max_length=64 exceeds model.seq_length=32.*raise the second"):
         squad.load(small(tmp_path), replace(TEXT_MODEL, seq_length=32), 0)
     with pytest.raises(ConfigError, match=r"dataset.max_length is null"):
         squad.load(small(tmp_path, max_length=None), TEXT_MODEL, 0)

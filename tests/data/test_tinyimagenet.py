@@ -43,9 +43,7 @@ def test_real_images_have_the_class_of_their_folder() -> None:
     assert (len(train), len(held_out)) == (2000, 400)
     root = Path(str(real_images().root))
     wnids = sorted((root / "wnids.txt").read_text().split())
-    assert all(
-        f"train/{wnids[label]}/" in file for file, label in zip(train.files, train.classes, strict=True)
-    )
+    assert all(f"train/{wnids[label]}/" in file for file, label in zip(train.files, train.classes, strict=True))
     lines = (root / "val" / "val_annotations.txt").read_text().splitlines()
     annotated = dict(line.split("\t")[:2] for line in lines)
     for file, label in zip(held_out.files, held_out.classes, strict=True):
@@ -126,9 +124,7 @@ def test_augmentation_moves_by_an_eighth_at_most_and_flips(sample: DatasetConfig
             for top in range(9)
             for left in range(9)
             for flip in (False, True)
-            if (image.flip(2) if flip else image).allclose(
-                padded[:, top : top + 32, left : left + 32], atol=1e-4
-            )
+            if (image.flip(2) if flip else image).allclose(padded[:, top : top + 32, left : left + 32], atol=1e-4)
         }
     assert len(seen) > 80
     assert {flip for _, _, flip in seen} == {False, True}
@@ -188,9 +184,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
         r"val_annotations.txt, line 1: 'val_0.JPEG n90000000' must be a file name, a class",
     ),
     (
-        lambda root: (root / "val" / "val_annotations.txt").write_text(
-            "val_0.JPEG\tn90000000\t0\nval_1.JPEG\tn5"
-        ),
+        lambda root: (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn90000000\t0\nval_1.JPEG\tn5"),
         r"val_annotations.txt, line 2: .* must be a file name, a class of wnids.txt and a box",
     ),
     (
@@ -202,9 +196,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message[:40] for _, message in DAMAGES])
-def test_another_layout_is_refused(
-    sample: DatasetConfig, damage: Callable[[Path], object], message: str
-) -> None:
+def test_another_layout_is_refused(sample: DatasetConfig, damage: Callable[[Path], object], message: str) -> None:
     damage(Path(str(sample.root)))
     with pytest.raises(ConfigError, match=message) as caught:
         load(sample, IMAGE_MODEL)
@@ -249,9 +241,7 @@ def test_generated_images_are_in_the_official_layout(tmp_path: Path) -> None:
     for wnid in wnids:
         boxes = files[f"train/{wnid}/{wnid}_boxes.txt"].decode().splitlines()
         assert len(boxes) == 40
-        assert all(
-            f"train/{wnid}/images/{box.split()[0]}" in files and len(box.split()) == 5 for box in boxes
-        )
+        assert all(f"train/{wnid}/images/{box.split()[0]}" in files and len(box.split()) == 5 for box in boxes)
     lines = [line.split("\t") for line in files["val/val_annotations.txt"].decode().splitlines()]
     assert all(len(line) == 6 and f"val/images/{line[0]}" in files for line in lines)
     assert Counter(line[1] for line in lines) == dict.fromkeys(wnids, 10)

@@ -105,9 +105,7 @@ def test_a_tokenizer_that_is_nowhere_is_a_sentence() -> None:
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     train_byte_tokenizer(CORPUS, 300).save(tmp_path / "saved")
-    (tmp_path / "saved" / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
-    )
+    (tmp_path / "saved" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(ConfigError, match=r"has no end-of-sequence token.*choose another tokenizer, or byte"):
         HuggingFaceTokenizer(str(tmp_path / "saved"))
 

@@ -60,22 +60,16 @@ def test_classes_can_be_named() -> None:
     assert named == ["tokens", "positions", "blocks.0.mlp", "blocks.1.mlp"]
 
 
-@pytest.mark.parametrize(
-    ("wrap", "absent"), [("BloomBlock", "BloomBlock"), ("Block,Nope", "Nope"), (",", "nothing")]
-)
+@pytest.mark.parametrize(("wrap", "absent"), [("BloomBlock", "BloomBlock"), ("Block,Nope", "Nope"), (",", "nothing")])
 def test_a_class_that_is_not_there_is_refused(wrap: str, absent: str) -> None:
     model = gpt.build(resolve_cell("model=gpt_tiny").model, 300)
-    message = (
-        f"fsdp.wrap names {absent}, which this model does not have: choose auto, or from Attention, Block"
-    )
+    message = f"fsdp.wrap names {absent}, which this model does not have: choose auto, or from Attention, Block"
     with pytest.raises(ConfigError, match=message):
         blocks(model, wrap)
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"Linear has no repeated blocks to treat apart: name their classes"
-    ):
+    with pytest.raises(ConfigError, match=r"Linear has no repeated blocks to treat apart: name their classes"):
         blocks(nn.Linear(2, 2))
 
 

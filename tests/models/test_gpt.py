@@ -76,9 +76,7 @@ def test_gradients_reach_every_parameter(gpt: GPT) -> None:
 
 def test_residual_projections_are_drawn_smaller(model: ModelConfig) -> None:
     deep = build(replace(model, hidden_size=64, num_layers=8, ff_dim=256), VOCABULARY)
-    spread = {
-        name: float(weight.detach().std()) for name, weight in deep.named_parameters() if weight.dim() == 2
-    }
+    spread = {name: float(weight.detach().std()) for name, weight in deep.named_parameters() if weight.dim() == 2}
     assert spread["blocks.3.attention.output.weight"] == pytest.approx(0.02 / 4, rel=0.1)
     assert spread["blocks.3.mlp.output.weight"] == pytest.approx(0.02 / 4, rel=0.1)
     assert spread["blocks.3.mlp.inner.weight"] == pytest.approx(0.02, rel=0.1)

@@ -31,9 +31,7 @@ def learn(config: Config, steps: int) -> tuple[float, float, float]:
     model: nn.Module = locate(config.model._target_)(config.model, data.num_classes)
     optimizer: torch.optim.Optimizer
     if config.train.optimizer == "sgd":
-        optimizer = torch.optim.SGD(
-            model.parameters(), config.train.learning_rate, momentum=config.train.momentum
-        )
+        optimizer = torch.optim.SGD(model.parameters(), config.train.learning_rate, momentum=config.train.momentum)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), config.train.learning_rate)
     before, _ = evaluate(model, data)

@@ -68,9 +68,7 @@ def test_image_loss_is_torchs_own() -> None:
 def test_the_mean_over_parts_is_that_of_the_whole() -> None:
     batch, logits = image_batch(), logits_for(4, 8)
     parts = [
-        loss_sum(
-            "image_classification", logits[row : row + 1], Batch({}, batch.labels[row : row + 1], 1, 1, 0)
-        )
+        loss_sum("image_classification", logits[row : row + 1], Batch({}, batch.labels[row : row + 1], 1, 1, 0))
         for row in range(4)
     ]
     whole = loss_sum("image_classification", logits, batch)

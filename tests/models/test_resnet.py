@@ -21,9 +21,7 @@ def test_resnet50_is_torchvisions_with_200_classes() -> None:
     torch.manual_seed(3)
     theirs = resnet50(num_classes=200)
     assert sum(weight.numel() for weight in ours.parameters()) == 23_917_832
-    for (name, mine), (their_name, other) in zip(
-        ours.state_dict().items(), theirs.state_dict().items(), strict=True
-    ):
+    for (name, mine), (their_name, other) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
         assert name == their_name
         assert mine.equal(other)
 

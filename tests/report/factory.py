@@ -17,9 +17,7 @@ def config(**settings: Any) -> dict[str, Any]:
     """A resolved configuration: ``strategy`` by its name, else dotted keys with two underscores."""
     content = asdict(Config())
     content["model"].update(name="bloom_tiny", task="causal_lm", _target_="distexp.models.bloom.build")
-    content["dataset"].update(
-        name="squad_sample", task="causal_lm", _target_="distexp.data.squad_sample.load"
-    )
+    content["dataset"].update(name="squad_sample", task="causal_lm", _target_="distexp.data.squad_sample.load")
     content["cluster"].update(device="cpu", workers_per_node=2, cpus_per_worker=1)
     settings.setdefault("strategy", "ddp")
     for key, value in settings.items():
@@ -73,9 +71,7 @@ def record(
         config=chosen,
         error=error,
         built=built if done else None,
-        environment=Environment(
-            "3.11", gpu_name=GPU if peak else None, gpu_total_mib=143771 if peak else None
-        ),
+        environment=Environment("3.11", gpu_name=GPU if peak else None, gpu_total_mib=143771 if peak else None),
         metrics=metrics if done else Metrics(),
         memory=memory,
     )
@@ -83,9 +79,7 @@ def record(
 
 def invalid(number: int, message: str, **settings: Any) -> RunRecord:
     """A cell that was refused, and so never resolved."""
-    refused = record(
-        number, status="invalid", error=RunError("ConfigError", message), run_id="invalid", **settings
-    )
+    refused = record(number, status="invalid", error=RunError("ConfigError", message), run_id="invalid", **settings)
     refused.config["cluster"].update(device="auto", workers_per_node=None, cpus_per_worker=None)
     return refused
 

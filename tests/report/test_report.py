@@ -28,9 +28,7 @@ def two_runs() -> tuple[RunRecord, RunRecord]:
 
 
 def test_the_files_hold_a_row_a_run(tmp_path: Path) -> None:
-    failed = record(
-        2, strategy="single", status="failed", error=RunError("ValueError", "a | b, <c>", "eval", 1)
-    )
+    failed = record(2, strategy="single", status="failed", error=RunError("ValueError", "a | b, <c>", "eval", 1))
     sweep = write(tmp_path / "deep" / "sweep", *two_runs(), failed)
     done = report(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -147,9 +145,7 @@ def test_the_command_never_imports_torch(tmp_path: Path) -> None:
         "import sys; from distexp.report.__main__ import main; main(sys.argv[1:]); "
         "import distexp.doctor.__main__; print('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 
 
@@ -215,10 +211,7 @@ def test_regressions_are_named_with_code_1(tmp_path: Path, change: dict[str, flo
 
 
 def test_small_changes_and_changes_within_the_spread_are_no_regressions(tmp_path: Path) -> None:
-    assert (
-        report("--compare", sweep(tmp_path / "a"), sweep(tmp_path / "b", speed=0.96, peak=1040)).returncode
-        == 0
-    )
+    assert report("--compare", sweep(tmp_path / "a"), sweep(tmp_path / "b", speed=0.96, peak=1040)).returncode == 0
     speeds = {"before": (100.0, 130.0, 70.0), "after": (90.0, 60.0, 110.0)}
     for name, values in speeds.items():
         write(tmp_path / name, *(record(n, train__seed=n, speed=speed) for n, speed in enumerate(values)))
@@ -231,9 +224,7 @@ def test_small_changes_and_changes_within_the_spread_are_no_regressions(tmp_path
 def test_a_run_that_no_longer_completes_is_a_regression(tmp_path: Path) -> None:
     before = sweep(tmp_path / "a")
     first = record(0, strategy="ddp", speed=100.0, run_id="same0", peak=1000.0)
-    broken = record(
-        1, strategy="fsdp", status="failed", run_id="same1", error=RunError("ValueError", "oh"), peak=1.0
-    )
+    broken = record(1, strategy="fsdp", status="failed", run_id="same1", error=RunError("ValueError", "oh"), peak=1.0)
     done = report("--compare", before, write(tmp_path / "b", first, broken))
     assert done.returncode == 1
     assert "Regression: strategy=fsdp: completed -> failed (ValueError: oh)" in done.stdout

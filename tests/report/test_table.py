@@ -120,10 +120,7 @@ def test_invalid_and_oom_rows_explain_themselves_below_the_table() -> None:
         record(4, strategy="single", status="failed", error=RunError("ValueError", "bad\nvalue", "setup", 0)),
     ]  # fmt: skip
     text = unwrapped(printed(records, 300))
-    assert (
-        "run 1 oom_gpu: out of GPU memory in phase train, at a peak of 143,000 of 143,771 MiB on a GPU"
-        in text
-    )
+    assert "run 1 oom_gpu: out of GPU memory in phase train, at a peak of 143,000 of 143,771 MiB on a GPU" in text
     assert "runs 2, 3 invalid: offload=pinned needs a GPU: choose offload=true" in text
     assert "run 2 invalid: zero_stage=9 is unknown" in text
     assert "run 4 failed: ValueError in phase setup: bad value" in text
@@ -193,9 +190,7 @@ def test_scale_and_efficiency_name_their_reference() -> None:
 def test_sentences_follow_the_figures() -> None:
     def told(first: float, second: float) -> str:
         return unwrapped(
-            printed(
-                [record(0, peak=first, speed=first), record(1, strategy="fsdp", peak=second, speed=second)]
-            )
+            printed([record(0, peak=first, speed=first), record(1, strategy="fsdp", peak=second, speed=second)])
         )
 
     assert "Fastest: run 1 (strategy=fsdp) with 2,000.0 samples/s, 2.00x of run 0" in told(1000, 2000)

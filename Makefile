@@ -1,0 +1,47 @@
+# make demo   installs into .venv and trains a tiny BLOOM: the shortest way to see distexp work
+# make test   installs the test tools too and runs every test
+# make setup  installs only
+# make pins   resolves the versions in requirements.txt anew
+
+VENV := .venv
+BIN := $(VENV)/bin
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
+# uv where there is one, else the one that goes into the environment
+UV = $(or $(shell command -v uv),$(BIN)/uv)
+INSTALL = $(UV) pip install --quiet --python $(BIN)/python --constraint requirements.txt
+# DeepSpeed's set-up looks at the installed torch, so torch comes first and the build is not isolated.
+FIRST := torch torchvision setuptools ninja wheel
+PROJECT := --no-build-isolation-package deepspeed --editable
+
+.PHONY: setup demo test pins
+setup: $(VENV)/.setup
+
+$(VENV)/.uv:
+	@test -n "$(PYTHON)" || { echo "distexp needs Python 3.11 or 3.12: name one, as in make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	command -v uv >/dev/null || $(BIN)/python -m pip install --quiet uv
+	touch $@
+
+$(VENV)/.setup: $(VENV)/.uv requirements.txt pyproject.toml
+	$(INSTALL) $(FIRST)
+	$(INSTALL) $(PROJECT) .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.setup
+	$(INSTALL) $(PROJECT) '.[test]'
+	touch $@
+
+demo: setup
+	$(BIN)/python -m distexp
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+# The versions of torch and torchvision are chosen here; all others follow from them and pyproject.toml.
+pins: $(VENV)/.uv
+	printf '%s\n' torch==2.13.0 torchvision==0.28.0 setuptools ninja wheel | \
+	$(UV) pip compile --quiet --python $(BIN)/python --upgrade --python-version 3.11 --python-platform linux \
+		--no-emit-index-url --no-annotate --custom-compile-command 'make pins' \
+		--extra test --output-file requirements.txt pyproject.toml -

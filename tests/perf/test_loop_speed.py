@@ -1,0 +1,133 @@
+"""Our loop against a loop that a person writes by hand: the same model, batches, optimizer and clipping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import resolve_cell
+from pairs import assert_ratio, paired_ratios
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from distexp.config import Config
+from distexp.data.base import TaskData
+from distexp.data.shards import ShardedBatches, Share
+from distexp.loop import fit
+from distexp.measure.events import Events
+from distexp.measure.journal import Journal, Plan
+from distexp.strategies.base import Context
+from distexp.training import build_engine, load_data, loaders, seed_everything
+
+STEPS = 60
+BATCH = 16
+SLOWEST_RATIO = 1 / 0.97
+SETTINGS = (
+    "model=gpt_tiny",
+    "dataset=synthetic",
+    "strategy=single",
+    "cluster.device=cpu",
+    "cluster.cpus_per_worker=1",
+    "model.hidden_size=128",
+    "model.ff_dim=512",
+    "dataset.max_length=64",
+    f"dataset.train_size={STEPS * BATCH}",
+    f"dataset.eval_size={BATCH}",
+    f"train.micro_batch_size={BATCH}",
+    "train.num_epochs=1",
+    "train.schedule=constant",
+    "train.warmup_steps=0",
+    "train.learning_rate=1e-4",
+    "train.weight_decay=0",
+)
+
+
+class Ours:
+    """``distexp.loop.fit``, timed from its first step to the start of its evaluation."""
+
+    def __init__(self, config: Config, data: TaskData, context: Context) -> None:
+        self.config, self.context = config, context
+        seed_everything(config.train.seed)
+        self.engine = build_engine(config, data, context)
+        self.training, self.evaluation = loaders(config, data, context)
+        self.engine.eval = self._eval  # type: ignore[method-assign]
+        self.losses: list[float] = []
+
+    def _eval(self) -> None:
+        self.ended = time.perf_counter()
+        self.engine.model.eval()
+
+    def epoch(self) -> float:
+        """Seconds of the steps of one epoch."""
+        plan = Plan(self.config.train, self.training.steps)
+        journal = Journal(plan, self.context, Events(self.context.run_dir, writes=True))
+        started = time.perf_counter()
+        fit(self.engine, self.training, self.evaluation, plan, journal)
+        journal.finish()
+        self.losses += journal.losses
+        return self.ended - started
+
+
+class Bare:
+    """The loop of a tutorial, with the loss left on the device and read every ten steps."""
+
+    def __init__(self, config: Config, data: TaskData, context: Context) -> None:
+        from distexp.models.gpt import build
+
+        train = config.train
+        seed_everything(train.seed)
+        self.model: nn.Module = build(config.model, data.num_classes)
+        beta1, beta2 = train.betas
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=train.learning_rate, betas=(beta1, beta2), eps=train.eps, weight_decay=0.0
+        )
+        batches = ShardedBatches(len(data.train), Share(0, 1, train.micro_batch_size), seed=train.seed, shuffle=True)
+        self.loader = DataLoader(data.train, batch_sampler=batches, collate_fn=data.collate)  # type: ignore[arg-type]
+        self.losses: list[float] = []
+
+    def epoch(self) -> float:
+        """Seconds of the steps of one epoch."""
+        self.model.train()
+        started = time.perf_counter()
+        window = []
+        for step, batch in enumerate(self.loader, start=1):
+            logits = self.model(**batch.inputs)
+            loss = functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100
+            )
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            window.append(loss.detach())
+            if step % 10 == 0:
+                self.losses += torch.stack(window).tolist()
+                window = []
+        return time.perf_counter() - started
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A second thread would measure whatever else runs on this machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_loop_is_as_fast_as_one_written_by_hand(tmp_path: Path) -> None:
+    config = resolve_cell(*SETTINGS)
+    context = Context(
+        rank=0, world_size=1, local_rank=0, workers_per_node=1, nodes=1, device=torch.device("cpu"), run_dir=tmp_path
+    )
+    data = load_data(config, context)
+    ours, bare = Ours(config, data, context), Bare(config, data, context)
+    warm = ours.epoch(), bare.epoch()
+    assert ours.losses == pytest.approx(bare.losses, rel=1e-4), "not the same training"
+    assert min(warm) / STEPS >= 0.02, "a step must outweigh what a loop does around it"
+    assert_ratio(lambda: paired_ratios(ours.epoch, bare.epoch, repeats=5), at_most=SLOWEST_RATIO)
