@@ -82,8 +82,8 @@ class Live:
             accuracy = event["eval_accuracy"]
             more = "" if accuracy is None else f", accuracy {accuracy:.1%}"
             self._print(
-                f"epoch {event['epoch']}: train loss {event['train_loss']:.4f}, "
-                f"eval loss {event['eval_loss']:.4f}{more}"
+                f"epoch {event['epoch']}: train loss {_loss(event['train_loss'])}, "
+                f"eval loss {_loss(event['eval_loss'])}{more}"
             )
             return
         if self.progress is not None and self.task is not None:
@@ -91,7 +91,7 @@ class Live:
 
     def _step(self, metrics: dict[str, Any]) -> None:
         rate = metrics["samples_per_second"]
-        self.latest = f"loss {metrics['loss']:.4f}  {rate:,.1f} samples/s"
+        self.latest = f"loss {_loss(metrics['loss'])}  {rate:,.1f} samples/s"
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, completed=metrics["step"], latest=self.latest)
         else:
@@ -195,9 +195,9 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
             f"{built.wrapper}, mesh {built.mesh}, {built.parameters:,} parameters, {built.optimizer}",
         )
     if metrics.train_losses:
-        losses = " -> ".join(f"{loss:.4f}" for loss in metrics.train_losses)
+        losses = " -> ".join(map(_loss, metrics.train_losses))
         yield "train loss", losses
-        yield "eval loss", " -> ".join(f"{loss:.4f}" for loss in metrics.eval_losses)
+        yield "eval loss", " -> ".join(map(_loss, metrics.eval_losses))
     if metrics.eval_accuracies:
         yield "eval accuracy", " -> ".join(f"{value:.1%}" for value in metrics.eval_accuracies)
     if metrics.train_samples_per_second is not None:
@@ -221,3 +221,8 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _mib(value: float | None) -> str:
     return "unknown" if value is None else f"{value:,.0f} MiB"
+
+
+def _loss(value: float | None) -> str:
+    """A loss; JSON has no number for one that is not finite."""
+    return "nan" if value is None else f"{value:.4f}"

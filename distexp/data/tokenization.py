@@ -125,8 +125,9 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
     """The tokenizer that ``model.tokenizer`` names.
 
     Args:
-        model: its ``tokenizer`` is ``byte``, ``auto`` (that of ``model.name``), or a hub id or path; its
-            ``vocab_size`` is the size of a byte tokenizer, 1024 when null.
+        model: its ``tokenizer`` is ``byte``, a hub id or path, or ``auto``: that of ``model.name`` where the
+            weights are pretrained, else ``byte``, for random weights know no tokenizer. Its ``vocab_size``
+            is the largest size of a byte tokenizer, 1024 when null.
         texts: what a byte tokenizer is trained on; consumed only then.
 
     Raises:
@@ -134,7 +135,7 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
     """
     if model.tokenizer is None:
         raise ConfigError("model.tokenizer is null, and texts need one: set byte, auto, or a name or path")
-    if model.tokenizer == "byte":
+    if model.tokenizer == "byte" or (model.tokenizer == "auto" and model.init == "random"):
         return train_byte_tokenizer(texts, model.vocab_size or DEFAULT_SIZE)
     return HuggingFaceTokenizer(model.name if model.tokenizer == "auto" else model.tokenizer)
 

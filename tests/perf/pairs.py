@@ -6,15 +6,22 @@ from collections.abc import Callable
 from statistics import median
 
 
-def paired_ratios(ours: Callable[[], float], theirs: Callable[[], float], repeats: int) -> list[float]:
-    """Our seconds over theirs, pair by pair: first one, then the other, so that both meet the same noise."""
+def paired_ratios(ours: Callable[[], float], theirs: Callable[[], float], repeats: int, turns: int = 1) -> list[float]:
+    """The median of our seconds over that of theirs, several times.
+
+    Both take turns, and the one that begins changes, so that both meet the same noise.
+    """
     ratios = []
-    for turn in range(repeats):
-        if turn % 2:
-            other, own = theirs(), ours()
-        else:
-            own, other = ours(), theirs()
-        ratios.append(own / other)
+    for repeat in range(repeats):
+        own, other = [], []
+        for turn in range(turns):
+            if (repeat + turn) % 2:
+                other.append(theirs())
+                own.append(ours())
+            else:
+                own.append(ours())
+                other.append(theirs())
+        ratios.append(median(own) / median(other))
     return ratios
 
 
