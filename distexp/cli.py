@@ -15,6 +15,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError, register_schema
+from distexp.exits import InterruptedRunError, SweepFailedError
 from distexp.overrides import parse, quote_choice, suggest
 from distexp.paths import conf_dir, config_groups, options_of
 
@@ -34,10 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; the exit code is 0, 1 where a run failed, 2 where it was refused."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if any(word in ("-h", "--help") for word in words):
-        from distexp.help import help_text
-
-        print(help_text())
-        return 0
+        return _help()
     wants_trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and the faults are put into words here
     try:
@@ -59,9 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from distexp.job import InterruptedRunError
-    from distexp.launch.sweep import SweepFailedError
-
     register_schema()
     sys.argv = [sys.argv[0], *prepare(words)]
     try:
@@ -71,6 +66,16 @@ def _run(words: list[str]) -> int:
     except InterruptedRunError as interruption:
         print(f"distexp: {interruption}; no further run was started", file=sys.stderr)
         return 128 + interruption.number
+    return 0
+
+
+def _help() -> int:
+    from distexp.help import help_text
+
+    try:
+        print(help_text(), flush=True)
+    except BrokenPipeError:  # "| head" has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

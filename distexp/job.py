@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from distexp import oom
+from distexp.exits import InterruptedRunError
 from distexp.launch.processes import end_tree, start_module
 from distexp.outcome import HANG_CODE, prepare, settle
 from distexp.results import RunRecord
@@ -21,14 +22,6 @@ from distexp.spec import RunSpec
 POLL_S = 0.1
 AGENT_GRACE_S = 7.0
 HANG_GRACE_S = 4.0
-
-
-class InterruptedRunError(BaseException):
-    """Ctrl-C or SIGTERM: the run is ended and recorded, and no further one starts."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
 def run_here(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:

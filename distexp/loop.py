@@ -24,10 +24,10 @@ def fit(engine: Engine, training: ShardedLoader, evaluation: ShardedLoader, plan
         engine.train()
         journal.begin_epoch()
         for data in timed(training.epoch(epoch), journal):
-            loss = train_step(engine, data)
+            shares = train_step(engine, data)
             rate = plan.learning_rate(step)
             norm = engine.step(rate)
-            journal.step(data, loss, norm, rate)
+            journal.step(data, shares, norm, rate)
             step += 1
             if step == plan.total_steps:
                 break
@@ -37,12 +37,12 @@ def fit(engine: Engine, training: ShardedLoader, evaluation: ShardedLoader, plan
 
 
 def train_step(engine: Engine, data: Step) -> torch.Tensor:
-    """Forward and backward over a step's micro-batches; this rank's share of the mean loss."""
-    losses = []
+    """Forward and backward over a step's micro-batches; this rank's shares of mean loss and accuracy."""
+    shares = []
     for position, batch in enumerate(data.micro_batches, start=1):
         last = position == len(data.micro_batches)
-        losses.append(engine.forward_backward(batch, normalizer=data.normalizer, last_micro=last))
-    return torch.stack(losses).sum()
+        shares.append(engine.forward_backward(batch, normalizer=data.normalizer, last_micro=last))
+    return torch.stack(shares).sum(dim=0)
 
 
 def evaluate(engine: Engine, data: ShardedLoader) -> Evaluation:

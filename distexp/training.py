@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import platform
 import random
 import socket
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -37,6 +39,9 @@ from distexp.targets import locate
 
 def run(run_dir: Path, events: Events, started: float) -> None:
     """Joins, builds, trains and, on rank 0, writes the record; ``started`` is the process' start."""
+    # DeepSpeed and FSDP call what torch will rename one day, thousands of times a run.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime", on a CPU
     spec = RunSpec.read(run_dir)
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir)

@@ -158,8 +158,10 @@ def test_images_are_learnt(tmp_path: Path) -> None:
     words = ("model=resnet_tiny", "dataset=tinyimagenet_sample", "strategy=ddp", "cluster.device=cpu")
     done = run_distexp(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    accuracies = RunRecord.read(only_run(tmp_path) / "record.json").metrics.eval_accuracies
-    assert max(accuracies) > 0.5, "chance is 0.1"
+    metrics = RunRecord.read(only_run(tmp_path) / "record.json").metrics
+    assert max(metrics.eval_accuracies) > 0.5, "chance is 0.1"
+    assert metrics.train_accuracies[-1] > metrics.train_accuracies[0]
+    assert all(0 <= accuracy <= 1 for accuracy in metrics.train_accuracies)
 
 
 def test_real_squad_text(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from hydra.core.utils import JobReturn, run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from distexp.exits import SweepFailedError
 from distexp.identity import run_id
 from distexp.job import run_here
 from distexp.launch.sweep import (
     Cell,
-    SweepFailedError,
     claim_run_dir,
     claim_sweep_dir,
     compose_cells,

@@ -14,10 +14,6 @@ from distexp.config import Config, ConfigError
 from distexp.resolve import resolve, without_hydra
 
 
-class SweepFailedError(Exception):
-    """Some run of a finished sweep failed; the command ends with code 1."""
-
-
 @dataclass
 class Cell:
     """One run to be: its overrides, what Hydra composed of them, and the verdict."""

@@ -66,6 +66,7 @@ class Journal:
         self.data_wait_s = 0.0
         self.window: list[Tensor] = []
         self.losses: list[float] = []  # of all steps, filled a window at a time
+        self.accuracies: list[float] = []  # likewise
         self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
         self.started = time.perf_counter()
         self.allocator = AllocatorWatch(context.device, context.rank)
@@ -83,14 +84,14 @@ class Journal:
         measuring = self.steps >= self.plan.train.measure_after_step
         self.events.enter("train" if measuring else "warmup", step=self.steps, total_steps=self.plan.total_steps)
 
-    def step(self, step: Step, loss: Tensor, norm: Tensor, rate: float) -> None:
-        """A step is done: ``loss`` is this rank's share, ``norm`` the global gradient norm."""
+    def step(self, step: Step, shares: Tensor, norm: Tensor, rate: float) -> None:
+        """A step is done: this rank's shares of loss and accuracy, and the global gradient norm."""
         self.clock.mark()
         self.heartbeat.beat()
         self.allocator.sample()
         self.steps += 1
         self.samples += step.samples
-        self.window.append(loss)
+        self.window.append(shares)
         if self.steps > self.plan.train.measure_after_step:
             self.measured_samples += step.samples
             self.measured_tokens += sum(batch.tokens for batch in step.micro_batches)
@@ -110,6 +111,8 @@ class Journal:
         metrics.eval_runtime = evaluation.seconds
         metrics.eval_samples_per_second = evaluation.samples / evaluation.seconds
         if evaluation.accuracy is not None:
+            epoch_accuracies = self.accuracies[self._epoch_starts_at :]
+            metrics.train_accuracies.append(sum(epoch_accuracies) / len(epoch_accuracies))
             metrics.eval_accuracies.append(evaluation.accuracy)
         self.events.tell(
             epoch=len(metrics.eval_losses),
@@ -162,9 +165,10 @@ class Journal:
         """The mean loss of the steps since the last time; one reduction for all of them."""
         if not self.window:
             return None
-        losses = sum_over_ranks(torch.stack(self.window)).tolist()
+        losses, accuracies = sum_over_ranks(torch.stack(self.window, dim=1)).tolist()
         self.window = []
         self.losses += losses
+        self.accuracies += accuracies
         self._judge_losses(losses)
         return float(sum(losses) / len(losses))
 

@@ -36,6 +36,16 @@ def correct_count(outputs: Any, batch: Batch) -> Tensor:
         return (logits.argmax(dim=-1) == labels).sum()
 
 
+def shares(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tensor) -> Tensor:
+    """A micro-batch's share of its step's mean loss and of its accuracy, detached; shape (2,).
+
+    Shares add up over micro-batches and ranks. Text has no accuracy (0): the first choice among all
+    entries of a vocabulary would cost about as much as the loss.
+    """
+    hits = correct_count(outputs, batch) if task == "image_classification" else torch.zeros_like(loss)
+    return torch.stack([loss.detach(), hits.detach() / normalizer])
+
+
 def _aligned(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits of shape (labels, classes), and the labels that they predict."""
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits

@@ -47,8 +47,8 @@ class Engine(Protocol):
         """Adds a micro-batch's gradients.
 
         ``normalizer`` counts the targets of the whole global step, over all ranks and micro-batches,
-        so that unequal lengths weigh as they do on one worker. Returns this rank's share of the
-        step's loss, detached: shares add up to the mean loss.
+        so that unequal lengths weigh as they do on one worker. Returns this rank's shares of the step's
+        mean loss and accuracy, shape (2,), detached: they add up over micro-batches and ranks.
         """
 
     def step(self, learning_rate: float) -> Tensor:

@@ -117,14 +117,15 @@ class DeepSpeedEngine:
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Adds a micro-batch's gradients; DeepSpeed counts the micro-steps by its own step()."""
-        from distexp.models.objective import loss_sum
+        from distexp.models.objective import loss_sum, shares
 
-        loss = loss_sum(self.task, self.model(**batch.inputs), batch) / normalizer
+        outputs = self.model(**batch.inputs)
+        loss = loss_sum(self.task, outputs, batch) / normalizer
         # The normalizer already holds the accumulation, and the ranks are averaged by DeepSpeed.
         self.model.backward(loss * self.world_size, scale_wrt_gas=False)
         if not last_micro:
             self.model.step()
-        return loss.detach()
+        return shares(self.task, outputs, batch, loss, normalizer)
 
     def step(self, learning_rate: float) -> Tensor:
         """Clips, updates and clears; the gradient norm before clipping."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distexp.config import Config
 from distexp.data.base import Batch
-from distexp.models.objective import loss_sum
+from distexp.models.objective import loss_sum, shares
 from distexp.optim import build_optimizer, clip_gradients
 from distexp.results import Built
 from distexp.strategies.base import Context
@@ -71,14 +71,14 @@ class TorchEngine:
         self.distribution = distribution
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
-        """Adds a micro-batch's gradients; this rank's share of the step's mean loss."""
+        """Adds a micro-batch's gradients; this rank's shares of the step's mean loss and accuracy."""
         with self.synchronising(last_micro):
             with self.autocast:
                 outputs = self.model(**batch.inputs)
             loss = loss_sum(self.task, outputs, batch) / normalizer
             # Gradients are averaged over the ranks; their sum is wanted.
             self.scaler.scale(loss * self.world_size).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        return shares(self.task, outputs, batch, loss, normalizer)
 
     def step(self, learning_rate: float) -> Tensor:
         """Clips, updates and clears; the gradient norm before clipping."""
