@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     register_schema()
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # a package of one's own, as `python -m` finds it
     sys.argv = [sys.argv[0], *prepare(words)]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_never_called)()

@@ -32,7 +32,7 @@ def fit(engine: Engine, training: ShardedLoader, evaluation: ShardedLoader, plan
             if step == plan.total_steps:
                 break
         journal.events.enter("eval")
-        journal.end_epoch(evaluate(engine, evaluation))
+        journal.end_epoch(evaluate(engine, evaluation, journal))
         epoch += 1
 
 
@@ -45,7 +45,7 @@ def train_step(engine: Engine, data: Step) -> torch.Tensor:
     return torch.stack(shares).sum(dim=0)
 
 
-def evaluate(engine: Engine, data: ShardedLoader) -> Evaluation:
+def evaluate(engine: Engine, data: ShardedLoader, journal: Journal) -> Evaluation:
     """Mean loss and accuracy over the whole set, each sample counted once for any number of ranks."""
     engine.eval()
     synchronize(data.device)
@@ -54,6 +54,7 @@ def evaluate(engine: Engine, data: ShardedLoader) -> Evaluation:
     totals = torch.zeros(3, dtype=torch.float64, device=data.device)
     task = data.task
     for step in data.epoch(0):
+        journal.heartbeat.beat()
         for batch in step.micro_batches:
             outputs = engine.forward(batch)
             totals[0] += loss_sum(task, outputs, batch)

@@ -18,6 +18,18 @@ DATA = Path(os.environ.get("DISTEXP_TEST_DATA", REPOSITORY.parent / "shared" / "
 SHORT = ("dataset.train_size=64", "dataset.eval_size=16", "train.num_epochs=1", "cluster.device=cpu")
 
 
+OWN_STRATEGY = """
+from dataclasses import replace
+from distexp.strategies.ddp import DDP
+
+class Mine(DDP):
+    def setup(self, model, config, context):
+        size = config.strategy.options["bucket_mb"]
+        print(f"buckets of {size} MB")
+        return super().setup(model, replace(config, ddp=replace(config.ddp, bucket_cap_mb=size)), context)
+"""
+
+
 def only_run(folder: Path) -> Path:
     (record,) = folder.glob("multirun_outputs/distexp/*/0/record.json")
     return record.parent
@@ -152,6 +164,22 @@ def test_an_experiment_carries_its_sweep_and_the_command_line_wins(tmp_path: Pat
     narrowed = run_distexp(*words, "zero_stage=1,3", "hydra.sweep.dir=two", cwd=tmp_path)
     assert narrowed.returncode == 0, narrowed.stderr
     assert len(list(tmp_path.glob("two/*/record.json"))) == 2
+
+
+def test_a_strategy_of_ones_own_is_a_yaml_and_a_file(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "strategy").mkdir(parents=True)
+    (tmp_path / "conf" / "strategy" / "mine.yaml").write_text(
+        "_target_: my_package.Mine\nname: mine\noptions: {bucket_mb: 7}\n"
+    )
+    (tmp_path / "my_package.py").write_text(OWN_STRATEGY)
+    words = ["--config-dir", "conf", "strategy=mine", "trusted_packages=[my_package]", *SHORT, "train.max_steps=2"]
+    script = Path(sys.executable).with_name("distexp")
+    done = subprocess.run([script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = RunRecord.read(only_run(tmp_path) / "record.json").built
+    assert built is not None
+    assert (built.strategy, built.wrapper) == ("mine", "DistributedDataParallel")
+    assert "buckets of 7 MB" in (only_run(tmp_path) / "logs" / "node0" / "rank0.log").read_text()
 
 
 def test_images_are_learnt(tmp_path: Path) -> None:
