@@ -18,6 +18,7 @@ from distexp.strategies.deepspeed import effective_config
 NEEDED = {  # what an option cannot do without on a machine like this
     ("dataset", "tinyimagenet"): ("model=resnet_tiny", "dataset.root=/tmp"),
     ("dataset", "tinyimagenet_sample"): ("model=resnet_tiny",),
+    ("model", "hf"): ("model.name=someone/a-model",),
     ("offload", "true"): ("strategy=fsdp",),
 }
 NEEDS_GPU = {("offload", "pinned"), ("precision", "fp16")}

@@ -14,7 +14,14 @@ from distexp.launch.agent import torchrun_arguments, worker_environment
 from distexp.launch.rendezvous import Rendezvous
 from distexp.results import RunRecord
 
-COMMON = ("train.max_steps=6", "train.log_every=1", "dataset.eval_size=16", "cluster.device=cpu", "train.seed=3")
+COMMON = (
+    "train.max_steps=12",
+    "train.measure_after_step=1",
+    "train.log_every=1",
+    "dataset.eval_size=16",
+    "cluster.device=cpu",
+    "train.seed=3",
+)
 
 
 def losses(folder: Path) -> list[float]:
@@ -58,7 +65,7 @@ def test_each_node_has_its_trace_in_the_record(two_by_two: Path) -> None:
         used = [float(row["used_mib"]) for row in rows if row["kind"] == "cpu" and row["used_mib"]]
         assert entry["peak_mib"] == pytest.approx(max(used), abs=0.01)
         assert entry["peak_mib"] > 300, "two workers that have imported torch"
-        assert {"setup", "train"} <= {row["phase"] for row in rows}
+        assert {"setup", "train"} <= {row["phase"] for row in rows}, "twelve steps take longer than a sample"
 
 
 def test_an_agent_asks_for_static_ranks_and_debugging_only_when_told() -> None:

@@ -87,7 +87,7 @@ def test_a_saved_tokenizer_is_one_of_transformers(tmp_path: Path) -> None:
     assert (ours.eos_id, ours.pad_id, ours.size) == (theirs.eos_id, theirs.pad_id, theirs.size)
     theirs.save(tmp_path / "again")
     automatic = load_tokenizer(
-        replace(TEXT_MODEL, name=str(tmp_path / "again"), tokenizer="auto", init="pretrained"), []
+        replace(TEXT_MODEL, path=str(tmp_path / "again"), tokenizer="auto", init="pretrained"), []
     )
     assert automatic.name == str(tmp_path / "again")
     assert automatic.fingerprint == theirs.fingerprint

@@ -25,6 +25,17 @@ def test_bloom_560m_has_its_published_size() -> None:
     assert tied(bloom)
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "parameters"),
+    [("bloom_1b1", 24, 1_065_314_304), ("bloom_1b7", 24, 1_722_408_960), ("bloom_3b", 30, 3_002_557_440)],
+)
+def test_larger_ones_have_their_published_sizes(name: str, layers: int, parameters: int) -> None:
+    with torch.device("meta"):
+        bloom = build(resolve_cell(f"model={name}").model, 250_680)
+    assert sum(weight.numel() for weight in bloom.parameters()) == parameters
+    assert len(blocks(bloom)) == layers
+
+
 def test_the_tiny_one_is_bloom_and_keeps_no_cache() -> None:
     config = resolve_cell("model=bloom_tiny").model
     bloom = build(config, 300)

@@ -1,0 +1,304 @@
+"""Causal LMs of others: weights as they were saved, architectures alone, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import resolve_cell, run_distexp
+from torch import nn
+
+from distexp.config import ConfigError
+from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
+from distexp.identity import run_id
+from distexp.models import bloom, hf
+from distexp.models.anatomy import blocks, embeddings, forward_flops, tied
+from distexp.screen import describe
+from distexp.spec import RunSpec
+
+VOCABULARY, HIDDEN, INNER, HEADS = 320, 16, 32, 2
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS},
+    "opt": {
+        "model_type": "opt",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "word_embed_proj_dim": HIDDEN,
+        "ffn_dim": INNER,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+    },
+    "bloom": {"model_type": "bloom", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": HEADS},
+}
+BLOCKS = {
+    "llama": "model.layers",
+    "qwen2": "model.layers",
+    "gpt2": "transformer.h",
+    "opt": "model.decoder.layers",
+    "gpt_neox": "gpt_neox.layers",
+    "bloom": "transformer.h",
+}
+
+
+def save(folder: Path, values: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A small model with random weights and its tokenizer, as their authors would publish it."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    torch.manual_seed(11)
+    config = AutoConfig.for_model(**values)
+    kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    model: nn.Module = kind.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    train_byte_tokenizer(["Ada is a baker from Oslo.", "Hugo keeps goats."], 300).save(folder)
+    return model
+
+
+def built(folder: Path, *words: str, classes: int = 300) -> nn.Module:
+    return hf.build(resolve_cell("model=hf", f"model.name={folder}", *words).model, classes)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_pretrained_weights_are_those_saved_and_blocks_are_found(name: str, tmp_path: Path) -> None:
+    saved = save(tmp_path, ARCHITECTURES[name])
+    model = built(tmp_path)
+    theirs = saved.state_dict()
+    assert model.state_dict().keys() == theirs.keys()
+    assert all(weight.equal(theirs[key]) for key, weight in model.state_dict().items())
+    assert [block for block, _ in blocks(model)] == [f"{BLOCKS[name]}.{number}" for number in range(2)]
+    assert len(embeddings(model)) == 2
+    assert tied(model) == (name not in ("llama", "gpt_neox"))
+    assert model.training
+    outputs = model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert outputs.past_key_values is None
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_random_model_has_the_architecture_and_the_seeds_weights(name: str, tmp_path: Path) -> None:
+    saved = save(tmp_path, ARCHITECTURES[name])
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    models = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        models.append(nn.utils.parameters_to_vector(built(tmp_path, "model.init=random").parameters()))
+    assert models[0].equal(models[1])
+    assert not models[0].equal(models[2])
+    assert models[0].shape == nn.utils.parameters_to_vector(saved.parameters()).shape
+
+
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_weights_are_fp32_whatever_was_saved(init: str, tmp_path: Path) -> None:
+    save(tmp_path, LLAMA, torch.bfloat16)
+    assert {weight.dtype for weight in built(tmp_path, f"model.init={init}").parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_on_the_meta_device_nothing_is_read_and_products_are_counted(name: str, tmp_path: Path) -> None:
+    save(tmp_path, ARCHITECTURES[name])
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    with torch.device("meta"):
+        model = built(tmp_path)
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}
+    samples, length = 3, 10
+    ids = torch.zeros(samples, length, dtype=torch.long)
+    counted = forward_flops(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    _, block = blocks(model)[0]
+    matrices = sum(weight.numel() for weight in block.parameters() if weight.dim() == 2)
+    attention = 2 * (2 * samples * length * length * HIDDEN)
+    expected = 2 * (2 * samples * length * matrices + attention) + 2 * samples * length * HIDDEN * VOCABULARY
+    # Rotary angles are products as well, small ones.
+    assert expected <= counted <= 1.02 * expected
+
+
+def test_dropout_is_the_architectures_own_unless_set(tmp_path: Path) -> None:
+    def rates(*words: str) -> set[float]:
+        return {module.p for module in built(tmp_path, *words).modules() if isinstance(module, nn.Dropout)}
+
+    save(tmp_path, ARCHITECTURES["gpt2"])
+    assert rates() == {0.1}
+    assert rates("model.dropout=0.3") == {0.3}
+    assert rates("model.dropout=0") == {0.0}
+
+
+def test_auto_means_the_tokenizer_beside_the_model(tmp_path: Path) -> None:
+    save(tmp_path / "llama", LLAMA)
+    for words in ((), ("model.init=random",)):
+        model = resolve_cell("model=hf", f"model.name={tmp_path / 'llama'}", *words).model
+        tokenizer = load_tokenizer(model, [])
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        assert tokenizer.size == 300 or tokenizer.size < 300
+        assert tokenizer.decode(tokenizer.encode_batch(["Ada"])[0].tolist()) == "Ada"
+    assert load_tokenizer(replace(model, tokenizer="byte"), ["a text"]).name.startswith("byte(")
+
+
+def test_a_tokenizer_must_fit_into_the_embedding(tmp_path: Path) -> None:
+    save(tmp_path, LLAMA)
+    with pytest.raises(ConfigError, match=r"The tokenizer has 321 entries, more than the 320 embeddings of model.name"):
+        built(tmp_path, classes=321)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "t5", "vocab_size": 320, "d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2},
+        {
+            "model_type": "bert",
+            "vocab_size": 320,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+    ],
+    ids=lambda values: values["model_type"],
+)
+def test_what_is_no_causal_lm_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, values)
+    for init in ("random", "pretrained"):
+        with pytest.raises(ConfigError, match=rf"is no causal LM \({values['model_type']}\), and model=hf trains"):
+            built(tmp_path, f"model.init={init}")
+
+
+def test_faults_are_told_before_anything_starts(tmp_path: Path) -> None:
+    def fault(*words: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            resolve_cell(*words)
+        return str(caught.value)
+
+    nowhere = tmp_path / "nowhere"
+    assert fault("model=hf").startswith("Missing mandatory value: model.name")
+    assert fault("model=hf", f"model.name={nowhere}") == (
+        f"model.name={nowhere} is not a folder here: correct the path, or give a hub id"
+    )
+    assert "holds no config.json" in fault("model=hf", f"model.name={tmp_path}")
+    assert fault("model=hf", "model.name=a/b", "model.init=other") == (
+        "model.init=other is not one of random, pretrained"
+    )
+    assert "model.hidden_size=4 is no key of model=a/b" in fault("model=hf", "model.name=a/b", "model.hidden_size=4")
+    pretrained = ("model=bloom_560m", "model.init=pretrained")
+    assert f"model.path={nowhere} is not a folder" in fault(*pretrained, f"model.path={nowhere}")
+    assert "model.path is null" in fault(*pretrained, "model.path=null")
+    assert resolve_cell("model=bloom_560m", f"model.path={nowhere}").model.init == "random"
+    assert "weights are drawn, not loaded" in fault("model=bloom_tiny", "model.init=pretrained")
+
+
+def test_damaged_and_partial_weights_are_sentences(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save(tmp_path, LLAMA)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    partial = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(partial, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks weights of LlamaForCausalLM, .*: lm_head.weight: give a causal LM"):
+        built(tmp_path)
+    save_file({**tensors, "lm_head.weight": torch.zeros(7, 3)}, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"in another shape: lm_head.weight: give"):
+        built(tmp_path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"is neither a folder with a model's weights, nor"):
+        built(tmp_path)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"is neither a folder with a model's weights, nor"):
+        built(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing_known"}))
+    with pytest.raises(ConfigError, match=r"is neither a folder with a model's config.json, nor") as caught:
+        built(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pretrained_bloom_is_read_from_its_path(tmp_path: Path) -> None:
+    saved = save(tmp_path, ARCHITECTURES["bloom"], torch.float16)
+    sizes = ("model.vocab_size=320", "model.hidden_size=16", "model.num_layers=2", "model.num_heads=2")
+    words = ("model=bloom_560m", "model.init=pretrained", f"model.path={tmp_path}", *sizes)
+    config = resolve_cell(*words).model
+    for named in (config, replace(config, vocab_size=None)):
+        weights = bloom.build(named, 300).state_dict()
+        assert all(weight.equal(saved.state_dict()[name].float()) for name, weight in weights.items())
+        with torch.device("meta"):
+            assert embeddings(bloom.build(named, 300))[0][1].weight.shape == (320, 16)
+    assert isinstance(load_tokenizer(config, []), HuggingFaceTokenizer)
+    with pytest.raises(ConfigError, match=r"model.num_layers=3 is not the 2 of the weights in model.path="):
+        bloom.build(replace(config, num_layers=3), 300)
+    with pytest.raises(ConfigError, match=r"The tokenizer has 321 entries, more than model.vocab_size=320"):
+        bloom.build(replace(config, vocab_size=None), 321)
+    save(tmp_path / "llama", LLAMA)
+    with pytest.raises(ConfigError, match=r"of the kind llama, and model=bloom_560m is a BLOOM: choose model=hf"):
+        bloom.build(replace(config, path=str(tmp_path / "llama")), 300)
+
+
+def test_a_folder_is_known_by_content_and_told_by_its_last_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shutil import copytree
+
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    save(first, LLAMA)
+    copytree(first, copy)
+    monkeypatch.chdir(tmp_path)
+    relative = resolve_cell("model=hf", "model.name=first")
+    assert relative.model.name == str(first)
+    assert describe(RunSpec(relative, None)).startswith("first on squad_sample, ")  # type: ignore[arg-type]
+
+    def identity(folder: Path, *words: str) -> str:
+        from distexp.identity import model_fingerprint
+
+        model_fingerprint.cache_clear()
+        return run_id(resolve_cell("model=hf", f"model.name={folder}", *words))
+
+    random = identity(first, "model.init=random")
+    assert run_id(relative) == identity(first) == identity(copy) != random
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-3] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert identity(first) != identity(copy)
+    assert identity(copy, "model.init=random") == random
+    assert run_id(resolve_cell("model=bloom_560m")) == run_id(resolve_cell("model=bloom_560m", "model.path=a/b"))
+
+
+def test_a_tiny_llama_trains_under_fsdp(tmp_path: Path) -> None:
+    save(tmp_path / "llama", LLAMA)
+    done = run_distexp(
+        "model=hf",
+        f"model.name={tmp_path / 'llama'}",
+        "dataset=squad_sample",
+        "strategy=fsdp",
+        "train.max_steps=2",
+        "dataset.train_size=32",
+        "dataset.eval_size=8",
+        "cluster.device=cpu",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert record["status"] == "completed"
+    assert record["built"]["sharded_units"] == 2 + 2 + 1
+    assert record["built"]["tokenizer"] == str(tmp_path / "llama")
+    assert record["metrics"]["tflops_per_device"] is None or record["metrics"]["tflops_per_device"] > 0
+    assert done.stdout.startswith("llama on squad_sample, fsdp full_shard")
+    assert "Loading weights" not in done.stdout
