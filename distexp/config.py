@@ -28,8 +28,9 @@ class ModelConfig:
     _target_: str = MISSING  # function (model: ModelConfig, num_classes: int) -> torch.nn.Module
     name: str = MISSING  # our name of an architecture, or a Hugging Face name or path
     task: str = MISSING  # causal_lm or image_classification
-    init: str = "random"  # random: from the architecture alone
-    tokenizer: str | None = None  # byte: trained on the data; else a name or path for AutoTokenizer
+    path: str | None = None  # a hub id or a folder: what init=pretrained reads where name is ours
+    init: str = "random"  # random: from the architecture alone; pretrained: weights are read
+    tokenizer: str | None = None  # byte: trained on the data; auto: the model's; else a hub id or a folder
     vocab_size: int | None = None  # null: the tokenizer's
     hidden_size: int | None = None
     num_layers: int | None = None
@@ -39,7 +40,7 @@ class ModelConfig:
     width: int | None = None  # channels of a ResNet's first stage
     depths: list[int] | None = None  # residual blocks in each of a ResNet's stages
     bottleneck: bool | None = None
-    dropout: float = 0.0
+    dropout: float | None = 0.0  # null: what the architecture has by itself
     keys: list[str] = field(default_factory=list)  # which of the keys of an architecture this model has
     options: dict[str, Any] = field(default_factory=dict)  # keys of a model of your own
 

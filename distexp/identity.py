@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import Config
+from distexp.keys import reads_source, source_key
 
 PLACE_KEYS = ("name", "cpus_per_worker", "timeout_min", "hang_timeout_min", "debug")
 """Keys of ``cluster`` that say where and how long, not what."""
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16
+"""How many pieces of a large file are looked at, and how long one is."""
+
 
 def run_id(config: Config) -> str:
-    """Twelve hexadecimal digits over what determines the training; data files count by content."""
+    """Twelve hexadecimal digits over what determines the training; local data and models count by content."""
     content: dict[str, Any] = asdict(config)
     for key in ("name", "sweep", "measure", "trusted_packages"):
         del content[key]
@@ -27,10 +32,42 @@ def run_id(config: Config) -> str:
         path = content["dataset"][key]
         if path is not None and os.path.exists(path):
             content["dataset"][key] = fingerprint(path)
+    _identify_model(config, content["model"])
     if content["deepspeed"]["config_file"] is not None:
         content["deepspeed"]["config_file"] = fingerprint(content["deepspeed"]["config_file"])
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _identify_model(config: Config, content: dict[str, Any]) -> None:
+    model = config.model
+    if not reads_source(model):
+        content["path"] = None
+    for key in {source_key(model), "tokenizer"}:
+        where = content[key]
+        if where is not None and os.path.isabs(where) and os.path.isdir(where):
+            weights = key != "tokenizer" and model.init == "pretrained"
+            content[key] = model_fingerprint(where, weights=weights)
+
+
+@lru_cache(maxsize=64)
+def model_fingerprint(folder: str, *, weights: bool) -> str:
+    """A model's folder by what its own files hold: small ones whole, large ones in evenly spaced pieces.
+
+    Two trainings of one architecture have files of equal names and sizes, and differ nearly everywhere.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if not path.is_file() or (path.suffix in WEIGHTS and not weights):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        step = max(SAMPLE_BYTES, size // SAMPLES)
+        with path.open("rb") as file:
+            for start in range(0, size, step):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 @lru_cache(maxsize=64)

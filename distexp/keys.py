@@ -13,7 +13,8 @@ from distexp.config import ConfigError, DatasetConfig, ModelConfig
 COMMON = frozenset({"_target_", "name", "task", "init", "keys"})
 """Keys that every option has."""
 
-MAY_BE_NULL = ("tokenizer", "vocab_size")
+MAY_BE_NULL = ("path", "tokenizer", "vocab_size", "dropout")
+INITS = ("random", "pretrained")
 SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim", "seq_length", "width")
 
 
@@ -40,6 +41,24 @@ def check_model(model: ModelConfig) -> None:
         raise ConfigError(faults)
 
 
+def source(model: ModelConfig) -> str | None:
+    """The hub id or folder of a model's weights and tokenizer; None for an architecture without one.
+
+    It is ``model.name`` where that is listed among the keys, else ``model.path``.
+    """
+    return model.name if source_key(model) == "name" else model.path
+
+
+def source_key(model: ModelConfig) -> str:
+    """The key that ``source`` reads: name or path."""
+    return "name" if "name" in model.keys else "path"
+
+
+def reads_source(model: ModelConfig) -> bool:
+    """Whether a run reads what is at ``source``: weights, or at least the architecture."""
+    return model.init == "pretrained" or "name" in model.keys
+
+
 def vocabulary(model: ModelConfig, num_classes: int) -> int:
     """Rows of the embedding: ``model.vocab_size``, else the tokenizer's entries.
 
@@ -63,16 +82,26 @@ def _missing(model: ModelConfig) -> Iterator[str]:
 
 
 def _impossible(model: ModelConfig) -> Iterator[str]:
-    if model.init != "random":
-        yield f"model.init must be random, not {model.init}: weights are drawn, not loaded"
+    yield from _bad_init(model)
     for key in SIZES:
         value = getattr(model, key)
         if value is not None and value < 1:
             yield f"model.{key}={value} must be at least 1"
-    if not 0 <= model.dropout < 1:
+    if model.dropout is not None and not 0 <= model.dropout < 1:
         yield f"model.dropout={model.dropout} must be from 0 to below 1"
     if model.depths is not None and (len(model.depths) != 4 or min(model.depths) < 1):
         yield f"model.depths={model.depths} must be four numbers of at least 1, as [3,4,6,3]"
     hidden, heads = model.hidden_size, model.num_heads
     if hidden and heads and heads > 0 and hidden % heads:
         yield f"model.hidden_size={hidden} must be a multiple of model.num_heads={heads}: change one of them"
+
+
+def _bad_init(model: ModelConfig) -> Iterator[str]:
+    if model.init == "random":
+        return
+    if source_key(model) not in model.keys:
+        yield f"model.init must be random, not {model.init}: weights are drawn, not loaded"
+    elif model.init not in INITS:
+        yield f"model.init={model.init} is not one of {', '.join(INITS)}"
+    elif source(model) is None:
+        yield "model.path is null, and model.init=pretrained reads weights there: set a hub id or a folder"

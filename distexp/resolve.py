@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
 from distexp.hardware import cpu_count, visible_gpus
-from distexp.keys import model_faults, unused_keys
+from distexp.keys import model_faults, reads_source, source, source_key, unused_keys
 from distexp.spec import typed_config
 from distexp.strategies.base import Strategy
 from distexp.targets import check_target, locate
@@ -89,8 +89,8 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     try:
         config = typed_config(OmegaConf.to_container(composed, resolve=True))
     except MissingMandatoryValue as error:
-        missing = str(error).splitlines()[0]
-        raise ConfigError(f"{missing}: choose an option of its group, or set it") from error
+        missing = ", ".join(sorted(OmegaConf.missing_keys(composed)))
+        raise ConfigError(f"Nothing is said of {missing}: set it, or choose an option of its group") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     faults = [*_bad_values(config), *_bad_targets(config), *_misplaced_knobs(config, choices)]
@@ -163,6 +163,10 @@ def _make_paths_absolute(config: Config) -> None:
         absolute(config.dataset, key)
     absolute(config.deepspeed, "config_file")
     absolute(config.dataset, "path", only_existing=True)
+    if config.model.tokenizer not in ("auto", "byte"):
+        absolute(config.model, "tokenizer", only_existing=True)
+    if reads_source(config.model):
+        absolute(config.model, source_key(config.model), only_existing=True)
 
 
 def _decide_placement(config: Config) -> list[str]:
@@ -189,7 +193,7 @@ def _decide_placement(config: Config) -> list[str]:
 
 
 def _judge_together(config: Config) -> Iterator[str]:
-    rules: list[Callable[[Config], Iterator[str]]] = [_task_faults, _file_faults, _device_faults]
+    rules: list[Callable[[Config], Iterator[str]]] = [_task_faults, _file_faults, _model_source_faults, _device_faults]
     for rule in rules:
         yield from rule(config)
 
@@ -228,6 +232,20 @@ def _file_faults(config: Config) -> Iterator[str]:
             f"{given[0]}={pair[given[0]]} is set and {lacking} is not, but training and evaluation come from "
             "the same place: set both or neither"
         )
+
+
+def _model_source_faults(config: Config) -> Iterator[str]:
+    """What can be seen of a local model without transformers; a hub id is judged when it is read."""
+    model = config.model
+    where = source(model)
+    if where is None or not reads_source(model):
+        return
+    key = f"model.{source_key(model)}"
+    if os.path.exists(where):
+        if not os.path.isfile(os.path.join(where, "config.json")):
+            yield f"{key}={where} holds no config.json: give a folder written by save_pretrained, or a hub id"
+    elif where.startswith(("/", "~", ".")) or where.count("/") > 1:
+        yield f"{key}={where} is not a folder here: correct the path, or give a hub id"
 
 
 def _device_faults(config: Config) -> Iterator[str]:

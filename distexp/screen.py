@@ -178,9 +178,14 @@ def describe(spec: RunSpec) -> str:
     workers = f"{spec.world_size} {config.cluster.device} worker{'s' if spec.world_size > 1 else ''}"
     nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
     return (
-        f"{config.model.name} on {config.dataset.name}, {config.strategy.name}{knob}{offload}, "
+        f"{_model_label(config.model.name)} on {config.dataset.name}, {config.strategy.name}{knob}{offload}, "
         f"{config.precision.name}, {workers}{nodes}"
     )
+
+
+def _model_label(name: str) -> str:
+    """A model's name; of a folder its last part."""
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 def summary(record: RunRecord) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from distexp.config import ConfigError, ModelConfig
 from distexp.data.cache import build_once, cache_dir
+from distexp.keys import reads_source, source
 
 # A forked loader worker never tokenises; without a choice made here, every fork would warn of it.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -92,6 +93,12 @@ class HuggingFaceTokenizer:
 
     def __init__(self, name: str) -> None:
         self._tokenizer = _auto_tokenizer(name)
+        if len(self._tokenizer) <= len(set(self._tokenizer.all_special_ids)):
+            # Of a model's folder without a tokenizer, transformers makes one that knows no text.
+            raise ConfigError(
+                f"model.tokenizer={name} has no tokenizer in its folder: set model.tokenizer to where there is one, "
+                "or to byte"
+            )
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"model.tokenizer={name} has no end-of-sequence token, and each answer is closed by one: "
@@ -125,9 +132,10 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
     """The tokenizer that ``model.tokenizer`` names.
 
     Args:
-        model: its ``tokenizer`` is ``byte``, a hub id or path, or ``auto``: that of ``model.name`` where the
-            weights are pretrained, else ``byte``, for random weights know no tokenizer. Its ``vocab_size``
-            is the largest size of a byte tokenizer, 1024 when null.
+        model: its ``tokenizer`` is ``byte``, a hub id or path, or ``auto``: the one that lies beside the
+            weights or the architecture that are read, else ``byte``, for an architecture of our own with
+            random weights knows no tokenizer. Its ``vocab_size`` is the largest size of a byte tokenizer,
+            1024 when null.
         texts: what a byte tokenizer is trained on; consumed only then.
 
     Raises:
@@ -135,9 +143,12 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
     """
     if model.tokenizer is None:
         raise ConfigError("model.tokenizer is null, and texts need one: set byte, auto, or a name or path")
-    if model.tokenizer == "byte" or (model.tokenizer == "auto" and model.init == "random"):
+    name: str | None = model.tokenizer
+    if name == "auto":
+        name = source(model) if reads_source(model) else "byte"
+    if name == "byte" or name is None:
         return train_byte_tokenizer(texts, model.vocab_size or DEFAULT_SIZE)
-    return HuggingFaceTokenizer(model.name if model.tokenizer == "auto" else model.tokenizer)
+    return HuggingFaceTokenizer(name)
 
 
 def train_byte_tokenizer(texts: Iterable[str], size: int) -> ByteTokenizer:
@@ -171,7 +182,7 @@ def _auto_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"model.tokenizer={name} is neither a folder with a tokenizer, nor in the local cache, nor could "

@@ -141,7 +141,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         "length": model.seq_length,
     }
     known = {name: size for name, size in sizes.items() if size is not None}
-    return GPT(vocab=vocabulary(model, num_classes), dropout=model.dropout, **known)
+    return GPT(vocab=vocabulary(model, num_classes), dropout=model.dropout or 0.0, **known)
 
 
 def _allowed(attention_mask: Tensor) -> Tensor:

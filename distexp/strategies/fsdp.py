@@ -7,7 +7,7 @@ gather it together with everything that is not in a block.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from distexp.config import Config
@@ -81,14 +81,11 @@ class FSDP:
             wrapped.set_requires_gradient_sync(last_micro)
             yield
 
-        def enter(last_micro: bool) -> AbstractContextManager[None]:
-            return synchronising(last_micro)
-
         return TorchEngine(
             model,
             config,
             context,
-            synchronising=enter,
+            synchronising=synchronising,
             autocast=False,
             distribution=lambda: _distribution(model),
         )
