@@ -41,6 +41,9 @@ PEER_LOSS = re.compile(
 )
 """What a rank says when another one has gone."""
 
+FAILURE = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\s*^\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
+"""A rank and its exit code in torchrun's closing account."""
+
 GPU_OOM = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory")
 HOST_OOM = re.compile(r"^MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|\[Errno 12\]")
 
@@ -141,7 +144,7 @@ def signal_deaths(directory: Path) -> list[tuple[int, int]]:
         text = path.read_text(errors="replace")
         root = text.find("Root Cause")
         for part in (text[root:], text[:root]) if root >= 0 else ():
-            for rank, code in re.findall(r"rank\s*:\s*(\d+) .*?exitcode\s*:\s*(-?\d+)", part, re.DOTALL):
+            for rank, code in FAILURE.findall(part):
                 if int(code) < 0 and -int(code) != signal.SIGTERM:
                     found.append((int(rank), -int(code)))
     return found

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from conftest import run_distexp
 
+from distexp.outcome import signal_deaths
 from distexp.results import RunRecord
 
 HERE = Path(__file__).parent
@@ -27,6 +28,8 @@ QUICK = (
     "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options]",
 )
 ENV = {"PYTHONPATH": str(HERE)}
+REPEATS = int(os.environ.get("DISTEXP_KILL_REPEATS", "2"))
+"""How often each kill is tried; ten times before a release."""
 
 
 def sabotage(kind: str, rank: int = 0, at: int = 40) -> tuple[str, ...]:
@@ -75,7 +78,27 @@ def test_an_exception_on_one_rank_is_the_cause_and_ends_the_others(rank: int, tm
     assert left_behind(tmp_path) == []
 
 
-def test_a_killed_worker_is_killed_and_not_its_victims_fault(tmp_path: Path) -> None:
+def test_the_victim_may_be_seen_first(tmp_path: Path) -> None:
+    """torchrun's account of a rank that was killed, where its peer's loss of it came to light before it did."""
+    account = """E1121 failed (exitcode: 1) local_rank: 0 (pid: 566) of binary: python
+Failures:
+[1]:
+  time      : 2026-11-21_03:35:48
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 567)  (SIGKILL)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 566)
+"""
+    (tmp_path / "logs" / "node0").mkdir(parents=True)
+    (tmp_path / "logs" / "node0" / "torchrun.log").write_text(account)
+    assert signal_deaths(tmp_path) == [(1, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("attempt", range(REPEATS))
+def test_a_killed_worker_is_killed_and_not_its_victims_fault(attempt: int, tmp_path: Path) -> None:
     done = run_distexp(*sabotage("killed", rank=1), *QUICK, cwd=tmp_path, env=ENV)
     assert done.returncode == 1
     record = only_record(tmp_path)
@@ -175,9 +198,6 @@ def tree_of(pid: int) -> list[psutil.Process]:
 
 def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
-
-
-REPEATS = int(os.environ.get("DISTEXP_KILL_REPEATS", "2"))
 
 
 @pytest.mark.parametrize("attempt", range(REPEATS))
