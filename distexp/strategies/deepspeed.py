@@ -228,7 +228,8 @@ def _offloaded(engine: Any, stage: int) -> str:
         on += ["optimizer"] if zero.offload_optimizer else []
         on += ["parameters"] if zero.offload_param else []
     else:
-        on += ["optimizer"] if zero.cpu_offload else []
+        # BF16_Optimizer, which a data_types section brings in at stage 1, cannot offload and has no such field.
+        on += ["optimizer"] if getattr(zero, "cpu_offload", False) else []
     return "+".join(on) or "none"
 
 
