@@ -53,8 +53,7 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     if context.rank == 0:
         record.write(run_dir)
     events.enter("done")
-    # A DDP model holds threads of its process group; left to the interpreter's end, they abort it.
-    gc.collect()
+    gc.collect()  # the processes of a loader end with it
     dist.destroy_process_group()
 
 

@@ -47,6 +47,11 @@ def main() -> None:
         _tell_memory(run_dir, node, rank)
         # Peers may hang in a collective, and so would an orderly exit.
         os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is written and every rank has said so. The interpreter's own end would now and then abort, on threads
+    # that gloo's and DDP's static objects still hold.
+    os._exit(0)
 
 
 def _tell_memory(run_dir: Path, node: int, rank: int) -> None:
