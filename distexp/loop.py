@@ -25,6 +25,7 @@ def fit(engine: Engine, training: ShardedLoader, evaluation: ShardedLoader, plan
         journal.begin_epoch()
         for data in timed(training.epoch(epoch), journal):
             shares = train_step(engine, data)
+            journal.allocator.before_update()
             rate = plan.learning_rate(step)
             norm = engine.step(rate)
             journal.step(data, shares, norm, rate)

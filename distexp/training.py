@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from distexp.loop import fit
 from distexp.measure.events import Events
 from distexp.measure.flops import peak_tflops, training_flops
 from distexp.measure.journal import Journal, Plan
+from distexp.models.blueprint import Blueprint
 from distexp.models.transforms import transform
 from distexp.resolve import load_strategy
 from distexp.results import Built, Environment, RunRecord
@@ -95,7 +97,7 @@ def add_arithmetic(record: RunRecord, flops_per_sample: float | None, world_size
 
 
 def seed_everything(seed: int) -> None:
-    """The same seed on every rank, so that all build the same model."""
+    """Seeds every source of chance; the same on all ranks where they build and read the same."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -112,9 +114,13 @@ def load_data(config: Config, context: Context) -> TaskData:
 
 def build_engine(config: Config, data: TaskData, context: Context) -> Engine:
     """The model, distributed as the strategy says."""
-    model = locate(config.model._target_)(config.model, data.num_classes)
-    transform(model, config)
-    return load_strategy(config).setup(model, config, context)
+    build = partial(locate(config.model._target_), config.model, data.num_classes)
+    blueprint = Blueprint(build, context, alone=not config.fsdp.sync_module_states)
+    transform(blueprint.model, config)
+    engine = load_strategy(config).setup(blueprint, config, context)
+    # From here on chance is each rank's own: two ranks that drop the same units would learn less.
+    seed_everything(config.train.seed + context.rank)
+    return engine
 
 
 def check_built(built: Built, expected: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from distexp.identity import run_id
 from distexp.overrides import quote_choice
 from distexp.paths import config_groups, options_of
 from distexp.spec import RunSpec
-from distexp.strategies.deepspeed import effective_config
+from distexp.strategies.ds_config import effective_config
 
 NEEDED = {  # what an option cannot do without on a machine like this
     ("dataset", "tinyimagenet"): ("model=resnet_tiny", "dataset.root=/tmp"),

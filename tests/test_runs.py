@@ -23,10 +23,10 @@ from dataclasses import replace
 from distexp.strategies.ddp import DDP
 
 class Mine(DDP):
-    def setup(self, model, config, context):
+    def setup(self, blueprint, config, context):
         size = config.strategy.options["bucket_mb"]
         print(f"buckets of {size} MB")
-        return super().setup(model, replace(config, ddp=replace(config.ddp, bucket_cap_mb=size)), context)
+        return super().setup(blueprint, replace(config, ddp=replace(config.ddp, bucket_cap_mb=size)), context)
 """
 
 

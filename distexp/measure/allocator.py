@@ -10,11 +10,16 @@ MIB = 2**20
 
 
 class AllocatorWatch:
-    """Averages what is allocated at the ends of steps; peaks are torch's own."""
+    """What is allocated at the ends of steps and before updates; peaks are torch's own."""
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self.device, self.rank = device, rank
-        self.total = self.samples = 0
+        self.total = self.samples = self.states = 0
+
+    def before_update(self) -> None:
+        """Gradients are there and activations are gone: what is allocated is the model's states, and buffers."""
+        if self.device.type == "cuda":
+            self.states = torch.cuda.memory_allocated(self.device)
 
     def sample(self) -> None:
         """A step is done; costs microseconds, and no wait for the device."""
@@ -27,7 +32,8 @@ class AllocatorWatch:
         if self.device.type != "cuda":
             return None
         average = self.total / self.samples / MIB if self.samples else None
-        return {**peaks(self.device, self.rank), "average_allocated_mib": average}
+        states = self.states / MIB if self.samples > 1 else None  # the first update makes the optimizer's
+        return {**peaks(self.device, self.rank), "average_allocated_mib": average, "states_mib": states}
 
 
 def peaks(device: torch.device, rank: int) -> dict[str, Any]:
@@ -37,6 +43,7 @@ def peaks(device: torch.device, rank: int) -> dict[str, Any]:
         "rank": rank,
         "peak_allocated_mib": statistics["allocated_bytes.all.peak"] / MIB,
         "average_allocated_mib": None,
+        "states_mib": None,
         "peak_reserved_mib": statistics["reserved_bytes.all.peak"] / MIB,
         "alloc_retries": statistics["num_alloc_retries"],
     }

@@ -15,9 +15,12 @@ from distexp.config import Config
 from distexp.results import Built
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor, device, nn
 
     from distexp.data.base import Batch
+    from distexp.models.blueprint import Blueprint
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,12 @@ class Engine(Protocol):
     def eval(self) -> None:
         """Switches to evaluation."""
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trained parameter and every buffer, whole, on this rank's device, one at a time.
+
+        A collective: every rank must take all of them. Names are the bare model's.
+        """
+
     def describe(self) -> Built:
         """What was really built, read off the live objects."""
 
@@ -79,5 +88,5 @@ class Strategy(Protocol):
     def expects(self, config: Config) -> Mapping[str, Any]:
         """The fields of Built that must come out; a difference stops the run."""
 
-    def setup(self, model: nn.Module, config: Config, context: Context) -> Engine:
-        """Distributes the model and builds its optimizer."""
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
+        """Brings the model to life where it belongs, distributes it and builds its optimizer."""

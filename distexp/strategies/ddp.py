@@ -11,7 +11,7 @@ from distexp.strategies.base import Context, Engine
 from distexp.strategies.single import offload_faults
 
 if TYPE_CHECKING:
-    from torch import nn
+    from distexp.models.blueprint import Blueprint
 
 
 class DDP:
@@ -35,13 +35,14 @@ class DDP:
             "offload": "none",
         }
 
-    def setup(self, model: nn.Module, config: Config, context: Context) -> Engine:
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
         """Wraps the model on its device."""
         from torch.nn.parallel import DistributedDataParallel
 
         from distexp.strategies.engine import Distribution, TorchEngine
 
-        model.to(context.device)
+        model = blueprint.model
+        blueprint.materialise(model)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[context.device] if context.device.type == "cuda" else None,

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
 from distexp.results import Built, write_json
 from distexp.strategies.base import Context, Engine
+from distexp.strategies.ds_config import BUCKETS, at, autocasts, conflicts, effective_config, fit_buckets, read_or_empty
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from distexp.data.base import Batch
+    from distexp.models.blueprint import Blueprint
 
 STAGES = (0, 1, 2, 3)
 DEFAULT_STAGE = 2
-BUCKETS = {
-    "reduce_bucket_size": "reduce_bucket_size",
-    "allgather_bucket_size": "allgather_bucket_size",
-    "stage3_prefetch_bucket_size": "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold": "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters": "stage3_max_live_parameters",
-}
 
 
 class DeepSpeed:
@@ -35,7 +28,7 @@ class DeepSpeed:
         """The stage of the user's file, else 2; offloaded states go to DeepSpeed's CPU Adam on GPUs."""
         options = config.deepspeed
         if options.zero_stage is None:
-            stage = _at(_read_or_empty(options.config_file), ("zero_optimization", "stage"))
+            stage = at(read_or_empty(options.config_file), ("zero_optimization", "stage"))
             options.zero_stage = DEFAULT_STAGE if stage in (None, "auto") else stage
         if options.cpu_optimizer == "auto":
             options.cpu_optimizer = "deepspeed" if config.cluster.device == "cuda" else "torch"
@@ -68,7 +61,7 @@ class DeepSpeed:
             for key in BUCKETS
             if (value := getattr(options, key)) is not None and value < 1
         ]
-        return [*faults, *_conflicts(config)]
+        return [*faults, *conflicts(config)]
 
     def expects(self, config: Config) -> Mapping[str, Any]:
         """The stage and the offload that were asked for."""
@@ -87,33 +80,51 @@ class DeepSpeed:
             "offload": offload,
         }
 
-    def setup(self, model: nn.Module, config: Config, context: Context) -> Engine:
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
         """Hands the model and our optimizer to DeepSpeed; writes the effective ds_config.json."""
         settings = effective_config(config, context.world_size)
+        sizes = [parameter.numel() for parameter in blueprint.model.parameters()]
+        fitted = fit_buckets(settings, sum(sizes), max(sizes))
         if context.rank == 0:
             write_json(context.run_dir / "ds_config.json", settings)
-        return DeepSpeedEngine(model, config, context, settings)
+            if fitted:
+                told = ", ".join(f"{key}={value}" for key, value in fitted.items())
+                print(f"note: DeepSpeed's buckets fitted to {sum(sizes):,} parameters: {told}", flush=True)
+        return DeepSpeedEngine(blueprint, config, context, settings)
 
 
 class DeepSpeedEngine:
     """A deepspeed.DeepSpeedEngine behind the protocol of the loop."""
 
-    def __init__(self, model: nn.Module, config: Config, context: Context, settings: dict[str, Any]) -> None:
+    def __init__(self, blueprint: Blueprint, config: Config, context: Context, settings: dict[str, Any]) -> None:
         import deepspeed
-
-        from distexp.strategies.engine import DTYPES
 
         self.config, self.context = config, context
         self.task, self.world_size = config.model.task, context.world_size
-        model.to(context.device)
-        wrapped, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=_optimizer(model, config, context),
+        deepspeed.init_distributed(dist_init_required=False)  # over the process group that stands
+        _materialise(blueprint, config, settings)
+        self.model, *_ = deepspeed.initialize(
+            model=blueprint.model,
+            optimizer=_optimizer(blueprint.model, config, context),
             config=settings,
             dist_init_required=False,
         )
-        self.model = wrapped
-        self.compute_dtype = DTYPES[config.precision.name]
+        if _in_16_bits(config):
+            self._restore_masters(blueprint)
+
+    def _restore_masters(self, blueprint: Blueprint) -> None:
+        """Gives the fp32 masters the weights as they were before they were rounded to 16 bits.
+
+        DeepSpeed takes them from the rounded ones: each then stands in the middle of a 16-bit step, and a first
+        update of less than half a step moves none of them. The loss stayed up to 6 % behind for that.
+        """
+        import torch
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        for name, parameter in self.model.module.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            value = blueprint.value(name, torch.empty(shape, dtype=torch.float32, device="meta"))
+            safe_set_full_fp32_param(parameter, value)
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Adds a micro-batch's gradients; DeepSpeed counts the micro-steps by its own step()."""
@@ -140,8 +151,8 @@ class DeepSpeedEngine:
         return torch.as_tensor(norm, device=self.context.device)
 
     def _keeps_plain_gradients(self) -> bool:
-        """Stage 0 in fp32 leaves gradients in place and its clipping keeps no norm."""
-        return self.model.zero_optimization_stage() == 0 and self.config.precision.name == "fp32"
+        """Stage 0 over fp32 weights leaves gradients in place and its clipping keeps no norm."""
+        return self.model.zero_optimization_stage() == 0 and not _in_16_bits(self.config)
 
     def _unpartitioned_norm(self) -> Tensor:
         from distexp.optim import clip_gradients
@@ -163,6 +174,15 @@ class DeepSpeedEngine:
         """Switches to evaluation."""
         self.model.eval()
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer, whole, in fp32 where it is trained in it; a collective."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        partitioned = self.model.zero_optimization_stage() > 0
+        for name, parameter in self.model.module.named_parameters():
+            yield name, (safe_get_full_fp32_param(parameter) if partitioned else parameter).detach()
+        yield from self.model.module.named_buffers()
+
     def describe(self) -> Built:
         """Asked of the engine, its optimizer and where its tensors are."""
         import torch.distributed as dist
@@ -183,10 +203,31 @@ class DeepSpeedEngine:
             zero_stage=stage,
             offload=_offloaded(engine, stage),
             param_dtype=dtype_name(parameters[0].dtype),
-            compute_dtype=dtype_name(parameters[0].dtype),
+            compute_dtype=dtype_name(
+                engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else parameters[0].dtype
+            ),
             optimizer=_names(engine.optimizer),
             parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
         )
+
+
+def _in_16_bits(config: Config) -> bool:
+    """Whether DeepSpeed holds the weights in bf16 or fp16, with fp32 masters beside them."""
+    return config.precision.name != "fp32" and not autocasts(config)
+
+
+def _materialise(blueprint: Blueprint, config: Config, settings: dict[str, Any]) -> None:
+    """Brings the model to life in the precision that DeepSpeed trains; at stage 3 each part is split at once."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    from distexp.strategies.engine import DTYPES
+
+    for module in reversed(list(blueprint.model.modules())):
+        blueprint.materialise(module, recurse=False)
+        if _in_16_bits(config):
+            module.to(DTYPES[config.precision.name])
+        if config.deepspeed.zero_stage == 3 and any(True for _ in module.parameters(recurse=False)):
+            Init(module=module, config_dict_or_path=settings)
 
 
 def _optimizer(model: nn.Module, config: Config, context: Context) -> torch.optim.Optimizer:
@@ -231,114 +272,3 @@ def _offloaded(engine: Any, stage: int) -> str:
         # BF16_Optimizer, which a data_types section brings in at stage 1, cannot offload and has no such field.
         on += ["optimizer"] if getattr(zero, "cpu_offload", False) else []
     return "+".join(on) or "none"
-
-
-def effective_config(config: Config, world_size: int) -> dict[str, Any]:
-    """The ds_config that DeepSpeed gets: the user's file, with everything that distexp decides filled in."""
-    settings = _read(config.deepspeed.config_file)
-    for section in ("optimizer", "scheduler"):  # ours, the same for every strategy; conflicts were refused
-        settings.pop(section, None)
-    for path, value in _decided(config, world_size):
-        node = settings
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = value
-    return _without_auto(settings)
-
-
-def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out every "auto" that distexp does not decide: DeepSpeed's own default holds there."""
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if value != "auto"
-    }
-
-
-def _decided(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """What distexp decides, as paths into a ds_config."""
-    train, options = config.train, config.deepspeed
-    micro, accumulation = train.micro_batch_size, train.gradient_accumulation_steps
-    yield ("train_micro_batch_size_per_gpu",), micro
-    yield ("gradient_accumulation_steps",), accumulation
-    yield ("train_batch_size",), micro * accumulation * world_size
-    yield ("gradient_clipping",), train.gradient_clipping or 0.0
-    yield ("bf16", "enabled"), config.precision.name == "bf16"
-    yield ("fp16", "enabled"), config.precision.name == "fp16"
-    yield ("zero_optimization", "stage"), options.zero_stage
-    if config.offload.enabled:
-        where = {"device": "cpu", "pin_memory": config.offload.pin_memory}
-        yield ("zero_optimization", "offload_optimizer"), where
-        if options.zero_stage == 3:
-            yield ("zero_optimization", "offload_param"), where
-    yield ("zero_force_ds_cpu_optimizer",), options.cpu_optimizer == "deepspeed" and config.offload.enabled
-    # DeepSpeed calls torch's SGD untested; the parity tests hold it to the others.
-    yield ("zero_allow_untested_optimizer",), True
-    if options.overlap_comm:
-        yield ("zero_optimization", "overlap_comm"), True
-    for key, name in BUCKETS.items():
-        if (value := getattr(options, key)) is not None:
-            yield ("zero_optimization", name), value
-
-
-def _conflicts(config: Config) -> Iterator[str]:
-    """Where the user's ds_config.json says something else than the configuration does."""
-    path = config.deepspeed.config_file
-    if path is None or not Path(path).is_file():
-        return
-    try:
-        settings = _read(path)
-    except ValueError as error:
-        yield f"deepspeed.config_file={path} is not a JSON object: {error}"
-        return
-    world_size = config.cluster.nodes * (config.cluster.workers_per_node or 1)
-    decided = dict(_decided(config, world_size))
-    for keys, value in {**decided, **_decided_optimizer(config)}.items():
-        theirs = _at(settings, keys)
-        if theirs not in (None, "auto") and theirs != value:
-            yield (
-                f"deepspeed.config_file sets {'.'.join(keys)}={json.dumps(theirs)}, and this run has "
-                f'{json.dumps(value)}: make them equal, or write "auto" in the file'
-            )
-    if "scheduler" in settings:
-        yield "deepspeed.config_file has a scheduler: leave it out, train.schedule sets the learning rate"
-    for name in ("offload_optimizer", "offload_param"):
-        device = _at(settings, ("zero_optimization", name, "device"))
-        if not config.offload.enabled and device not in (None, "auto", "none"):
-            yield f"deepspeed.config_file sets zero_optimization.{name}.device={device}: choose offload=true as well"
-
-
-def _decided_optimizer(config: Config) -> dict[tuple[str, ...], Any]:
-    train = config.train
-    return {
-        ("optimizer", "type"): {"adamw": "AdamW", "sgd": "SGD"}[train.optimizer],
-        ("optimizer", "params", "lr"): train.learning_rate,
-        ("optimizer", "params", "weight_decay"): train.weight_decay,
-        ("optimizer", "params", "betas"): list(train.betas),
-        ("optimizer", "params", "eps"): train.eps,
-    }
-
-
-def _at(settings: Any, keys: tuple[str, ...]) -> Any:
-    for key in keys:
-        if not isinstance(settings, dict):
-            return None
-        settings = settings.get(key)
-    return settings
-
-
-def _read_or_empty(path: str | None) -> dict[str, Any]:
-    """As _read, before the file has been judged."""
-    try:
-        return _read(path)
-    except ValueError:
-        return {}
-
-
-def _read(path: str | None) -> dict[str, Any]:
-    if path is None or not Path(path).is_file():
-        return {}
-    settings = json.loads(Path(path).read_text())
-    if not isinstance(settings, dict):
-        raise ValueError("it holds a " + type(settings).__name__)
-    return settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from distexp.config import Config
 from distexp.data.base import Batch
@@ -54,6 +56,7 @@ class TorchEngine:
         distribution: Callable[[], Distribution],
     ) -> None:
         self.model = wrapped
+        self.device = context.device
         self.strategy = config.strategy.name
         self.task = config.model.task
         self.world_size = context.world_size
@@ -104,6 +107,15 @@ class TorchEngine:
     def eval(self) -> None:
         """Switches to evaluation."""
         self.model.eval()
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer, whole, on this rank's device, one at a time; a collective."""
+        bare = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        for name, tensor in [*bare.named_parameters(), *bare.named_buffers()]:
+            # An offloaded shard is gathered where the others' shards arrive.
+            here = tensor.detach().to(self.device)
+            yield name, here.full_tensor() if isinstance(here, DTensor) else here
 
     def describe(self) -> Built:
         """What was really built."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
+    from distexp.models.blueprint import Blueprint
     from distexp.strategies.engine import Distribution
 
 SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
@@ -65,15 +66,14 @@ class FSDP:
             "offload": "parameters+gradients+optimizer" if config.offload.enabled else "none",
         }
 
-    def setup(self, model: nn.Module, config: Config, context: Context) -> Engine:
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
         """Shards the model, unit by unit, and builds the optimizer over the shards."""
         from torch.distributed.fsdp import FSDPModule
 
         from distexp.strategies.engine import TorchEngine
 
-        if config.fsdp.sync_module_states:
-            _broadcast(model, context)
-        _shard(model, config, context)
+        model = blueprint.model
+        _shard(blueprint, config, context)
         wrapped = cast(FSDPModule, model)
 
         @contextmanager
@@ -118,19 +118,8 @@ def _mesh(config: Config, context: Context) -> DeviceMesh:
     return init_device_mesh(context.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
-def _broadcast(model: nn.Module, context: Context) -> None:
-    """Rank 0's weights and buffers for everyone."""
-    import torch.distributed as dist
-
-    if context.world_size == 1:
-        return
-    model.to(context.device)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
-
-
-def _shard(model: nn.Module, config: Config, context: Context) -> None:
-    """Calls fully_shard on every unit, inner ones first, and chains their prefetching."""
+def _shard(blueprint: Blueprint, config: Config, context: Context) -> None:
+    """Brings every unit to life and shards it at once, inner ones first, and chains their prefetching."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -147,22 +136,16 @@ def _shard(model: nn.Module, config: Config, context: Context) -> None:
         )
     if config.offload.enabled:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=config.offload.pin_memory)
-        model.to("cpu")
-    else:
-        model.to(context.device)
-    units = [module for _, module in blocks(model, config.fsdp.wrap)]
-    for unit in units:
-        fully_shard(unit, **policy)
+    model = blueprint.model
+    inner = [module for _, module in blocks(model, config.fsdp.wrap)]
     ends = [module for _, module in embeddings(model)]
     # Tied weights are one parameter: its two modules must be gathered together.
-    for group in [ends] if tied(model) else [[end] for end in ends]:
-        fully_shard(group if len(group) > 1 else group[0], **policy)
-    fully_shard(model, **policy)
-    _chain_prefetch(cast("list[FSDPModule]", units), config)
-    if config.offload.enabled:
-        for buffer_owner in model.modules():
-            for name, buffer in buffer_owner.named_buffers(recurse=False):
-                setattr(buffer_owner, name, buffer.to(context.device))
+    outer = [ends] if tied(model) else [[end] for end in ends]
+    for unit in [*([block] for block in inner), *outer, [model]]:
+        for module in unit:
+            blueprint.materialise(module)
+        fully_shard(unit if len(unit) > 1 else unit[0], **policy)
+    _chain_prefetch(cast("list[FSDPModule]", inner), config)
 
 
 def _chain_prefetch(units: list[FSDPModule], config: Config) -> None:

@@ -10,7 +10,7 @@ from distexp.config import Config
 from distexp.strategies.base import Context, Engine
 
 if TYPE_CHECKING:
-    from torch import nn
+    from distexp.models.blueprint import Blueprint
 
 
 class Single:
@@ -35,11 +35,12 @@ class Single:
         """The bare model."""
         return {"wrapper": "none", "world_size": 1, "mesh": [1, 1], "sharded_units": 0, "offload": "none"}
 
-    def setup(self, model: nn.Module, config: Config, context: Context) -> Engine:
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
         """Puts the model on its device."""
         from distexp.strategies.engine import Distribution, TorchEngine
 
-        model.to(context.device)
+        model = blueprint.model
+        blueprint.materialise(model)
         return TorchEngine(
             model,
             config,
