@@ -143,6 +143,7 @@ class TrainConfig:
     on_nan: str = "stop"  # a loss that is not finite: stop the run as failed, or record it and go on
     activation_checkpointing: bool = False
     compile: bool = False
+    save_model: bool = False  # the trained model in the Hugging Face layout, in the run's folder model/
 
 
 @dataclass

@@ -9,7 +9,7 @@ import random
 import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from distexp.config import Config
 from distexp.data.base import TaskData
@@ -31,6 +32,7 @@ from distexp.measure.events import Events
 from distexp.measure.flops import peak_tflops, training_flops
 from distexp.measure.journal import Journal, Plan
 from distexp.models.blueprint import Blueprint
+from distexp.models.export import check_exportable, save_model
 from distexp.models.transforms import transform
 from distexp.resolve import load_strategy
 from distexp.results import Built, Environment, RunRecord
@@ -72,6 +74,9 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     plan = Plan(config.train, training.steps)
     journal = Journal(plan, context, events)
     fit(engine, training, evaluation, plan, journal)
+    if config.train.save_model:
+        events.enter("save")
+        save_model(engine.weights(), builder(config, data), data, context.run_dir, context.rank)
     record = RunRecord(
         status="completed",
         run=spec.run,
@@ -112,10 +117,16 @@ def load_data(config: Config, context: Context) -> TaskData:
     return data
 
 
+def builder(config: Config, data: TaskData) -> Callable[[], nn.Module]:
+    """Makes the configured model, on whatever device is torch's default."""
+    return partial(locate(config.model._target_), config.model, data.num_classes)
+
+
 def build_engine(config: Config, data: TaskData, context: Context) -> Engine:
     """The model, distributed as the strategy says."""
-    build = partial(locate(config.model._target_), config.model, data.num_classes)
-    blueprint = Blueprint(build, context, alone=not config.fsdp.sync_module_states)
+    blueprint = Blueprint(builder(config, data), context, alone=not config.fsdp.sync_module_states)
+    if config.train.save_model:
+        check_exportable(blueprint.model)
     transform(blueprint.model, config)
     engine = load_strategy(config).setup(blueprint, config, context)
     # From here on chance is each rank's own: two ranks that drop the same units would learn less.

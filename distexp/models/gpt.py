@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,51 @@ class GPT(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         """The head, by the name that Hugging Face gives it."""
         return self.head
+
+    def to_hugging_face(self, state: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        """A GPT-2 of transformers with an untied head, on the meta device, and these weights in its layout."""
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        vocab, hidden = self.tokens.weight.shape
+        block: Any = self.blocks[0]
+        config = GPT2Config(
+            vocab_size=vocab,
+            n_positions=self.positions.num_embeddings,
+            n_embd=hidden,
+            n_layer=len(self.blocks),
+            n_head=block.attention.heads,
+            n_inner=block.mlp.inner.out_features,
+            activation_function="gelu",
+            tie_word_embeddings=False,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout.p),
+        )
+        with torch.device("meta"):
+            twin = GPT2LMHeadModel(config)
+        return twin, dict(map(_as_gpt2, state.items()))
+
+
+GPT2_NAMES = {
+    "tokens": "transformer.wte",
+    "positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+    "attention_norm": "ln_1",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.inner": "mlp.c_fc",
+    "mlp.output": "mlp.c_proj",
+}
+
+
+def _as_gpt2(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    """A weight under GPT-2's name; the matrices of its layers stand the other way round there."""
+    name, weight = named
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("blocks."):
+        return f"{GPT2_NAMES[module]}.{kind}", weight
+    _, layer, part = module.split(".", 2)
+    return f"transformer.h.{layer}.{GPT2_NAMES[part]}.{kind}", weight.t().contiguous() if weight.dim() == 2 else weight
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from distexp.config import ModelConfig
@@ -39,6 +40,22 @@ class ImageResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
     def forward(self, images: Any) -> Any:
         return self._forward_impl(images)
 
+    def to_hugging_face(self, state: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        """A ResNet of transformers, on the meta device, and these weights under its names."""
+        from transformers import ResNetConfig, ResNetForImageClassification
+
+        stages = [self.layer1, self.layer2, self.layer3, self.layer4]
+        config = ResNetConfig(
+            embedding_size=self.conv1.out_channels,
+            hidden_sizes=[_width_of(stage[-1]) for stage in stages],
+            depths=[len(stage) for stage in stages],
+            layer_type="bottleneck" if isinstance(stages[0][0], Bottleneck) else "basic",
+            num_labels=self.fc.out_features,
+        )
+        with torch.device("meta"):
+            twin = ResNetForImageClassification(config)
+        return twin, {_as_hugging_face(name): tensor for name, tensor in state.items()}
+
 
 class ScaledResNet(ImageResNet):
     """torchvision's ResNet with ``width`` channels in its first stage instead of 64."""
@@ -56,3 +73,24 @@ class ScaledResNet(ImageResNet):
         if planes == STANDARD_WIDTH:
             self.inplanes = self.width
         return super()._make_layer(block, planes * self.width // STANDARD_WIDTH, blocks, stride, dilate)
+
+
+def _width_of(block: Any) -> int:
+    """Channels that leave a residual block."""
+    last = block.conv3 if isinstance(block, Bottleneck) else block.conv2
+    return int(last.out_channels)
+
+
+def _as_hugging_face(name: str) -> str:
+    """``layer2.0.conv1.weight`` as ``resnet.encoder.stages.1.layers.0.layer.0.convolution.weight``."""
+    module, _, kind = name.rpartition(".")
+    if module == "fc":
+        return f"classifier.1.{kind}"
+    kinds = {"conv": "convolution", "bn": "normalization"}
+    if not module.startswith("layer"):
+        return f"resnet.embedder.embedder.{kinds[module.rstrip('1')]}.{kind}"
+    stage, block, part, *rest = module.removeprefix("layer").split(".")
+    place = f"resnet.encoder.stages.{int(stage) - 1}.layers.{block}"
+    if part == "downsample":
+        return f"{place}.shortcut.{('convolution', 'normalization')[int(rest[0])]}.{kind}"
+    return f"{place}.layer.{int(part[-1]) - 1}.{kinds[part[:-1]]}.{kind}"

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_spec, torchrun
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distexp.data import squad_sample
+from distexp.models.objective import loss_sum
 from distexp.results import RunRecord
+from distexp.spec import RunSpec
 
 COMMON = (
     "train.log_every=1",
@@ -28,6 +33,7 @@ COMMON = (
     "dataset.train_size=113",
     "dataset.eval_size=31",
     "cluster.device=cpu",
+    "train.save_model=true",
 )
 BATCH = {  # workers: micro-batch and accumulation, 24 samples together
     1: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=6"),
@@ -142,6 +148,35 @@ def test_same_training_as_single(library: str, workers: int, name: str, referenc
     metrics = RunRecord.read(runs(library, workers) / name / "record.json").metrics
     assert metrics.eval_losses == pytest.approx(single.eval_losses, rel=tolerance)
     assert metrics.train_losses == pytest.approx(single.train_losses, rel=tolerance)
+
+
+@pytest.mark.parametrize(("library", "workers", "name"), NAMES, ids=[name for *_, name in NAMES])
+def test_saved_weights_are_those_of_single(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
+    reference = next((kind for kind in ("gpt", "sgd", "bf16") if kind in name), "bloom")
+    theirs, ours = saved_model(references / reference), saved_model(runs(library, workers) / name)
+    expected = theirs.state_dict()
+    assert expected.keys() == ours.state_dict().keys()
+    # An update of Adam is the learning rate, whatever small the gradient: rounding may turn its sign.
+    tolerance = 12 * 0.002 if reference == "bf16" else 1e-4
+    for key, weight in ours.state_dict().items():
+        torch.testing.assert_close(weight, expected[key], atol=tolerance, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_a_saved_model_has_the_loss_that_was_recorded(references: Path) -> None:
+    for name in ("bloom", "gpt"):
+        spec, record = RunSpec.read(references / name), RunRecord.read(references / name / "record.json")
+        data = squad_sample.load(spec.config.dataset, spec.config.model, spec.config.train.seed)
+        model = saved_model(references / name).eval()
+        batch = data.collate([data.evaluation[index] for index in range(len(data.evaluation))])
+        with torch.no_grad():
+            loss = loss_sum("causal_lm", model(**batch.inputs), batch) / batch.targets
+        assert loss.item() == pytest.approx(record.metrics.eval_loss, rel=1e-5)
+        tokenizer = AutoTokenizer.from_pretrained(references / name / "model")
+        assert tokenizer("Who wrote it?")["input_ids"] == data.tokenizer.encode_batch(["Who wrote it?"])[0].tolist()
+
+
+def saved_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
 
 
 def test_the_reference_exercises_what_it_claims(references: Path) -> None:
