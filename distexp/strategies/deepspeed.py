@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
@@ -238,8 +239,8 @@ def _optimizer(model: nn.Module, config: Config, context: Context) -> torch.opti
     if config.offload.enabled and config.deepspeed.cpu_optimizer == "deepspeed":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        if context.rank == 0:
-            print("DeepSpeed's CPU Adam is compiled on its first use (about a minute), then cached", flush=True)
+        if context.rank == 0 and not _compiled("cpu_adam"):
+            print("note: DeepSpeed's CPU Adam is being compiled: about a minute, once; then it is cached", flush=True)
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
             parameter_groups(model, train.weight_decay),
             lr=train.learning_rate,
@@ -250,6 +251,13 @@ def _optimizer(model: nn.Module, config: Config, context: Context) -> torch.opti
         return optimizer
     fused = context.device.type == "cuda" and not config.offload.enabled
     return build_optimizer(model, train, fused=fused)
+
+
+def _compiled(operator: str) -> bool:
+    """Whether torch's cache of extensions holds a part of DeepSpeed already."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(operator, verbose=False), f"{operator}.so").exists()
 
 
 def _names(optimizer: Any) -> str:

@@ -46,7 +46,7 @@ def counted(calls: Counter[str]) -> Any:
     from torch.distributed import fsdp
     from torch.nn import parallel
 
-    patches = {"fully_shard": (fsdp, "fully_shard"), "DDP": (parallel, "DistributedDataParallel")}
+    patches = {"fully_shard": (fsdp, "fully_shard"), "DDP": (parallel.DistributedDataParallel, "__init__")}
     if "deepspeed" in sys.argv[1]:
         import deepspeed
 
@@ -54,8 +54,8 @@ def counted(calls: Counter[str]) -> Any:
     return patch_all({name: (*where, counting(calls, name, *where)) for name, where in patches.items()})
 
 
-def counting(calls: Counter[str], name: str, module: Any, attribute: str) -> Callable[..., Any]:
-    original = getattr(module, attribute)
+def counting(calls: Counter[str], name: str, owner: Any, attribute: str) -> Callable[..., Any]:
+    original = getattr(owner, attribute)
 
     def counted_call(*args: Any, **kwargs: Any) -> Any:
         calls[name] += 1

@@ -18,10 +18,11 @@ from distexp.config import Config
 from distexp.data.base import TaskData
 from distexp.data.shards import ShardedBatches, Share
 from distexp.loop import fit
+from distexp.measure.clock import synchronize
 from distexp.measure.events import Events
 from distexp.measure.journal import Journal, Plan
 from distexp.strategies.base import Context
-from distexp.training import build_engine, load_data, loaders, seed_everything
+from distexp.training import build_engine, builder, load_data, loaders, seed_everything
 
 STEPS = 10  # of an epoch
 EPOCHS = 6  # of each loop in one ratio, turn by turn: what disturbs one disturbs the other
@@ -59,6 +60,7 @@ class Ours:
         self.losses: list[float] = []
 
     def _eval(self) -> None:
+        synchronize(self.context.device)
         self.ended = time.perf_counter()
         self.engine.model.eval()
 
@@ -77,17 +79,27 @@ class Bare:
     """The loop of a tutorial, with the loss left on the device and read every ten steps."""
 
     def __init__(self, config: Config, data: TaskData, context: Context) -> None:
-        from distexp.models.gpt import build
-
-        train = config.train
+        train, self.device = config.train, context.device
+        on_gpu = self.device.type == "cuda"
         seed_everything(train.seed)
-        self.model: nn.Module = build(config.model, data.num_classes)
+        self.model = builder(config, data)().to(self.device)
         beta1, beta2 = train.betas
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=train.learning_rate, betas=(beta1, beta2), eps=train.eps, weight_decay=0.0
+            self.model.parameters(),
+            lr=train.learning_rate,
+            betas=(beta1, beta2),
+            eps=train.eps,
+            weight_decay=0.0,
+            fused=on_gpu,
         )
         batches = ShardedBatches(len(data.train), Share(0, 1, train.micro_batch_size), seed=train.seed, shuffle=True)
-        self.loader = DataLoader(data.train, batch_sampler=batches, collate_fn=data.collate)  # type: ignore[arg-type]
+        self.loader = DataLoader(
+            data.train,  # type: ignore[arg-type]
+            batch_sampler=batches,
+            collate_fn=data.collate,
+            pin_memory=on_gpu,
+        )
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=config.precision.name == "bf16")
         self.losses: list[float] = []
 
     def epoch(self) -> float:
@@ -95,10 +107,13 @@ class Bare:
         self.model.train()
         started = time.perf_counter()
         window = []
-        for step, batch in enumerate(self.loader, start=1):
-            logits = self.model(**batch.inputs)
+        for step, host_batch in enumerate(self.loader, start=1):
+            batch = host_batch.to(self.device)
+            with self.autocast:
+                outputs = self.model(**batch.inputs)
+            logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
             loss = functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100
+                logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten(), ignore_index=-100
             )
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -108,6 +123,7 @@ class Bare:
             if step % 10 == 0:
                 self.losses += torch.stack(window).tolist()
                 window = []
+        synchronize(self.device)
         return time.perf_counter() - started
 
 
