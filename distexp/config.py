@@ -169,6 +169,18 @@ class MeasureConfig:
 
 
 @dataclass
+class PreflightConfig:
+    """Whether the interconnect is measured before a training, and what stops it."""
+
+    enabled: bool = False
+    only: bool = False  # measure, and train nothing
+    min_busbw_gbps: float | None = None  # GB/s of the largest all-reduce; null: 5 on GPUs, no threshold on a CPU
+    max_bytes: int | None = None  # of the largest buffer; null: 4 GiB on GPUs, 64 MiB on a CPU
+    warmup_rounds: int = 20
+    rounds: int = 50  # fewer where a size would take longer than 10 s
+
+
+@dataclass
 class SweepConfig:
     """Cells beside the product of a sweep: each is a list of overrides, and may sweep itself."""
 
@@ -191,6 +203,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     trusted_packages: list[str] = field(default_factory=list)  # packages whose _target_s may run
 

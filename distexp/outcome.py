@@ -31,6 +31,7 @@ HANG_CODE = 75
 STOPPED_CODE = 128 + signal.SIGTERM
 CODES = {0, TIMEOUT_CODE, HANG_CODE, STOPPED_CODE}
 
+PREFLIGHT = "preflight.json"
 RESERVE = ".reserve"
 RESERVE_BYTES = 256 * 1024
 """Kept on the disk while a run goes on, so that a full one still takes its record."""
@@ -199,7 +200,9 @@ def bare_environment() -> Environment:
 
 
 def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
-    """The summaries of what the agents sampled."""
+    """The summaries of what the agents sampled, and what was measured before the training."""
+    if (directory / PREFLIGHT).exists():
+        record.preflight = json.loads((directory / PREFLIGHT).read_text())
     if not spec.config.measure.enabled:
         return
     summary = summarize_run(directory, spec.nodes)

@@ -25,6 +25,9 @@ Choices = Mapping[str, str | None]
 KNOBS = {"sharding": "fsdp", "zero_stage": "deepspeed"}
 """Groups that mean something to one strategy only, and imply it."""
 
+MIN_BUSBW_GBPS = 5.0
+"""The gate of the workshop that this tool grew out of: an all-reduce of 4 GiB slower than this is broken."""
+
 ALLOWED: dict[str, tuple[str, ...]] = {
     "model.task": ("causal_lm", "image_classification"),
     "dataset.padding": ("max_length", "longest"),
@@ -54,6 +57,10 @@ AT_LEAST: dict[str, float] = {
     "cluster.nodes": 1,
     "cluster.workers_per_node": 1,
     "cluster.cpus_per_worker": 1,
+    "preflight.min_busbw_gbps": 0,
+    "preflight.max_bytes": 1024,
+    "preflight.warmup_rounds": 0,
+    "preflight.rounds": 1,
     "dataset.train_size": 1,
     "dataset.eval_size": 1,
     "dataset.max_length": 2,
@@ -175,6 +182,8 @@ def _decide_placement(config: Config) -> list[str]:
     if cluster.device == "auto":
         cluster.device = "cuda" if gpus else "cpu"
     on_gpu = cluster.device == "cuda"
+    if config.preflight.min_busbw_gbps is None and on_gpu:
+        config.preflight.min_busbw_gbps = MIN_BUSBW_GBPS
     if cluster.workers_per_node is None:
         available = max(1, (len(gpus) if on_gpu else 2) // cluster.nodes)
         cluster.workers_per_node = 1 if config.strategy.name == "single" else available

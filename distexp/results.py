@@ -126,6 +126,7 @@ class RunRecord:
     metrics: Metrics = field(default_factory=Metrics)
     memory: dict[str, Any] = field(default_factory=lambda: {"gpu": [], "torch": [], "cpu": []})
     utilization: dict[str, Any] = field(default_factory=lambda: {"gpu": [], "cpu": []})
+    preflight: dict[str, Any] | None = None  # what was measured before the training, where it was
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -157,6 +158,7 @@ class RunRecord:
                 metrics=_typed(Metrics, raw["metrics"]),
                 memory=raw["memory"],
                 utilization=raw["utilization"],
+                preflight=raw.get("preflight"),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a record of distexp: {error}") from None

@@ -194,6 +194,8 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
     if record.error is not None:
         where = f" (phase {record.error.phase}, rank {record.error.rank})" if record.error.phase else ""
         yield "error", f"{record.error.type}: {record.error.message}{where}"
+    if record.preflight is not None:
+        yield "interconnect", _interconnect(record.preflight)
     if built is not None:
         yield (
             "built",
@@ -222,6 +224,18 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
             "runtime",
             f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s in all",
         )
+
+
+def _interconnect(preflight: dict[str, Any]) -> str:
+    """The bus bandwidth of the largest all-reduce over all ranks."""
+    reduces = [one for one in preflight["measurements"] if (one["group"], one["operation"]) == ("all", "all_reduce")]
+    if not reduces:
+        return "one worker talks to nobody"
+    largest = max(reduces, key=lambda one: int(one["bytes"]))
+    return (
+        f"{largest['busbw_gbps']:.2f} GB/s bus bandwidth, all_reduce of {largest['bytes'] / 2**20:,.0f} MiB over "
+        f"{preflight['backend']}"
+    )
 
 
 def _mib(value: float | None) -> str:

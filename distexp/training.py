@@ -34,6 +34,7 @@ from distexp.measure.journal import Journal, Plan
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
 from distexp.models.transforms import transform
+from distexp.preflight.run import run_preflight
 from distexp.resolve import load_strategy
 from distexp.results import Built, Environment, RunRecord
 from distexp.spec import RunSpec
@@ -50,7 +51,10 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir)
     print(f"rank {context.rank}: {socket.gethostname()}, {context.device}, head {head_address()}", flush=True)
-    record = train(spec, context, events)
+    if spec.config.preflight.enabled:
+        events.enter("preflight")
+        run_preflight(spec.config.preflight, context)
+    record = measured_only(spec, context) if spec.config.preflight.only else train(spec, context, events)
     record.run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
     record.run.duration_s = time.time() - started
     record.run.hosts = list(dict.fromkeys(gather_to_all(socket.gethostname())))
@@ -59,6 +63,11 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     events.enter("done")
     gc.collect()  # the processes of a loader end with it
     dist.destroy_process_group()
+
+
+def measured_only(spec: RunSpec, context: Context) -> RunRecord:
+    """The record of a run that trains nothing."""
+    return RunRecord("completed", spec.run, asdict(spec.config), environment=environment(context.device))
 
 
 def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:

@@ -1,0 +1,1 @@
+"""Is the interconnect healthy? ``python -m distexp.preflight [cluster=... cluster.nodes=2]``."""
