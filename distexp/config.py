@@ -169,6 +169,17 @@ class MeasureConfig:
 
 
 @dataclass
+class TrackerConfig:
+    """Where else metrics, summary and files go. Keys and passwords are the library's to find, never written here."""
+
+    name: str = "none"
+    _target_: str | None = None  # class of the Tracker protocol; null: none
+    project: str = "distexp"  # wandb's project, MLflow's experiment
+    online: bool = False  # wandb: send at once
+    uri: str | None = None  # MLflow's server or store; null: the folder mlruns/
+
+
+@dataclass
 class PreflightConfig:
     """Whether the interconnect is measured before a training, and what stops it."""
 
@@ -203,6 +214,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     trusted_packages: list[str] = field(default_factory=list)  # packages whose _target_s may run

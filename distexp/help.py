@@ -13,6 +13,7 @@ GROUPS = (
     ("offload", "states on the CPU"),
     ("precision", "arithmetic"),
     ("cluster", "where it runs"),
+    ("tracker", "where else the metrics go"),
     ("experiment", "a ready sweep"),
 )
 

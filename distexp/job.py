@@ -18,6 +18,7 @@ from distexp.outcome import HANG_CODE, prepare, settle
 from distexp.results import RunRecord
 from distexp.screen import Screen
 from distexp.spec import RunSpec
+from distexp.tracking.process import tracked
 
 POLL_S = 0.1
 AGENT_GRACE_S = 7.0
@@ -35,7 +36,7 @@ def run_here(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
     oom.remember(directory)
     stopped: InterruptedRunError | None = None
     agents: list[subprocess.Popen[bytes]] = []
-    with signals_raised():
+    with tracked(spec, directory) as tracking, signals_raised():
         try:
             for node in range(spec.nodes):
                 agents.append(_start_agent(directory, node))
@@ -47,7 +48,7 @@ def run_here(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
             with signals_ignored():
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 record = settle(spec, directory, codes, started, str(stopped) if stopped else None)
-    screen.done(record)
+    screen.done(record, tracking.told)
     if stopped is not None:
         raise stopped
     return record

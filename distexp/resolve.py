@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "train.on_nan": ("stop", "record"),
     "cluster.device": ("auto", "cuda", "cpu"),
 }
+
+LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
+"""Trackers of ours, each of the name of its library, which need not be installed."""
 
 AT_LEAST: dict[str, float] = {
     "train.num_epochs": 1,
@@ -142,8 +146,9 @@ def _bad_values(config: Config) -> Iterator[str]:
 
 
 def _bad_targets(config: Config) -> Iterator[str]:
-    for section in (config.model, config.dataset, config.strategy):
-        fault = check_target(section._target_, config.trusted_packages)
+    targets = [section._target_ for section in (config.model, config.dataset, config.strategy)]
+    for target in [*targets, *filter(None, [config.tracker._target_])]:
+        fault = check_target(target, config.trusted_packages)
         if fault:
             yield fault
 
@@ -202,7 +207,13 @@ def _decide_placement(config: Config) -> list[str]:
 
 
 def _judge_together(config: Config) -> Iterator[str]:
-    rules: list[Callable[[Config], Iterator[str]]] = [_task_faults, _file_faults, _model_source_faults, _device_faults]
+    rules: list[Callable[[Config], Iterator[str]]] = [
+        _task_faults,
+        _file_faults,
+        _tracker_faults,
+        _model_source_faults,
+        _device_faults,
+    ]
     for rule in rules:
         yield from rule(config)
 
@@ -241,6 +252,19 @@ def _file_faults(config: Config) -> Iterator[str]:
             f"{given[0]}={pair[given[0]]} is set and {lacking} is not, but training and evaluation come from "
             "the same place: set both or neither"
         )
+
+
+def _tracker_faults(config: Config) -> Iterator[str]:
+    tracker = config.tracker
+    if tracker._target_ is not None and tracker.name in LIBRARIES and find_spec(tracker.name) is None:
+        yield f"tracker={tracker.name} needs its library: pip install {tracker.name}, or choose tracker=none"
+    for key, owner in (("online", "wandb"), ("uri", "mlflow")):
+        value = getattr(tracker, key)
+        if value and tracker.name in {*LIBRARIES, "none"} - {owner}:
+            yield (
+                f"tracker.{key}={value} belongs to tracker={owner}, and this run has tracker={tracker.name}: "
+                "leave it out"
+            )
 
 
 def _model_source_faults(config: Config) -> Iterator[str]:

@@ -7,7 +7,7 @@ that the workers draw nothing, and a run on another machine can be followed in t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,8 +149,8 @@ class Screen:
         assert record.error is not None
         self.console.print(f"[yellow]invalid[/yellow]: {escape(record.error.message)}", highlight=False)
 
-    def done(self, record: RunRecord) -> None:
-        """The summary of a run."""
+    def done(self, record: RunRecord, told: Sequence[str] = ()) -> None:
+        """The summary of a run, and what its tracker told."""
         self.records.append(record)
         color = COLORS.get(record.status, "red")
         grid = Table.grid(padding=(0, 2))
@@ -158,6 +158,8 @@ class Screen:
             grid.add_row(f"[dim]{name}[/dim]", escape(value))
         title = f"[{color}]{record.status}[/{color}]"
         self.console.print(Panel(grid, title=title, title_align="left", border_style=color, expand=False))
+        for sentence in told:
+            self.console.print(escape(sentence), highlight=False, soft_wrap=True)
 
     def compare(self) -> None:
         """The table after a sweep; nothing for a single run."""

@@ -1,0 +1,54 @@
+"""MLflow: a server, or a folder of files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from distexp.results import RunRecord
+from distexp.spec import RunSpec
+from distexp.tracking.base import flat_config, run_name
+
+LONGEST_PARAM = 500
+"""Characters that every store of MLflow takes."""
+
+
+class MLflow:
+    """A run of MLflow in the experiment ``tracker.project``."""
+
+    def __init__(self, spec: RunSpec, directory: Path) -> None:
+        import os
+
+        # A folder is what a cluster without a server has; MLflow wants to be asked for it.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.tracking import MlflowClient
+
+        options = spec.config.tracker
+        self.uri = options.uri or f"file://{Path('mlruns').absolute()}"
+        self.client = MlflowClient(self.uri)
+        found = self.client.get_experiment_by_name(options.project)
+        experiment = found.experiment_id if found else self.client.create_experiment(options.project)
+        self.run_id = self.client.create_run(experiment, run_name=run_name(spec)[:250]).info.run_id
+        for key, value in flat_config(spec).items():
+            self.client.log_param(self.run_id, key, str(value)[:LONGEST_PARAM])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Figures of a step."""
+        now = int(time.time() * 1000)
+        for name, value in values.items():
+            self.client.log_metric(self.run_id, _plain(name), value, timestamp=now, step=step)
+
+    def finish(self, record: RunRecord, summary: Mapping[str, float], files: Iterable[Path]) -> list[str]:
+        """Summary, status and files."""
+        self.log(0, {f"summary/{name}": value for name, value in summary.items()})
+        self.client.set_tag(self.run_id, "distexp.status", record.status)
+        for path in files:
+            self.client.log_artifact(self.run_id, str(path))
+        self.client.set_terminated(self.run_id, "FINISHED" if record.status == "completed" else "FAILED")
+        return [f"mlflow ui --backend-store-uri {self.uri}"]
+
+
+def _plain(name: str) -> str:
+    """MLflow's names have no per cent sign."""
+    return name.replace("%", "pct")
