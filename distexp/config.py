@@ -59,6 +59,7 @@ class DatasetConfig:
     train_size: int | None = None  # the first so many examples; null: all
     eval_size: int | None = None
     max_length: int | None = None  # tokens
+    answer_tokens: int = 32  # most tokens of a generated answer, see train.score_answers
     padding: str = "max_length"  # max_length: every batch has one shape; longest: as short as a batch allows
     image_size: int | None = None  # pixels
     num_classes: int | None = None
@@ -144,6 +145,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     compile: bool = False
     save_model: bool = False  # the trained model in the Hugging Face layout, in the run's folder model/
+    score_answers: bool = False  # after the last epoch, generate answers and score them by SQuAD's exact match and F1
 
 
 @dataclass

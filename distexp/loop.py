@@ -11,7 +11,7 @@ from distexp.data.shards import ShardedLoader, Step
 from distexp.distributed import sum_over_ranks
 from distexp.measure.clock import synchronize
 from distexp.measure.journal import Evaluation, Journal, Plan
-from distexp.models.objective import correct_count, loss_sum
+from distexp.models.objective import evaluation_sums
 from distexp.strategies.base import Engine
 
 
@@ -47,23 +47,22 @@ def train_step(engine: Engine, data: Step) -> torch.Tensor:
 
 
 def evaluate(engine: Engine, data: ShardedLoader, journal: Journal) -> Evaluation:
-    """Mean loss and accuracy over the whole set, each sample counted once for any number of ranks."""
+    """Mean loss and accuracies over the whole set, each sample counted once for any number of ranks."""
     engine.eval()
     synchronize(data.device)
     started = time.perf_counter()
-    # loss, hits, targets: sums over this rank's share
-    totals = torch.zeros(3, dtype=torch.float64, device=data.device)
-    task = data.task
+    totals = torch.zeros(4, dtype=torch.float64, device=data.device)
     for step in data.epoch(0):
         journal.heartbeat.beat()
         for batch in step.micro_batches:
-            outputs = engine.forward(batch)
-            totals[0] += loss_sum(task, outputs, batch)
-            totals[1] += correct_count(outputs, batch)
-            totals[2] += batch.targets
-    loss, hits, targets = sum_over_ranks(totals).tolist()
-    accuracy = hits / targets if task == "image_classification" else None
-    return Evaluation(loss / targets, accuracy, len(data.samples), time.perf_counter() - started)
+            totals += evaluation_sums(data.task, engine.forward(batch), batch)
+    loss, targets, first, among_five = sum_over_ranks(totals).tolist()
+    return Evaluation(
+        loss=loss / targets,
+        accuracies=(first / targets, among_five / targets) if data.task == "image_classification" else None,
+        samples=len(data.samples),
+        seconds=time.perf_counter() - started,
+    )
 
 
 def timed(steps: Iterator[Step], journal: Journal) -> Iterator[Step]:

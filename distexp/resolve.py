@@ -68,6 +68,7 @@ AT_LEAST: dict[str, float] = {
     "dataset.train_size": 1,
     "dataset.eval_size": 1,
     "dataset.max_length": 2,
+    "dataset.answer_tokens": 1,
     "dataset.image_size": 1,
     "dataset.num_workers": 0,
 }
@@ -228,6 +229,11 @@ def _task_faults(config: Config) -> Iterator[str]:
         yield (
             f"dataset={dataset.name} is for {dataset.task}, model={model.name} does {model.task}: "
             f"choose dataset={fitting}"
+        )
+    if config.train.score_answers and "answer_tokens" not in dataset.keys:
+        yield (
+            f"train.score_answers=true scores answers against references, and dataset={dataset.name} has none: "
+            "choose dataset=squad or squad_sample, or leave it out"
         )
 
 

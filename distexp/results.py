@@ -17,6 +17,7 @@ from typing import Any
 SCHEMA_VERSION = 1
 RECORD = "record.json"
 SPEC = "spec.json"
+PREDICTIONS = "predictions.json"
 
 STATUSES = ("completed", "oom_gpu", "oom_host", "failed", "timeout", "killed", "preempted", "invalid")
 FAILURES = frozenset({"failed", "timeout", "killed"})
@@ -106,10 +107,11 @@ class Metrics:
     data_wait_s: float | None = None  # rank 0 waiting for its loader, all steps
     tflops_per_device: float | None = None
     mfu: float | None = None
-    exact_match: float | None = None
-    f1: float | None = None
-    train_accuracies: list[float] = field(default_factory=list)
+    exact_match: float | None = None  # percent, as SQuAD's script gives it; train.score_answers
+    f1: float | None = None  # likewise
+    train_accuracies: list[float] = field(default_factory=list)  # from 0 to 1, per epoch
     eval_accuracies: list[float] = field(default_factory=list)
+    eval_top5_accuracies: list[float] = field(default_factory=list)  # of fewer than five classes: all of them
     energy_j_per_sample: float | None = None
 
 

@@ -80,13 +80,14 @@ class Live:
     def _event(self, event: dict[str, Any]) -> None:
         if "eval_loss" in event:
             accuracy = event["eval_accuracy"]
-            more = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+            more = "" if accuracy is None else f", accuracy {accuracy:.1%}, top-5 {event['eval_top5_accuracy']:.1%}"
             self._print(
                 f"epoch {event['epoch']}: train loss {_loss(event['train_loss'])}, "
                 f"eval loss {_loss(event['eval_loss'])}{more}"
             )
-            return
-        if self.progress is not None and self.task is not None:
+        elif "exact_match" in event:
+            self._print(f"answers: {_answers(event['exact_match'], event['f1'])}")
+        elif "phase" in event and self.progress is not None and self.task is not None:
             self.progress.update(self.task, description=event["phase"], total=self.total)
 
     def _step(self, metrics: dict[str, Any]) -> None:
@@ -209,6 +210,10 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "eval loss", " -> ".join(map(_loss, metrics.eval_losses))
     if metrics.eval_accuracies:
         yield "eval accuracy", " -> ".join(f"{value:.1%}" for value in metrics.eval_accuracies)
+    if metrics.eval_top5_accuracies:
+        yield "eval top-5", " -> ".join(f"{value:.1%}" for value in metrics.eval_top5_accuracies)
+    if metrics.exact_match is not None and metrics.f1 is not None:
+        yield "answers", _answers(metrics.exact_match, metrics.f1)
     if metrics.train_samples_per_second is not None:
         yield "throughput", f"{metrics.train_samples_per_second:,.1f} samples/s"
     elif built is not None:
@@ -242,6 +247,10 @@ def _interconnect(preflight: dict[str, Any]) -> str:
 
 def _mib(value: float | None) -> str:
     return "unknown" if value is None else f"{value:,.0f} MiB"
+
+
+def _answers(exact_match: float, f1: float) -> str:
+    return f"exact match {exact_match:.1f}%, F1 {f1:.1f}%"
 
 
 def _loss(value: float | None) -> str:

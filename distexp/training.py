@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distexp.answers import check_answerable, score_answers
 from distexp.config import Config
 from distexp.data.base import TaskData
 from distexp.data.shards import ShardedLoader, Share
+from distexp.data.tokenization import Tokenizer
 from distexp.distributed import gather_to_all, head_address, join
 from distexp.hardware import cpu_count
 from distexp.loop import fit
@@ -36,7 +38,7 @@ from distexp.models.export import check_exportable, save_model
 from distexp.models.transforms import transform
 from distexp.preflight.run import run_preflight
 from distexp.resolve import load_strategy
-from distexp.results import Built, Environment, RunRecord
+from distexp.results import PREDICTIONS, Built, Environment, RunRecord, write_json
 from distexp.spec import RunSpec
 from distexp.strategies.base import Context, Engine
 from distexp.targets import locate
@@ -97,7 +99,28 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     watched = gather_to_all(journal.allocator.summary())
     record.memory["torch"] = [entry for entry in watched if entry is not None]
     add_arithmetic(record, training_flops(config, data), context.world_size)
+    if config.train.score_answers:
+        add_answers(record, engine, evaluation, data.tokenizer, journal=journal, context=context)
     return record
+
+
+def add_answers(
+    record: RunRecord,
+    engine: Engine,
+    evaluation: ShardedLoader,
+    tokenizer: Tokenizer,
+    *,
+    journal: Journal,
+    context: Context,
+) -> None:
+    """Exact match and F1, after all that is timed; the answers go to a file that SQuAD's own script reads."""
+    journal.events.enter("eval")
+    most_tokens = record.config["dataset"]["answer_tokens"]
+    found, answers = score_answers(engine, evaluation, tokenizer, most_tokens, journal.heartbeat.beat)
+    record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
+    journal.events.tell(exact_match=found.exact_match, f1=found.f1)
+    if context.rank == 0:
+        write_json(context.run_dir / PREDICTIONS, answers)
 
 
 def add_arithmetic(record: RunRecord, flops_per_sample: float | None, world_size: int) -> None:
@@ -120,6 +143,8 @@ def seed_everything(seed: int) -> None:
 def load_data(config: Config, context: Context) -> TaskData:
     """Reads the data set; one rank a node prepares what is cached, and tells what there is to tell."""
     data: TaskData = locate(config.dataset._target_)(config.dataset, config.model, config.train.seed)
+    if config.train.score_answers:
+        check_answerable(data)
     if context.rank == 0:
         for note in data.notes:
             print(f"note: {note}", flush=True)

@@ -47,7 +47,7 @@ class Evaluation:
     """An evaluation over the whole set, all ranks together."""
 
     loss: float
-    accuracy: float | None
+    accuracies: tuple[float, float] | None  # top-1 and top-5, from 0 to 1; None for text
     samples: int
     seconds: float
 
@@ -110,15 +110,18 @@ class Journal:
         metrics.eval_loss = evaluation.loss
         metrics.eval_runtime = evaluation.seconds
         metrics.eval_samples_per_second = evaluation.samples / evaluation.seconds
-        if evaluation.accuracy is not None:
+        accuracy, top5_accuracy = evaluation.accuracies or (None, None)
+        if accuracy is not None and top5_accuracy is not None:
             epoch_accuracies = self.accuracies[self._epoch_starts_at :]
             metrics.train_accuracies.append(sum(epoch_accuracies) / len(epoch_accuracies))
-            metrics.eval_accuracies.append(evaluation.accuracy)
+            metrics.eval_accuracies.append(accuracy)
+            metrics.eval_top5_accuracies.append(top5_accuracy)
         self.events.tell(
             epoch=len(metrics.eval_losses),
             train_loss=metrics.train_losses[-1],
             eval_loss=evaluation.loss,
-            eval_accuracy=evaluation.accuracy,
+            eval_accuracy=accuracy,
+            eval_top5_accuracy=top5_accuracy,
         )
 
     def finish(self) -> Metrics:

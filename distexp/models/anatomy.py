@@ -47,6 +47,21 @@ def tied(model: nn.Module) -> bool:
     return len(weights) == 2 and weights[0] is weights[1]
 
 
+def most_positions(model: nn.Module) -> int | None:
+    """Tokens of the longest sequence that a language model takes; None where nothing limits it, as with ALiBi.
+
+    Args:
+        model: our GPT or one of transformers, also inside a wrapper that calls it ``module``.
+    """
+    bare = getattr(model, "module", model)
+    positions = getattr(bare, "positions", None)
+    if isinstance(positions, nn.Embedding):
+        return positions.num_embeddings
+    settings = getattr(bare, "config", None)
+    known = getattr(settings.get_text_config(), "max_position_embeddings", None) if settings is not None else None
+    return None if known is None else int(known)
+
+
 def forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """Floating point operations of one forward pass, a multiplication and an addition counted apart.
 

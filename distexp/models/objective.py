@@ -27,13 +27,30 @@ def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
 
 
-def correct_count(outputs: Any, batch: Batch) -> Tensor:
-    """How many of the ``batch.targets`` labels that count are the model's first choice; a scalar integer."""
+def correct_count(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
+    """How many of the ``batch.targets`` labels that count are among the model's first choices; a scalar integer.
+
+    Of fewer classes than ``choices`` all are chosen.
+    """
     task = "causal_lm" if batch.labels.dim() == 2 else "image_classification"
     logits, labels = _aligned(task, outputs, batch)
     with torch.no_grad():
+        chosen = logits.topk(min(choices, logits.shape[-1]), dim=-1).indices
         # No class is IGNORE, so a label that does not count is never a hit.
-        return (logits.argmax(dim=-1) == labels).sum()
+        return (chosen == labels[:, None]).sum()
+
+
+def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
+    """Loss, labels that count, and those among the first choice and the first five, summed; shape (4,), float64.
+
+    Text has no accuracy (0), see ``shares``.
+    """
+    loss = loss_sum(task, outputs, batch)
+    sums = torch.zeros(4, dtype=torch.float64, device=loss.device)
+    sums[0], sums[1] = loss.detach(), batch.targets
+    if task == "image_classification":
+        sums[2], sums[3] = (correct_count(outputs, batch, choices=choices) for choices in (1, 5))
+    return sums
 
 
 def shares(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tensor) -> Tensor:
@@ -46,9 +63,15 @@ def shares(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tens
     return torch.stack([loss.detach(), hits.detach() / normalizer])
 
 
+def logits_of(outputs: Any) -> Tensor:
+    """A model's logits, by themselves or beside other outputs."""
+    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
+    return logits
+
+
 def _aligned(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits of shape (labels, classes), and the labels that they predict."""
-    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
+    logits = logits_of(outputs)
     if task == "causal_lm":
         return logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten()
     if task == "image_classification":

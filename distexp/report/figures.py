@@ -81,6 +81,7 @@ SHOWN = (
     Figure("train_loss", _metric("train_loss"), "train\nloss", "{:.4f}", importance=60),
     Figure("eval_loss", _metric("eval_loss"), "eval\nloss", "{:.4f}", importance=85),
     Figure("eval_accuracy_pct", _last_percent("eval_accuracies"), "accu-\nracy %", importance=55),
+    Figure("eval_top5_accuracy_pct", _last_percent("eval_top5_accuracies"), "top-5\naccu. %", importance=53),
     Figure("exact_match_pct", _metric("exact_match"), "EM %", importance=50),
     Figure("f1_pct", _metric("f1"), "F1 %", importance=52),
     Figure(SPEED, _metric(SPEED), "samples/s", importance=95),

@@ -12,7 +12,7 @@ from torch.nn import functional
 from distexp.data.base import IGNORE, Batch
 from distexp.data.images import collate_images
 from distexp.data.text import TextCollate
-from distexp.models.objective import correct_count, loss_sum
+from distexp.models.objective import correct_count, evaluation_sums, loss_sum
 
 VOCABULARY = 13
 
@@ -63,6 +63,22 @@ def test_image_loss_is_torchs_own() -> None:
     assert batch.targets == batch.samples == 3
     assert loss_sum("image_classification", logits, batch).equal(expected)
     assert int(correct_count(functional.one_hot(torch.tensor([2, 1, 0, 3]), 8).float(), batch)) == 2
+
+
+def test_the_first_choices_are_counted() -> None:
+    batch = image_batch()  # labels 2, none, 0 and 7
+    ranks = torch.tensor([[5, 4, 3, 2, 1, 0, -1, -2], [0] * 8, [-9, 8, 7, 6, 5, 4, 3, 2], [7, 6, 5, 4, 3, 2, 1, 9]])
+    counts = [int(correct_count(ranks.float(), batch, choices=choices)) for choices in (1, 3, 5, 8, 100)]
+    assert counts == [1, 2, 2, 3, 3]
+    loss, targets, first, among_five = evaluation_sums("image_classification", ranks.float(), batch).tolist()
+    assert loss == pytest.approx(float(loss_sum("image_classification", ranks.float(), batch)))
+    assert (targets, first, among_five) == (3, 1, 2)
+
+
+def test_text_is_evaluated_without_accuracy() -> None:
+    batch, logits = text_batch(), logits_for(3, 10, VOCABULARY)
+    sums = evaluation_sums("causal_lm", logits, batch).tolist()
+    assert sums == [pytest.approx(float(loss_sum("causal_lm", logits, batch))), 11, 0, 0]
 
 
 def test_the_mean_over_parts_is_that_of_the_whole() -> None:

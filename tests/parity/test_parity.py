@@ -1,8 +1,8 @@
 """Every way of distributing is the same training: loss and gradient norm of each step against ``single``.
 
-The reference runs on one worker; the others on 2, 3 and 4, on the same global batch of 24 samples with
+The reference runs on one worker; the others on 2, 3, 4 and 6, on the same global batch of 24 samples with
 answers of unequal length, accumulation, clipping, warm-up, and a last step of each epoch that no number
-of workers divides.
+of workers divides. Evaluation, whose sets no number of workers divides either, gives the same numbers too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_spec, torchrun
+from evaluated import ANSWERS, EXACT_MATCH, F1, IMAGES, LEARNT, SWAPPED, evaluated, write_questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distexp.data import squad_sample
@@ -40,9 +41,11 @@ BATCH = {  # workers: micro-batch and accumulation, 24 samples together
     2: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=3"),
     3: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=2"),
     4: ("train.micro_batch_size=3", "train.gradient_accumulation_steps=2"),
+    6: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=1"),
 }
 SHARDINGS = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard")
-CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
+HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
+CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest library that its workers import
     ("torch", 2): {
         "ddp": ("strategy=ddp",),
         "ddp_checkpointed": ("strategy=ddp", "train.activation_checkpointing=true"),
@@ -63,7 +66,6 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
             for offload in ("false", "true")
         },
     },
-    ("torch", 3): {"ddp_3": ("strategy=ddp",), "full_shard_3": ("sharding=full_shard",)},
     ("torch", 4): {
         "hybrid_2x2": ("sharding=hybrid_shard", "fsdp.replicas=2"),
         "hybrid_2x2_offload": ("sharding=hybrid_shard", "fsdp.replicas=2", "offload=true"),
@@ -85,13 +87,28 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
         "bf16_zero2": ("zero_stage=2", "precision=bf16"),
         "bf16_zero3": ("zero_stage=3", "precision=bf16"),
     },
-    ("deepspeed", 3): {"zero2_3": ("zero_stage=2",), "zero3_3": ("zero_stage=3",)},
+    ("deepspeed", 3): {
+        "ddp_3": ("strategy=ddp",),
+        "full_shard_3": ("sharding=full_shard",),
+        "zero2_3": ("zero_stage=2",),
+        "zero3_3": ("zero_stage=3",),
+    },
+    ("deepspeed", 6): {"hybrid_3x2": HYBRID_3X2, "zero3_6": ("zero_stage=3",)},
+}
+EVALUATED = {
+    ("deepspeed", 3): evaluated(
+        ddp_3=("strategy=ddp",), full_shard_3=("sharding=full_shard",), zero3_3=("zero_stage=3",)
+    ),
+    ("deepspeed", 6): evaluated(ddp_6=("strategy=ddp",), hybrid_3x2=HYBRID_3X2, zero3_6=("zero_stage=3",)),
 }
 REFERENCES = {
     "bloom": (),
     "gpt": ("model=gpt_tiny",),
     "sgd": ("train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
     "bf16": ("precision=bf16",),
+    "answers": ANSWERS,
+    "answers_swapped": SWAPPED,
+    "images": IMAGES,
 }
 NAMES = [(library, workers, name) for (library, workers), cells in CELLS.items() for name in cells]
 
@@ -99,8 +116,11 @@ Runs = Callable[[str, int], Path]
 
 
 def run_cells(folder: Path, workers: int, cells: dict[str, tuple[str, ...]]) -> Path:
+    write_questions(folder / "questions")
     for name, overrides in cells.items():
-        spec = make_spec(f"cluster.workers_per_node={workers}", *BATCH[workers], *COMMON, *overrides)
+        words = (*BATCH[workers], *COMMON, *overrides)
+        located = [text.replace("QUESTIONS", str(folder / "questions")) for text in words]
+        spec = make_spec(f"cluster.workers_per_node={workers}", *located)
         (folder / name).mkdir(parents=True)
         spec.write(folder / name)
     torchrun(workers, Path(__file__).with_name("many_runs.py"), str(folder))
@@ -121,7 +141,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         key = library, workers
         if key not in done:
             done[key] = tmp_path_factory.mktemp("cells") / library
-            run_cells(done[key], workers, CELLS[key])
+            run_cells(done[key], workers, CELLS[key] | EVALUATED.get(key, {}))
         return done[key]
 
     return run
@@ -177,6 +197,42 @@ def test_a_saved_model_has_the_loss_that_was_recorded(references: Path) -> None:
 
 def saved_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("library", "workers", "name"),
+    [(*key, name) for key, cells in EVALUATED.items() for name in cells],
+    ids=[name for cells in EVALUATED.values() for name in cells],
+)
+def test_each_example_is_evaluated_once(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
+    folder = runs(library, workers) / name
+    kind = name.partition("_")[0]
+    single, metrics = (RunRecord.read(at / "record.json").metrics for at in (references / kind, folder))
+    if kind == "answers":
+        assert metrics.exact_match == pytest.approx(single.exact_match)
+        assert metrics.f1 == pytest.approx(single.f1)
+        assert json.loads((folder / "predictions.json").read_text()) == LEARNT
+    else:
+        assert metrics.eval_losses == pytest.approx(single.eval_losses, rel=1e-5)
+        assert metrics.eval_accuracies == pytest.approx(single.eval_accuracies)
+        assert metrics.eval_top5_accuracies == pytest.approx(single.eval_top5_accuracies)
+
+
+def test_the_reference_scores_what_was_reckoned_by_hand(references: Path) -> None:
+    answers, swapped, images = (
+        RunRecord.read(references / name / "record.json").metrics for name in ("answers", "answers_swapped", "images")
+    )
+    assert json.loads((references / "answers" / "predictions.json").read_text()) == LEARNT
+    assert (answers.exact_match, answers.f1) == (pytest.approx(EXACT_MATCH), pytest.approx(F1))
+    assert (swapped.exact_match, swapped.f1) == (0, 0)
+    assert len(images.eval_accuracies) == len(images.eval_top5_accuracies) > 1
+    for first, among_five in zip(images.eval_accuracies, images.eval_top5_accuracies, strict=True):
+        assert 0 < first < among_five
+        assert (31 * first, 31 * among_five) == (
+            pytest.approx(round(31 * first)),
+            pytest.approx(round(31 * among_five)),
+        )
+    assert answers.eval_accuracies == answers.eval_top5_accuracies == []
 
 
 def test_the_reference_exercises_what_it_claims(references: Path) -> None:

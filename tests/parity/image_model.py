@@ -1,0 +1,42 @@
+"""An image model without batch normalisation, whose statistics would differ with each rank's share."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from distexp.config import ModelConfig
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """A hidden layer added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = hidden + self.inner(hidden)
+        return output
+
+
+class ImageMLP(nn.Module):
+    """``images`` (samples, 3, 32, 32) to logits (samples, classes)."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3 * 8 * 8, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.stem(nn.functional.avg_pool2d(images, 4).flatten(1))
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def build(model: ModelConfig, num_classes: int) -> nn.Module:
+    return ImageMLP(num_classes)
