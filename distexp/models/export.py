@@ -51,6 +51,9 @@ def save_model(
             state[name] = tensor.detach().cpu()
     if rank != 0:
         return
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a bar in a log is a thousand lines
     with torch.device("meta"):
         model: Any = build()
     if isinstance(model, Exportable):
