@@ -78,6 +78,14 @@ class StrategyConfig:
 
 
 @dataclass
+class EngineConfig:
+    """Whose training loop runs."""
+
+    _target_: str = "distexp.engines.native.Native"  # class of the TrainingEngine protocol
+    name: str = "native"
+
+
+@dataclass
 class DDPConfig:
     bucket_cap_mb: float = 25.0
     static_graph: bool = False
@@ -208,6 +216,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     ddp: DDPConfig = field(default_factory=DDPConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)

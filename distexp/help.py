@@ -8,6 +8,7 @@ GROUPS = (
     ("model", "what is trained"),
     ("dataset", "what it is trained on"),
     ("strategy", "how the training is distributed"),
+    ("engine", "whose training loop runs"),
     ("sharding", "what FSDP shards (implies strategy=fsdp)"),
     ("zero_stage", "what DeepSpeed partitions (implies strategy=deepspeed)"),
     ("offload", "states on the CPU"),

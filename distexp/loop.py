@@ -12,7 +12,7 @@ from distexp.distributed import sum_over_ranks
 from distexp.measure.clock import synchronize
 from distexp.measure.journal import Evaluation, Journal, Plan
 from distexp.models.objective import evaluation_sums
-from distexp.strategies.base import Engine
+from distexp.strategies.base import Engine, Wrapped
 
 
 def fit(engine: Engine, training: ShardedLoader, evaluation: ShardedLoader, plan: Plan, journal: Journal) -> None:
@@ -46,7 +46,7 @@ def train_step(engine: Engine, data: Step) -> torch.Tensor:
     return torch.stack(shares).sum(dim=0)
 
 
-def evaluate(engine: Engine, data: ShardedLoader, journal: Journal) -> Evaluation:
+def evaluate(engine: Wrapped, data: ShardedLoader, journal: Journal) -> Evaluation:
     """Mean loss and accuracies over the whole set, each sample counted once for any number of ranks."""
     engine.eval()
     synchronize(data.device)

@@ -50,7 +50,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
     first = gradients[0]
     if isinstance(first, DTensor):
         squared = norm.square()
-        dist.all_reduce(squared, group=first.device_mesh.get_group("shard"))
+        for axis, placement in enumerate(first.placements):
+            if placement.is_shard():
+                dist.all_reduce(squared, group=first.device_mesh.get_group(axis))
         norm = squared.sqrt()
     if limit is not None:
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
+from distexp.engines.base import TrainingEngine
 from distexp.hardware import cpu_count, visible_gpus
 from distexp.keys import model_faults, reads_source, source, source_key, unused_keys
 from distexp.spec import typed_config
@@ -88,6 +89,12 @@ def load_strategy(config: Config) -> Strategy:
     return strategy
 
 
+def load_engine(config: Config) -> TrainingEngine:
+    """The chosen engine."""
+    engine: TrainingEngine = locate(config.engine._target_)()
+    return engine
+
+
 def resolve(composed: DictConfig, choices: Choices) -> Config:
     """Types a composed configuration, fills in what was left open, and judges all of it at once.
 
@@ -113,7 +120,7 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     strategy = load_strategy(config)
     faults += _decide_placement(config)
     strategy.complete(config)
-    faults += [*_judge_together(config), *strategy.validate(config)]
+    faults += [*_judge_together(config), *strategy.validate(config), *load_engine(config).validate(config)]
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
     return config
@@ -147,7 +154,7 @@ def _bad_values(config: Config) -> Iterator[str]:
 
 
 def _bad_targets(config: Config) -> Iterator[str]:
-    targets = [section._target_ for section in (config.model, config.dataset, config.strategy)]
+    targets = [section._target_ for section in (config.model, config.dataset, config.strategy, config.engine)]
     for target in [*targets, *filter(None, [config.tracker._target_])]:
         fault = check_target(target, config.trusted_packages)
         if fault:

@@ -80,6 +80,7 @@ class Environment:
     nccl: str | None = None
     transformers: str | None = None
     deepspeed: str | None = None
+    accelerate: str | None = None
     gpu_name: str | None = None
     gpu_total_mib: float | None = None
     cpu_count: int | None = None

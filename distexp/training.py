@@ -5,19 +5,16 @@ from __future__ import annotations
 import gc
 import logging
 import platform
-import random
 import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,8 +25,8 @@ from distexp.data.base import TaskData
 from distexp.data.shards import ShardedLoader, Share
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed import gather_to_all, head_address, join
+from distexp.engines.base import Work
 from distexp.hardware import cpu_count
-from distexp.loop import fit
 from distexp.measure.events import Events
 from distexp.measure.flops import peak_tflops, training_flops
 from distexp.measure.journal import Journal, Plan
@@ -37,10 +34,11 @@ from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
 from distexp.models.transforms import transform
 from distexp.preflight.run import run_preflight
-from distexp.resolve import load_strategy
-from distexp.results import PREDICTIONS, Built, Environment, RunRecord, write_json
+from distexp.resolve import load_engine
+from distexp.results import PREDICTIONS, Environment, RunRecord, write_json
+from distexp.seeding import seed_everything
 from distexp.spec import RunSpec
-from distexp.strategies.base import Context, Engine
+from distexp.strategies.base import Context, Wrapped
 from distexp.targets import locate
 
 
@@ -77,14 +75,12 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     config = spec.config
     seed_everything(config.train.seed)
     data = load_data(config, context)
-    engine = build_engine(config, data, context)
-    built = engine.describe()
-    built.tokenizer = data.tokenizer_name
-    check_built(built, load_strategy(config).expects(config))
     training, evaluation = loaders(config, data, context)
     plan = Plan(config.train, training.steps)
     journal = Journal(plan, context, events)
-    fit(engine, training, evaluation, plan, journal)
+    work = Work(training, evaluation, plan, journal)
+    engine, built = load_engine(config).train(build_model(config, data, context), config, context, work)
+    built.tokenizer = data.tokenizer_name
     if config.train.save_model:
         events.enter("save")
         save_model(engine.weights(), builder(config, data), data, context.run_dir, context.rank)
@@ -106,7 +102,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
 
 def add_answers(
     record: RunRecord,
-    engine: Engine,
+    engine: Wrapped,
     evaluation: ShardedLoader,
     tokenizer: Tokenizer,
     *,
@@ -133,13 +129,6 @@ def add_arithmetic(record: RunRecord, flops_per_sample: float | None, world_size
     metrics.mfu = metrics.tflops_per_device / peak if peak else None
 
 
-def seed_everything(seed: int) -> None:
-    """Seeds every source of chance; the same on all ranks where they build and read the same."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def load_data(config: Config, context: Context) -> TaskData:
     """Reads the data set; one rank a node prepares what is cached, and tells what there is to tell."""
     data: TaskData = locate(config.dataset._target_)(config.dataset, config.model, config.train.seed)
@@ -156,27 +145,13 @@ def builder(config: Config, data: TaskData) -> Callable[[], nn.Module]:
     return partial(locate(config.model._target_), config.model, data.num_classes)
 
 
-def build_engine(config: Config, data: TaskData, context: Context) -> Engine:
-    """The model, distributed as the strategy says."""
+def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
+    """The model, not distributed yet and taking no memory."""
     blueprint = Blueprint(builder(config, data), context, alone=not config.fsdp.sync_module_states)
     if config.train.save_model:
         check_exportable(blueprint.model)
     transform(blueprint.model, config)
-    engine = load_strategy(config).setup(blueprint, config, context)
-    # From here on chance is each rank's own: two ranks that drop the same units would learn less.
-    seed_everything(config.train.seed + context.rank)
-    return engine
-
-
-def check_built(built: Built, expected: Mapping[str, Any]) -> None:
-    """Stops a run that would measure something else than it was asked to."""
-    wrong = [
-        f"{name} is {getattr(built, name)!r}, not {value!r}"
-        for name, value in expected.items()
-        if getattr(built, name) != value
-    ]
-    if wrong:
-        raise RuntimeError("what was built is not what was asked for: " + "; ".join(wrong))
+    return blueprint
 
 
 def loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
@@ -212,6 +187,7 @@ def environment(device: torch.device) -> Environment:
         nccl=_nccl_version() if on_gpu else None,
         transformers=_version("transformers"),
         deepspeed=_version("deepspeed"),
+        accelerate=_version("accelerate"),
         gpu_name=gpu.name if gpu else None,
         gpu_total_mib=gpu.total_memory / 2**20 if gpu else None,
         cpu_count=cpu_count(),

@@ -31,10 +31,11 @@ def test_the_launcher_layer_never_imports_torch(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_judging_every_strategy_never_imports_torch() -> None:
+def test_judging_every_engine_and_strategy_never_imports_torch() -> None:
     program = (
         "import sys; sys.path.insert(0, 'tests'); from conftest import resolve_cell\n"
-        "for s in ('single', 'ddp', 'fsdp', 'deepspeed'): resolve_cell(f'strategy={s}')\n"
+        "for e in ('native', 'hf_trainer'):\n"
+        "    for s in ('single', 'ddp', 'fsdp', 'deepspeed'): resolve_cell(f'engine={e}', f'strategy={s}')\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY)

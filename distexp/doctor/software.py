@@ -15,7 +15,7 @@ from distexp.doctor.finding import Answer, Finding, ask, missing, ok, warning
 from distexp.paths import conf_dir
 
 IMPORT_TIMEOUT_S = 180.0  # a cold network file system is slow
-LIBRARIES = ("torchvision", "transformers", "datasets", "deepspeed")
+LIBRARIES = ("torchvision", "transformers", "accelerate", "datasets", "deepspeed")
 REINSTALL = "pip install --force-reinstall"
 
 

@@ -41,21 +41,12 @@ class Context:
         return self.rank // self.workers_per_node
 
 
-class Engine(Protocol):
-    """A model that trains, whatever is behind it."""
+class Wrapped(Protocol):
+    """A model as it is distributed: it can be run, and says what it is."""
 
-    model: nn.Module
-
-    def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
-        """Adds a micro-batch's gradients.
-
-        ``normalizer`` counts the targets of the whole global step, over all ranks and micro-batches,
-        so that unequal lengths weigh as they do on one worker. Returns this rank's shares of the step's
-        mean loss and accuracy, shape (2,), detached: they add up over micro-batches and ranks.
-        """
-
-    def step(self, learning_rate: float) -> Tensor:
-        """Clips, updates the weights and clears the gradients; the global gradient norm before clipping."""
+    @property
+    def model(self) -> nn.Module:
+        """As it is called."""
 
     def forward(self, batch: Batch) -> Any:
         """The model's outputs, without gradients, in the precision of the training."""
@@ -74,6 +65,21 @@ class Engine(Protocol):
 
     def describe(self) -> Built:
         """What was really built, read off the live objects."""
+
+
+class Engine(Wrapped, Protocol):
+    """A model that trains, whatever is behind it."""
+
+    def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
+        """Adds a micro-batch's gradients.
+
+        ``normalizer`` counts the targets of the whole global step, over all ranks and micro-batches,
+        so that unequal lengths weigh as they do on one worker. Returns this rank's shares of the step's
+        mean loss and accuracy, shape (2,), detached: they add up over micro-batches and ranks.
+        """
+
+    def step(self, learning_rate: float) -> Tensor:
+        """Clips, updates the weights and clears the gradients; the global gradient norm before clipping."""
 
 
 class Strategy(Protocol):

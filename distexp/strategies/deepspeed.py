@@ -83,15 +83,7 @@ class DeepSpeed:
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
         """Hands the model and our optimizer to DeepSpeed; writes the effective ds_config.json."""
-        settings = effective_config(config, context.world_size)
-        sizes = [parameter.numel() for parameter in blueprint.model.parameters()]
-        fitted = fit_buckets(settings, sum(sizes), max(sizes))
-        if context.rank == 0:
-            write_json(context.run_dir / "ds_config.json", settings)
-            if fitted:
-                told = ", ".join(f"{key}={value}" for key, value in fitted.items())
-                print(f"note: DeepSpeed's buckets fitted to {sum(sizes):,} parameters: {told}", flush=True)
-        return DeepSpeedEngine(blueprint, config, context, settings)
+        return DeepSpeedEngine(blueprint, config, context, settings_for(blueprint, config, context))
 
 
 class DeepSpeedEngine:
@@ -102,30 +94,15 @@ class DeepSpeedEngine:
 
         self.config, self.context = config, context
         self.task, self.world_size = config.model.task, context.world_size
-        deepspeed.init_distributed(dist_init_required=False)  # over the process group that stands
-        _materialise(blueprint, config, settings)
+        materialise(blueprint, config, settings)
         self.model, *_ = deepspeed.initialize(
             model=blueprint.model,
-            optimizer=_optimizer(blueprint.model, config, context),
+            optimizer=optimizer_for(blueprint.model, config, context),
             config=settings,
             dist_init_required=False,
         )
-        if _in_16_bits(config):
-            self._restore_masters(blueprint)
-
-    def _restore_masters(self, blueprint: Blueprint) -> None:
-        """Gives the fp32 masters the weights as they were before they were rounded to 16 bits.
-
-        DeepSpeed takes them from the rounded ones: each then stands in the middle of a 16-bit step, and a first
-        update of less than half a step moves none of them. The loss stayed up to 6 % behind for that.
-        """
-        import torch
-        from deepspeed.utils import safe_set_full_fp32_param
-
-        for name, parameter in self.model.module.named_parameters():
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            value = blueprint.value(name, torch.empty(shape, dtype=torch.float32, device="meta"))
-            safe_set_full_fp32_param(parameter, value)
+        if in_16_bits(config):
+            restore_masters(self.model, blueprint)
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Adds a micro-batch's gradients; DeepSpeed counts the micro-steps by its own step()."""
@@ -145,20 +122,11 @@ class DeepSpeedEngine:
 
         for group in self.model.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = self._unpartitioned_norm() if self._keeps_plain_gradients() else None
+        norm = unpartitioned_norm(self.model) if keeps_plain_gradients(self.config) else None
         self.model.step()
         if norm is None:
             norm = self.model.get_global_grad_norm()
         return torch.as_tensor(norm, device=self.context.device)
-
-    def _keeps_plain_gradients(self) -> bool:
-        """Stage 0 over fp32 weights leaves gradients in place and its clipping keeps no norm."""
-        return self.model.zero_optimization_stage() == 0 and not _in_16_bits(self.config)
-
-    def _unpartitioned_norm(self) -> Tensor:
-        from distexp.optim import clip_gradients
-
-        return clip_gradients(self.model.module.parameters(), limit=None)
 
     def forward(self, batch: Batch) -> Any:
         """The model's outputs in the precision of the training."""
@@ -177,61 +145,112 @@ class DeepSpeedEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, in fp32 where it is trained in it; a collective."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        partitioned = self.model.zero_optimization_stage() > 0
-        for name, parameter in self.model.module.named_parameters():
-            yield name, (safe_get_full_fp32_param(parameter) if partitioned else parameter).detach()
-        yield from self.model.module.named_buffers()
+        return whole_weights(self.model)
 
     def describe(self) -> Built:
         """Asked of the engine, its optimizer and where its tensors are."""
-        import torch.distributed as dist
-
-        from distexp.strategies.engine import dtype_name
-
-        engine = self.model
-        stage = engine.zero_optimization_stage()
-        parameters = list(engine.module.parameters())
-        world = dist.get_world_size(engine.seq_data_parallel_group)
-        return Built(
-            strategy="deepspeed",
-            engine="native",
-            wrapper=type(engine).__name__,
-            world_size=world,
-            mesh=[world, 1] if stage == 0 else [1, world],
-            sharded_units=sum(1 for p in parameters if hasattr(p, "ds_tensor")),
-            zero_stage=stage,
-            offload=_offloaded(engine, stage),
-            param_dtype=dtype_name(parameters[0].dtype),
-            compute_dtype=dtype_name(
-                engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else parameters[0].dtype
-            ),
-            optimizer=_names(engine.optimizer),
-            parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
-        )
+        return describe(self.model)
 
 
-def _in_16_bits(config: Config) -> bool:
+def settings_for(blueprint: Blueprint, config: Config, context: Context) -> dict[str, Any]:
+    """The effective ds_config of a model, which is also written to the run's folder."""
+    settings = effective_config(config, context.world_size)
+    sizes = [parameter.numel() for parameter in blueprint.model.parameters()]
+    fitted = fit_buckets(settings, sum(sizes), max(sizes))
+    if context.rank == 0:
+        write_json(context.run_dir / "ds_config.json", settings)
+        if fitted:
+            told = ", ".join(f"{key}={value}" for key, value in fitted.items())
+            print(f"note: DeepSpeed's buckets fitted to {sum(sizes):,} parameters: {told}", flush=True)
+    return settings
+
+
+def restore_masters(wrapped: Any, blueprint: Blueprint) -> None:
+    """Gives the fp32 masters the weights as they were before they were rounded to 16 bits.
+
+    DeepSpeed takes them from the rounded ones: each then stands in the middle of a 16-bit step, and a first
+    update of less than half a step moves none of them. The loss stayed up to 6 % behind for that.
+    """
+    import torch
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    for name, parameter in wrapped.module.named_parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        value = blueprint.value(name, torch.empty(shape, dtype=torch.float32, device="meta"))
+        safe_set_full_fp32_param(parameter, value)
+
+
+def keeps_plain_gradients(config: Config) -> bool:
+    """Stage 0 over fp32 weights leaves gradients in place and its clipping keeps no norm."""
+    return config.deepspeed.zero_stage == 0 and not in_16_bits(config)
+
+
+def unpartitioned_norm(wrapped: Any) -> Tensor:
+    """The norm of gradients that are in place."""
+    from distexp.optim import clip_gradients
+
+    return clip_gradients(wrapped.module.parameters(), limit=None)
+
+
+def whole_weights(wrapped: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer of a DeepSpeedEngine, as ``Wrapped.weights`` gives them."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    partitioned = wrapped.zero_optimization_stage() > 0
+    for name, parameter in wrapped.module.named_parameters():
+        yield name, (safe_get_full_fp32_param(parameter) if partitioned else parameter).detach()
+    yield from wrapped.module.named_buffers()
+
+
+def describe(wrapped: Any, *, engine: str = "native") -> Built:
+    """What a deepspeed.DeepSpeedEngine says of itself; ``engine`` is who made it."""
+    import torch.distributed as dist
+
+    from distexp.strategies.engine import dtype_name
+
+    stage = wrapped.zero_optimization_stage()
+    parameters = list(wrapped.module.parameters())
+    world = dist.get_world_size(wrapped.seq_data_parallel_group)
+    return Built(
+        strategy="deepspeed",
+        engine=engine,
+        wrapper=type(wrapped).__name__,
+        world_size=world,
+        mesh=[world, 1] if stage == 0 else [1, world],
+        sharded_units=sum(1 for p in parameters if hasattr(p, "ds_tensor")),
+        zero_stage=stage,
+        offload=_offloaded(wrapped, stage),
+        param_dtype=dtype_name(parameters[0].dtype),
+        compute_dtype=dtype_name(
+            wrapped.torch_autocast_dtype() if wrapped.torch_autocast_enabled() else parameters[0].dtype
+        ),
+        optimizer=_names(wrapped.optimizer),
+        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+    )
+
+
+def in_16_bits(config: Config) -> bool:
     """Whether DeepSpeed holds the weights in bf16 or fp16, with fp32 masters beside them."""
     return config.precision.name != "fp32" and not autocasts(config)
 
 
-def _materialise(blueprint: Blueprint, config: Config, settings: dict[str, Any]) -> None:
+def materialise(blueprint: Blueprint, config: Config, settings: dict[str, Any]) -> None:
     """Brings the model to life in the precision that DeepSpeed trains; at stage 3 each part is split at once."""
+    import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
 
     from distexp.strategies.engine import DTYPES
 
+    deepspeed.init_distributed(dist_init_required=False)  # over the process group that stands
     for module in reversed(list(blueprint.model.modules())):
         blueprint.materialise(module, recurse=False)
-        if _in_16_bits(config):
+        if in_16_bits(config):
             module.to(DTYPES[config.precision.name])
         if config.deepspeed.zero_stage == 3 and any(True for _ in module.parameters(recurse=False)):
             Init(module=module, config_dict_or_path=settings)
 
 
-def _optimizer(model: nn.Module, config: Config, context: Context) -> torch.optim.Optimizer:
+def optimizer_for(model: nn.Module, config: Config, context: Context) -> torch.optim.Optimizer:
     """The same AdamW or SGD as everywhere, or DeepSpeed's kernel of it where the states are on the CPU."""
     from distexp.optim import build_optimizer, parameter_groups
 

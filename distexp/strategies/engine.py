@@ -108,34 +108,51 @@ class TorchEngine:
         """Switches to evaluation."""
         self.model.eval()
 
-    @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, on this rank's device, one at a time; a collective."""
-        bare = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        for name, tensor in [*bare.named_parameters(), *bare.named_buffers()]:
-            # An offloaded shard is gathered where the others' shards arrive.
-            here = tensor.detach().to(self.device)
-            yield name, here.full_tensor() if isinstance(here, DTensor) else here
+        return whole_weights(self.model, self.device)
 
     def describe(self) -> Built:
         """What was really built."""
-        built = self.distribution()
-        parameters = list(self.model.parameters())
-        arithmetic = self.autocast.fast_dtype if self.autocast._enabled else parameters[0].dtype
-        return Built(
-            strategy=self.strategy,
-            engine="native",
-            wrapper=built.wrapper,
-            world_size=dist.get_world_size(),
-            mesh=built.mesh,
-            sharded_units=built.sharded_units,
-            zero_stage=None,
-            offload=built.offload,
-            param_dtype=dtype_name(parameters[0].dtype),
-            compute_dtype=dtype_name(built.compute_dtype or arithmetic),
-            optimizer=type(self.optimizer).__name__,
-            parameters=sum(p.numel() for p in parameters),
-        )
+        cast_to = self.autocast.fast_dtype if self.autocast._enabled else None
+        return describe(self.model, self.optimizer, self.distribution(), cast_to, strategy=self.strategy)
+
+
+@torch.no_grad()
+def whole_weights(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer of a model of plain torch, as ``Wrapped.weights`` gives them."""
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, tensor in [*bare.named_parameters(), *bare.named_buffers()]:
+        # An offloaded shard is gathered where the others' shards arrive.
+        here = tensor.detach().to(device)
+        yield name, here.full_tensor() if isinstance(here, DTensor) else here
+
+
+def describe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    distribution: Distribution,
+    autocast: torch.dtype | None,
+    *,
+    strategy: str,
+    engine: str = "native",
+) -> Built:
+    """What can be seen of a model of plain torch, and of what autocast makes of it."""
+    parameters = list(model.parameters())
+    return Built(
+        strategy=strategy,
+        engine=engine,
+        wrapper=distribution.wrapper,
+        world_size=dist.get_world_size(),
+        mesh=distribution.mesh,
+        sharded_units=distribution.sharded_units,
+        zero_stage=None,
+        offload=distribution.offload,
+        param_dtype=dtype_name(parameters[0].dtype),
+        compute_dtype=dtype_name(distribution.compute_dtype or autocast or parameters[0].dtype),
+        optimizer=type(optimizer).__name__,
+        parameters=sum(p.numel() for p in parameters),
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

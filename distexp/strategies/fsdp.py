@@ -6,7 +6,7 @@ gather it together with everything that is not in a block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,7 +62,7 @@ class FSDP:
         return {
             "wrapper": f"fully_shard(reshard_after_forward={reshard})",
             "world_size": _workers(config),
-            "mesh": list(_mesh_shape(config)),
+            "mesh": list(mesh_shape(config)),
             "offload": "parameters+gradients+optimizer" if config.offload.enabled else "none",
         }
 
@@ -87,7 +87,7 @@ class FSDP:
             context,
             synchronising=synchronising,
             autocast=False,
-            distribution=lambda: _distribution(model),
+            distribution=lambda: distribution_of(model),
         )
 
 
@@ -95,7 +95,7 @@ def _workers(config: Config) -> int:
     return config.cluster.nodes * (config.cluster.workers_per_node or 1)
 
 
-def _mesh_shape(config: Config) -> tuple[int, int]:
+def mesh_shape(config: Config) -> tuple[int, int]:
     """The axes (replicate, shard)."""
     workers = _workers(config)
     replicas = {"no_shard": workers, "hybrid_shard": config.fsdp.replicas or config.cluster.nodes}
@@ -106,7 +106,7 @@ def _mesh_shape(config: Config) -> tuple[int, int]:
 def _mesh(config: Config, context: Context) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    replicate, shard = _mesh_shape(config)
+    replicate, shard = mesh_shape(config)
     if config.fsdp.sharding in ("full_shard", "shard_grad_op"):
         return init_device_mesh(context.device.type, (shard,), mesh_dim_names=("shard",))
     if context.rank == 0 and 1 in (replicate, shard):
@@ -157,28 +157,33 @@ def _chain_prefetch(units: list[FSDPModule], config: Config) -> None:
             unit.set_modules_to_backward_prefetch(units[max(0, position - behind) : position][::-1])
 
 
-def _distribution(model: nn.Module) -> Distribution:
-    """Read off the sharded parameters and FSDP's own state."""
+def distribution_of(model: nn.Module, units: Sequence[nn.Module] | None = None) -> Distribution:
+    """Read off the sharded parameters and FSDP's own state; whether it reshards, of ``units`` alone if given."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     from distexp.strategies.engine import Distribution
 
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharding = [module for module in model.modules() if isinstance(module, FSDPModule)]
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     if len(sharded) != len(parameters):
         raise RuntimeError(f"FSDP left {len(parameters) - len(sharded)} of {len(parameters)} parameters unsharded")
     shapes = {tuple(p.device_mesh.shape) for p in sharded}
     (shape,) = shapes
-    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
-    reshards = {group.post_forward_mesh_info is not None for group in groups}
+    groups = _parameter_groups(sharding)
+    judged = groups if units is None else _parameter_groups(units)
+    reshards = {group.post_forward_mesh_info is not None for group in judged}
     on_cpu = all(p.to_local().device.type == "cpu" for p in sharded)
     offloaded = all(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups)
     return Distribution(
         wrapper=f"fully_shard(reshard_after_forward={'/'.join(map(str, sorted(reshards)))})",
         mesh=[1, *shape] if len(shape) == 1 else list(shape),
-        sharded_units=len(units),
+        sharded_units=len(sharding),
         offload="parameters+gradients+optimizer" if offloaded and on_cpu else "none",
         compute_dtype=groups[0].mp_policy.param_dtype,
     )
+
+
+def _parameter_groups(units: Sequence[Any]) -> list[Any]:
+    return [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]

@@ -43,6 +43,7 @@ BATCH = {  # workers: micro-batch and accumulation, 24 samples together
     4: ("train.micro_batch_size=3", "train.gradient_accumulation_steps=2"),
     6: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=1"),
 }
+HF = "engine=hf_trainer"
 SHARDINGS = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard")
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
 CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest library that its workers import
@@ -65,11 +66,18 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest 
             for sharding in SHARDINGS
             for offload in ("false", "true")
         },
+        "hf_ddp": (HF, "strategy=ddp"),
+        "hf_sgd_ddp": (HF, "strategy=ddp", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
+        "hf_full_shard_checkpointed": (HF, "sharding=full_shard", "train.activation_checkpointing=true"),
+        "hf_shard_grad_op_offload": (HF, "sharding=shard_grad_op", "offload=true"),
+        "hf_gpt_hybrid_shard": (HF, "sharding=hybrid_shard", "model=gpt_tiny"),
+        "hf_bf16_full_shard": (HF, "sharding=full_shard", "precision=bf16"),
     },
     ("torch", 4): {
         "hybrid_2x2": ("sharding=hybrid_shard", "fsdp.replicas=2"),
         "hybrid_2x2_offload": ("sharding=hybrid_shard", "fsdp.replicas=2", "offload=true"),
         "full_shard_4": ("sharding=full_shard",),
+        "hf_hybrid_2x2": (HF, "sharding=hybrid_shard", "fsdp.replicas=2"),
     },
     ("deepspeed", 2): {
         "zero0": ("zero_stage=0",),
@@ -86,6 +94,12 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest 
         "gpt_zero3": ("zero_stage=3", "model=gpt_tiny"),
         "bf16_zero2": ("zero_stage=2", "precision=bf16"),
         "bf16_zero3": ("zero_stage=3", "precision=bf16"),
+        "hf_zero0": (HF, "zero_stage=0"),
+        "hf_gpt_zero1": (HF, "zero_stage=1", "model=gpt_tiny"),
+        "hf_zero2_offload": (HF, "zero_stage=2", "offload=true"),
+        "hf_zero3_offload": (HF, "zero_stage=3", "offload=true"),
+        "hf_bf16_zero0": (HF, "zero_stage=0", "precision=bf16"),
+        "hf_bf16_zero2": (HF, "zero_stage=2", "precision=bf16"),
     },
     ("deepspeed", 3): {
         "ddp_3": ("strategy=ddp",),
@@ -97,7 +111,10 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest 
 }
 EVALUATED = {
     ("deepspeed", 3): evaluated(
-        ddp_3=("strategy=ddp",), full_shard_3=("sharding=full_shard",), zero3_3=("zero_stage=3",)
+        ddp_3=("strategy=ddp",),
+        full_shard_3=("sharding=full_shard",),
+        zero3_3=("zero_stage=3",),
+        hf_full_shard_3=(HF, "sharding=full_shard"),
     ),
     ("deepspeed", 6): evaluated(ddp_6=("strategy=ddp",), hybrid_3x2=HYBRID_3X2, zero3_6=("zero_stage=3",)),
 }
@@ -106,6 +123,7 @@ REFERENCES = {
     "gpt": ("model=gpt_tiny",),
     "sgd": ("train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
     "bf16": ("precision=bf16",),
+    "hf": (HF,),
     "answers": ANSWERS,
     "answers_swapped": SWAPPED,
     "images": IMAGES,
@@ -242,6 +260,24 @@ def test_the_reference_exercises_what_it_claims(references: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
+def test_the_trainer_differs_from_our_loop_in_no_bit(references: Path) -> None:
+    ours, theirs = references / "bloom", references / "hf"
+    for key in ("step", "epoch", "loss", "grad_norm", "learning_rate"):
+        assert [line[key] for line in steps(ours)] == [line[key] for line in steps(theirs)]
+    native, trainer = (RunRecord.read(folder / "record.json") for folder in (ours, theirs))
+    assert native.built is not None
+    assert trainer.built is not None
+    assert (native.built.engine, trainer.built.engine) == ("native", "hf_trainer")
+    assert native.metrics.eval_losses == trainer.metrics.eval_losses
+    assert native.run.id != trainer.run.id
+    assert phases(ours) == phases(theirs)
+
+
+def phases(folder: Path) -> list[str]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event["phase"] for event in events if "phase" in event]
+
+
 @pytest.mark.parametrize(("library", "workers", "name"), NAMES, ids=[name for *_, name in NAMES])
 def test_built_is_what_was_called(library: str, workers: int, name: str, runs: Runs) -> None:
     folder = runs(library, workers) / name
@@ -250,17 +286,22 @@ def test_built_is_what_was_called(library: str, workers: int, name: str, runs: R
     built, config = record.built, record.config
     assert built is not None
     assert built.world_size == workers
+    assert built.engine == ("hf_trainer" if name.startswith("hf") else "native")
     assert built.compute_dtype == ("bfloat16" if "bf16" in name else "float32")
     if built.strategy == "ddp":
         assert calls == {"DDP": 1}
         assert built.mesh == [workers, 1]
     elif built.strategy == "fsdp":
-        # A unit for each of two blocks, one for the tied embedding and head or two apart, and the root.
-        assert calls == {"fully_shard": 4 if config["model"]["name"] == "bloom_tiny" else 5}
+        if built.engine == "native":
+            # A unit for each of two blocks, one for the tied embedding and head or two apart, and the root.
+            assert calls == {"fully_shard": 4 if config["model"]["name"] == "bloom_tiny" else 5}
+            assert built.sharded_units == 5
+        else:  # what else accelerate shards apart depends on its version
+            assert set(calls) == {"fully_shard"}
+            assert calls["fully_shard"] >= 3
         sharding = config["fsdp"]["sharding"]
         replicas = {"no_shard": workers, "hybrid_shard": config["fsdp"]["replicas"] or 1}.get(sharding, 1)
         assert built.mesh == [replicas, workers // replicas]
-        assert built.sharded_units == 5
         assert built.wrapper == f"fully_shard(reshard_after_forward={sharding != 'shard_grad_op'})"
         assert (built.offload != "none") == config["offload"]["enabled"]
     else:

@@ -21,8 +21,10 @@ from distexp.loop import fit
 from distexp.measure.clock import synchronize
 from distexp.measure.events import Events
 from distexp.measure.journal import Journal, Plan
+from distexp.resolve import load_strategy
+from distexp.seeding import seed_everything
 from distexp.strategies.base import Context
-from distexp.training import build_engine, builder, load_data, loaders, seed_everything
+from distexp.training import build_model, builder, load_data, loaders
 
 STEPS = 10  # of an epoch
 EPOCHS = 6  # of each loop in one ratio, turn by turn: what disturbs one disturbs the other
@@ -54,7 +56,7 @@ class Ours:
     def __init__(self, config: Config, data: TaskData, context: Context) -> None:
         self.config, self.context = config, context
         seed_everything(config.train.seed)
-        self.engine = build_engine(config, data, context)
+        self.engine = load_strategy(config).setup(build_model(config, data, context), config, context)
         self.training, self.evaluation = loaders(config, data, context)
         self.engine.eval = self._eval  # type: ignore[method-assign]
         self.losses: list[float] = []

@@ -1,0 +1,54 @@
+"""What turns a model into a trained one: our loop, or a trainer of another library.
+
+Like a strategy, an engine of the group ``engine`` decides before anything runs, and imports torch only
+inside ``train``. A new one is one file here and one YAML in conf/engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distexp.config import Config
+from distexp.results import Built
+from distexp.strategies.base import Context, Wrapped
+
+if TYPE_CHECKING:
+    from distexp.data.shards import ShardedLoader
+    from distexp.measure.journal import Journal, Plan
+    from distexp.models.blueprint import Blueprint
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done with a model, and where it is told."""
+
+    training: ShardedLoader
+    evaluation: ShardedLoader
+    plan: Plan
+    journal: Journal
+
+
+class TrainingEngine(Protocol):
+    """Distributes a model as the strategy says, and trains it."""
+
+    def validate(self, config: Config) -> list[str]:
+        """A sentence for each thing that this engine cannot do as asked; the configuration is complete."""
+
+    def train(self, blueprint: Blueprint, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
+        """Trains to the end of the plan; the model as it was distributed, and what that really was.
+
+        Stops by ``check_built`` before the first step where it is not what the strategy expects.
+        """
+
+
+def check_built(built: Built, expected: Mapping[str, Any]) -> None:
+    """Stops a run that would measure something else than it was asked to."""
+    wrong = [
+        f"{name} is {getattr(built, name)!r}, not {value!r}"
+        for name, value in expected.items()
+        if getattr(built, name) != value
+    ]
+    if wrong:
+        raise RuntimeError("what was built is not what was asked for: " + "; ".join(wrong))

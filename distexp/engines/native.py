@@ -1,0 +1,36 @@
+"""Our own loop over the strategies' engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distexp.config import Config
+from distexp.engines.base import Work, check_built
+from distexp.results import Built
+from distexp.strategies.base import Context, Wrapped
+
+if TYPE_CHECKING:
+    from distexp.models.blueprint import Blueprint
+
+
+class Native:
+    """``distexp.loop.fit``."""
+
+    def validate(self, config: Config) -> list[str]:
+        """Does whatever the strategy can."""
+        return []
+
+    def train(self, blueprint: Blueprint, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
+        """Sets the strategy up, checks what came of it, and runs the loop."""
+        from distexp.loop import fit
+        from distexp.resolve import load_strategy
+        from distexp.seeding import seed_everything
+
+        strategy = load_strategy(config)
+        engine = strategy.setup(blueprint, config, context)
+        # From here on chance is each rank's own: two ranks that drop the same units would learn less.
+        seed_everything(config.train.seed + context.rank)
+        built = engine.describe()
+        check_built(built, strategy.expects(config))
+        fit(engine, work.training, work.evaluation, work.plan, work.journal)
+        return engine, built
