@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from distexp.report.figures import SHOWN, Figure
 from distexp.report.frame import Row, row_of
-from distexp.report.repeats import Group, add_scaling, grouped
+from distexp.report.repeats import Group, add_scale, grouped
+from distexp.report.scaling import Series, add_efficiency, scaling_series
 from distexp.report.settings import SEED, differing, setting_text
 from distexp.results import RunRecord
 
@@ -25,6 +26,7 @@ class Overview:
     groups: tuple[Group, ...]
     varied: tuple[str, ...]  # settings that tell the groups apart
     reference: Group | None  # of scale factors
+    series: tuple[Series, ...]  # what ran on several numbers of workers
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Overview:
@@ -33,7 +35,9 @@ class Overview:
         varied = differing([row.record for row in rows], [row.settings for row in rows])
         if _mixes_seeds(groups):
             varied = [name for name in varied if name != SEED]
-        return cls(tuple(rows), tuple(groups), tuple(varied), add_scaling(groups))
+        series = scaling_series(groups, varied)
+        add_efficiency(series)
+        return cls(tuple(rows), tuple(groups), tuple(varied), add_scale(groups), tuple(series))
 
     def figures(self) -> Iterator[Figure]:
         """The figures of a terminal that any run has."""
@@ -43,11 +47,16 @@ class Overview:
 
     def name(self, group: Group) -> str:
         """``run 3 (strategy=fsdp, offload=true)``; the run alone where too much differs to be said."""
+        chosen = self.choices(group)
+        return f"run {group.label}" + (f" ({chosen})" if chosen else "")
+
+    def choices(self, group: Group) -> str:
+        """``strategy=fsdp, offload=true``; empty where too much differs to be said."""
         chosen = [
             f"{name}={setting_text(group.setting(name), 24)}" for name in self.varied
             if group.setting(name) is not None
         ]  # fmt: skip
-        return f"run {group.label}" + (f" ({', '.join(chosen)})" if 0 < len(chosen) <= MOST_SAID else "")
+        return ", ".join(chosen) if len(chosen) <= MOST_SAID else ""
 
     def notes(self) -> Iterator[str]:
         """Why runs did not complete, a sentence a reason."""

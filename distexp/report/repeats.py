@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.report.figures import EFFICIENCY, SCALE, SPEED, Figure
+from distexp.report.figures import SCALE, SPEED, Figure
 from distexp.report.frame import Row
 from distexp.report.settings import identity
 
@@ -100,25 +100,18 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
     return sorted(groups, key=lambda group: positions[id(group.rows[0])])
 
 
-def add_scaling(groups: Sequence[Group]) -> Group | None:
-    """Fills in scale factor and efficiency against the first completed row, which it returns.
-
-    Efficiency is the speed-up over the ratio of the world sizes, where those differ; in per cent.
-    """
+def add_scale(groups: Sequence[Group]) -> Group | None:
+    """Fills in the scale factor against the first completed row, which it returns."""
     measured = [group for group in groups if group.completed and group.figure(SPEED)]
     if len(measured) < 2:
         return None
     reference = measured[0]
     base = reference.figure(SPEED)
     assert base is not None
-    scales = len({group.setting("workers") for group in measured}) > 1
     for row in (row for group in measured for row in group.counted):
-        speed, workers = row.figures[SPEED], row.settings["workers"]
-        if speed is None or not base.mean:
-            continue
-        row.figures[SCALE] = speed / base.mean
-        if scales:
-            row.figures[EFFICIENCY] = 100 * speed / base.mean * reference.setting("workers") / workers
+        speed = row.figures[SPEED]
+        if speed is not None and base.mean:
+            row.figures[SCALE] = speed / base.mean
     return reference
 
 

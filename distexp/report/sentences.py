@@ -67,9 +67,9 @@ def _chance(one: Spread, other: Spread) -> str:
 
 def _scaling(overview: Overview) -> Iterator[str]:
     if overview.reference is not None:
-        workers = {group.setting("workers") for group in overview.groups if group.completed}
-        efficiency = ", efficiency is that over the ratio of the workers" if len(workers) > 1 else ""
-        yield f"Scale is samples/s against {overview.name(overview.reference)}{efficiency}."
+        yield f"Scale is samples/s against {overview.name(overview.reference)}."
+    if overview.series:
+        yield "Efficiency is ideal time over real time, against the fewest workers of the same configuration."
 
 
 def _repeats(overview: Overview) -> Iterator[str]:

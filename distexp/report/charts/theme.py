@@ -1,0 +1,66 @@
+"""How charts look. Colours are names of CSS variables: the page binds them light or dark, a file always light."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import altair as alt
+
+LIGHT = {
+    "page": "#f6f7f9", "card": "#ffffff", "ink": "#1b2430", "muted": "#5b6675", "grid": "#e6e9ee", "line": "#d3d8e0",
+    "accent": "#2f5fd0", "good": "#14804a", "bad": "#c62f2f", "warn": "#946200",
+    "c1": "#3366cc", "c2": "#e0690c", "c3": "#0f9168", "c4": "#b4337f",
+    "c5": "#7a5bd6", "c6": "#9b7406", "c7": "#0b8fae", "c8": "#d2452f",
+    "phase-setup": "#8a96a8", "phase-warmup": "#e0a030", "phase-train": "#3f7be0", "phase-eval": "#35a877",
+    "phase-save": "#b066c8",
+}  # fmt: skip
+DARK = {
+    "page": "#12161c", "card": "#1a2029", "ink": "#e6eaf0", "muted": "#9aa6b6", "grid": "#2a323e", "line": "#38424f",
+    "accent": "#86aeff", "good": "#5fd295", "bad": "#ff8680", "warn": "#e8bd5a",
+    "c1": "#7ea6ff", "c2": "#ffa25c", "c3": "#4fd0a2", "c4": "#f084bf",
+    "c5": "#b59cff", "c6": "#e0bf55", "c7": "#5ccfe8", "c8": "#ff8a76",
+    "phase-setup": "#8d99ab", "phase-warmup": "#e8b04a", "phase-train": "#6a9cf5", "phase-eval": "#52c493",
+    "phase-save": "#c78adb",
+}  # fmt: skip
+
+PHASES = ("setup", "warmup", "train", "eval", "save")
+CATEGORIES = 8
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
+
+
+def colour(name: str) -> str:
+    """A colour of the two palettes."""
+    return f"var(--{name})"
+
+
+def config() -> dict[str, Any]:
+    """What all charts share."""
+    axis = {
+        "labelColor": colour("muted"), "titleColor": colour("muted"), "gridColor": colour("grid"),
+        "domainColor": colour("line"), "tickColor": colour("line"), "titleFontWeight": 500, "titlePadding": 8,
+        "labelFontSize": 11, "titleFontSize": 12, "labelOverlap": True,
+    }  # fmt: skip
+    legend = {
+        "labelColor": colour("ink"), "titleColor": colour("muted"), "titleFontWeight": 500, "orient": "bottom",
+        "labelFontSize": 11, "titleFontSize": 11, "labelLimit": 320, "symbolStrokeWidth": 2, "direction": "vertical",
+    }  # fmt: skip
+    return {
+        "background": "transparent", "font": FONT, "view": {"stroke": None}, "axis": axis, "legend": legend,
+        "title": {"color": colour("ink"), "fontSize": 12, "fontWeight": 600, "anchor": "start"},
+        "text": {"color": colour("muted"), "fontSize": 11},
+        "range": {"category": [colour(f"c{n + 1}") for n in range(CATEGORIES)]},
+        "line": {"strokeWidth": 2, "strokeJoin": "round"},
+    }  # fmt: skip
+
+
+def painted(specification: dict[str, Any], palette: dict[str, str]) -> dict[str, Any]:
+    """A specification with real colours in place of the names, for what knows no CSS."""
+    text = re.sub(r"var\(--([a-z0-9-]+)\)", lambda match: palette[match[1]], json.dumps(specification))
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def values(rows: list[dict[str, Any]]) -> alt.Data:
+    """Rows as they are, inside the chart."""
+    return alt.Data(values=rows)  # type: ignore[no-any-return]
