@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -23,6 +24,21 @@ def memory_figure(overview: Overview) -> str | None:
     """The figure that stands for memory here: the first of MEMORIES that a completed run has."""
     done = [row for row in overview.rows if row.completed]
     return next((name for name in MEMORIES if any(row.figures[name] is not None for row in done)), None)
+
+
+def pareto_front(overview: Overview, memory: str) -> list[Group]:
+    """The trainings that no other one beats in both memory and speed, the smallest first."""
+    known = [
+        (size.mean, -speed.mean, n) for n, group in enumerate(overview.groups)
+        if group.completed and (size := group.figure(memory)) and (speed := group.figure(SPEED))
+    ]  # fmt: skip
+    front: list[Group] = []
+    best = math.inf
+    for _, slowness, n in sorted(known):
+        if slowness < best:
+            best = slowness
+            front.append(overview.groups[n])
+    return front
 
 
 def _ranked(overview: Overview, name: str, *, largest: bool) -> list[tuple[Group, Spread]]:

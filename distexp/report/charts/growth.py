@@ -20,6 +20,8 @@ def growth(series: Sequence[Series], kind: str) -> list[tuple[str, alt.LayerChar
         return []
     rows = [row for each in shown for row in _rows(each)]
     workers = sorted({row["workers"] for row in rows})
+    if len(workers) < 2:
+        return []
     panels = []
     if kind == "strong":
         ideal = [{"workers": n, "ideal": n / workers[0]} for n in workers]

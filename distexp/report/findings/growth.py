@@ -1,0 +1,133 @@
+"""The sentences under the scaling curves, and the pairs of equal worlds on one node and on several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from distexp.report.extras import Table
+from distexp.report.figures import MEMORIES, SPEED
+from distexp.report.findings.base import Finding, capital, first_few
+from distexp.report.overview import Overview
+from distexp.report.repeats import within_spread
+from distexp.report.scaling import Point, Series
+
+STABLE = 0.05  # relative
+FASTER = "Does training get faster as workers are added?"
+CONSTANT = "In weak scaling, do the samples/s remain constant?"
+PEAK = "Should the peak memory per worker remain constant?"
+AVERAGE = "Does the average memory increase, decrease, or stay stable?"
+NODES = "What do several nodes cost against one?"
+AVERAGES = {"gpu_average_mib": "average GPU memory", "cpu_average_mib": "average CPU memory of a node"}
+
+
+def growth_findings(overview: Overview) -> Iterator[Finding]:
+    """Under the scaling curves."""
+    for kind, tell in (("strong", _strong), ("weak", _weak), ("mixed", _mixed)):
+        grown = [each for each in overview.series if each.kind == kind and _grew(each)]
+        yield from first_few(tell(each) for each in grown)
+    grown = [each for each in overview.series if _grew(each)]
+    yield from first_few(finding for each in grown for finding in _memory(each, list(MEMORIES.items())[:2], PEAK))
+    yield from first_few(finding for each in grown for finding in _memory(each, list(AVERAGES.items()), AVERAGE))
+    yield from first_few(_crossing(each, *pair) for each in overview.series for pair in each.pairs())
+
+
+def pairs_table(overview: Overview) -> Table | None:
+    """Equal numbers of workers on few nodes and on more; None where there are none."""
+    rows = tuple(
+        (
+            series.name or "-", str(few.workers), _shape(few), f"{few.speed:,.1f}", _shape(more), f"{more.speed:,.1f}",
+            f"{more.speed / few.speed:.2f}",
+        )
+        for series in overview.series for few, more in series.pairs()
+    )  # fmt: skip
+    if not rows:
+        return None
+    header = ("configuration", "workers", "nodes x workers", "samples/s", "nodes x workers ", "samples/s ", "ratio")
+    return Table("Equal numbers of workers on few nodes and on more", header, rows)
+
+
+def _grew(series: Series) -> bool:
+    return series.points[-1].workers > series.reference.workers
+
+
+def _named(series: Series) -> str:
+    return f"{series.name}: " if series.name else ""
+
+
+def _span(series: Series) -> tuple[Point, Point, float]:
+    """The fewest and the most workers, and their ratio."""
+    first, last = series.reference, series.points[-1]
+    return first, last, last.workers / first.workers
+
+
+def _strong(series: Series) -> Finding:
+    first, last, ratio = _span(series)
+    text = (
+        f"{_named(series)}from {first.workers} to {last.workers} workers the same work becomes {last.speed_up:.2f}x as "
+        f"fast, where {ratio:g}x is ideal: efficiency {last.efficiency:.0%}"
+    )
+    best = max(series.points, key=lambda point: point.speed_up)
+    if best.workers < last.workers:
+        text += f"; {best.workers} workers are faster, {best.speed_up:.2f}x"
+    return Finding(capital(text) + ".", FASTER)
+
+
+def _weak(series: Series) -> Finding:
+    first, last, ratio = _span(series)
+    parts = [
+        f"{_named(series)}they should grow with the workers, and the time remain constant: from {first.workers} to "
+        f"{last.workers} workers the work done in a second grew {last.speed_up:.2f}x, where {ratio:g}x is ideal",
+        f"each worker's share took {last.relative_time:.2f}x the time: efficiency {last.efficiency:.0%}",
+    ]
+    return Finding(capital("; ".join(parts)) + ".", CONSTANT)
+
+
+def _mixed(series: Series) -> Finding:
+    first, last, _ = _span(series)
+    total, share = last.work / first.work, last.work / last.workers / (first.work / first.workers)
+    text = (
+        f"{_named(series)}neither strong nor weak scaling: from {first.workers} to {last.workers} workers the work "
+        f"(samples x parameters) changes {total:.2f}x in all and {share:.2f}x per worker; per unit of work the "
+        f"efficiency is {last.efficiency:.0%}."
+    )
+    return Finding(capital(text))
+
+
+def _memory(series: Series, names: list[tuple[str, str]], question: str) -> Iterator[Finding]:
+    """What becomes of the first memory that both ends of a series have."""
+    first, last, _ = _span(series)
+    for name, said in names:
+        before, after = first.group.figure(name), last.group.figure(name)
+        if before is None or after is None or not before.mean:
+            continue
+        change = after.mean / before.mean - 1
+        became = "stays stable" if abs(change) <= STABLE else "increases" if change > 0 else "decreases"
+        reason = ""
+        if change < -STABLE and _shards(last):
+            reason = "; sharding leaves each worker a smaller part as workers are added"
+        yield Finding(
+            capital(f"{_named(series)}{said} {became} from {first.workers} to {last.workers} workers, "
+                    f"{before.mean:,.0f} to {after.mean:,.0f} MiB ({change:+.1%}){reason}."), question)  # fmt: skip
+        return
+
+
+def _shards(point: Point) -> bool:
+    """Whether states are partitioned over workers, as read off the live objects."""
+    built = point.group.counted[0].record.built
+    return built is not None and len(built.mesh) > 1 and built.mesh[1] > 1
+
+
+def _shape(point: Point) -> str:
+    return f"{point.nodes} x {point.workers // point.nodes}"
+
+
+def _crossing(series: Series, few: Point, more: Point) -> Finding:
+    ratio = more.speed / few.speed
+    one, other = few.group.figure(SPEED), more.group.figure(SPEED)
+    chance = " (within the spread)" if one and other and within_spread(one, other) else ""
+    verdict = f"costs {1 - ratio:.1%} of the speed" if ratio < 1 else f"gains {ratio - 1:.1%} of speed"
+    text = (
+        f"{_named(series)}{few.workers} workers as {_shape(more)} instead of {_shape(few)} (nodes x workers a node) "
+        f"{verdict}: {more.speed:,.1f} against {few.speed:,.1f} samples/s{chance}."
+    )
+    return Finding(capital(text), NODES)
