@@ -1,4 +1,4 @@
-"""``python -m distexp.report DIR... [--compare A B]``: tables of finished runs, from their records alone.
+"""``python -m distexp.report DIR... [--open] [--compare A B]``: finished runs, from what they left on disk alone.
 
 Exit codes: 0; 1 where --compare finds a regression or the files cannot be written; 2 where there is
 nothing to report on.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from distexp.report.compare import Comparison, ComparisonTable
-from distexp.report.files import write_files
+from distexp.report.files import PAGE, write_files
 from distexp.report.frame import Row, load_rows
 from distexp.report.overview import Overview
 from distexp.report.table import OverviewTable
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _nothing(f"{', '.join(map(str, missing))} is not a folder: give one that a sweep wrote")
     code = 0
     if options.directories:
-        code = report(options.directories)
+        code = report(options.directories, options.trace)
+    if options.open and options.directories and code == 0:
+        webbrowser.open((options.directories[0] / "report" / PAGE).resolve().as_uri())
     if options.compare and code != 2:
         code = max(code, compare(*options.compare))
     return code
@@ -45,9 +48,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m distexp.report",
         description="Compares finished runs by their records, found below DIR at any depth. "
-        "Writes results.csv, results.md and results.parquet into the first DIR's folder report.",
+        "Writes report.html, results.csv, results.md, results.parquet and plots/ into the first DIR's folder report.",
     )
     parser.add_argument("directories", metavar="DIR", nargs="*", type=Path)
+    parser.add_argument("--open", action="store_true", help="show report.html in the browser")
+    parser.add_argument(
+        "--trace", metavar="RUN", nargs="+", default=[],
+        help="draw these runs over time (labels as in the table), instead of the most telling ones",
+    )  # fmt: skip
     parser.add_argument(
         "--compare", metavar=("A", "B"), nargs=2, type=Path,
         help="two sweeps side by side, B against A; exit code 1 where something became worse",
@@ -55,16 +63,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def report(directories: Sequence[Path]) -> int:
+def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     """Shows and writes what some folders hold."""
-    rows = _load(directories)
+    rows, skipped = _load(directories)
     if not rows:
         return _no_records(directories)
+    unknown = sorted(set(traced_runs) - {row.label for row in rows})
+    if unknown:
+        return _nothing(f"--trace {' '.join(unknown)} names no run: give labels such as {rows[0].label}")
     overview = Overview.of(rows)
     target = directories[0] / "report"
     make_console().print(OverviewTable(overview, elsewhere=f"all of them are in {target / 'results.csv'}"))
     try:
-        written = write_files(overview, target)
+        written = write_files(overview, target, traced_runs, skipped)
     except OSError as error:
         print(f"{target} cannot be written ({error.strerror}): the files are missing", file=sys.stderr)
         return 1
@@ -74,7 +85,7 @@ def report(directories: Sequence[Path]) -> int:
 
 def compare(before: Path, after: Path) -> int:
     """Shows two sweeps side by side; 1 where something became worse."""
-    ours, theirs = _load([before]), _load([after])
+    ours, theirs = _load([before])[0], _load([after])[0]
     for directory, rows in ((before, ours), (after, theirs)):
         if not rows:
             return _no_records([directory])
@@ -93,11 +104,12 @@ def make_console() -> Console:
     return Console(width=PIPED_WIDTH)
 
 
-def _load(directories: Sequence[Path]) -> list[Row]:
+def _load(directories: Sequence[Path]) -> tuple[list[Row], list[str]]:
     rows, skipped = load_rows(directories)
-    for sentence in skipped:
-        print(f"skipped: {sentence}", file=sys.stderr)
-    return rows
+    sentences = [f"skipped: {sentence}" for sentence in skipped]
+    for sentence in sentences:
+        print(sentence, file=sys.stderr)
+    return rows, sentences
 
 
 def _no_records(directories: Sequence[Path]) -> int:

@@ -1,4 +1,4 @@
-"""``results.csv``, ``results.parquet``, ``results.md``: the same runs for a spreadsheet, a notebook, a page.
+"""``results.csv``, ``results.parquet``, ``results.md``, ``report.html`` and the pictures, from the same runs.
 
 The first two have a row a run and every column; the last is the table of the terminal, at any width.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from distexp.report.extras import exercise_tables
 from distexp.report.figures import FIGURES
 from distexp.report.frame import Row
 from distexp.report.overview import Overview
@@ -19,18 +20,39 @@ from distexp.report.sentences import sentences
 from distexp.report.settings import flatten
 from distexp.report.table import overview_columns
 
+if TYPE_CHECKING:
+    from distexp.report.plots import Plot
+
 Flat = dict[str, Any]
+PAGE = "report.html"
 
 
-def write_files(overview: Overview, directory: Path) -> list[Path]:
-    """Writes the three files, each whole or not at all, and returns them; OSError where it cannot."""
+def write_files(
+    overview: Overview, directory: Path, traced_runs: Sequence[str] = (), skipped: Sequence[str] = ()
+) -> list[Path]:
+    """Writes all files, each whole or not at all, and returns them; OSError where it cannot.
+
+    ``traced_runs`` are the labels of those to draw over time, ``skipped`` sentences on records left out.
+    """
+    # Here, so that the table after a sweep waits for no plotting library.
+    from distexp.report.page.build import write_page
+    from distexp.report.plots import pictures, plots
+    from distexp.report.traces import traced
+
     directory.mkdir(parents=True, exist_ok=True)
     rows = [flat(row) for row in overview.rows]
     names = columns_of(rows)
+    figures = list(plots(overview, traced(overview, traced_runs)))
+    drawn = list(pictures(figures, directory / "plots"))
+    for path, content in drawn:
+        path.parent.mkdir(exist_ok=True)
+        _write(path, lambda temporary, content=content: _bytes(temporary, content))
     return [
         _write(directory / "results.csv", lambda path: write_csv(rows, names, path)),
-        _write(directory / "results.md", lambda path: write_markdown(overview, path)),
+        _write(directory / "results.md", lambda path: write_markdown(overview, figures, path)),
         _write(directory / "results.parquet", lambda path: write_parquet(rows, names, path)),
+        *(path for path, _ in drawn),
+        _write(directory / PAGE, lambda path: write_page(overview, figures, path, skipped)),
     ]
 
 
@@ -105,19 +127,35 @@ def _column(pa: Any, values: list[Any]) -> Any:
     return pa.array([None if value is None else str(value) for value in values], pa.string())
 
 
-def write_markdown(overview: Overview, path: Path) -> None:
-    """Writes the table of runs, why some did not complete, and the sentences."""
+def write_markdown(overview: Overview, figures: Sequence[Plot], path: Path) -> None:
+    """Writes the table of runs, why some did not complete, the sentences, and what each figure says."""
     columns = list(overview_columns(overview))
     lines = [
-        _line([column.spoken for column in columns]),
-        _line(["---:" if column.right else "---" for column in columns]),
-        *(_line(cells) for cells in zip(*(column.cells for column in columns), strict=True)),
-        "",
+        *_table([column.spoken for column in columns], zip(*(column.cells for column in columns), strict=True),
+                [column.right for column in columns]),
         *(f"- {_escape(note)}" for note in overview.notes()),
         "",
         *(_escape(sentence) + "  " for sentence in sentences(overview)),
-    ]
+    ]  # fmt: skip
+    for table in exercise_tables(overview):
+        lines += ["", f"## {table.title}", "", *_table(table.header, table.rows)]
+    for figure in figures:
+        lines += ["", f"## {figure.title}", "", f"![{figure.title}](plots/{figure.name}.svg)", ""]
+        for table in figure.tables:
+            lines += [f"{table.title}:", "", *_table(table.header, table.rows)]
+        for finding in figure.findings:
+            question = f"*{_escape(finding.question)}* " if finding.question else ""
+            lines.append(f"- {question}{_escape(finding.text)}")
     path.write_text("\n".join(lines) + "\n")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()) -> list[str]:
+    ruler = ["---:" if n < len(right) and right[n] else "---" for n in range(len(header))]
+    return [_line(header), _line(ruler), *map(_line, rows), ""]
+
+
+def _bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -62,7 +62,7 @@ def step_times(traces: Sequence[Traced]) -> alt.LayerChart | None:
             base.mark_point(shape="stroke", angle=90, size=160, strokeWidth=2, color=colour("ink"), opacity=1)
             .encode(x="p90:Q"),
         ]  # fmt: skip
-    return alt.layer(*marks).properties(height=alt.Step(34))
+    return alt.layer(*marks).properties(height=34 * len(names))
 
 
 def _by_run(traces: Sequence[Traced], *, legend: bool = True) -> alt.Color:

@@ -1,0 +1,112 @@
+"""Puts the page together: template, style, script, the libraries' own scripts, and the data."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from distexp.report.charts.theme import DARK, LIGHT, PHASES
+from distexp.report.extras import exercise_tables
+from distexp.report.figures import FIGURE, MEMORIES, SPEED
+from distexp.report.overview import Overview
+from distexp.report.page.provenance import provenance
+from distexp.report.page.runs import configurations, run_table
+from distexp.report.plots import VEGALITE, Plot
+from distexp.report.sentences import memory_figure, sentences
+from distexp.results import FAILURES, finite
+
+MOST_NOTES = 20
+HERE = files("distexp.report.page")
+
+
+def write_page(overview: Overview, figures: Sequence[Plot], path: Path, skipped: Sequence[str] = ()) -> None:
+    """Writes the page; its links are relative to its own folder."""
+    notes = [*skipped, *overview.notes()]
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((HERE / "page.html").read_text())
+    text = template.render(
+        title=_title(overview),
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        tiles=_tiles(overview),
+        sentences=list(sentences(overview)),
+        notes=notes[:MOST_NOTES],
+        more_notes=max(0, len(notes) - MOST_NOTES),
+        exercises=list(exercise_tables(overview)),
+        figures=figures,
+        provenance=list(provenance(overview.rows)),
+        phases=PHASES,
+        palettes={"light": LIGHT, "dark": DARK},
+        style=Markup((HERE / "page.css").read_text()),
+        table_style=_table_library(".css"),
+        table_script=_table_library(".js"),
+        chart_script=_script(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGALITE)),
+        script=_script((HERE / "page.js").read_text()),
+        data=_json(_data(overview, figures, path.parent)),
+    )
+    path.write_text(text)
+
+
+def _data(overview: Overview, figures: Sequence[Plot], directory: Path) -> dict[str, Any]:
+    """What the script of the page reads."""
+    return {
+        "runs": run_table(overview, directory),
+        "configurations": configurations(overview),
+        "charts": {f"{figure.name}-{n}": figure.specification(n) for figure in figures for n in range(len(figure.panels))},
+    }
+
+
+def _table_library(kind: str) -> Markup:
+    """DataTables, as the package itables bundles it: a module, and its style."""
+    return _script((files("itables") / "html" / f"dt_bundle{kind}").read_text())
+
+
+def _script(text: str) -> Markup:
+    """Code inside a script or style element, which ends at the first closing tag of either."""
+    return Markup(text.replace("</script", "<\\/script").replace("</style", "<\\/style"))
+
+
+def _json(content: Any) -> Markup:
+    return Markup(json.dumps(finite(content), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
+
+
+def _title(overview: Overview) -> str:
+    names = list(dict.fromkeys(row.record.run.name for row in overview.rows))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _tiles(overview: Overview) -> list[dict[str, str]]:
+    """The few numbers at the top."""
+    rows = overview.rows
+    statuses = Counter(row.record.status for row in rows)
+    others = ", ".join(f"{count} {status}" for status, count in statuses.items() if status != "completed")
+    mood = "bad" if FAILURES & set(statuses) else ""
+    done = f"{statuses['completed']:,} of {len(rows):,}"
+    tiles = [{"what": "completed", "value": done, "detail": others or "every run", "mood": mood}]
+    for what, name, largest in (("fastest", SPEED, True), ("smallest", memory_figure(overview) or "", False)):
+        known = [
+            (figure.mean, group) for group in overview.groups
+            if name and group.completed and (figure := group.figure(name))
+        ]  # fmt: skip
+        if len(known) > 1:
+            value, best = (max if largest else min)(known, key=lambda pair: pair[0])
+            unit = "samples/s" if largest else "MiB"
+            number = FIGURE[name].text(value)
+            label = what if largest else f"{what} {MEMORIES[name]}"
+            detail = overview.choices(best) or f"run {best.label}"
+            tiles.append({"what": label, "value": f"{number} {unit}", "detail": detail, "mood": ""})
+    grown = [series for series in overview.series if series.points[-1].workers > series.reference.workers]
+    if grown:
+        best_series = max(grown, key=lambda series: series.points[-1].efficiency)
+        last = best_series.points[-1]
+        detail = f"{last.workers} workers" + (f", {best_series.name}" if best_series.name else "")
+        tiles.append({"what": "best efficiency", "value": f"{last.efficiency:.0%}", "detail": detail, "mood": ""})
+    return tiles

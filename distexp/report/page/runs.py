@@ -1,0 +1,101 @@
+"""The rows of the page's table of runs, and what its comparison of two configurations looks up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from distexp.report.figures import Figure
+from distexp.report.files import flat
+from distexp.report.frame import Row
+from distexp.report.overview import Overview, reason
+from distexp.report.settings import setting_text
+
+FILES = ("record.json", "metrics.jsonl", "memory", "logs")
+COMPARED = ("config.", "built.", "environment.")
+
+
+def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
+    """Columns and rows; links are relative to the directory of the page."""
+    figures = list(overview.figures())
+    names = list(overview.varied)
+    columns = [
+        {"title": "run", "kind": "text"},
+        *({"title": name, "kind": _kind([row.settings.get(name) for row in overview.rows])} for name in names),
+        {"title": "status", "kind": "status"},
+        *(_column(figure) for figure in figures),
+        {"title": "files", "kind": "files"},
+    ]
+    rows = [
+        [
+            row.label,
+            *(_setting(row.settings.get(name)) for name in names),
+            [row.record.status, "" if row.completed else reason(row)],
+            *(_rounded(row.figures[figure.name], figure) for figure in figures),
+            _links(row, directory),
+        ]
+        for row in overview.rows
+    ]
+    return {"columns": columns, "rows": rows}
+
+
+def _kind(values: Sequence[Any]) -> str:
+    numbers = [isinstance(value, (int, float)) and not isinstance(value, bool) for value in values if value is not None]
+    return "setting-number" if numbers and all(numbers) else "text"
+
+
+def _setting(value: Any) -> Any:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number or value is None else setting_text(value, 48)
+
+
+def _column(figure: Figure) -> dict[str, Any]:
+    title = figure.title.replace("-\n", "").replace("\n", " ")
+    return {"title": title, "kind": "number", "digits": _digits(figure)}
+
+
+def _digits(figure: Figure) -> int:
+    found = re.search(r"\.(\d+)f", figure.form)
+    return int(found[1]) if found else 0
+
+
+def _rounded(value: float | None, figure: Figure) -> float | None:
+    return None if value is None else round(value * figure.factor, _digits(figure) + 2)
+
+
+def _links(row: Row, directory: Path) -> list[str]:
+    """The run's folder, and those of FILES that it has."""
+    if row.path is None:
+        return []
+    here = os.path.relpath(row.path.parent, directory)
+    present = set(os.listdir(row.path.parent))
+    return [quote(here), *(name for name in FILES if name in present)]
+
+
+def configurations(overview: Overview) -> dict[str, Any]:
+    """Every key of configuration, build and environment: once where all agree, else each value once."""
+    rows = [_compared(row) for row in overview.rows]
+    shared: dict[str, Any] = {}
+    differing: dict[str, Any] = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        texts = [row.get(key, "-") for row in rows]
+        kinds = list(dict.fromkeys(texts))
+        if len(kinds) == 1:
+            shared[key] = kinds[0]
+        else:
+            numbers = {text: number for number, text in enumerate(kinds)}
+            differing[key] = {"values": kinds, "of": [numbers[text] for text in texts]}
+    named = [[row.label, overview.choices(group)] for group in overview.groups for row in group.rows]
+    order = {label: name for label, name in named}
+    return {"shared": shared, "differing": differing, "runs": [[row.label, order[row.label]] for row in overview.rows]}
+
+
+def _compared(row: Row) -> dict[str, str]:
+    content = {**flat(row), "overrides": " ".join(row.record.run.overrides) or None}
+    kept = {key: value for key, value in content.items() if key.startswith(COMPARED) or key in ("overrides", "git_sha")}
+    return {key: "null" if value is None else value if isinstance(value, str) else json.dumps(value) for key, value in kept.items()}
