@@ -71,17 +71,29 @@ def plots(overview: Overview, traces: Sequence[Traced]) -> Iterator[Plot]:
     if grown:
         tables = (pairs,) if pairs else ()
         yield Plot("scaling", "Scaling", grown, tuple(growth_findings(overview)), tables)
+    left_out = tuple(_left_out(overview, traces))  # said once
     for kind, said in (("gpu", "GPU"), ("cpu", "CPU")):
         panels = tuple(timelines(traces, kind))
         if panels:
             title = f"{said} memory over time"
-            yield Plot(f"{kind}_memory", title, panels, tuple(memory_findings(traces, kind)), phases=True)
+            yield Plot(f"{kind}_memory", title, panels, (*memory_findings(traces, kind), *left_out), phases=True)
+            left_out = ()
     for name, title, drawn, found in (
         ("losses", "Losses", losses(traces), loss_findings),
         ("step_times", "Step times", step_times(traces), step_findings),
     ):
         if drawn is not None:
-            yield Plot(name, title, (("", drawn),), tuple(found(traces)))
+            yield Plot(name, title, (("", drawn),), (*found(traces), *left_out))
+            left_out = ()
+
+
+def _left_out(overview: Overview, traces: Sequence[Traced]) -> Iterator[Finding]:
+    total = sum(1 for group in overview.groups if group.status != "invalid")
+    if len(traces) < total:
+        yield Finding(
+            f"{len(traces)} of {total} trainings are drawn, the fastest, the smallest and those out of memory first; "
+            "report --trace RUN... draws others."
+        )
 
 
 def pictures(figures: Sequence[Plot], directory: Path) -> Iterator[tuple[Path, bytes]]:

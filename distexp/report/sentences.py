@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from distexp.report.figures import MEMORIES, SPEED
 from distexp.report.overview import Overview
@@ -26,18 +26,30 @@ def memory_figure(overview: Overview) -> str | None:
     return next((name for name in MEMORIES if any(row.figures[name] is not None for row in done)), None)
 
 
-def pareto_front(overview: Overview, memory: str) -> list[Group]:
-    """The trainings that no other one beats in both memory and speed, the smallest first."""
+def pareto_fronts(overview: Overview, memory: str) -> list[tuple[list[Group], int]]:
+    """For each model on its data, what no other training beats in both memory and speed, and of how many.
+
+    The smallest stands first.
+    """
+    alike: dict[tuple[str, str], list[Group]] = {}
+    for group in overview.groups:
+        if group.completed and group.figure(memory) and group.figure(SPEED):
+            key = str(group.setting("model")), str(group.setting("dataset"))
+            alike.setdefault(key, []).append(group)
+    return [(_front(groups, memory), len(groups)) for groups in alike.values()]
+
+
+def _front(groups: Sequence[Group], memory: str) -> list[Group]:
     known = [
-        (size.mean, -speed.mean, n) for n, group in enumerate(overview.groups)
-        if group.completed and (size := group.figure(memory)) and (speed := group.figure(SPEED))
+        (size.mean, -speed.mean, n) for n, group in enumerate(groups)
+        if (size := group.figure(memory)) and (speed := group.figure(SPEED))
     ]  # fmt: skip
     front: list[Group] = []
     best = math.inf
     for _, slowness, n in sorted(known):
         if slowness < best:
             best = slowness
-            front.append(overview.groups[n])
+            front.append(groups[n])
     return front
 
 

@@ -24,13 +24,17 @@ def losses(traces: Sequence[Traced]) -> alt.LayerChart | None:
     y = alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False))
     strength = alt.condition(picked, alt.value(0.95), alt.value(0.12))
     tooltip = ["run:N", "step:Q", alt.Tooltip("loss:Q", format=".4f")]
-    drawn = alt.Chart(values(lines)).mark_line().encode(
-        x=x, y=y, color=_by_run(traces), opacity=strength, tooltip=tooltip
-    ).add_params(picked)  # fmt: skip
+    # The later the finer, so that a curve shows under another one that follows it.
+    drawn = [
+        alt.Chart(values([row for row in lines if row["run"] == each.name]))
+        .mark_line(strokeWidth=2 + 0.7 * (len(traces) - 1 - n))
+        .encode(x=x, y=y, color=_by_run(traces), opacity=strength, tooltip=tooltip)
+        for n, each in enumerate(traces) if any(entry.get("loss") is not None for entry in each.steps)
+    ]  # fmt: skip
     evaluated = alt.Chart(values(_evaluations(traces))).mark_point(filled=False, size=70, strokeWidth=2).encode(
         x=x, y=y, color=_by_run(traces), opacity=strength, tooltip=tooltip
     )  # fmt: skip
-    return alt.layer(drawn, evaluated).properties(height=320)
+    return alt.layer(*drawn, evaluated).add_params(picked).properties(height=320)
 
 
 def step_times(traces: Sequence[Traced]) -> alt.LayerChart | None:
@@ -46,7 +50,10 @@ def step_times(traces: Sequence[Traced]) -> alt.LayerChart | None:
     if not ticks and not quantiles:
         return None
     names = [each.name for each in traces]
-    y = alt.Y("run:N", sort=names, title=None, axis=alt.Axis(labelLimit=190, ticks=False, domain=False, grid=False))
+    # A line a setting: a phone has no room for them side by side.
+    axis = alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=190, ticks=False, domain=False, grid=False)
+    lines = max(name.count(", ") + 1 for name in names)
+    y = alt.Y("run:N", sort=names, title=None, axis=axis)
     scale = alt.Scale(zero=True)
     marks: list[Any] = [
         alt.Chart(values(ticks)).mark_tick(thickness=1.5, opacity=0.45, size=16).encode(
@@ -62,7 +69,7 @@ def step_times(traces: Sequence[Traced]) -> alt.LayerChart | None:
             base.mark_point(shape="stroke", angle=90, size=160, strokeWidth=2, color=colour("ink"), opacity=1)
             .encode(x="p90:Q"),
         ]  # fmt: skip
-    return alt.layer(*marks).properties(height=34 * len(names))
+    return alt.layer(*marks).properties(height=max(34, 14 * lines + 10) * len(names))
 
 
 def _by_run(traces: Sequence[Traced], *, legend: bool = True) -> alt.Color:

@@ -59,16 +59,19 @@ def _row(series: Series, point: Point, place: str) -> dict[str, Any]:
 def _panel(rows: list[dict[str, Any]], field: str, title: str, workers: list[int], ideal: list[dict[str, Any]]) -> Any:
     x = alt.X("workers:Q", title="workers", scale=alt.Scale(type="log", base=2, domain=[workers[0], workers[-1]],
               nice=False, padding=14), axis=alt.Axis(values=workers, format="d", grid=False))  # fmt: skip
-    y = alt.Y(f"{field}:Q", title=title, scale=alt.Scale(zero=True))
+    # On two logarithmic axes the ideal speed-up is a straight line.
+    scale = alt.Scale(type="log", base=2, nice=False, padding=14) if field == "speed_up" else alt.Scale(zero=True)
+    y = alt.Y(f"{field}:Q", title=title, scale=scale)
     names = list(dict.fromkeys(row["series"] for row in rows))
     places = list(dict.fromkeys(row["place"] for row in rows))
     dashes = [[1, 0], [3, 3]] if "several nodes" in places else [[1, 0]]
+    line = alt.Legend(title=None, direction="horizontal", symbolType="stroke", symbolSize=250)
     encoding = {
         "x": x, "y": y,
         "color": alt.Color("series:N", scale=alt.Scale(domain=names),
                            legend=alt.Legend(title=None, columns=1) if len(names) > 1 else None),
         "strokeDash": alt.StrokeDash("place:N", scale=alt.Scale(domain=sorted(places), range=dashes),
-                                     legend=alt.Legend(title=None, direction="horizontal") if len(places) > 1 else None),
+                                     legend=line if len(places) > 1 else None),
         "tooltip": ["run:N", "series:N", "workers:Q", "nodes:Q", alt.Tooltip("speed:Q", title="samples/s", format=",.1f"),
                     alt.Tooltip("speed_up:Q", format=".2f"), alt.Tooltip("efficiency:Q", title="efficiency %", format=".1f")],
     }  # fmt: skip

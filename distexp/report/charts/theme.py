@@ -44,7 +44,8 @@ def config() -> dict[str, Any]:
     }  # fmt: skip
     legend = {
         "labelColor": colour("ink"), "titleColor": colour("muted"), "titleFontWeight": 500, "orient": "bottom",
-        "labelFontSize": 11, "titleFontSize": 11, "labelLimit": 320, "symbolStrokeWidth": 2, "direction": "vertical",
+        "labelFontSize": 11, "titleFontSize": 11, "labelLimit": 320, "symbolStrokeWidth": 2,
+        "symbolBaseFillColor": colour("muted"), "symbolBaseStrokeColor": colour("muted"), "direction": "vertical",
     }  # fmt: skip
     return {
         "background": "transparent", "font": FONT, "view": {"stroke": None}, "axis": axis, "legend": legend,

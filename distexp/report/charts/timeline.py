@@ -35,13 +35,14 @@ def _panel(traced: Traced, kind: str, most: float, nodes: Sequence[int]) -> alt.
     x = alt.X("seconds:Q", title="s", scale=alt.Scale(domain=[0, end], nice=False), axis=alt.Axis(grid=False))
     y = alt.Y("mib:Q", title="MiB", scale=alt.Scale(domain=[0, most * 1.05], nice=False), axis=alt.Axis(tickCount=4))
     domain = [f"node {node}" for node in nodes]
+    own = [f"node {curve.node}" for curve in curves]
+    legend = alt.Legend(title=None, direction="horizontal", values=own) if len(own) > 1 else None
     line = (
         alt.Chart(values(rows))
         .mark_line(strokeWidth=1.8, clip=True)
         .encode(
             x=x, y=y,
-            color=alt.Color("node:N", scale=alt.Scale(domain=domain),
-                            legend=alt.Legend(title=None, direction="horizontal") if len(nodes) > 1 else None),
+            color=alt.Color("node:N", scale=alt.Scale(domain=domain), legend=legend),
             tooltip=["node:N", alt.Tooltip("seconds:Q", format=".1f"), alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
         )
     )  # fmt: skip

@@ -11,7 +11,7 @@ from distexp.report.charts.theme import CATEGORIES, colour, values
 from distexp.report.figures import MEMORIES, SPEED
 from distexp.report.overview import Overview
 from distexp.report.repeats import Group
-from distexp.report.sentences import memory_figure, pareto_front
+from distexp.report.sentences import memory_figure, pareto_fronts
 from distexp.report.settings import setting_text
 
 MOST_LABELLED = 16
@@ -30,8 +30,12 @@ def tradeoff(overview: Overview) -> alt.LayerChart | None:
     ]  # fmt: skip
     if not points:
         return None
-    front = [_point(overview, group, name, coloured, shaped) for group in pareto_front(overview, name)]
-    x = alt.X("memory:Q", title=f"{MEMORIES[name]} (MiB)", scale=alt.Scale(zero=False, nice=True, padding=16))
+    front = [
+        {**_point(overview, group, name, coloured, shaped), "front": n}
+        for n, (groups, _) in enumerate(pareto_fronts(overview, name)) for group in groups
+    ]  # fmt: skip
+    x = alt.X("memory:Q", title=f"{MEMORIES[name]} (MiB)", scale=alt.Scale(zero=False, nice=True, padding=16),
+              axis=alt.Axis(tickCount=8))
     y = alt.Y("speed:Q", title="samples/s", scale=alt.Scale(zero=True))
     base = alt.Chart(values(points))
     marks = base.mark_point(filled=True, size=90, opacity=0.9, strokeWidth=0).encode(
@@ -40,7 +44,7 @@ def tradeoff(overview: Overview) -> alt.LayerChart | None:
     line = (
         alt.Chart(values(front))
         .mark_line(interpolate="step-after", strokeDash=[5, 4], strokeWidth=1.5, color=colour("muted"))
-        .encode(x=x, y=y)
+        .encode(x=x, y=y, detail="front:N")
     )
     layers: list[Any] = [line, marks]
     if len(points) <= MOST_LABELLED:

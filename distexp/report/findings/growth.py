@@ -42,7 +42,8 @@ def pairs_table(overview: Overview) -> Table | None:
     )  # fmt: skip
     if not rows:
         return None
-    header = ("configuration", "workers", "nodes x workers", "samples/s", "nodes x workers ", "samples/s ", "ratio")
+    shape = "nodes x workers a node"
+    header = ("configuration", "workers", f"few: {shape}", "samples/s", f"more: {shape}", "samples/s", "more / few")
     return Table("Equal numbers of workers on few nodes and on more", header, rows)
 
 

@@ -100,8 +100,8 @@ def _agreement(alike: Sequence[Traced]) -> Finding:
     batch = _global_batch(alike[0])
     names = f"The {len(alike)} runs with a global batch of {batch}" if batch else f"{len(alike)} runs"
     if widest <= AGREES:
-        return Finding(f"{names} follow the same losses: at no step drawn are two more than {widest:.1e} apart (relative).",
-                       SAME_TRAINING)  # fmt: skip
+        apart = f"at most {widest:.1e} apart (relative)" if widest else "equal in every digit"
+        return Finding(f"{names} follow the same losses: at each step drawn they are {apart}.", SAME_TRAINING)
     return Finding(
         f"{names} do not follow the same losses exactly: {_run(pair[0])} and {_run(pair[1])} are {widest:.2%} apart at "
         f"step {where}.", SAME_TRAINING)  # fmt: skip

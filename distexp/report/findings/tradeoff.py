@@ -9,7 +9,7 @@ from distexp.report.figures import MEMORIES, SPEED
 from distexp.report.findings.base import Finding, capital, first_few, listed, mean_of
 from distexp.report.overview import Overview
 from distexp.report.repeats import Group, within_spread
-from distexp.report.sentences import memory_figure, pareto_front
+from distexp.report.sentences import memory_figure, pareto_fronts
 from distexp.report.settings import SEED, setting_text
 
 OOM = ("oom_gpu", "oom_host")
@@ -27,7 +27,7 @@ def tradeoff_findings(overview: Overview) -> Iterator[Finding]:
     name = memory_figure(overview)
     if name is None:
         return
-    yield from _front(overview, name)
+    yield from first_few(_fronts(overview, name))
     yield from _out_of_memory(overview)
     for setting in SMALLEST:
         yield from first_few(_smallest_of(overview, name, setting))
@@ -36,19 +36,18 @@ def tradeoff_findings(overview: Overview) -> Iterator[Finding]:
     yield from first_few(_offloads(overview, name, True, "pinned", PINNING))
 
 
-def _front(overview: Overview, name: str) -> Iterator[Finding]:
-    front = pareto_front(overview, name)
-    measured = sum(1 for group in overview.groups if group.completed and group.figure(name) and group.figure(SPEED))
-    if measured < 2:
-        return
-    if len(front) == 1:
-        best = capital(overview.name(front[0]))
-        yield Finding(f"{best} is both the smallest and the fastest of {measured} configurations.")
-        return
-    yield Finding(
-        f"{len(front)} of {measured} configurations lie on the front, where less memory costs speed: from the "
-        f"smallest to the fastest {listed(overview.name(group) for group in front)}."
-    )
+def _fronts(overview: Overview, name: str) -> Iterator[Finding]:
+    fronts = pareto_fronts(overview, name)
+    for front, measured in fronts:
+        where = f"Of model={front[0].setting('model')}, " if len(fronts) > 1 else ""
+        if len(front) == 1 < measured:
+            text = f"{where}none of {measured} configurations is smaller or faster than {overview.name(front[0])}."
+            yield Finding(capital(text))
+        elif measured > 1:
+            yield Finding(capital(
+                f"{where}{len(front)} of {measured} configurations lie on the front, where less memory costs speed: from "
+                f"the smallest to the fastest {listed(overview.name(group) for group in front)}."
+            ))  # fmt: skip
 
 
 def _out_of_memory(overview: Overview) -> Iterator[Finding]:

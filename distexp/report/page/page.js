@@ -99,11 +99,20 @@ async function drawRuns() {
 
 // ---- the charts ----
 
+const PAPER = { alone: 640, beside: 270 }; // pixels that a chart has on paper, by itself or in two columns
+
 async function drawCharts() {
+  const drawn = [];
   for (const place of document.querySelectorAll("[data-chart]")) {
     const options = { actions: false, renderer: "svg", tooltip: { theme: "custom" } };
-    await window.vegaEmbed(place, data.charts[place.dataset.chart], options);
+    const { view } = await window.vegaEmbed(place, data.charts[place.dataset.chart], options);
+    drawn.push([place, view]);
   }
+  // What is drawn for a screen would be shrunk on paper, its letters with it.
+  window.addEventListener("beforeprint", () => {
+    for (const [place, view] of drawn) view.width(place.closest(".many") ? PAPER.beside : PAPER.alone).run();
+  });
+  window.addEventListener("afterprint", () => window.dispatchEvent(new Event("resize")));
 }
 
 // ---- the difference of two runs ----

@@ -24,8 +24,9 @@ def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
     """Columns and rows; links are relative to the directory of the page."""
     figures = list(overview.figures())
     names = list(overview.varied)
+    numbered = all(row.label.isdigit() for row in overview.rows)
     columns = [
-        {"title": "run", "kind": "text"},
+        {"title": "run", "kind": "setting-number" if numbered else "text"},
         *({"title": name, "kind": _kind([row.settings.get(name) for row in overview.rows])} for name in names),
         {"title": "status", "kind": "status"},
         *(_column(figure) for figure in figures),
@@ -33,7 +34,7 @@ def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
     ]
     rows = [
         [
-            row.label,
+            int(row.label) if numbered else row.label,
             *(_setting(row.settings.get(name)) for name in names),
             [row.record.status, "" if row.completed else reason(row)],
             *(_rounded(row.figures[figure.name], figure) for figure in figures),
