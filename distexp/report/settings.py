@@ -131,6 +131,8 @@ def _undecided(record: RunRecord, name: str, value: Any) -> bool:
 
 
 def _key(value: Any) -> str:
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value)  # most are, and a report has a million of them
     return json.dumps(value, sort_keys=True, default=str)
 
 

@@ -15,6 +15,7 @@ from distexp.report.sentences import memory_figure, pareto_fronts
 from distexp.report.settings import setting_text
 
 MOST_LABELLED = 16
+CROWD = 200  # points from which on they are drawn small and pale
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"]
 
 
@@ -38,7 +39,8 @@ def tradeoff(overview: Overview) -> alt.LayerChart | None:
               axis=alt.Axis(tickCount=8))
     y = alt.Y("speed:Q", title="samples/s", scale=alt.Scale(zero=True))
     base = alt.Chart(values(points))
-    marks = base.mark_point(filled=True, size=90, opacity=0.9, strokeWidth=0).encode(
+    crowd = len(points) > CROWD
+    marks = base.mark_point(filled=True, size=25 if crowd else 90, opacity=0.5 if crowd else 0.9, strokeWidth=0).encode(
         x=x, y=y, tooltip=_tooltip(name), **_encodings(points, coloured, shaped)
     )
     line = (

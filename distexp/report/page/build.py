@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def write_page(overview: Overview, figures: Sequence[Plot], path: Path, skipped:
         style=Markup((HERE / "page.css").read_text()),
         table_style=_table_library(".css"),
         table_script=_table_library(".js"),
-        chart_script=_script(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGALITE)),
+        chart_script=_chart_library(),
         script=_script((HERE / "page.js").read_text()),
         data=_json(_data(overview, figures, path.parent)),
     )
@@ -62,6 +63,12 @@ def _data(overview: Overview, figures: Sequence[Plot], directory: Path) -> dict[
         "configurations": configurations(overview),
         "charts": {f"{figure.name}-{n}": figure.specification(n) for figure in figures for n in range(len(figure.panels))},
     }
+
+
+@cache
+def _chart_library() -> Markup:
+    """Vega, Vega-Lite and Vega-Embed, as vl_convert bundles them; it takes a second to make."""
+    return _script(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGALITE))
 
 
 def _table_library(kind: str) -> Markup:
