@@ -62,7 +62,11 @@ def traced(overview: Overview, chosen: Sequence[str] = ()) -> list[Traced]:
         groups = [group for group in groups if any(row.label in chosen for row in group.rows)]
     else:
         groups = telling(groups)
-    return [_read(overview, group, chosen) for group in groups]
+    names = [overview.choices(group) for group in groups]
+    return [
+        _read(group, chosen, name if name and names.count(name) == 1 else f"run {group.label}")
+        for group, name in zip(groups, names, strict=True)
+    ]
 
 
 def telling(groups: Sequence[Group]) -> list[Group]:
@@ -87,14 +91,14 @@ def _extremes(groups: Sequence[Group], name: str, *, largest: bool) -> list[Grou
     return [groups[n] for _, n in sorted(known, reverse=largest)]
 
 
-def _read(overview: Overview, group: Group, chosen: Sequence[str]) -> Traced:
+def _read(group: Group, chosen: Sequence[str], name: str) -> Traced:
     preferred = [row for row in group.rows if row.label in chosen] or list(group.counted)
     row = next((row for row in preferred if row.path), group.rows[0])
     assert row.path is not None
     directory = row.path.parent
     memory, phases = read_memory(directory / "memory")
-    return Traced(group, row, overview.choices(group) or f"run {group.label}",
-                  tuple(read_steps(directory / "metrics.jsonl")), tuple(memory), tuple(phases))  # fmt: skip
+    steps = tuple(read_steps(directory / "metrics.jsonl"))
+    return Traced(group, row, name, steps, tuple(memory), tuple(phases))
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

@@ -66,6 +66,9 @@ async function drawRuns() {
   const { default: DataTable, set_or_remove_dark_class: followTheme } = await import(address);
   URL.revokeObjectURL(address);
   followTheme();
+  // What was not measured stands last, whichever way a column is sorted.
+  const compare = (way) => (a, b) => (a === null) - (b === null) || way * (a - b);
+  DataTable.type("num", "order", { asc: compare(1), desc: compare(-1) });
   const { columns, rows } = data.runs;
   // The filters go into a second row of a header, which therefore has to be there before.
   const heads = element("tr");
