@@ -9,6 +9,7 @@ import csv
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def write_files(
     drawn = list(pictures(figures, directory / "plots"))
     for path, content in drawn:
         path.parent.mkdir(exist_ok=True)
-        _write(path, lambda temporary, content=content: _bytes(temporary, content))
+        _write(path, partial(_bytes, content))
     return [
         _write(directory / "results.csv", lambda path: write_csv(rows, names, path)),
         _write(directory / "results.md", lambda path: write_markdown(overview, figures, path)),
@@ -154,7 +155,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence
     return [_line(header), _line(ruler), *map(_line, rows), ""]
 
 
-def _bytes(path: Path, content: bytes) -> None:
+def _bytes(content: bytes, path: Path) -> None:
     path.write_bytes(content)
 
 

@@ -18,7 +18,7 @@ from distexp.report.charts.timeline import timelines
 from distexp.report.charts.tradeoff import tradeoff
 from distexp.report.extras import Table
 from distexp.report.findings.base import Finding
-from distexp.report.findings.growth import growth_findings, pairs_table
+from distexp.report.findings.growth import growth_findings, growth_table, pairs_table
 from distexp.report.findings.traces import loss_findings, memory_findings, step_findings
 from distexp.report.findings.tradeoff import tradeoff_findings
 from distexp.report.overview import Overview
@@ -48,7 +48,11 @@ class Plot:
     def specification(self, panel: int) -> dict[str, Any]:
         """A panel as the page draws it: as wide as there is room, colours by name."""
         chart = self.panels[panel][1].properties(width="container")
-        return {**chart.to_dict(validate=False), "config": config(), "autosize": {"type": "fit-x", "contains": "padding"}}
+        return {
+            **chart.to_dict(validate=False),
+            "config": config(),
+            "autosize": {"type": "fit-x", "contains": "padding"},
+        }
 
     def picture(self) -> dict[str, Any]:
         """All panels in one, for a file."""
@@ -66,10 +70,9 @@ def plots(overview: Overview, traces: Sequence[Traced]) -> Iterator[Plot]:
     chart = tradeoff(overview)
     if chart is not None:
         yield Plot("memory_throughput", "Memory against throughput", (("", chart),), tuple(tradeoff_findings(overview)))
-    pairs = pairs_table(overview)
     grown = tuple(panel for kind in ("strong", "weak", "mixed") for panel in growth(overview.series, kind))
     if grown:
-        tables = (pairs,) if pairs else ()
+        tables = tuple(table for table in (growth_table(overview), pairs_table(overview)) if table)
         yield Plot("scaling", "Scaling", grown, tuple(growth_findings(overview)), tables)
     left_out = tuple(_left_out(overview, traces))  # said once
     for kind, said in (("gpu", "GPU"), ("cpu", "CPU")):

@@ -31,7 +31,8 @@ class Point:
     nodes: int
     speed: float  # samples/s
     work: float  # samples x parameters; 1 where all of a series train on the same whole data set
-    time: float  # of that work; seconds where the number of samples is known
+    samples: float | None  # that the training sees; None where that is not known
+    time: float  # of that work; in seconds where the samples are known
     efficiency: float  # ideal time / real time
     speed_up: float  # of the work done in a second, against the reference
 
@@ -133,7 +134,7 @@ def _points(groups: Sequence[Group]) -> tuple[str, tuple[Point, ...]]:
     rates = [work / time for work, time in zip(works, times, strict=True)]
     points = tuple(
         Point(
-            group, worlds[n], _world(group)[1], speeds[n], works[n], times[n],
+            group, worlds[n], _world(group)[1], speeds[n], works[n], samples[n], times[n],
             efficiency=rates[n] / worlds[n] * worlds[0] / rates[0], speed_up=rates[n] / rates[0],
         )
         for n, group in enumerate(ordered)

@@ -76,8 +76,8 @@ def zero_sweep(path: Path, *, swap: tuple[int, int] | None = None) -> Path:
                 runs.append(
                     record(
                         number, strategy="deepspeed", deepspeed__zero_stage=stage, offload__enabled=offload,
-                        model__name=model, cluster__device="cuda", precision__name="bf16", peak=143000.0 if out else peak,
-                        speed=rate, status="oom_gpu" if out else "completed",
+                        model__name=model, cluster__device="cuda", precision__name="bf16",
+                        peak=143000.0 if out else peak, speed=rate, status="oom_gpu" if out else "completed",
                         error=RunError("OutOfMemoryError", "CUDA out of memory", "train", 0) if out else None,
                         overrides=(f"model={model}", f"zero_stage={stage}", f"offload={offload}".lower()),
                     )

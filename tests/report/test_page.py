@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-
 import re
 import resource
 import shutil
@@ -21,6 +20,7 @@ from distexp.report.__main__ import main
 from distexp.report.charts.theme import DARK, LIGHT
 from distexp.results import RunError
 
+MISSING = "\u2013"
 EVIL = "</script><img src=http://example.invalid/x onerror=alert(1)>"
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
@@ -121,34 +121,37 @@ def test_a_message_of_a_run_is_never_markup(opened: Page) -> None:
     assert opened.locator("img").count() == 0
     assert EVIL in opened.locator(".notes").inner_text()
     opened.get_by_placeholder("Search all columns").fill("onerror=alert")
-    assert _column(opened, "run") == ["12"]
+    _expect(opened, ["12"])
 
 
 def test_rows_sort_as_numbers(opened: Page) -> None:
-    assert _column(opened, "run") == [str(n) for n in range(13)]
+    _expect(opened, [str(n) for n in range(13)])
     head = opened.locator("#runs-table thead th", has_text="samples/s")
     head.click()
-    speeds = [float(text) for text in _column(opened, "samples/s") if text != "–"]
+    opened.wait_for_selector("#runs-table thead th[aria-sort=ascending]")
+    speeds = [float(text) for text in _column(opened, "samples/s") if text != MISSING]
     assert len(speeds) == 11
     assert speeds == sorted(speeds)
     head.click()
+    opened.wait_for_selector("#runs-table thead th[aria-sort=descending]")
     assert _column(opened, "samples/s")[0] == "120.0"
     assert _column(opened, "run")[0] == "0"
+    assert _column(opened, "samples/s")[-2:] == [MISSING, MISSING]  # last, either way
 
 
 def test_rows_filter_by_any_text_and_by_column(opened: Page) -> None:
     search = opened.get_by_placeholder("Search all columns")
     search.fill("oom_gpu")
-    assert _column(opened, "run") == ["6"]
+    _expect(opened, ["6"])
     search.fill("phase train")  # the reason, which shows on the status
-    assert _column(opened, "run") == ["6"]
+    _expect(opened, ["6"])
     search.fill("")
     _filter(opened, "model", "560m")
-    assert _column(opened, "run") == [str(n) for n in range(6)]
+    _expect(opened, [*map(str, range(6)), "12"])
     _filter(opened, "zero_stage", "3")
-    assert _column(opened, "run") == ["4", "5"]
+    _expect(opened, ["4", "5"])
     _filter(opened, "model", "")
-    assert _column(opened, "run") == ["4", "5", "10", "11"]
+    _expect(opened, ["4", "5", "10", "11"])
 
 
 def test_two_configurations_differ_in_what_was_chosen(opened: Page) -> None:
@@ -193,7 +196,7 @@ def test_figures_show_the_front_out_of_memory_phases_and_the_ideal(browser: Brow
     drawn = scaling.locator("[data-chart=scaling-0] svg").text_content() or ""
     assert "ideal" in drawn
     assert "one node" in drawn
-    assert "2 x 2" in scaling.locator("#scaling table").inner_text()
+    assert "2 x 2" in scaling.locator("#scaling table").last.inner_text()
     scaling.context.close()
 
 
@@ -256,14 +259,24 @@ def _own_seconds() -> float:
 def _column(page: Page, title: str) -> list[str]:
     """The texts of a column of the rows that are shown."""
     titles = [text.strip() for text in page.locator("#runs-table thead tr").first.locator("th").all_inner_texts()]
-    rows = page.locator("#runs-table tbody tr").evaluate_all("all => all.map(row => [...row.cells].map(c => c.innerText))")
+    rows = page.locator("#runs-table tbody tr").evaluate_all(
+        "all => all.map(row => [...row.cells].map(c => c.innerText))"
+    )
     return [row[titles.index(title)] for row in rows]
+
+
+def _expect(page: Page, runs: list[str]) -> None:
+    """Waits until these runs are shown: the table draws when it finds the time."""
+    for _ in range(50):
+        if (shown := _column(page, "run")) == runs:
+            return
+        page.wait_for_timeout(100)
+    assert shown == runs
 
 
 def _filter(page: Page, title: str, text: str) -> None:
     titles = [each.strip() for each in page.locator("#runs-table thead tr").first.locator("th").all_inner_texts()]
     page.locator("#runs-table thead tr").nth(1).locator("th, td").nth(titles.index(title)).locator("input").fill(text)
-    page.wait_for_timeout(300)
 
 
 def _computed(page: Page, selector: str, name: str) -> str:

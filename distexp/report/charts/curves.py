@@ -61,7 +61,10 @@ def step_times(traces: Sequence[Traced]) -> alt.LayerChart | None:
             color=_by_run(traces, legend=False), tooltip=["run:N", alt.Tooltip("ms:Q", format=",.2f")]),
     ]  # fmt: skip
     if quantiles:
-        tooltip = ["run:N", *(alt.Tooltip(f"{key}:Q", title=f"{key} ms", format=",.2f") for key in ("p50", "p90", "max"))]
+        tooltip = [
+            "run:N",
+            *(alt.Tooltip(f"{key}:Q", title=f"{key} ms", format=",.2f") for key in ("p50", "p90", "max")),
+        ]
         base = alt.Chart(values(quantiles)).encode(y=y, tooltip=tooltip)
         marks += [
             base.mark_rule(strokeWidth=2, color=colour("ink")).encode(x=alt.X("p50:Q"), x2="p90:Q"),

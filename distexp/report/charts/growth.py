@@ -72,8 +72,10 @@ def _panel(rows: list[dict[str, Any]], field: str, title: str, workers: list[int
                            legend=alt.Legend(title=None, columns=1) if len(names) > 1 else None),
         "strokeDash": alt.StrokeDash("place:N", scale=alt.Scale(domain=sorted(places), range=dashes),
                                      legend=line if len(places) > 1 else None),
-        "tooltip": ["run:N", "series:N", "workers:Q", "nodes:Q", alt.Tooltip("speed:Q", title="samples/s", format=",.1f"),
-                    alt.Tooltip("speed_up:Q", format=".2f"), alt.Tooltip("efficiency:Q", title="efficiency %", format=".1f")],
+        "tooltip": [
+            "run:N", "series:N", "workers:Q", "nodes:Q", alt.Tooltip("speed:Q", title="samples/s", format=",.1f"),
+            alt.Tooltip("speed_up:Q", format=".2f"), alt.Tooltip("efficiency:Q", title="efficiency %", format=".1f"),
+        ],
     }  # fmt: skip
     base = alt.Chart(values(rows)).encode(**encoding)
     target = alt.Chart(values(ideal))

@@ -64,4 +64,4 @@ def painted(specification: dict[str, Any], palette: dict[str, str]) -> dict[str,
 
 def values(rows: list[dict[str, Any]]) -> alt.Data:
     """Rows as they are, inside the chart."""
-    return alt.Data(values=rows)  # type: ignore[no-any-return]
+    return alt.Data(values=rows)

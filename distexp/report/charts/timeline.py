@@ -26,11 +26,15 @@ def _title(traced: Traced) -> str:
 def _panel(traced: Traced, kind: str, most: float, nodes: Sequence[int]) -> alt.LayerChart:
     curves = traced.curves(kind)
     rows = [
-        {"node": f"node {curve.node}", "seconds": second, "mib": mib} for curve in curves for second, mib in curve.points
+        {"node": f"node {curve.node}", "seconds": second, "mib": mib}
+        for curve in curves
+        for second, mib in curve.points
     ]
     end = max(row["seconds"] for row in rows)  # type: ignore[type-var]
     phases = [
-        {"phase": each.phase, "begin": each.begin_s, "end": each.end_s} for each in traced.phases if each.phase in PHASES
+        {"phase": each.phase, "begin": each.begin_s, "end": each.end_s}
+        for each in traced.phases
+        if each.phase in PHASES
     ]
     x = alt.X("seconds:Q", title="s", scale=alt.Scale(domain=[0, end], nice=False), axis=alt.Axis(grid=False))
     y = alt.Y("mib:Q", title="MiB", scale=alt.Scale(domain=[0, most * 1.05], nice=False), axis=alt.Axis(tickCount=4))
@@ -43,7 +47,8 @@ def _panel(traced: Traced, kind: str, most: float, nodes: Sequence[int]) -> alt.
         .encode(
             x=x, y=y,
             color=alt.Color("node:N", scale=alt.Scale(domain=domain), legend=legend),
-            tooltip=["node:N", alt.Tooltip("seconds:Q", format=".1f"), alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
+            tooltip=["node:N", alt.Tooltip("seconds:Q", format=".1f"),
+                     alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
         )
     )  # fmt: skip
     shades = (

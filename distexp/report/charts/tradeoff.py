@@ -35,8 +35,12 @@ def tradeoff(overview: Overview) -> alt.LayerChart | None:
         {**_point(overview, group, name, coloured, shaped), "front": n}
         for n, (groups, _) in enumerate(pareto_fronts(overview, name)) for group in groups
     ]  # fmt: skip
-    x = alt.X("memory:Q", title=f"{MEMORIES[name]} (MiB)", scale=alt.Scale(zero=False, nice=True, padding=16),
-              axis=alt.Axis(tickCount=8))
+    x = alt.X(
+        "memory:Q",
+        title=f"{MEMORIES[name]} (MiB)",
+        scale=alt.Scale(zero=False, nice=True, padding=16),
+        axis=alt.Axis(tickCount=8),
+    )
     y = alt.Y("speed:Q", title="samples/s", scale=alt.Scale(zero=True))
     base = alt.Chart(values(points))
     crowd = len(points) > CROWD

@@ -11,6 +11,7 @@ from distexp.report.overview import Overview
 from distexp.report.repeats import within_spread
 from distexp.report.scaling import Point, Series
 
+MOST_ROWS = 40
 STABLE = 0.05  # relative
 FASTER = "Does training get faster as workers are added?"
 CONSTANT = "In weak scaling, do the samples/s remain constant?"
@@ -45,6 +46,28 @@ def pairs_table(overview: Overview) -> Table | None:
     shape = "nodes x workers a node"
     header = ("configuration", "workers", f"few: {shape}", "samples/s", f"more: {shape}", "samples/s", "more / few")
     return Table("Equal numbers of workers on few nodes and on more", header, rows)
+
+
+def growth_table(overview: Overview) -> Table | None:
+    """What each training of a series had to do and how it did; None where nothing was scaled."""
+    rows = tuple(_growth_row(series, point) for series in overview.series for point in series.points)
+    if not rows:
+        return None
+    header = ("configuration", "nodes x workers a node", "parameters", "samples a worker", "time (s)", "samples/s",
+              "speed-up", "efficiency")  # fmt: skip
+    more = f"{len(rows) - MOST_ROWS} more are in results.csv." if len(rows) > MOST_ROWS else ""
+    return Table("Work and efficiency", header, rows[:MOST_ROWS], more)
+
+
+def _growth_row(series: Series, point: Point) -> tuple[str, ...]:
+    built = point.group.counted[0].record.built
+    known = point.samples is not None
+    return (
+        f"{series.name or '-'} ({series.kind})", _shape(point), f"{built.parameters:,}" if built else "-",
+        f"{point.samples / point.workers:,.0f}" if point.samples is not None else "-",
+        f"{point.time:,.2f}" if known else "-", f"{point.speed:,.1f}", f"{point.speed_up:.2f}",
+        f"{point.efficiency:.0%}",
+    )  # fmt: skip
 
 
 def _grew(series: Series) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-from distexp.report.findings.base import Finding, capital, listed
+from distexp.report.findings.base import Finding, listed
 from distexp.report.settings import STRATEGY_SECTIONS
 from distexp.report.traces import Traced
 
@@ -22,13 +22,19 @@ PLACEMENT = frozenset(
 
 def memory_findings(traces: Sequence[Traced], kind: str) -> Iterator[Finding]:
     """Where the peaks are, and which node is fullest."""
-    peaks = [(max(mib for curve in each.curves(kind) for _, mib in curve.points), each) for each in traces if each.curves(kind)]
+    peaks = [
+        (max(mib for curve in each.curves(kind) for _, mib in curve.points), each)
+        for each in traces
+        if each.curves(kind)
+    ]
     if not peaks:
         return
     peak, highest = max(peaks, key=lambda pair: pair[0])
     when, phase = _at_peak(highest, kind)
     during = f" in phase {phase}" if phase else ""
-    yield Finding(f"The highest peak is that of {_run(highest)}: {peak:,.0f} MiB, {when:,.1f} s after the start{during}.")
+    yield Finding(
+        f"The highest peak is that of {_run(highest)}: {peak:,.0f} MiB, {when:,.1f} s after the start{during}."
+    )
     low, lowest = min(peaks, key=lambda pair: pair[0])
     if lowest is not highest and low:
         yield Finding(f"The lowest is that of {_run(lowest)}: {low:,.0f} MiB, {low / peak:.0%} of that.")
@@ -61,13 +67,17 @@ def loss_findings(traces: Sequence[Traced]) -> Iterator[Finding]:
     for alike in trainings.values():
         if len(alike) > 1:
             yield _agreement(alike)
-    ended = [(loss, each) for each in traces if each.row.completed and (loss := each.row.figures["eval_loss"]) is not None]
+    ended = [
+        (loss, each) for each in traces if each.row.completed and (loss := each.row.figures["eval_loss"]) is not None
+    ]
     if len(ended) > 1:
         (low, best), (high, worst) = min(ended, key=lambda pair: pair[0]), max(ended, key=lambda pair: pair[0])
         if f"{low:.4f}" == f"{high:.4f}":
             yield Finding(f"All {len(ended)} end with an eval loss of {low:.4f}.")
         else:
-            yield Finding(f"Lowest last eval loss: {_run(best)} with {low:.4f}; highest: {_run(worst)} with {high:.4f}.")
+            yield Finding(
+                f"Lowest last eval loss: {_run(best)} with {low:.4f}; highest: {_run(worst)} with {high:.4f}."
+            )
 
 
 def _curve(traced: Traced) -> dict[int, float]:
@@ -122,7 +132,8 @@ def step_findings(traces: Sequence[Traced]) -> Iterator[Finding]:
     each, times = max(known, key=lambda pair: pair[1].get("p90", 0) / pair[1]["p50"])
     if times.get("p90"):
         yield Finding(
-            f"The steps vary most in {_run(each)}: one in ten takes more than {times['p90'] / times['p50']:.2f}x its median."
+            f"The steps vary most in {_run(each)}: one in ten takes more than {times['p90'] / times['p50']:.2f}x its "
+            "median."
         )
     waits = [(wait / runtime, each) for each, _ in known for metrics in [each.row.record.metrics]
              if (wait := metrics.data_wait_s) is not None and (runtime := metrics.train_runtime)]  # fmt: skip
@@ -131,4 +142,6 @@ def step_findings(traces: Sequence[Traced]) -> Iterator[Finding]:
         yield Finding(f"Waiting for data takes {share:.1%} of the runtime at most, in {_run(worst)}.")
     windows = sorted({each.row.settings.get("log_every") or 1 for each, _ in known})
     if windows != [1]:
-        yield Finding(f"A tick is the mean of {listed(map(str, windows))} steps (train.log_every); dot and bar are of all steps.")
+        yield Finding(
+            f"A tick is the mean of {listed(map(str, windows))} steps (train.log_every); dot and bar are of all steps."
+        )

@@ -45,8 +45,8 @@ def _fronts(overview: Overview, name: str) -> Iterator[Finding]:
             yield Finding(capital(text))
         elif measured > 1:
             yield Finding(capital(
-                f"{where}{len(front)} of {measured} configurations lie on the front, where less memory costs speed: from "
-                f"the smallest to the fastest {listed(overview.name(group) for group in front)}."
+                f"{where}{len(front)} of {measured} configurations lie on the front, where less memory costs speed: "
+                f"from the smallest to the fastest {listed(overview.name(group) for group in front)}."
             ))  # fmt: skip
 
 
@@ -115,7 +115,8 @@ def _costs(plain: Group, offloaded: Group, name: str) -> Iterator[str]:
     if one and other and other.mean:
         ratio = one.mean / other.mean
         chance = " (within the spread)" if within_spread(one, other) else ""
-        yield f"the same training takes {ratio:.2f}x the time ({one.mean:,.1f} against {other.mean:,.1f} samples/s){chance}"
+        speeds = f"{one.mean:,.1f} against {other.mean:,.1f} samples/s"
+        yield f"the same training takes {ratio:.2f}x the time ({speeds}){chance}"
     for memory in dict.fromkeys((name, "cpu_peak_mib")):
         if plain.figure(memory) and offloaded.figure(memory):
             before, after = mean_of(plain, memory), mean_of(offloaded, memory)

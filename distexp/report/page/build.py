@@ -61,7 +61,9 @@ def _data(overview: Overview, figures: Sequence[Plot], directory: Path) -> dict[
     return {
         "runs": run_table(overview, directory),
         "configurations": configurations(overview),
-        "charts": {f"{figure.name}-{n}": figure.specification(n) for figure in figures for n in range(len(figure.panels))},
+        "charts": {
+            f"{figure.name}-{n}": figure.specification(n) for figure in figures for n in range(len(figure.panels))
+        },
     }
 
 

@@ -23,7 +23,10 @@ def provenance(rows: Sequence[Row]) -> Iterator[Table]:
 
 def commands(rows: Sequence[Row]) -> Table:
     """What repeats each run."""
-    shown = tuple((row.label, command(row), (row.record.run.started_at or "-")[:19].replace("T", " ")) for row in rows[:MOST_COMMANDS])
+    shown = tuple(
+        (row.label, command(row), (row.record.run.started_at or "-")[:19].replace("T", " "))
+        for row in rows[:MOST_COMMANDS]
+    )
     more = len(rows) - MOST_COMMANDS
     note = f"{more} more are in results.csv, column overrides." if more > 0 else ""
     return Table("Commands", ("run", "command", "started (UTC)"), shown, note)

@@ -91,12 +91,15 @@ def configurations(overview: Overview) -> dict[str, Any]:
         else:
             numbers = {text: number for number, text in enumerate(kinds)}
             differing[key] = {"values": kinds, "of": [numbers[text] for text in texts]}
-    named = [[row.label, overview.choices(group)] for group in overview.groups for row in group.rows]
-    order = {label: name for label, name in named}
-    return {"shared": shared, "differing": differing, "runs": [[row.label, order[row.label]] for row in overview.rows]}
+    names = {row.label: overview.choices(group) for group in overview.groups for row in group.rows}
+    runs = [[row.label, names[row.label]] for row in overview.rows]
+    return {"shared": shared, "differing": differing, "runs": runs}
 
 
 def _compared(row: Row) -> dict[str, str]:
     content = {**flat(row), "overrides": " ".join(row.record.run.overrides) or None}
     kept = {key: value for key, value in content.items() if key.startswith(COMPARED) or key in ("overrides", "git_sha")}
-    return {key: "null" if value is None else value if isinstance(value, str) else json.dumps(value) for key, value in kept.items()}
+    return {
+        key: "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+        for key, value in kept.items()
+    }
