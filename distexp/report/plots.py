@@ -60,8 +60,11 @@ class Plot:
             chart.properties(width=PICTURE_WIDTH, title=alt.TitleParams(title)) if title
             else chart.properties(width=PICTURE_WIDTH) for title, chart in self.panels
         ]  # fmt: skip
-        whole = charts[0] if len(charts) == 1 else alt.concat(*charts, columns=2)
+        whole = charts[0] if len(charts) == 1 else alt.concat(*charts, columns=2).resolve_scale(color="independent")
         drawn = {**whole.to_dict(validate=False), "config": {**config(), "background": LIGHT["card"], "padding": 16}}
+        if self.phases:  # the page says beside the panels what the shades mean
+            for panel in drawn.get("concat", [drawn]):
+                panel["layer"][0]["encoding"]["fill"]["legend"] = {"title": None, "direction": "horizontal"}
         return painted(drawn, LIGHT)
 
 

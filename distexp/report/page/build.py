@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,14 @@ def _chart_library() -> Markup:
 
 
 def _table_library(kind: str) -> Markup:
-    """DataTables, as the package itables bundles it: a module, and its style."""
-    return _script((files("itables") / "html" / f"dt_bundle{kind}").read_text())
+    """DataTables, as the package itables bundles it: a module, and its style.
+
+    The package is not imported, for it would read the pyproject.toml of whatever folder one is in.
+    """
+    package = find_spec("itables")
+    assert package is not None
+    assert package.origin is not None
+    return _script((Path(package.origin).parent / "html" / f"dt_bundle{kind}").read_text())
 
 
 def _script(text: str) -> Markup:
