@@ -63,7 +63,8 @@ def _growth_row(series: Series, point: Point) -> tuple[str, ...]:
     built = point.group.counted[0].record.built
     known = point.samples is not None
     return (
-        f"{series.name} ({series.kind})" if series.name else series.kind, _shape(point), f"{built.parameters:,}" if built else "-",
+        f"{series.name} ({series.kind})" if series.name else series.kind, _shape(point),
+        f"{built.parameters:,}" if built else "-",
         f"{point.samples / point.workers:,.0f}" if point.samples is not None else "-",
         f"{point.time:,.2f}" if known else "-", f"{point.speed:,.1f}", f"{point.speed_up:.2f}",
         f"{point.efficiency:.0%}",
