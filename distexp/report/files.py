@@ -141,7 +141,8 @@ def write_markdown(overview: Overview, figures: Sequence[Plot], path: Path) -> N
     for table in exercise_tables(overview):
         lines += ["", f"## {table.title}", "", *_table(table.header, table.rows)]
     for figure in figures:
-        lines += ["", f"## {figure.title}", "", f"![{figure.title}](plots/{figure.name}.svg)", ""]
+        picture = [f"![{figure.title}](plots/{figure.name}.svg)", ""] if figure.panels else []
+        lines += ["", f"## {figure.title}", "", *picture]
         for table in figure.tables:
             lines += [f"{table.title}:", "", *_table(table.header, table.rows)]
         for finding in figure.findings:

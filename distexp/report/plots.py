@@ -74,7 +74,7 @@ def plots(overview: Overview, traces: Sequence[Traced]) -> Iterator[Plot]:
     if chart is not None:
         yield Plot("memory_throughput", "Memory against throughput", (("", chart),), tuple(tradeoff_findings(overview)))
     grown = tuple(panel for kind in ("strong", "weak", "mixed") for panel in growth(overview.series, kind))
-    if grown:
+    if overview.series:  # one number of workers on few nodes and on more has a table, but no curve
         tables = tuple(table for table in (growth_table(overview), pairs_table(overview)) if table)
         yield Plot("scaling", "Scaling", grown, tuple(growth_findings(overview)), tables)
     left_out = tuple(_left_out(overview, traces))  # said once
@@ -104,7 +104,7 @@ def _left_out(overview: Overview, traces: Sequence[Traced]) -> Iterator[Finding]
 
 def pictures(figures: Sequence[Plot], directory: Path) -> Iterator[tuple[Path, bytes]]:
     """A PNG and an SVG of each figure: where it goes, and its content."""
-    for figure in figures:
+    for figure in (each for each in figures if each.panels):
         drawn = figure.picture()
         png = vl_convert.vegalite_to_png(drawn, vl_version=VEGALITE, scale=PICTURE_SCALE)
         yield directory / f"{figure.name}.png", png

@@ -205,6 +205,19 @@ def test_open_shows_the_page_and_trace_chooses_what_is_drawn(tmp_path: Path) -> 
     assert "--trace 99 names no run" in unknown.stderr
 
 
+def test_one_number_of_workers_on_few_nodes_and_on_more_is_a_pair_without_a_curve(tmp_path: Path) -> None:
+    shapes = ((1, 2, 100.0), (2, 1, 80.0))
+    runs = [
+        record(n, cluster__nodes=nodes, cluster__workers_per_node=each, speed=speed)
+        for n, (nodes, each, speed) in enumerate(shapes)
+    ]
+    assert report(write(tmp_path, *runs)).returncode == 0
+    text = (tmp_path / "report" / "results.md").read_text()
+    assert "2 workers as 2 x 1 instead of 1 x 2 (nodes x workers a node) costs 20.0% of the speed" in text
+    assert "scaling.svg" not in text
+    assert not (tmp_path / "report" / "plots" / "scaling.svg").exists()
+
+
 def test_torn_traces_cost_no_report(tmp_path: Path) -> None:
     with_traces(tmp_path, [enrich(record(n, peak=1000.0, train__seed=n)) for n in range(3)])
     with (tmp_path / "0" / "metrics.jsonl").open("a") as file:
