@@ -73,7 +73,7 @@ class FSDP:
         from distexp.strategies.engine import TorchEngine
 
         model = blueprint.model
-        _shard(blueprint, config, context)
+        inner = _shard(blueprint, config, context)
         wrapped = cast(FSDPModule, model)
 
         @contextmanager
@@ -87,7 +87,7 @@ class FSDP:
             context,
             synchronising=synchronising,
             autocast=False,
-            distribution=lambda: distribution_of(model),
+            distribution=lambda: distribution_of(model, inner),
         )
 
 
@@ -118,8 +118,8 @@ def _mesh(config: Config, context: Context) -> DeviceMesh:
     return init_device_mesh(context.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
-def _shard(blueprint: Blueprint, config: Config, context: Context) -> None:
-    """Brings every unit to life and shards it at once, inner ones first, and chains their prefetching."""
+def _shard(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Module]:
+    """Brings every unit to life and shards it at once, inner ones first; the blocks, their prefetching chained."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -141,11 +141,15 @@ def _shard(blueprint: Blueprint, config: Config, context: Context) -> None:
     ends = [module for _, module in embeddings(model)]
     # Tied weights are one parameter: its two modules must be gathered together.
     outer = [ends] if tied(model) else [[end] for end in ends]
+    # The head ends the forward pass and begins the backward pass: to free it between would gather it twice.
+    kept = {"reshard_after_forward": False}
     for unit in [*([block] for block in inner), *outer, [model]]:
         for module in unit:
             blueprint.materialise(module)
-        fully_shard(unit if len(unit) > 1 else unit[0], **policy)
+        last = model in unit or (len(ends) == 2 and ends[1] in unit)
+        fully_shard(unit if len(unit) > 1 else unit[0], **policy | (kept if last else {}))
     _chain_prefetch(cast("list[FSDPModule]", inner), config)
+    return inner
 
 
 def _chain_prefetch(units: list[FSDPModule], config: Config) -> None:
@@ -157,8 +161,8 @@ def _chain_prefetch(units: list[FSDPModule], config: Config) -> None:
             unit.set_modules_to_backward_prefetch(units[max(0, position - behind) : position][::-1])
 
 
-def distribution_of(model: nn.Module, units: Sequence[nn.Module] | None = None) -> Distribution:
-    """Read off the sharded parameters and FSDP's own state; whether it reshards, of ``units`` alone if given."""
+def distribution_of(model: nn.Module, inner: Sequence[nn.Module]) -> Distribution:
+    """Read off the sharded parameters and FSDP's own state; whether it reshards, off the inner units."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -172,8 +176,7 @@ def distribution_of(model: nn.Module, units: Sequence[nn.Module] | None = None) 
     shapes = {tuple(p.device_mesh.shape) for p in sharded}
     (shape,) = shapes
     groups = _parameter_groups(sharding)
-    judged = groups if units is None else _parameter_groups(units)
-    reshards = {group.post_forward_mesh_info is not None for group in judged}
+    reshards = {group.post_forward_mesh_info is not None for group in _parameter_groups(inner)}
     on_cpu = all(p.to_local().device.type == "cpu" for p in sharded)
     offloaded = all(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups)
     return Distribution(
