@@ -79,7 +79,8 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     plan = Plan(config.train, training.steps)
     journal = Journal(plan, context, events)
     work = Work(training, evaluation, plan, journal)
-    engine, built = load_engine(config).train(build_model(config, data, context), config, context, work)
+    build = partial(build_model, config, data, context)
+    engine, built = load_engine(config).train(build, config, context, work)
     built.tokenizer = data.tokenizer_name
     if config.train.save_model:
         events.enter("save")

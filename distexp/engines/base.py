@@ -6,7 +6,7 @@ inside ``train``. A new one is one file here and one YAML in conf/engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from distexp.data.shards import ShardedLoader
     from distexp.measure.journal import Journal, Plan
     from distexp.models.blueprint import Blueprint
+
+
+Build = Callable[[], "Blueprint"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,10 @@ class TrainingEngine(Protocol):
     def validate(self, config: Config) -> list[str]:
         """A sentence for each thing that this engine cannot do as asked; the configuration is complete."""
 
-    def train(self, blueprint: Blueprint, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
+    def train(self, build: Build, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
         """Trains to the end of the plan; the model as it was distributed, and what that really was.
+
+        The model's blueprint is to be let go once it is built: rank 0's holds all weights in the host's memory.
 
         Stops by ``check_built`` before the first step where it is not what the strategy expects.
         """

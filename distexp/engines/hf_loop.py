@@ -40,15 +40,17 @@ class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
     given: Any = None  # our optimizer
 
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, work: Work) -> None:
-        self.blueprint, self.config, self.context, self.work = blueprint, config, context, work
+        self.config, self.context, self.work = config, context, work
         self.task, self.bare = config.model.task, blueprint.model
         self.units: list[nn.Module] = []
+        self.masters: Blueprint | None = None  # what DeepSpeed's fp32 masters are to be, until they are
         settings = None
         if config.strategy.name == "deepspeed":
             settings = deepspeed.settings_for(blueprint, config, context)
             # Where it is forced, accelerate makes a CPU Adam of what it is given: of ours, one without AdamW's decay.
             settings["zero_force_ds_cpu_optimizer"] = False
             deepspeed.materialise(blueprint, config, settings)
+            self.masters = blueprint if deepspeed.in_16_bits(config) else None
         else:
             blueprint.materialise(self.bare)
         if config.strategy.name == "fsdp":
@@ -183,8 +185,9 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]  # likewise
         if innermost(trainer.optimizer) is not trainer.given:
             raise RuntimeError(f"the Trainer put another optimizer in the place of ours: {trainer.built.optimizer}")
         if trainer.config.strategy.name == "deepspeed":
-            if deepspeed.in_16_bits(trainer.config):
-                deepspeed.restore_masters(trainer.model_wrapped, trainer.blueprint)
+            if trainer.masters is not None:
+                deepspeed.restore_masters(trainer.model_wrapped, trainer.masters)
+                trainer.masters = None
             _watch_step(trainer)
         seed_everything(trainer.config.train.seed + trainer.context.rank)
         self.work.journal.begin()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from distexp.config import Config
-from distexp.engines.base import Work
+from distexp.engines.base import Build, Work
 from distexp.results import Built
 from distexp.strategies.base import Context, Wrapped
 from distexp.strategies.fsdp import mesh_shape
-
-if TYPE_CHECKING:
-    from distexp.models.blueprint import Blueprint
 
 STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
 OWN_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 1}
@@ -37,11 +33,11 @@ class HFTrainer:
             return ["engine=hf_trainer wraps nothing on one GPU: choose strategy=single, or more workers"]
         return []
 
-    def train(self, blueprint: Blueprint, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
+    def train(self, build: Build, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
         """Runs ``Trainer.train`` to the end of the plan."""
         from distexp.engines.hf_loop import JournaledTrainer
 
-        trainer = JournaledTrainer(blueprint, config, context, work)
+        trainer = JournaledTrainer(build(), config, context, work)
         trainer.train()
         assert trainer.built is not None, "on_train_begin describes what was built"
         return trainer.wrapped, trainer.built

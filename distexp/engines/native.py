@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from distexp.config import Config
-from distexp.engines.base import Work, check_built
+from distexp.engines.base import Build, Work, check_built
 from distexp.results import Built
 from distexp.strategies.base import Context, Wrapped
-
-if TYPE_CHECKING:
-    from distexp.models.blueprint import Blueprint
 
 
 class Native:
@@ -20,14 +15,14 @@ class Native:
         """Does whatever the strategy can."""
         return []
 
-    def train(self, blueprint: Blueprint, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
+    def train(self, build: Build, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
         """Sets the strategy up, checks what came of it, and runs the loop."""
         from distexp.loop import fit
         from distexp.resolve import load_strategy
         from distexp.seeding import seed_everything
 
         strategy = load_strategy(config)
-        engine = strategy.setup(blueprint, config, context)
+        engine = strategy.setup(build(), config, context)
         # From here on chance is each rank's own: two ranks that drop the same units would learn less.
         seed_everything(config.train.seed + context.rank)
         built = engine.describe()
