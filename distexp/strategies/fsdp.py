@@ -1,7 +1,8 @@
-"""FSDP2: torch's ``fully_shard``, one unit for each block and for the embedding and head apart.
+"""FSDP2: torch's ``fully_shard``, one unit for each block, for the embedding and for the head.
 
-Nearly half of BLOOM-560m's parameters are in its embedding, so leaving that to the root unit would
-gather it together with everything that is not in a block.
+Where embedding and head are one weight, it is left to the root unit, which is gathered once for forward
+and backward pass and reduced once, at the end. A unit of its own would be reduced twice, the first time
+when memory is at its peak: on four H200s that cost BLOOM-560m 5 % of its speed and 480 MiB.
 """
 
 from __future__ import annotations
@@ -138,16 +139,12 @@ def _shard(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Mo
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=config.offload.pin_memory)
     model = blueprint.model
     inner = [module for _, module in blocks(model, config.fsdp.wrap)]
-    ends = [module for _, module in embeddings(model)]
-    # Tied weights are one parameter: its two modules must be gathered together.
-    outer = [ends] if tied(model) else [[end] for end in ends]
-    # The head ends the forward pass and begins the backward pass: to free it between would gather it twice.
-    kept = {"reshard_after_forward": False}
-    for unit in [*([block] for block in inner), *outer, [model]]:
-        for module in unit:
-            blueprint.materialise(module)
-        last = model in unit or (len(ends) == 2 and ends[1] in unit)
-        fully_shard(unit if len(unit) > 1 else unit[0], **policy | (kept if last else {}))
+    ends = [] if tied(model) else [module for _, module in embeddings(model)]
+    for unit in [*inner, *ends, model]:
+        blueprint.materialise(unit)
+        # The head ends the forward pass and begins the backward pass: to free it between would gather it twice.
+        last = unit is model or (len(ends) == 2 and unit is ends[1])
+        fully_shard(unit, **policy | ({"reshard_after_forward": False} if last else {}))
     _chain_prefetch(cast("list[FSDPModule]", inner), config)
     return inner
 
