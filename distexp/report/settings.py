@@ -35,7 +35,7 @@ STRATEGY_SECTIONS = ("ddp", "fsdp", "deepspeed")
 FOLLOWS = {"sharding": "strategy", "zero_stage": "strategy"} | dict.fromkeys(STRATEGY_SECTIONS, "strategy")
 """What is given by another setting as a rule: such a column is shown only where it adds something."""
 
-NOT_A_SETTING = ("name", "sweep", "trusted_packages", "tracker", "measure", "cluster")
+NOT_A_SETTING = ("name", "exercise", "scale", "sweep", "trusted_packages", "tracker", "measure", "cluster")
 """Places, times and bookkeeping: they do not make it another training."""
 
 SEED = "seed"
