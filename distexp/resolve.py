@@ -126,9 +126,8 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     strategy = load_strategy(config)
     faults += _decide_placement(config)
     strategy.complete(config)
+    faults += too_many_workers(config) or scale_work(config)
     faults += [*_judge_together(config), *strategy.validate(config), *load_engine(config).validate(config)]
-    faults += [*too_many_workers(config), *scale_work(config)]
-    faults += [*_judge_together(config), *strategy.validate(config)]
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
     return config
