@@ -173,8 +173,8 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     """A GPT of the configured sizes.
 
     Args:
-        model: hidden_size, num_layers, num_heads, ff_dim, seq_length, tie_embeddings, dropout, and vocab_size or null for
-            the tokenizer's.
+        model: hidden_size, num_layers, num_heads, ff_dim, seq_length, tie_embeddings, dropout, and vocab_size
+            or null for the tokenizer's.
         num_classes: entries of the tokenizer.
 
     Raises:
@@ -188,9 +188,9 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         "inner": model.ff_dim,
         "length": model.seq_length,
     }
-    known = {name: size for name, size in sizes.items() if size is not None}
-    rest = {"dropout": model.dropout or 0.0, "tie": bool(model.tie_embeddings)}
-    return GPT(vocab=vocabulary(model, num_classes), **rest, **known)
+    known: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    rest: dict[str, Any] = {"dropout": model.dropout or 0.0, "tie": bool(model.tie_embeddings)}
+    return GPT(vocab=vocabulary(model, num_classes), **known, **rest)
 
 
 def _allowed(attention_mask: Tensor) -> Tensor:

@@ -128,13 +128,25 @@ class OverviewTable:
             yield Text(f"{len(notes) - NOTES} more reasons are not shown here.", style="dim")
         for sentence in sentences(overview):
             yield Text(sentence)
-        for table in exercise_tables(overview):
+        yield ExerciseTables(overview)
+
+
+@dataclass(frozen=True)
+class ExerciseTables:
+    """The own tables of the exercises among some runs."""
+
+    overview: Overview
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in exercise_tables(self.overview):
             yield from _exercise(table)
 
 
 def _exercise(table: Exercise) -> RenderResult:
     """An exercise's own table; its cells are wrapped where the terminal is narrow."""
-    drawing = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False)
+    drawing = Table(
+        box=box.SIMPLE_HEAD, header_style="bold", padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False
+    )
     for title in table.header:
         drawing.add_column(Text(title), vertical="bottom", overflow="fold")
     for cells in table.rows:
@@ -143,6 +155,11 @@ def _exercise(table: Exercise) -> RenderResult:
     yield drawing
     if table.note:
         yield Text(f"\n{table.note}", style="dim")
+
+
+def exercises(records: Sequence[RunRecord]) -> ExerciseTables:
+    """The tables of the exercises alone, as after a single run."""
+    return ExerciseTables(Overview.of(rows_of(records)))
 
 
 def comparison(records: Sequence[RunRecord]) -> OverviewTable:

@@ -84,7 +84,9 @@ def of_gpu_0(title: str, key: str) -> Measure:
     return Measure(title, read, "{:,.0f}", gpu=True, survives=key != "mode_mib")
 
 
-def of_epoch(title: str, name: str, epoch: int, form: str = "{:.4f}", factor: float = 1.0, category: str = "") -> Measure:
+def of_epoch(
+    title: str, name: str, epoch: int, *, form: str = "{:.4f}", factor: float = 1.0, category: str = ""
+) -> Measure:
     """A metric after an epoch, counted from 1; -1: after the last."""
 
     def read(group: Group, base: Group | None) -> list[float]:

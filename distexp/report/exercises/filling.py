@@ -62,7 +62,9 @@ def fill(exercise: str, layout: Layout, overview: Overview, groups: Sequence[Gro
         texts.append((*label, *cells))
         if key in layout.printed:
             figures = layout.printed[key]
-            texts.append((PRINTED, *[""] * (len(label) - 1), *(figures.get(each.title, "") for each in layout.measures)))
+            texts.append(
+                (PRINTED, *[""] * (len(label) - 1), *(figures.get(each.title, "") for each in layout.measures))
+            )
     note = " ".join(filter(None, [_scaled_down(groups), layout.note(groups)]))
     return _laid_out(f"{layout.title} ({exercise})", layout, texts, note)
 
@@ -76,7 +78,7 @@ def _lines(layout: Layout, groups: Sequence[Group]) -> list[tuple[Any, Group | N
     ordered = [*layout.lines, *further]
     if all(isinstance(key, int) for key in ordered):
         ordered.sort()
-    return [(key, group) for key in ordered for group in found.get(key, [None])]  # type: ignore[list-item]
+    return [(key, group) for key in ordered for group in found.get(key, [None])]
 
 
 def _told_apart(overview: Overview, group: Group) -> str:
@@ -100,4 +102,8 @@ def _laid_out(title: str, layout: Layout, texts: Sequence[tuple[str, ...]], note
 def _scaled_down(groups: Sequence[Group]) -> str:
     scales = {(group.rows[0].record.config.get("scale") or {}).get("name", "full") for group in groups}
     down = sorted(scales - {"full"})
-    return f"scale={down[0]}: a small model on a few samples, so only the shape of this table means something." if down else ""
+    return (
+        f"scale={down[0]}: a small model on a few samples, so only the shape of this table means something."
+        if down
+        else ""
+    )

@@ -100,7 +100,9 @@ FSDP_SHEET = (
     figure("Memory Allocated (MB)", "torch_average_allocated_mib", "{:,.0f}", MIB_IN_GB * 1000),
     figure("GPU Utilization (%)", "gpu_utilization_pct", "{:.0f}"),
 )
-FSDP_PRINTED = dict(zip((measure.title for measure in FSDP_SHEET), ("0.7039", *LOSSES, "11.971", "39.41", "31"), strict=False))
+FSDP_PRINTED = dict(
+    zip((measure.title for measure in FSDP_SHEET), ("0.7039", *LOSSES, "11.971", "39.41", "31"), strict=False)
+)
 
 
 def _other_batch(groups: Sequence[Group]) -> str:
@@ -157,8 +159,8 @@ DDP_SPEED, DDP_AVERAGE = figure("Throughput (img/s)", SPEED), of_gpu_0("GPU 0 Av
 
 def _ddp(base: str) -> tuple[Measure, ...]:
     return (
-        of_epoch("Train Loss (Epoch 3)", "train_losses", 3, "{:.3f}"),
-        of_epoch("Train Acc (Epoch 3)", "train_accuracies", 3, "{:.2f}%", 100),
+        of_epoch("Train Loss (Epoch 3)", "train_losses", 3, form="{:.3f}"),
+        of_epoch("Train Acc (Epoch 3)", "train_accuracies", 3, form="{:.2f}%", factor=100),
         DDP_SPEED,
         of_gpu_0("GPU 0 Peak (MiB)", "peak_mib"),
         DDP_AVERAGE,
@@ -173,7 +175,8 @@ DDP_PRINTED = dict(zip((measure.title for measure in _ddp("1G")), (
 ), strict=False))  # fmt: skip
 DDP_MULTI_GPU = Layout(
     "Multi-GPU Scaling (1 Node)", ("Config",), _workers, (1, 2, 4, 8),
-    lambda key: ("1 GPU, 1 Node (baseline)" if key == 1 else f"{key} GPUs, 1 Node",), _ddp("1G"), printed={1: DDP_PRINTED},
+    lambda key: ("1 GPU, 1 Node (baseline)" if key == 1 else f"{key} GPUs, 1 Node",), _ddp("1G"),
+    printed={1: DDP_PRINTED},
     note=lambda groups: "The workshop prints one line as an example, and does not say of how many GPUs.",
 )  # fmt: skip
 
@@ -247,7 +250,8 @@ LAYOUTS: dict[str, Layout] = {
         across=False,
     ),
     "deepspeed/two_gpu_stages": Layout(
-        "2-GPU ZeRO Stage Comparison", ("",), _stage, tuple((n, offload) for n in (1, 2, 3) for offload in (False, True)),
+        "2-GPU ZeRO Stage Comparison", ("",), _stage,
+        tuple((n, offload) for n in (1, 2, 3) for offload in (False, True)),
         lambda key: (_stage_label(key)[0].removeprefix("ZeRO "),), (SAMPLES, LOSS, *GPU_MIB, *CPU_MIB), across=False,
     ),
     "deepspeed/multi_node_weak_scaling": Layout(
@@ -255,7 +259,8 @@ LAYOUTS: dict[str, Layout] = {
         across=False,
     ),
     "deepspeed/model_sizes": Layout(
-        "ZeRO stages on each BLOOM", ("Model", "DeepSpeed Config"), lambda group: (group.setting("model"), *_stage(group)),
+        "ZeRO stages on each BLOOM", ("Model", "DeepSpeed Config"),
+        lambda group: (group.setting("model"), *_stage(group)),
         tuple((size, stage, True) for size in SIZES for stage in (1, 2, 3)),
         lambda key: (key[0], *_stage_label(key[1:])), STAGES, note=_quiz_of_sizes,
     ),
@@ -266,7 +271,8 @@ LAYOUTS: dict[str, Layout] = {
     "fsdp/multi_gpu": ON_ONE_NODE,
     "fsdp/multi_node": _across_nodes(ON_ONE_NODE, "Single Node"),
     "fsdp/sharding": Layout(
-        "Sharding strategies and offloading", ("Sharding",), lambda group: (group.setting("sharding"), group.setting("offload")),
+        "Sharding strategies and offloading", ("Sharding",),
+        lambda group: (group.setting("sharding"), group.setting("offload")),
         tuple((name, offload) for name in SHARDINGS for offload in (False, True)),
         lambda key: (key[0].upper() + OFFLOADING.get(key[1], "").replace("Offloading", "CPU off-load"),),
         (FSDP_SPEED, RUNTIME, figure("Loss", "train_loss", "{:.4f}"), *GPU_MIB[:2], *CPU_MIB[:1]),
@@ -280,8 +286,8 @@ LAYOUTS: dict[str, Layout] = {
         "Weak scaling by model", ("GPUs",), _workers, (2, 4, 8, 16), lambda key: (str(key),),
         (
             setting("Num Layers", "model.num_layers"), setting("Per-GPU Batch", "micro_batch_size"),
-            parameters("Total Params"), replace(FSDP_SPEED, title="Samples/s (Callback)"), CUSTOM[3], CUSTOM[4], CUSTOM[5],
-            RUNTIME, efficiency("Efficiency (%)"),
+            parameters("Total Params"), replace(FSDP_SPEED, title="Samples/s (Callback)"), CUSTOM[3],
+            CUSTOM[4], CUSTOM[5], RUNTIME, efficiency("Efficiency (%)"),
         ),
         note=lambda groups: "Efficiency is ideal time over real time, against the first row.",
     ),

@@ -11,7 +11,8 @@ from distexp.report.repeats import Group
 CONSTANT_WITHIN = 0.1  # relative; whole layers and whole samples allow for no more at small sizes
 
 HEADER = (
-    "Nodes x GPUs", "Total Params", "Params per GPU", "Samples per GPU", "Work per GPU", "Work in all", "Efficiency (%)",
+    "Nodes x GPUs", "Total Params", "Params per GPU", "Samples per GPU", "Work per GPU", "Work in all",
+    "Efficiency (%)",
 )  # fmt: skip
 
 
@@ -27,9 +28,11 @@ def work_table(groups: Sequence[Group]) -> Iterator[Table]:
         total, samples = built_parameters(group)[0], _samples(group)
         works.append((total * samples / workers, total * samples))
         values = measure.read(group, base)
+        efficient = f"{values[0]:.1f}" if values else "-"
         rows.append((
-            f"{nodes} x {workers // nodes}", f"{total:,}", f"{total / _sharers(group):,.0f}", f"{samples / workers:,.1f}",
-            f"{works[-1][0] / works[0][0]:.2f}x", f"{works[-1][1] / works[0][1]:.2f}x", f"{values[0]:.1f}" if values else "-",
+            f"{nodes} x {workers // nodes}", f"{total:,}", f"{total / _sharers(group):,.0f}",
+            f"{samples / workers:,.1f}", *(f"{now / then:.2f}x" for now, then in zip(works[-1], works[0], strict=True)),
+            efficient,
         ))  # fmt: skip
     yield Table("What each GPU has to do", HEADER, tuple(rows), " ".join(_kind(works)))
 
