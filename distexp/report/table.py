@@ -11,8 +11,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from distexp.report.exercises import Table as Exercise
 from distexp.report.exercises import exercise_tables
+from distexp.report.extras import Table as Exercise
 from distexp.report.overview import Overview, rows_of
 from distexp.report.repeats import Group, spread_texts
 from distexp.report.sentences import sentences

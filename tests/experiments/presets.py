@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,6 +17,7 @@ from distexp.paths import conf_dir, config_groups
 from distexp.results import Built, Environment, Metrics, RunInfo, RunRecord
 
 
+@cache
 def cells_of(preset: str, *words: str) -> list[list[str]]:
     """The overrides of every run that a command line with a preset starts."""
     register_schema()

@@ -13,7 +13,7 @@ from distexp.hardware import Gpu
 from distexp.paths import options_of
 from distexp.report.exercises import exercise_tables
 from distexp.report.exercises.filling import PRINTED
-from distexp.report.exercises.layouts import LAYOUTS, SCALING
+from distexp.report.exercises.layouts import LAYOUTS
 from distexp.report.overview import Overview, rows_of
 from distexp.results import RunError, RunRecord
 
@@ -65,7 +65,6 @@ def judged(cell: list[str], *words: str) -> Config | str:
 
 def test_every_preset_of_the_workshop_is_there() -> None:
     assert set(options_of("experiment")) == set(SHAPES) == set(LAYOUTS)
-    assert set(SCALING) < set(SHAPES)
 
 
 @pytest.mark.parametrize("preset", SHAPES)
@@ -83,9 +82,8 @@ def test_a_preset_has_its_runs_and_fills_its_table(preset: str) -> None:
     assert len(cells) == len(SHAPES[preset])
     for record in records:
         has_seeds_hyperparameters(preset, record)
-    table, *others = exercise_tables(Overview.of(rows_of(records)))
+    (table,) = exercise_tables(Overview.of(rows_of(records)))
     assert preset in table.title
-    assert len(others) == (preset in SCALING)
     texts = [cell for row in table.rows for cell in row if row[0] != PRINTED]
     missing = [text for text in texts if text in ("not run", "not measured", "no GPU")]
     assert missing == (["not run"] if preset == "deepspeed/zero_stages" else [])
@@ -146,25 +144,24 @@ def weak_scaling(*words: str) -> list[RunRecord]:
 
 
 def test_efficiency_is_ideal_time_over_real_time() -> None:
-    records = weak_scaling()
-    table, work = exercise_tables(Overview.of(rows_of(records)))
+    overview = Overview.of(rows_of(weak_scaling()))
+    (table,) = exercise_tables(overview)
     assert table.header[:4] == ("GPUs", "Num Layers", "Per-GPU Batch", "Total Params")
     assert [row[:3] for row in table.rows] == [("2", "3", "8"), ("4", "8", "4"), ("8", "18", "2"), ("16", "38", "1")]
     shown = [float(row[-1]) for row in table.rows]
     assert shown == [pytest.approx(100 * (workers / 2) ** -0.1, abs=0.06) for workers in (2, 4, 8, 16)]
-    assert "constant within 0.9%: this is weak scaling" in work.note
-    table, work = exercise_tables(
-        Overview.of(rows_of(weak_scaling("scaling=weak_model_seed", "model.tie_embeddings=false")))
-    )
+    assert [series.kind for series in overview.series] == ["weak"]
+    overview = Overview.of(rows_of(weak_scaling("scaling=weak_model_seed", "model.tie_embeddings=false")))
+    (table,) = exercise_tables(overview)
     assert [row[1] for row in table.rows] == ["3", "6", "12", "24"]
-    assert "neither weak nor strong" in work.note
+    assert [series.kind for series in overview.series] == ["mixed"]
 
 
 def test_a_run_out_of_memory_says_so_in_its_cells() -> None:
     records = weak_scaling()
     records[1].status, records[1].error = "oom_gpu", RunError("OutOfMemoryError", "too much", "train")
     records[1].memory["gpu"][0]["peak_mib"] = 143000.0
-    table, _ = exercise_tables(Overview.of(rows_of(records[:3])))
+    (table,) = exercise_tables(Overview.of(rows_of(records[:3])))
     assert table.rows[1][1] == "out of GPU memory in phase train, at a peak of 143,000 of 143,771 MiB on a GPU"
     assert table.rows[1][4] == "oom_gpu"
     assert table.rows[3][0:2] == ("16", "not run")

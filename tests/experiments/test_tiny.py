@@ -10,7 +10,8 @@ from conftest import REPOSITORY, make_spec, run_distexp, torchrun
 from presets import cells_of
 
 from distexp.paths import options_of
-from distexp.report.exercises import Table, exercise_tables
+from distexp.report.exercises import exercise_tables
+from distexp.report.extras import Table
 from distexp.report.frame import load_rows
 from distexp.report.overview import Overview
 from distexp.results import RunRecord
@@ -46,7 +47,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Table]:
         rows, skipped = load_rows([folder])
         assert skipped == []
         for row in rows:
-            found[row.record.config["exercise"]], *_ = exercise_tables(Overview.of([row]))
+            (found[row.record.config["exercise"]],) = exercise_tables(Overview.of([row]))
     return found
 
 

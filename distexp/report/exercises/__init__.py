@@ -1,19 +1,17 @@
 """Each exercise's own results table, as the workshop prints it, filled from the records.
 
 ``layouts`` says what the tables look like, ``cells`` reads and words what stands in them, ``filling`` puts both
-together, and ``work`` adds what each GPU had to do where an exercise scales.
+together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distexp.report.exercises.filling import Table, fill
-from distexp.report.exercises.layouts import LAYOUTS, SCALING
-from distexp.report.exercises.work import work_table
+from distexp.report.exercises.filling import fill
+from distexp.report.exercises.layouts import LAYOUTS
+from distexp.report.extras import Table
 from distexp.report.overview import Overview
-
-__all__ = ["Table", "exercise_tables"]
 
 
 def exercise_tables(overview: Overview) -> Iterator[Table]:
@@ -22,5 +20,3 @@ def exercise_tables(overview: Overview) -> Iterator[Table]:
         groups = [group for group in overview.groups if group.rows[0].record.config.get("exercise") == exercise]
         if exercise in LAYOUTS:
             yield fill(exercise, LAYOUTS[exercise], overview, groups)
-        if exercise in SCALING:
-            yield from work_table(groups)

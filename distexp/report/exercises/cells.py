@@ -5,9 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from distexp.report.figures import SPEED
 from distexp.report.overview import reason
 from distexp.report.repeats import Group
 from distexp.report.settings import setting_text
@@ -118,26 +116,6 @@ def relative(title: str, measure: Measure, *, inverse: bool = False) -> Measure:
         return [1 / ratio if inverse else ratio]
 
     return Measure(title, read, "{:.2f}x", gpu=measure.gpu)
-
-
-def efficiency(title: str) -> Measure:
-    """Ideal time over real time, in per cent: parameters x samples that a worker does in a second, against the base.
-
-    So it is right for strong scaling, and for weak scaling where the work of a worker is not quite constant.
-    """
-
-    def read(group: Group, base: Group | None) -> list[float]:
-        own, ideal = work_rate(group), work_rate(base) if base else None
-        return [100 * own / ideal] if own and ideal else []
-
-    return Measure(title, read, "{:.1f}")
-
-
-def work_rate(group: Group) -> float | None:
-    """Parameters x samples/s of one worker."""
-    speed, sizes = group.figure(SPEED), built_parameters(group)
-    workers: Any = group.setting("workers")
-    return speed.mean * sizes[0] / workers if speed and sizes and workers else None
 
 
 def built_parameters(group: Group) -> list[int]:

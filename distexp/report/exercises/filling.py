@@ -8,21 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distexp.report.exercises.cells import Measure, worded
+from distexp.report.extras import Table
 from distexp.report.overview import Overview
 from distexp.report.repeats import Group
 from distexp.report.settings import setting_text
 
 PRINTED = "printed in the workshop"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A small table of texts; the first column names the rows."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
 
 
 @dataclass(frozen=True)

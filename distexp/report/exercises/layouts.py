@@ -10,7 +10,6 @@ from distexp.report.exercises.cells import (
     MIB_IN_GB,
     MIB_IN_GIB,
     Measure,
-    efficiency,
     figure,
     of_epoch,
     of_gpu_0,
@@ -19,7 +18,7 @@ from distexp.report.exercises.cells import (
     setting,
 )
 from distexp.report.exercises.filling import Layout
-from distexp.report.figures import SPEED
+from distexp.report.figures import EFFICIENCY, SPEED
 from distexp.report.repeats import Group
 
 OVERALL = "train_samples_per_second_overall"
@@ -287,14 +286,8 @@ LAYOUTS: dict[str, Layout] = {
         (
             setting("Num Layers", "model.num_layers"), setting("Per-GPU Batch", "micro_batch_size"),
             parameters("Total Params"), replace(FSDP_SPEED, title="Samples/s (Callback)"), CUSTOM[3],
-            CUSTOM[4], CUSTOM[5], RUNTIME, efficiency("Efficiency (%)"),
+            CUSTOM[4], CUSTOM[5], RUNTIME, figure("Efficiency (%)", EFFICIENCY),
         ),
         note=lambda groups: "Efficiency is ideal time over real time, against the first row.",
     ),
 }  # fmt: skip
-
-SCALING = (
-    "ddp/multi_gpu", "ddp/multi_node", "deepspeed/multi_gpu_weak_scaling", "deepspeed/multi_node_weak_scaling",
-    "fsdp/multi_gpu", "fsdp/multi_node", "fsdp/custom_multi_gpu", "fsdp/custom_multi_node", "fsdp/custom_weak_scaling",
-)  # fmt: skip
-"""Exercises that have a second table: what each GPU had to do, and how efficiently it did."""
