@@ -40,6 +40,7 @@ class ModelConfig:
     width: int | None = None  # channels of a ResNet's first stage
     depths: list[int] | None = None  # residual blocks in each of a ResNet's stages
     bottleneck: bool | None = None
+    tie_embeddings: bool | None = None  # one weight for embedding and head
     dropout: float | None = 0.0  # null: what the architecture has by itself
     keys: list[str] = field(default_factory=list)  # which of the keys of an architecture this model has
     options: dict[str, Any] = field(default_factory=dict)  # keys of a model of your own
@@ -202,6 +203,34 @@ class PreflightConfig:
 
 
 @dataclass
+class ScaleConfig:
+    """How far down a run is scaled. The limits hold for what a preset or the command line says; null is none."""
+
+    name: str = "full"
+    shrink: int | None = None  # divides the widths of a model
+    layers: int | None = None  # of a model, and of each stage of a ResNet
+    heads: int | None = None
+    vocab_size: int | None = None
+    max_length: int | None = None  # tokens
+    image_size: int | None = None  # pixels
+    train_size: int | None = None  # samples
+    eval_size: int | None = None
+    micro_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    workers: int | None = None  # a cell with more is refused
+    workers_per_node: int = 2  # what presets on several nodes start on each of them
+
+
+@dataclass
+class ScalingConfig:
+    """How the work follows the number of workers."""
+
+    name: str = "fixed"  # fixed, weak_data, weak_model, weak_model_seed
+    samples_per_worker: int | None = None  # weak_data: what dataset.train_size is made of
+    base_workers: int | None = None  # weak_model: where layers and micro-batch are as configured
+
+
+@dataclass
 class SweepConfig:
     """Cells beside the product of a sweep: each is a list of overrides, and may sweep itself."""
 
@@ -213,6 +242,7 @@ class Config:
     """The whole configuration."""
 
     name: str = "distexp"  # folder of the results
+    exercise: str | None = None  # the exercise whose own table the report makes; its preset sets it
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
@@ -227,6 +257,8 @@ class Config:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     trusted_packages: list[str] = field(default_factory=list)  # packages whose _target_s may run
 

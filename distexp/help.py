@@ -15,7 +15,9 @@ GROUPS = (
     ("precision", "arithmetic"),
     ("cluster", "where it runs"),
     ("tracker", "where else the metrics go"),
-    ("experiment", "a ready sweep"),
+    ("scaling", "how the work follows the number of workers"),
+    ("experiment", "an exercise of the workshop, with its sweep and its table"),
+    ("scale", "how far down it is scaled"),
 )
 
 COMMANDS = (

@@ -24,7 +24,8 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 def run_id(config: Config) -> str:
     """Twelve hexadecimal digits over what determines the training; local data and models count by content."""
     content: dict[str, Any] = asdict(config)
-    for key in ("name", "sweep", "measure", "preflight", "tracker", "trusted_packages"):
+    not_the_training = ("name", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker")
+    for key in (*not_the_training, "trusted_packages"):
         del content[key]
     for key in PLACE_KEYS:
         del content["cluster"][key]

@@ -18,6 +18,8 @@ from distexp.config import Config, ConfigError
 from distexp.engines.base import TrainingEngine
 from distexp.hardware import cpu_count, visible_gpus
 from distexp.keys import model_faults, reads_source, source, source_key, unused_keys
+from distexp.scale import shrink, too_many_workers
+from distexp.scaling import RULES, scale_work
 from distexp.spec import typed_config
 from distexp.strategies.base import Strategy
 from distexp.targets import check_target, locate
@@ -38,6 +40,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "train.schedule": ("linear", "step", "constant"),
     "train.on_nan": ("stop", "record"),
     "cluster.device": ("auto", "cuda", "cpu"),
+    "scaling.name": tuple(RULES),
 }
 
 LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
@@ -66,6 +69,8 @@ AT_LEAST: dict[str, float] = {
     "preflight.max_bytes": 1024,
     "preflight.warmup_rounds": 0,
     "preflight.rounds": 1,
+    "scaling.samples_per_worker": 1,
+    "scaling.base_workers": 1,
     "dataset.train_size": 1,
     "dataset.eval_size": 1,
     "dataset.max_length": 2,
@@ -116,10 +121,12 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     faults += [*model_faults(config.model), *unused_keys("dataset", config.dataset)]
     if faults:
         raise ConfigError(faults)
+    faults += shrink(config)
     _make_paths_absolute(config)
     strategy = load_strategy(config)
     faults += _decide_placement(config)
     strategy.complete(config)
+    faults += too_many_workers(config) or scale_work(config)
     faults += [*_judge_together(config), *strategy.validate(config), *load_engine(config).validate(config)]
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from distexp.launch.logs import log_path
 from distexp.launch.sweep import Cell
-from distexp.report.table import comparison
+from distexp.report.table import comparison, exercises
 from distexp.results import RunRecord
 from distexp.spec import RunSpec
 
@@ -163,8 +163,10 @@ class Screen:
             self.console.print(escape(sentence), highlight=False, soft_wrap=True)
 
     def compare(self) -> None:
-        """The table after a sweep; nothing for a single run."""
+        """The table after a sweep; for a single run that of its exercise, if it is one."""
         if len(self.records) < 2:
+            if self.records and self.records[0].config.get("exercise"):
+                self.console.print(exercises(self.records))
             return
         self.console.print(comparison(self.records))
         self.console.print(f"records: {self.sweep_dir}", highlight=False, soft_wrap=True)

@@ -157,11 +157,13 @@ def test_cells_stand_beside_the_product(tmp_path: Path) -> None:
 
 
 def test_an_experiment_carries_its_sweep_and_the_command_line_wins(tmp_path: Path) -> None:
-    words = ("experiment=deepspeed/zero_stages", "precision=fp16", "cluster.device=cpu")
-    assert run_distexp(*words, cwd=tmp_path).returncode == 0
+    words = ("experiment=deepspeed/zero_stages", "cluster.device=cpu")
+    done = run_distexp(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "is sized for GPUs, and none is used here: add scale=tiny" in " ".join(done.stdout.split())
     stages = [RunRecord.read(p).config["deepspeed"]["zero_stage"] for p in sorted(tmp_path.rglob("record.json"))]
-    assert stages == [0, 1, 2, 3]
-    narrowed = run_distexp(*words, "zero_stage=1,3", "hydra.sweep.dir=two", cwd=tmp_path)
+    assert stages == [0, 0, 1, 1, 2, 2, 3, 3]
+    narrowed = run_distexp(*words, "zero_stage=1,3", "offload=true", "hydra.sweep.dir=two", cwd=tmp_path)
     assert narrowed.returncode == 0, narrowed.stderr
     assert len(list(tmp_path.glob("two/*/record.json"))) == 2
 

@@ -1,4 +1,4 @@
-"""A decoder-only transformer of our own: learned positions, pre-norm blocks, an untied head."""
+"""A decoder-only transformer of our own: learned positions, pre-norm blocks, a head of its own or a tied one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class GPT(nn.Module):
     """Token ids to the logits of each next token."""
 
     def __init__(
-        self, *, vocab: int, hidden: int, layers: int, heads: int, inner: int, length: int, dropout: float
+        self, *, vocab: int, hidden: int, layers: int, heads: int, inner: int, length: int, dropout: float, tie: bool
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, hidden)
@@ -86,6 +86,8 @@ class GPT(nn.Module):
             # Two sums a layer go into the residual: their variance must not grow with the depth.
             if name.endswith("output.weight"):
                 nn.init.normal_(weight, std=INIT_STD / math.sqrt(2 * layers))
+        if tie:
+            self.head.weight = self.tokens.weight
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits of shape (samples, length, vocabulary).
@@ -122,7 +124,7 @@ class GPT(nn.Module):
         return self.head
 
     def to_hugging_face(self, state: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        """A GPT-2 of transformers with an untied head, on the meta device, and these weights in its layout."""
+        """A GPT-2 of transformers, on the meta device, and these weights in its layout."""
         from transformers import GPT2Config, GPT2LMHeadModel
 
         vocab, hidden = self.tokens.weight.shape
@@ -135,7 +137,7 @@ class GPT(nn.Module):
             n_head=block.attention.heads,
             n_inner=block.mlp.inner.out_features,
             activation_function="gelu",
-            tie_word_embeddings=False,
+            tie_word_embeddings=self.head.weight is self.tokens.weight,
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout.p),
         )
         with torch.device("meta"):
@@ -171,8 +173,8 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     """A GPT of the configured sizes.
 
     Args:
-        model: hidden_size, num_layers, num_heads, ff_dim, seq_length, dropout, and vocab_size or null for
-            the tokenizer's.
+        model: hidden_size, num_layers, num_heads, ff_dim, seq_length, tie_embeddings, dropout, and vocab_size
+            or null for the tokenizer's.
         num_classes: entries of the tokenizer.
 
     Raises:
@@ -186,8 +188,9 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         "inner": model.ff_dim,
         "length": model.seq_length,
     }
-    known = {name: size for name, size in sizes.items() if size is not None}
-    return GPT(vocab=vocabulary(model, num_classes), dropout=model.dropout or 0.0, **known)
+    known: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    rest: dict[str, Any] = {"dropout": model.dropout or 0.0, "tie": bool(model.tie_embeddings)}
+    return GPT(vocab=vocabulary(model, num_classes), **known, **rest)
 
 
 def _allowed(attention_mask: Tensor) -> Tensor:

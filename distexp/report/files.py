@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distexp.report.extras import exercise_tables
+from distexp.report.exercises import exercise_tables
 from distexp.report.figures import FIGURES
 from distexp.report.frame import Row
 from distexp.report.overview import Overview
@@ -139,7 +139,7 @@ def write_markdown(overview: Overview, figures: Sequence[Plot], path: Path) -> N
         *(_escape(sentence) + "  " for sentence in sentences(overview)),
     ]  # fmt: skip
     for table in exercise_tables(overview):
-        lines += ["", f"## {table.title}", "", *_table(table.header, table.rows)]
+        lines += ["", f"## {table.title}", "", *_table(table.header, table.rows), _escape(table.note)]
     for figure in figures:
         picture = [f"![{figure.title}](plots/{figure.name}.svg)", ""] if figure.panels else []
         lines += ["", f"## {figure.title}", "", *picture]

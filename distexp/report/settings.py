@@ -35,7 +35,7 @@ STRATEGY_SECTIONS = ("ddp", "fsdp", "deepspeed")
 FOLLOWS = {"sharding": "strategy", "zero_stage": "strategy"} | dict.fromkeys(STRATEGY_SECTIONS, "strategy")
 """What is given by another setting as a rule: such a column is shown only where it adds something."""
 
-NOT_A_SETTING = ("name", "sweep", "trusted_packages", "tracker", "measure", "cluster")
+NOT_A_SETTING = ("name", "exercise", "scale", "sweep", "trusted_packages", "tracker", "measure", "cluster")
 """Places, times and bookkeeping: they do not make it another training."""
 
 SEED = "seed"
@@ -127,7 +127,15 @@ def _undecided(record: RunRecord, name: str, value: Any) -> bool:
     """A refused cell was never resolved, a broken run may not know its GPU: that is no difference."""
     if name == "gpu":
         return value is None and record.status != "completed"
-    return record.status == "invalid" and value in (None, "auto")
+    if record.status != "invalid":
+        return False
+    return value in (None, "auto") or (_rescaled(record) and name not in swept_names([record]))
+
+
+def _rescaled(record: RunRecord) -> bool:
+    """Whether resolving would have changed what was composed: by ``scale`` or ``scaling``."""
+    sections = ((record.config.get(section) or {}).get("name") for section in ("scale", "scaling"))
+    return any(name not in (None, "full", "fixed") for name in sections)
 
 
 def _key(value: Any) -> str:

@@ -11,6 +11,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from distexp.report.exercises import exercise_tables
+from distexp.report.extras import Table as Exercise
 from distexp.report.overview import Overview, rows_of
 from distexp.report.repeats import Group, spread_texts
 from distexp.report.sentences import sentences
@@ -126,6 +128,38 @@ class OverviewTable:
             yield Text(f"{len(notes) - NOTES} more reasons are not shown here.", style="dim")
         for sentence in sentences(overview):
             yield Text(sentence)
+        yield ExerciseTables(overview)
+
+
+@dataclass(frozen=True)
+class ExerciseTables:
+    """The own tables of the exercises among some runs."""
+
+    overview: Overview
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in exercise_tables(self.overview):
+            yield from _exercise(table)
+
+
+def _exercise(table: Exercise) -> RenderResult:
+    """An exercise's own table; its cells are wrapped where the terminal is narrow."""
+    drawing = Table(
+        box=box.SIMPLE_HEAD, header_style="bold", padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False
+    )
+    for title in table.header:
+        drawing.add_column(Text(title), vertical="bottom", overflow="fold")
+    for cells in table.rows:
+        drawing.add_row(*map(Text, cells))
+    yield Text(f"\n{table.title}\n", style="bold")
+    yield drawing
+    if table.note:
+        yield Text(f"\n{table.note}", style="dim")
+
+
+def exercises(records: Sequence[RunRecord]) -> ExerciseTables:
+    """The tables of the exercises alone, as after a single run."""
+    return ExerciseTables(Overview.of(rows_of(records)))
 
 
 def comparison(records: Sequence[RunRecord]) -> OverviewTable:

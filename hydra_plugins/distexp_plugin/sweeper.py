@@ -40,6 +40,8 @@ class DistexpSweeper(BasicSweeper):
         swept = [o for o in preset if o.get_key_element() not in named] + typed
         swept = [o for o in swept if o.get_key_element() != CELLS_KEY]
         cells = [self._parse(cell) for cell in self._listed_cells()]
+        if CELLS_KEY not in named:  # a preset's cells yield to the command line too
+            cells = [[o for o in cell if o.get_key_element() not in named] for cell in cells]
         fixed = [override for override in swept if not override.is_sweep_override()]
         expanded = self._product(swept) if len(fixed) < len(swept) or not cells else []
         for cell in cells:

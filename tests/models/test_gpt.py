@@ -135,3 +135,14 @@ def test_heads_are_honoured(model: ModelConfig) -> None:
 def test_a_key_of_another_architecture_is_refused(model: ModelConfig) -> None:
     with pytest.raises(ConfigError, match=r"model.width=3 is no key of model=gpt_tiny"):
         build(replace(model, width=3), VOCABULARY)
+
+
+def test_a_tied_head_is_the_embedding_here_and_in_transformers(model: ModelConfig) -> None:
+    gpt = build(replace(model, tie_embeddings=True), VOCABULARY)
+    assert isinstance(gpt, GPT)
+    assert tied(gpt)
+    untied = sum(p.numel() for p in build(model, VOCABULARY).parameters())
+    assert sum(p.numel() for p in gpt.parameters()) == untied - VOCABULARY * 16
+    twin, state = gpt.to_hugging_face(dict(gpt.named_parameters()))
+    assert twin.config.tie_word_embeddings
+    assert "lm_head.weight" not in state

@@ -9,7 +9,6 @@ import pytest
 from factory import record
 from sweeps import enrich, growing_sweep, leave_traces, with_traces, zero_sweep
 
-from distexp.report.extras import exercise_tables
 from distexp.report.findings.base import Finding
 from distexp.report.findings.growth import growth_findings, pairs_table
 from distexp.report.findings.traces import loss_findings, memory_findings, step_findings
@@ -17,7 +16,7 @@ from distexp.report.findings.tradeoff import tradeoff_findings
 from distexp.report.frame import load_rows
 from distexp.report.overview import Overview
 from distexp.report.traces import traced
-from distexp.results import RunError, RunRecord
+from distexp.results import RunRecord
 
 Sweep = Callable[..., Path]
 
@@ -148,21 +147,3 @@ def test_the_peak_and_its_phase_are_those_of_the_trace(tmp_path: Path) -> None:
     assert "The highest peak is that of run 0 (strategy=ddp): 5,000 MiB" in text
     assert "s after the start in phase train" in text
     assert "The lowest is that of run 1 (strategy=fsdp): 4,000 MiB, 80% of that." in text
-
-
-def test_an_exercise_has_its_table_and_a_missing_cell_says_why(tmp_path: Path) -> None:
-    error = RunError("OutOfMemoryError", "CUDA out of memory", "train", 0)
-    runs = [
-        record(
-            n, strategy="deepspeed", deepspeed__zero_stage=n, peak=9000.0 - n, error=None if n else error,
-            status="completed" if n else "oom_gpu",
-        ) for n in range(4)
-    ]  # fmt: skip
-    assert list(exercise_tables(overview(with_traces(tmp_path / "a", runs)))) == []
-    for run in runs:
-        run.config["name"] = "zero_stages"
-    (table,) = exercise_tables(overview(with_traces(tmp_path / "b", runs)))
-    assert table.header == ("", "zero_stage=0", "zero_stage=1", "zero_stage=2", "zero_stage=3")
-    peaks = next(row for row in table.rows if row[0] == "GPU peak MiB")
-    assert peaks[1].startswith("oom_gpu: out of GPU memory in phase train, at a peak of 9,000")
-    assert peaks[2:] == ("8,999", "8,998", "8,997")

@@ -53,19 +53,20 @@ def growth_table(overview: Overview) -> Table | None:
     rows = tuple(_growth_row(series, point) for series in overview.series for point in series.points)
     if not rows:
         return None
-    header = ("configuration", "nodes x workers a node", "parameters", "samples a worker", "time (s)", "samples/s",
-              "speed-up", "efficiency")  # fmt: skip
+    header = ("configuration", "nodes x workers a node", "parameters", "samples a worker", "work a worker",
+              "time (s)", "samples/s", "speed-up", "efficiency")  # fmt: skip
     more = f"{len(rows) - MOST_ROWS} more are in results.csv." if len(rows) > MOST_ROWS else ""
     return Table("Work and efficiency", header, rows[:MOST_ROWS], more)
 
 
 def _growth_row(series: Series, point: Point) -> tuple[str, ...]:
     built = point.group.counted[0].record.built
-    known = point.samples is not None
+    known, first = point.samples is not None, series.reference
     return (
         f"{series.name} ({series.kind})" if series.name else series.kind, _shape(point),
         f"{built.parameters:,}" if built else "-",
         f"{point.samples / point.workers:,.0f}" if point.samples is not None else "-",
+        f"{point.work / point.workers / (first.work / first.workers):.2f}",
         f"{point.time:,.2f}" if known else "-", f"{point.speed:,.1f}", f"{point.speed_up:.2f}",
         f"{point.efficiency:.0%}",
     )  # fmt: skip

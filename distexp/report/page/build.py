@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from distexp.report.charts.theme import DARK, LIGHT, PHASES
-from distexp.report.extras import exercise_tables
+from distexp.report.exercises import exercise_tables
 from distexp.report.figures import FIGURE, MEMORIES, SPEED
 from distexp.report.overview import Overview
 from distexp.report.page.provenance import provenance

@@ -1,0 +1,196 @@
+"""Every exercise of the workshop: its runs, its hyperparameters, and the table that it ends in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import resolve_cell, run_module
+from presets import cells_of, finished
+
+from distexp.config import Config, ConfigError
+from distexp.hardware import Gpu
+from distexp.paths import options_of
+from distexp.report.exercises import exercise_tables
+from distexp.report.exercises.filling import PRINTED
+from distexp.report.exercises.layouts import LAYOUTS
+from distexp.report.overview import Overview, rows_of
+from distexp.results import RunError, RunRecord
+
+ONE = [(1, 1)]
+GPUS_1_TO_8 = [(1, 1), (1, 2), (1, 4), (1, 8)]
+NODES_1_TO_8 = [(1, 1), (2, 1), (4, 1), (8, 1)]
+SHAPES = {
+    "ddp/baseline": ONE,
+    "ddp/multi_gpu": GPUS_1_TO_8,
+    "ddp/multi_node": [(1, 2), (2, 2), (4, 2), (8, 2)],
+    "deepspeed/baseline": ONE,
+    "deepspeed/zero_offload_single_gpu": 3 * ONE,
+    "deepspeed/pin_memory": 2 * ONE,
+    "deepspeed/zero_stages": 8 * ONE,
+    "deepspeed/multi_gpu_weak_scaling": [(1, 2), (1, 4), (1, 8)],
+    "deepspeed/two_gpu_stages": 6 * [(1, 2)],
+    "deepspeed/multi_node_weak_scaling": [(2, 2), (4, 2), (8, 2)],
+    "deepspeed/model_sizes": 12 * ONE,
+    "fsdp/baseline": ONE,
+    "fsdp/multi_gpu": GPUS_1_TO_8,
+    "fsdp/multi_node": NODES_1_TO_8,
+    "fsdp/sharding": 8 * [(2, 2)],
+    "fsdp/custom_single": ONE,
+    "fsdp/custom_multi_gpu": GPUS_1_TO_8,
+    "fsdp/custom_multi_node": NODES_1_TO_8,
+    "fsdp/custom_weak_scaling": [(1, 2), (1, 4), (1, 8), (2, 8)],
+}
+"""(nodes, workers on each) of every run, as the workshop has them."""
+
+
+@pytest.fixture(autouse=True)
+def _sixteen_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(Gpu(index, f"GPU-{index}", "NVIDIA H200", 143771) for index in range(16))
+    monkeypatch.setattr("distexp.resolve.visible_gpus", lambda: gpus)
+
+
+def judged(cell: list[str], *words: str) -> Config | str:
+    """A resolved cell, or why it cannot be."""
+    root = (
+        [f"dataset.root={Path(__file__).parent}"]
+        if any("=ddp/" in word for word in cell) and "scale=tiny" not in words
+        else []
+    )
+    try:
+        return resolve_cell(*cell, *words, *root)
+    except ConfigError as error:
+        return error.faults[0]
+
+
+def test_every_preset_of_the_workshop_is_there() -> None:
+    assert set(options_of("experiment")) == set(SHAPES) == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("preset", SHAPES)
+def test_a_preset_has_its_runs_and_fills_its_table(preset: str) -> None:
+    cells = cells_of(preset)
+    configs = [judged(cell) for cell in cells]
+    records = [finished(each, n, cells[n]) for n, each in enumerate(configs) if isinstance(each, Config)]
+    if preset == "deepspeed/zero_stages":
+        assert isinstance(configs[1], str)
+        assert "offload" in configs[1], "stage 0 has nothing to offload"
+    else:
+        assert len(records) == len(cells)
+    worlds = [(each.config["cluster"]["nodes"], each.config["cluster"]["workers_per_node"]) for each in records]
+    assert sorted(worlds) == sorted(SHAPES[preset][: len(worlds)])
+    assert len(cells) == len(SHAPES[preset])
+    for record in records:
+        has_seeds_hyperparameters(preset, record)
+    (table,) = exercise_tables(Overview.of(rows_of(records)))
+    assert preset in table.title
+    texts = [cell for row in table.rows for cell in row if row[0] != PRINTED]
+    missing = [text for text in texts if text in ("not run", "not measured", "no GPU")]
+    assert missing == (["not run"] if preset == "deepspeed/zero_stages" else [])
+    assert {len(row) for row in table.rows} == {len(table.header)}
+
+
+def has_seeds_hyperparameters(preset: str, record: RunRecord) -> None:
+    config, train = record.config, record.config["train"]
+    assert config["exercise"] == preset
+    assert config["precision"]["name"] == "fp16"
+    if preset.startswith("ddp/"):
+        assert (train["optimizer"], train["schedule"], train["micro_batch_size"]) == ("sgd", "step", 512)
+        assert (train["learning_rate"], train["num_epochs"], config["dataset"]["image_size"]) == (0.001, 3, 224)
+        return
+    assert (train["learning_rate"], train["weight_decay"], config["dataset"]["max_length"]) == (5e-5, 0.01, 512)
+    assert train["gradient_accumulation_steps"] == 4
+    workers = config["cluster"]["nodes"] * config["cluster"]["workers_per_node"]
+    if preset.startswith("deepspeed/"):
+        assert (train["micro_batch_size"], train["num_epochs"]) == (4, 3)
+        assert config["dataset"]["train_size"] == (250 * workers if "weak" in preset else 500)
+    else:
+        assert (config["dataset"]["train_size"], config["dataset"]["eval_size"], train["num_epochs"]) == (500, 100, 5)
+        assert train["micro_batch_size"] == (16 // workers if "weak" in preset else 1)
+
+
+@pytest.mark.parametrize("preset", SHAPES)
+def test_the_tiny_scale_makes_every_preset_small(preset: str) -> None:
+    cells = cells_of(preset)
+    first = judged(cells[0], "scale=tiny")
+    assert isinstance(first, Config), first
+    assert first.dataset.name.endswith("_sample")
+    assert (first.cluster.device, first.precision.name) == ("cpu", "fp32")
+    assert (first.dataset.train_size or 0) <= 64 * 4
+    assert max(first.model.hidden_size or 0, first.model.width or 0) <= 128
+    if SHAPES[preset][-1][0] * SHAPES[preset][-1][1] == 8:
+        assert "makes 8 workers, and scale=tiny has at most 4: raise scale.workers" in str(
+            judged(cells[-1], "scale=tiny")
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "shapes"),
+    [
+        (("deepspeed/multi_gpu_weak_scaling", "cluster.workers_per_node=2,4,6,8"), [(1, 2), (1, 4), (1, 6), (1, 8)]),
+        (("ddp/multi_node", "cluster.nodes=1,3,6"), [(1, 2), (3, 2), (6, 2)]),
+        (("fsdp/custom_weak_scaling", "cluster.workers_per_node=4"), [(1, 4), (2, 4)]),
+    ],
+)
+def test_the_command_line_wins_over_a_presets_sweep(words: tuple[str, ...], shapes: list[tuple[int, int]]) -> None:
+    configs = [judged(cell) for cell in cells_of(*words)]
+    assert [(c.cluster.nodes, c.cluster.workers_per_node) for c in configs if isinstance(c, Config)] == shapes
+
+
+def weak_scaling(*words: str) -> list[RunRecord]:
+    cells = cells_of("fsdp/custom_weak_scaling", *words)
+    configs = [judged(cell) for cell in cells]
+    return [finished(each, n, cells[n]) for n, each in enumerate(configs) if isinstance(each, Config)]
+
+
+def test_efficiency_is_ideal_time_over_real_time() -> None:
+    overview = Overview.of(rows_of(weak_scaling()))
+    (table,) = exercise_tables(overview)
+    assert table.header[:4] == ("GPUs", "Num Layers", "Per-GPU Batch", "Total Params")
+    assert [row[:3] for row in table.rows] == [("2", "3", "8"), ("4", "8", "4"), ("8", "18", "2"), ("16", "38", "1")]
+    shown = [float(row[-1]) for row in table.rows]
+    assert shown == [pytest.approx(100 * (workers / 2) ** -0.1, abs=0.06) for workers in (2, 4, 8, 16)]
+    assert [series.kind for series in overview.series] == ["weak"]
+    overview = Overview.of(rows_of(weak_scaling("scaling=weak_model_seed", "model.tie_embeddings=false")))
+    (table,) = exercise_tables(overview)
+    assert [row[1] for row in table.rows] == ["3", "6", "12", "24"]
+    assert [series.kind for series in overview.series] == ["mixed"]
+
+
+def test_a_run_out_of_memory_says_so_in_its_cells() -> None:
+    records = weak_scaling()
+    records[1].status, records[1].error = "oom_gpu", RunError("OutOfMemoryError", "too much", "train")
+    records[1].memory["gpu"][0]["peak_mib"] = 143000.0
+    (table,) = exercise_tables(Overview.of(rows_of(records[:3])))
+    assert table.rows[1][1] == "out of GPU memory in phase train, at a peak of 143,000 of 143,771 MiB on a GPU"
+    assert table.rows[1][4] == "oom_gpu"
+    assert table.rows[3][0:2] == ("16", "not run")
+
+
+def test_the_workshops_figures_stand_beside_ours() -> None:
+    config = judged(cells_of("deepspeed/baseline")[0])
+    assert isinstance(config, Config)
+    (table,) = exercise_tables(Overview.of(rows_of([finished(config, 0)])))
+    assert table.header == ("Category", "Metric", "Your Value", PRINTED)
+    rows = {row[1]: row[2:] for row in table.rows}
+    assert rows["GPU Peak Usage (MiB)"] == ("20,000", "21,658")
+    assert rows["Final Train Loss"] == ("2.5000", "0.7039")
+    assert rows["Train Samples/sec"][1] == "11.26"
+    assert "so counted, ours are 9.00" in table.note
+    assert "random weights" in table.note
+
+
+def test_the_lowest_peak_of_each_size_is_computed() -> None:
+    configs = [judged(cell) for cell in cells_of("deepspeed/model_sizes")]
+    records = [finished(each, n) for n, each in enumerate(configs) if isinstance(each, Config)]
+    records[1].memory["gpu"][0]["peak_mib"] = 10.0
+    (table,) = exercise_tables(Overview.of(rows_of(records)))
+    assert "stage 2 on bloom_560m (10 MiB), stage 1 on bloom_1b1 (20,003 MiB)" in table.note
+
+
+def test_the_exercises_are_listed_with_what_they_teach(tmp_path: Path) -> None:
+    done = run_module("distexp.experiments", "fsdp/*", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.count("experiment=fsdp/") == 8
+    assert "What each sharding keeps and what it costs" in done.stdout
+    assert run_module("distexp.experiments", "nothing/*", cwd=tmp_path).returncode == 2

@@ -1,0 +1,75 @@
+"""A run of every exercise at ``scale=tiny``, trained for real, and the tables that their records fill."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, make_spec, run_distexp, torchrun
+from presets import cells_of
+
+from distexp.paths import options_of
+from distexp.report.exercises import exercise_tables
+from distexp.report.extras import Table
+from distexp.report.frame import load_rows
+from distexp.report.overview import Overview
+from distexp.results import RunRecord
+
+SHEETS = ("deepspeed/baseline", "fsdp/baseline", "fsdp/custom_single")
+MANY_RUNS = REPOSITORY / "tests" / "parity" / "many_runs.py"
+
+
+SHORT = ("scale.train_size=16", "scale.eval_size=4", "train.max_steps=2", "train.measure_after_step=1")
+
+
+def alone(preset: str) -> bool:
+    return preset.endswith(("baseline", "single", "single_gpu", "pin_memory", "zero_stages", "model_sizes"))
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Table]:
+    """The table of every preset after one of its runs; all with as many workers share their processes."""
+    found: dict[str, Table] = {}
+    for workers in (1, 2):
+        folder = tmp_path_factory.mktemp("tiny") / "deepspeed"
+        place = ("cluster.nodes=1", f"cluster.workers_per_node={workers}")
+        for preset in options_of("experiment"):
+            if alone(preset) == (workers == 1):
+                words = [word.replace("'", "") for word in cells_of(preset, *place)[-1]]
+                if preset == "deepspeed/pin_memory":
+                    words.append("offload=true")
+                spec = make_spec(*words, *place, "scale=tiny", *SHORT)
+                directory = folder / preset.replace("/", "_")
+                directory.mkdir(parents=True)
+                spec.write(directory)
+        torchrun(workers, MANY_RUNS, str(folder))
+        rows, skipped = load_rows([folder])
+        assert skipped == []
+        for row in rows:
+            (found[row.record.config["exercise"]],) = exercise_tables(Overview.of([row]))
+    return found
+
+
+@pytest.mark.parametrize("preset", options_of("experiment"))
+def test_a_tiny_run_of_every_exercise_fills_a_line_of_its_table(preset: str, tables: dict[str, Table]) -> None:
+    table = tables[preset]
+    assert "scale=tiny" in table.note
+    cells = {cell for row in table.rows for cell in row}
+    assert "no GPU" in cells
+    measured = [cell for cell in cells if re.fullmatch(r"[\d,]+\.\d+(x| M)?", cell)]
+    assert measured, table
+    assert ("not run" in cells) == (preset not in ("ddp/baseline", *SHEETS))
+
+
+def test_a_command_ends_in_the_table_of_its_exercise(tmp_path: Path) -> None:
+    done = run_distexp("experiment=deepspeed/pin_memory", "scale=tiny", "hydra.sweep.dir=out", cwd=tmp_path,
+                       env={"COLUMNS": "300"})  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    statuses = [RunRecord.read(path).status for path in sorted(tmp_path.glob("out/*/record.json"))]
+    assert statuses == ["completed", "invalid"]
+    _, _, table = done.stdout.partition("Stage 2 with and without pin_memory (deepspeed/pin_memory)")
+    offloaded, pinned = (line for line in table.splitlines() if line.startswith("ZeRO Stage 2"))
+    assert offloaded.split()[5:9] == ["no", "GPU", "no", "GPU"]
+    assert float(offloaded.split()[-1].replace(",", "")) > 0, "samples/s"
+    assert "invalid: offload=pinned needs a GPU" in pinned
