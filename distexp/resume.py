@@ -34,23 +34,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     sweep_dir, new = Path(words[0]).absolute(), words[1:]
     try:
-        command = original(sweep_dir)
+        began, directory = original(sweep_dir)
     except ConfigError as error:
         print(f"distexp: {error}", file=sys.stderr)
         return 2
-    merged = merge(command["words"], new)
-    if os.path.isdir(command["directory"]):
-        os.chdir(command["directory"])  # what its paths are relative to
+    merged = merge(began, new)
+    if os.path.isdir(directory):
+        os.chdir(directory)  # what its paths are relative to
     return distexp([*merged, f"hydra.sweep.dir={sweep_dir}", "sweep.resume=true"])
 
 
-def original(sweep_dir: Path) -> dict[str, list[str]]:
-    """The command that began a sweep; ConfigError where the directory is none."""
+def original(sweep_dir: Path) -> tuple[list[str], str]:
+    """The words that began a sweep, and where they were typed; ConfigError where the directory is none."""
     try:
-        command: dict[str, list[str]] = json.loads((sweep_dir / COMMAND).read_text())
+        command = json.loads((sweep_dir / COMMAND).read_text())
     except (OSError, ValueError):
         raise ConfigError(f"{sweep_dir} holds no {COMMAND}: give the directory of a sweep") from None
-    return command
+    return command["words"], command["directory"]
 
 
 def merge(words: Sequence[str], new: Sequence[str]) -> list[str]:

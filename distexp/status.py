@@ -12,9 +12,13 @@ from rich.console import Console
 from distexp.exits import SweepFailedError, WatcherLeftError
 from distexp.launch import ledger
 from distexp.launch.earlier import EarlierRuns
-from distexp.launch.slurm.follow import follow, summary, table
+from distexp.launch.slurm.follow import causes, follow, summary, table
 from distexp.launch.slurm.states import RunState, look
 from distexp.results import RECORD, RunRecord
+
+
+PLAIN_WIDTH = 160
+"""Columns where the output is no terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory")
     parser.add_argument("--watch", action="store_true", help="follow the runs until all have ended")
     options = parser.parse_args(arguments)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     runs, what = sweep_states(options.directory)
     if not runs:
         print(f"distexp: {options.directory} holds no run: give the directory of a sweep", file=sys.stderr)
@@ -37,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
         return 0
     console.print(table(runs, what))
-    console.print(summary(runs), highlight=False)
+    for line in [*causes(runs), summary(runs)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

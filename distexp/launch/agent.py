@@ -103,8 +103,8 @@ def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
     if spec.config.cluster.device != "cuda" or found >= wanted:
         return False
     sentence = (
-        f"node {node} ({socket.gethostname()}) has {wanted} workers and {found} visible GPUs: ask for "
-        f"cluster.gpus_per_node={wanted} on nodes that have them, or choose cluster.device=cpu"
+        f"cluster.workers_per_node={wanted} needs as many GPUs, and node {node} ({socket.gethostname()}) shows the job "
+        f"{found}: ask for nodes that have them (cluster.constraint, cluster.partition), or choose cluster.device=cpu"
     )
     cause = RunError("TooFewGpus", sentence, "setup")
     write_json(fault_path(run_dir, node), {"unix_time_s": time.time(), **asdict(cause)})

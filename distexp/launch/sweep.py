@@ -64,7 +64,7 @@ def compose_cells(
 
 def run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
     """Which run a cell becomes."""
-    overrides = [text.replace("'", "") for text in cell.overrides]
+    overrides = [text.replace("'", "") for text in cell.overrides if not text.startswith("sweep.")]
     name = str(cell.composed.name) if cell.config is None else cell.config.name
     identity = "invalid" if cell.config is None else run_id(cell.config)
     return RunInfo(identity, name, number, overrides, git_sha=code.sha, git_dirty=code.dirty, snapshot=snapshot)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,17 +108,30 @@ def states(jobs: Iterable[str]) -> dict[str, JobState]:
         UnreachableError: where the queue cannot be asked.
     """
     wanted = set(jobs)
-    found = _queue({job.partition("_")[0] for job in wanted}) if wanted else {}
+    found = _of(wanted, _queue(_arrays(wanted)))
     missing = wanted - set(found)
-    if missing:
-        found |= _accounting({job.partition("_")[0] for job in missing}, missing)
-    return {job: state for job, state in found.items() if job in wanted}
+    return found | _of(missing, _accounting(_arrays(missing)))
 
 
-def _queue(arrays: set[str]) -> dict[str, JobState]:
+def _arrays(jobs: set[str]) -> list[str]:
+    return sorted({job.partition("_")[0] for job in jobs}, key=int)
+
+
+def _of(wanted: set[str], said: Mapping[str, JobState]) -> dict[str, JobState]:
+    """The states of some jobs; Slurm speaks of an array's elements that never began as of one."""
+    told = {job: said.get(job) or said.get(job.partition("_")[0]) for job in wanted}
+    return {job: state for job, state in told.items() if state is not None}
+
+
+def _element(array: str, index: str) -> str:
+    return f"{array}_{index}" if index.isdigit() else array
+
+
+def _queue(arrays: Sequence[str]) -> dict[str, JobState]:
+    """What the controller knows, by ARRAY_INDEX, or by ARRAY for elements that it does not tell apart."""
     found: dict[str, JobState] = {}
     for some in _chunks(arrays):
-        words = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(some), "-o", "%F_%K|%T|%r|%N|%S|%M"]
+        words = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(some), "-o", "%F|%K|%T|%r|%N|%S|%M"]
         try:
             said = _call(words, ASK_S)
         except UnreachableError:
@@ -128,44 +141,33 @@ def _queue(arrays: set[str]) -> dict[str, JobState]:
                 raise UnreachableError(str(error)) from None
             continue  # forgotten by the controller, some time after their end
         for line in said.splitlines():
-            job, state, reason, nodes, expected, elapsed = line.split("|")
-            begun = state != "PENDING" and elapsed not in ("0:00", "INVALID")
+            array, index, state, reason, nodes, expected, elapsed = line.split("|")
+            begun = state != "PENDING" and bool(nodes) and elapsed != "INVALID"
             reason = "" if reason == "None" else reason
-            found[job] = JobState(state, reason, nodes, begun, "" if expected == "N/A" else expected)
+            expected = "" if expected == "N/A" else expected
+            found[_element(array, index)] = JobState(state, reason, nodes, begun, expected)
     return found
 
 
-def _accounting(arrays: set[str], wanted: set[str]) -> dict[str, JobState]:
-    """Ended jobs by sacct; nothing where there is no accounting."""
+def _accounting(arrays: Sequence[str]) -> dict[str, JobState]:
+    """Ended jobs by sacct, as ``_queue`` names them; nothing where there is no accounting."""
     found: dict[str, JobState] = {}
     for some in _chunks(arrays):
-        words = [
-            "sacct",
-            "-X",
-            "-n",
-            "-P",
-            "--array",
-            "-j",
-            ",".join(some),
-            "-o",
-            "JobID,State,ExitCode,NodeList,Start",
-        ]
+        words = ["sacct", "-X", "-n", "-P", "-j", ",".join(some), "-o", "JobID,State,ExitCode,NodeList"]
         try:
             said = _call(words, ASK_S)
         except SlurmError:
             return found
         for line in said.splitlines():
-            job, state, exit_code, nodes, start = line.split("|")
-            if job in wanted:
-                nodes = "" if nodes == "None assigned" else nodes
-                begun = start not in ("", "None", "Unknown") and bool(nodes)
-                found[job] = JobState(state.split()[0], "", nodes, begun, exit_code=exit_code)
+            job, state, exit_code, nodes = line.split("|")
+            nodes = "" if nodes == "None assigned" else nodes
+            array, _, index = job.partition("_")
+            found[_element(array, index)] = JobState(state.split()[0], "", nodes, bool(nodes), exit_code=exit_code)
     return found
 
 
-def _chunks(arrays: set[str]) -> list[list[str]]:
-    ordered = sorted(arrays, key=int)
-    return [ordered[start : start + CHUNK] for start in range(0, len(ordered), CHUNK)]
+def _chunks(arrays: Sequence[str]) -> list[Sequence[str]]:
+    return [arrays[start : start + CHUNK] for start in range(0, len(arrays), CHUNK)]
 
 
 def _call(words: list[str], timeout_s: float, environment: dict[str, str] | None = None) -> str:

@@ -105,12 +105,30 @@ def summary(runs: Sequence[RunState]) -> str:
 def table(runs: Sequence[RunState], what: dict[int, str] | None = None) -> Table:
     """All runs of a sweep, a row each."""
     grid = Table(box=None, padding=(0, 2), pad_edge=False)
-    names = ["run", "job", "state", *([] if what is None else ["what"]), "detail"]
-    for name in names:
-        grid.add_column(name, no_wrap=name != "detail")
+    width = max((len(run.job or "") for run in runs), default=0)
+    grid.add_column("run", justify="right", min_width=len(str(len(runs))))
+    grid.add_column("job", min_width=width)
+    grid.add_column("state", min_width=max((len(run.state) for run in runs), default=0))
+    if what:
+        grid.add_column("what", no_wrap=True, max_width=48, ratio=2)
+    grid.add_column("detail", no_wrap=True, ratio=3)
     for run in runs:
         color = COLORS.get(run.state, "red" if run.record is not None else "dim" if run.state == "pending" else "cyan")
-        shown = [] if what is None else [escape(what.get(run.number, ""))]
+        shown = [escape(what.get(run.number, ""))] if what else []
         row = [str(run.number), run.job or "", f"[{color}]{run.state}[/{color}]", *shown, escape(detail(run))]
         grid.add_row(*row)
     return grid
+
+
+def causes(runs: Sequence[RunState]) -> list[str]:
+    """Why runs did not complete, in full, those of one cause together."""
+    groups: dict[str, list[int]] = {}
+    for run in runs:
+        if run.record is not None and run.record.error is not None:
+            groups.setdefault(f"{run.state}, {run.why}", []).append(run.number)
+    return [f"run{'s' if len(numbers) > 1 else ''} {some(numbers)}: {why}" for why, numbers in groups.items()]
+
+
+def some(numbers: Sequence[int]) -> str:
+    """``0, 1, 2``, of many only the first and the last."""
+    return ", ".join(map(str, numbers)) if len(numbers) <= 8 else f"{numbers[0]} to {numbers[-1]} ({len(numbers)})"

@@ -18,7 +18,7 @@ from distexp.config import ConfigError
 from distexp.launch import ledger
 from distexp.launch.earlier import DONE, EarlierRuns
 from distexp.launch.slurm import client
-from distexp.launch.slurm.follow import follow
+from distexp.launch.slurm.follow import follow, some
 from distexp.launch.slurm.keys import adopt
 from distexp.launch.slurm.script import FOLDER, Array, shape
 from distexp.launch.slurm.states import ACTIVE, look
@@ -175,7 +175,7 @@ def free_name(sweep_dir: Path) -> str:
 def described(part: Sequence[Prepared]) -> str:
     """``runs 0 to 5, 2 nodes of 2 cpu workers``."""
     cluster, numbers = part[0].spec.config.cluster, [run.spec.run.number for run in part]
-    runs = f"run {numbers[0]}" if len(numbers) == 1 else f"runs {', '.join(map(str, numbers))}"
+    runs = f"run{'s' if len(numbers) > 1 else ''} {some(numbers)}"
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
     workers = f"{cluster.workers_per_node} {cluster.device} worker{'s' if (cluster.workers_per_node or 0) > 1 else ''}"
     return f"{runs}, {nodes} of {workers}"

@@ -26,7 +26,7 @@ REASONS = {
     "Priority": "others are before it",
     "Resources": "no nodes are free",
     "JobArrayTaskLimit": "cluster.array_parallelism runs at once",
-    "BeginTime": "Slurm waits before it starts it anew",
+    "BeginTime": "its time to begin is not yet come",
     "ReqNodeNotAvail": "nodes that it needs are down or reserved",
     "PartitionTimeLimit": "cluster.timeout_min is more than the partition allows",
     "PartitionNodeLimit": "cluster.nodes is more than the partition allows",
