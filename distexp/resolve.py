@@ -132,7 +132,8 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
 
 def _bad_values(config: Config) -> Iterator[str]:
     for key, allowed in ALLOWED.items():
-        value = OmegaConf.select(OmegaConf.structured(config), key)
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
         if value not in allowed:
             yield f"{key}={value} is not one of {', '.join(allowed)}"
     for key, least in AT_LEAST.items():

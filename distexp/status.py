@@ -16,7 +16,6 @@ from distexp.launch.slurm.follow import causes, follow, summary, table
 from distexp.launch.slurm.states import RunState, look
 from distexp.results import RECORD, RunRecord
 
-
 PLAIN_WIDTH = 160
 """Columns where the output is no terminal."""
 
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except WatcherLeftError:
             return 130
         return 0
-    console.print(table(runs, what))
+    console.print(table(runs, console.width, what))
     for line in [*causes(runs), summary(runs)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -48,7 +48,7 @@ def _until_done(sweep_dir: Path, console: Console) -> None:
         while True:
             runs = look(sweep_dir, known)
             if console.is_terminal:
-                live.update(table(runs), refresh=True)
+                live.update(table(runs, console.width), refresh=True)
             else:
                 tell_news(runs, told, console)
             if all(run.state not in ACTIVE for run in runs):
@@ -102,21 +102,30 @@ def summary(runs: Sequence[RunState]) -> str:
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
-def table(runs: Sequence[RunState], what: dict[int, str] | None = None) -> Table:
-    """All runs of a sweep, a row each."""
-    grid = Table(box=None, padding=(0, 2), pad_edge=False)
-    width = max((len(run.job or "") for run in runs), default=0)
-    grid.add_column("run", justify="right", min_width=len(str(len(runs))))
-    grid.add_column("job", min_width=width)
-    grid.add_column("state", min_width=max((len(run.state) for run in runs), default=0))
-    if what:
-        grid.add_column("what", no_wrap=True, max_width=48, ratio=2)
-    grid.add_column("detail", no_wrap=True, ratio=3)
+def table(runs: Sequence[RunState], width: int, what: dict[int, str] | None = None) -> Table:
+    """All runs of a sweep, a row each, in so many columns of characters."""
+    what = what or {}
+    grid = Table(box=None, padding=(0, 2, 0, 0))
+    wide = {
+        "run": max(len(str(run.number)) for run in runs),
+        "job": max(len(run.job or "") for run in runs),
+        "state": max(len(run.state) for run in runs),
+        "what": min(max((len(text) for text in what.values()), default=0), width // 3),
+    }
+    wide = {name: max(len(name), size) for name, size in wide.items() if size}
+    wide["detail"] = max(20, width - sum(wide.values()) - 2 * (len(wide) + 1))
+    for name, size in wide.items():
+        grid.add_column(name, no_wrap=True, width=size, justify="right" if name == "run" else "left")
     for run in runs:
         color = COLORS.get(run.state, "red" if run.record is not None else "dim" if run.state == "pending" else "cyan")
-        shown = [escape(what.get(run.number, ""))] if what else []
-        row = [str(run.number), run.job or "", f"[{color}]{run.state}[/{color}]", *shown, escape(detail(run))]
-        grid.add_row(*row)
+        cells = {
+            "run": str(run.number),
+            "job": run.job or "",
+            "state": f"[{color}]{run.state}[/{color}]",
+            "what": escape(what.get(run.number, "")),
+            "detail": escape(detail(run)),
+        }
+        grid.add_row(*(cells[name] for name in wide))
     return grid
 
 

@@ -66,7 +66,7 @@ def look(sweep_dir: Path, known: Known | None = None) -> list[RunState]:
     known = {} if known is None else known
     entries = ledger.latest(sweep_dir)
     rest = {number: entry for number, entry in entries.items() if number not in known}
-    undecided = [entry for entry in rest.values() if entry.job and entry.state in ("submitted", "cancelled")]
+    undecided = [entry for entry in rest.values() if _undecided(sweep_dir, entry)]
     trouble, said = "", {}
     try:
         said = client.states([entry.job for entry in undecided if entry.job])
@@ -86,6 +86,11 @@ def look(sweep_dir: Path, known: Known | None = None) -> list[RunState]:
     _remember(sweep_dir, entries, found)
     known |= {state.number: state for state in found.values() if state.record is not None}
     return [known.get(number) or found[number] for number in sorted(entries)]
+
+
+def _undecided(sweep_dir: Path, entry: ledger.Entry) -> bool:
+    """Whether only Slurm can tell: nobody has seen the end, or the run was started anew after it."""
+    return entry.state in ("submitted", "cancelled") or not (sweep_dir / entry.directory / RECORD).exists()
 
 
 def _state(sweep_dir: Path, entry: ledger.Entry, job: JobState | None, trouble: str) -> RunState | None:

@@ -10,13 +10,14 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+
+import submitit
 
 from distexp import oom
 from distexp.launch.agent import Place, StoppedError, run_node, stop
@@ -53,14 +54,8 @@ class Job:
             id=job,
             attempt=f"{job}.{variables.get('SLURM_RESTART_COUNT', '0')}",
             node=int(variables["SLURM_PROCID"]),
-            hosts=hosts(variables["SLURM_JOB_NODELIST"]),
+            hosts=list(submitit.JobEnvironment().hostnames),
         )
-
-
-def hosts(nodelist: str) -> list[str]:
-    """``node[1-2]`` as names; Slurm's own command knows every way in which it abbreviates."""
-    done = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=False)
-    return done.stdout.split() if done.returncode == 0 else [nodelist]
 
 
 def own_address() -> str:
