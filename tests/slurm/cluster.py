@@ -20,7 +20,8 @@ import psutil
 PACKAGES = "slurmctld slurmd slurm-client slurmdbd munge mariadb-server-core mariadb-client-core iproute2"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "slurmdbd", "munged", "mariadbd", "mariadb-install-db", "ip", "nsenter")
 NODES, CPUS, GPUS, MEMORY_MB = 4, 8, 4, 16000
-SUBNET, BRIDGE, PREFIX = "10.213.0", "dxbr", "dx"
+PLACES = 32
+"""Clusters that may stand on one machine at the same time, for several people's tests."""
 SBIN = "/usr/sbin:/sbin"
 
 
@@ -40,6 +41,7 @@ class Cluster:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.slot = -1
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.nodes = [f"node{number}" for number in range(1, NODES + 1)]
         self.env = {**os.environ, "PATH": f"{os.environ['PATH']}:{SBIN}", "SLURM_CONF": str(root / "etc/slurm.conf")}
@@ -50,9 +52,7 @@ class Cluster:
         """Everything in its order, each waited for."""
         for name in ("etc", "run", "log", "state", "spool", "dev", "db"):
             (self.root / name).mkdir(parents=True)
-        self.root.chmod(0o755)
-        (self.root / "run").chmod(0o755)
-        self._remove_network()
+        self.slot = self._claim_network()
         self._write_configuration()
         self._make_network()
         self._start_munge()
@@ -86,15 +86,14 @@ class Cluster:
             if daemon.poll() is None:
                 daemon.send_signal(signal.SIGKILL)
             daemon.wait()
-        self._remove_network()
-        for left in self._inside():
-            left.wait(timeout=10)
+        if self.slot >= 0:
+            self._remove_network()
 
     def _inside(self) -> list[psutil.Process]:
         """Processes in the network namespaces of the cluster."""
         ours = set()
         for place in ("head", *self.nodes):
-            name = Path(f"/run/netns/{PREFIX}{place}")
+            name = Path(f"/run/netns/{self._space(place)}")
             if name.exists():
                 ours.add(name.stat().st_ino)
         found = []
@@ -166,31 +165,62 @@ class Cluster:
     def _in_namespace(self, place: str, name: str, *words: str, env: Mapping[str, str] | None = None) -> None:
         hosts = self.root / "etc/hosts"
         script = f'hostname {place} && mount --bind {hosts} /etc/hosts && exec "$@"'
-        prefix = ("nsenter", f"--net=/run/netns/{PREFIX}{place}", "unshare", "--uts", "--mount", "--propagation=slave")
+        prefix = (
+            "nsenter",
+            f"--net=/run/netns/{self._space(place)}",
+            "unshare",
+            "--uts",
+            "--mount",
+            "--propagation=slave",
+        )
         self._start(name, *prefix, "bash", "-c", script, "bash", *words, env=env)
 
     def _ip(self, *words: str) -> None:
         subprocess.run(("ip", *words), env=self.env, check=True, capture_output=True)
 
+    def _claim_network(self) -> int:
+        """A bridge that nobody else's cluster has; one whose owner is gone is cleared away and taken."""
+        for self.slot in range(PLACES):
+            try:
+                self._ip("link", "add", self._bridge, "type", "bridge")
+            except subprocess.CalledProcessError:
+                owner = Path(f"/sys/class/net/{self._bridge}/ifalias").read_text().strip()
+                if not owner or psutil.pid_exists(int(owner)):
+                    continue
+                self._remove_network()
+                self._ip("link", "add", self._bridge, "type", "bridge")
+            self._ip("link", "set", self._bridge, "alias", str(os.getpid()))
+            return self.slot
+        raise RuntimeError(f"{PLACES} test clusters stand on this machine already")
+
+    @property
+    def _bridge(self) -> str:
+        return f"dxbr{self.slot}"
+
+    def _space(self, place: str) -> str:
+        return f"dx{self.slot}{place}"
+
+    def _address(self, place: str) -> str:
+        return f"10.213.{self.slot}.{self._number(place)}"
+
     def _make_network(self) -> None:
-        self._ip("link", "add", BRIDGE, "type", "bridge")
-        self._ip("addr", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
-        self._ip("link", "set", BRIDGE, "up")
-        for number, place in enumerate(("head", *self.nodes), start=100):
-            space, link = f"{PREFIX}{place}", f"{PREFIX}{number}"
+        self._ip("addr", "add", f"10.213.{self.slot}.254/24", "dev", self._bridge)
+        self._ip("link", "set", self._bridge, "up")
+        for number, place in enumerate(("head", *self.nodes)):
+            space, link = self._space(place), f"dx{self.slot}v{number}"
             self._ip("netns", "add", space)
             self._ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
-            self._ip("link", "set", link, "master", BRIDGE, "up")
-            self._ip("-n", space, "addr", "add", f"{SUBNET}.{self._number(place)}/24", "dev", "eth0")
+            self._ip("link", "set", link, "master", self._bridge, "up")
+            self._ip("-n", space, "addr", "add", f"{self._address(place)}/24", "dev", "eth0")
             self._ip("-n", space, "link", "set", "eth0", "up")
             self._ip("-n", space, "link", "set", "lo", "up")
 
     def _remove_network(self) -> None:
         for place in ("head", *self.nodes):
-            if Path(f"/run/netns/{PREFIX}{place}").exists():
-                self._ip("netns", "del", f"{PREFIX}{place}")
-        if Path(f"/sys/class/net/{BRIDGE}").exists():
-            self._ip("link", "del", BRIDGE)
+            if Path(f"/run/netns/{self._space(place)}").exists():
+                self._ip("netns", "del", self._space(place))
+        if Path(f"/sys/class/net/{self._bridge}").exists():
+            self._ip("link", "del", self._bridge)
 
     def _number(self, place: str) -> int:
         return 253 if place == "head" else 1 + self.nodes.index(place)
@@ -216,7 +246,7 @@ class Cluster:
         self.env["MYSQL_UNIX_PORT"] = str(socket)
 
     def _write_configuration(self) -> None:
-        etc, lines = self.root / "etc", [f"{SUBNET}.{self._number(name)} {name}" for name in ("head", *self.nodes)]
+        etc, lines = self.root / "etc", [f"{self._address(name)} {name}" for name in ("head", *self.nodes)]
         (etc / "hosts").write_text("127.0.0.1 localhost\n" + "\n".join(lines) + "\n")
         for number in range(GPUS):
             os.mknod(self.root / f"dev/nvidia{number}", 0o666 | 0o020000, os.makedev(195, number))
@@ -231,7 +261,7 @@ class Cluster:
             AuthType=auth/munge
             AuthInfo=socket={self.root}/run/munge.sock
             DbdHost=head
-            DbdAddr={SUBNET}.253
+            DbdAddr={self._address("head")}
             CommunicationParameters=NoInAddrAny
             SlurmUser=root
             PidFile={self.root}/run/slurmdbd.pid
@@ -246,12 +276,11 @@ class Cluster:
     def _slurm_conf(self) -> str:
         root = self.root
         addresses = "\n".join(
-            f"NodeName={node} NodeHostname={node} NodeAddr={SUBNET}.{self._number(node)} Port=17003"
-            for node in self.nodes
+            f"NodeName={node} NodeHostname={node} NodeAddr={self._address(node)} Port=17003" for node in self.nodes
         )
         return textwrap.dedent(f"""\
             ClusterName=distexp
-            SlurmctldHost=head({SUBNET}.253)
+            SlurmctldHost=head({self._address("head")})
             SlurmctldPort=17001
             SlurmUser=root
             SlurmdUser=root
@@ -278,12 +307,13 @@ class Cluster:
             MinJobAge=300
             ReturnToService=1
             JobRequeue=1
+            EnforcePartLimits=ALL
             SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
             PreemptType=preempt/partition_prio
             PreemptMode=REQUEUE
             SlurmctldParameters=preempt_send_user_signal
             AccountingStorageType=accounting_storage/slurmdbd
-            AccountingStorageHost={SUBNET}.253
+            AccountingStorageHost={self._address("head")}
             AccountingStoragePass={root}/run/munge.sock
             AccountingStorageTRES=gres/gpu
             NodeName=DEFAULT CPUs={CPUS} RealMemory={MEMORY_MB} Gres=gpu:{GPUS}
