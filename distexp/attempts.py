@@ -14,7 +14,10 @@ FOLDER = "attempts"
 KEPT_RECORD = "earlier_record.json"
 """A record that a later attempt replaces, under a name that no reader of records takes for one."""
 
-LEFT = ("logs", "memory", "metrics.jsonl", "events.jsonl", "heartbeat", "rendezvous.json", "notice.json")
+LEFT = (
+    *("logs", "memory", "model", "metrics.jsonl", "events.jsonl", "predictions.json", "preflight.json"),
+    *("heartbeat", "rendezvous.json", "notice.json", "oom_kills.json"),
+)
 
 
 def set_aside(directory: Path) -> None:
