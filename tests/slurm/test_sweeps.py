@@ -197,14 +197,16 @@ def test_what_waits_says_why_and_can_be_cancelled(slurm: Cluster, tmp_path: Path
 def test_the_watcher_may_leave_and_a_running_job_be_cancelled(slurm: Cluster, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     words = ["--multirun", "cluster=slurm", "train.seed=1,2", "cluster.array_parallelism=1", *TRAINING]
+    long = ("train.max_steps=null", "train.num_epochs=100000")
+    metrics = sweep / "0/metrics.jsonl"
     watcher = subprocess.Popen(
-        [sys.executable, "-m", "distexp", *words, "train.max_steps=100000", f"hydra.sweep.dir={sweep}"],
+        [sys.executable, "-m", "distexp", *words, *long, f"hydra.sweep.dir={sweep}"],
         cwd=tmp_path,
         env=slurm.env,
         stdout=subprocess.PIPE,
         text=True,
     )
-    wait_for((sweep / "0/metrics.jsonl").exists)
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
     shown = status(slurm, sweep)
     assert "loss" in shown
     assert "JobArrayTaskLimit: cluster.array_parallelism runs at once" in shown
@@ -213,6 +215,14 @@ def test_the_watcher_may_leave_and_a_running_job_be_cancelled(slurm: Cluster, tm
     assert watcher.returncode == 130
     assert f"python -m distexp.cancel {sweep}" in said
     assert slurm.command("squeue", "-h", "-r", "-t", "RUNNING"), "the job goes on"
+
+    # Slurm announces an end to every process of the job; it is noted, and the run goes on.
+    slurm.command("scancel", "--signal=USR2", jobs(sweep)[0])
+    wait_for((sweep / "0/notice.json").exists, seconds=20)
+    assert json.loads((sweep / "0/notice.json").read_text())["reason"] == "preemption", "no time limit is near"
+    before = metrics.stat().st_size
+    wait_for(lambda: metrics.stat().st_size > before, seconds=20)
+    (sweep / "0/notice.json").unlink()
     done = run_module("distexp.cancel", str(sweep), env=slurm.env)
     assert done.returncode == 0, done.stdout + done.stderr
     running, waiting = record(sweep, 0), record(sweep, 1)
@@ -221,6 +231,16 @@ def test_the_watcher_may_leave_and_a_running_job_be_cancelled(slurm: Cluster, tm
     assert running.error.message == "the job was cancelled"
     assert running.memory["cpu"], "what was measured until then is kept"
     assert slurm.accounted(jobs(sweep)[0], "State").startswith("CANCELLED")
+
+
+def test_a_job_that_dies_before_the_run_gets_a_record_from_who_looks(slurm: Cluster, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    words = ("cluster=slurm", "cluster.setup=['echo no such module; exit 3']", f"hydra.run.dir={sweep}")
+    done = run_distexp(*words, cwd=tmp_path, env=slurm.env)
+    assert done.returncode == 1
+    found = RunRecord.read(sweep / "record.json")
+    assert (found.status, found.error and found.error.type) == ("failed", "JobDied")
+    assert "no such module" in done.stdout
 
 
 def test_a_lost_agent_ends_the_run_on_every_node(slurm: Cluster, tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ class JobState:
     nodes: str = ""
     started: bool = False
     expected: str = ""  # when it is to start, where Slurm has planned it
-    exit_code: str = ""
 
     @property
     def ended(self) -> bool:
@@ -153,16 +152,16 @@ def _accounting(arrays: Sequence[str]) -> dict[str, JobState]:
     """Ended jobs by sacct, as ``_queue`` names them; nothing where there is no accounting."""
     found: dict[str, JobState] = {}
     for some in _chunks(arrays):
-        words = ["sacct", "-X", "-n", "-P", "-j", ",".join(some), "-o", "JobID,State,ExitCode,NodeList"]
+        words = ["sacct", "-X", "-n", "-P", "-j", ",".join(some), "-o", "JobID,State,NodeList"]
         try:
             said = _call(words, ASK_S)
         except SlurmError:
             return found
         for line in said.splitlines():
-            job, state, exit_code, nodes = line.split("|")
+            job, state, nodes = line.split("|")
             nodes = "" if nodes == "None assigned" else nodes
             array, _, index = job.partition("_")
-            found[_element(array, index)] = JobState(state.split()[0], "", nodes, bool(nodes), exit_code=exit_code)
+            found[_element(array, index)] = JobState(state.split()[0], "", nodes, bool(nodes))
     return found
 
 

@@ -22,6 +22,8 @@ ACTIVE = ("pending", "running", "ending", "unknown")
 LATE_S = 2.0
 """How long a job that has ended may take to show its record: other nodes' writes come late through a file system."""
 
+LAST_LINES = 3
+
 REASONS = {
     "Priority": "others are before it",
     "Resources": "no nodes are free",
@@ -192,16 +194,15 @@ def _post_mortem(
         return status, RunError(job.state.title().replace("_", ""), message)
     if begun and told_errors(directory):
         return judge(directory, {0: 1}, spec)
-    last = _last_words(sweep_dir / FOLDER, entry.job or "")
-    said = f"{name} ended as {job.state} with exit code {job.exit_code or 'unknown'} {when}, without a record"
-    return "failed", RunError("JobDied", f"{said}: {last}" if last else said)
+    said = f"{name} ended as {job.state} {when}, without a record"
+    return "failed", RunError("JobDied", ": ".join([said, *_last_words(sweep_dir / FOLDER, entry.job or "")]))
 
 
-def _last_words(folder: Path, job: str) -> str:
-    """The last line that a job printed, on whichever node."""
+def _last_words(folder: Path, job: str) -> list[str]:
+    """The last lines that a job printed, on whichever node, and where there are more; nothing where it printed none."""
     logs = sorted(folder.glob(f"{job}_*_log.out"))
-    lines = [line for path in logs for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
+    lines = [line.strip() for path in logs for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return [f"{' | '.join(lines[-LAST_LINES:])} ({logs[0]})"] if lines else []
 
 
 def _remember(sweep_dir: Path, entries: Mapping[int, ledger.Entry], found: Mapping[int, RunState]) -> None:

@@ -22,6 +22,7 @@ import submitit
 from distexp import oom
 from distexp.launch.agent import Place, StoppedError, run_node, stop
 from distexp.launch.logs import exit_path, fault_path
+from distexp.launch.processes import NOTICE_SIGNAL
 from distexp.launch.slurm.client import minutes_left
 from distexp.outcome import STOPPED_CODE, prepare, settle
 from distexp.results import RunError, RunRecord, write_json
@@ -30,7 +31,6 @@ from distexp.spec import RunSpec
 NOTICE = "notice.json"
 """Written by the head when Slurm announces the end: {unix_time_s, reason: time_limit or preemption}."""
 
-NOTICE_SIGNAL = signal.SIGUSR2
 LOOK_S = 0.5
 DONE_WAIT_S, STOPPED_WAIT_S = 60.0, 6.0
 MARGIN_MIN = 1.5
