@@ -1,5 +1,6 @@
 # make demo   installs into .venv and trains a tiny BLOOM: the shortest way to see distexp work
-# make test   installs the test tools too and runs every test
+# make test   installs the test tools too and runs every test; those of cluster=slurm need root and Slurm's packages,
+#             and say which: make test TESTS="-m 'not slurm'" leaves them out
 # make setup  installs only
 # make pins   resolves the versions in requirements.txt anew
 
@@ -37,7 +38,7 @@ demo: setup
 	$(BIN)/python -m distexp
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 
 # The versions of torch and torchvision are chosen here; all others follow from them and pyproject.toml.
 pins: $(VENV)/.uv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -15,7 +16,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError, register_schema
-from distexp.exits import InterruptedRunError, SweepFailedError
+from distexp.exits import InterruptedRunError, SweepFailedError, WatcherLeftError
 from distexp.overrides import parse, quote_choice, suggest
 from distexp.paths import conf_dir, config_groups, options_of
 
@@ -25,6 +26,7 @@ PASSED_ON = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydr
 RESERVED = {
     "hydra/launcher": "cluster= chooses the launcher",
     "hydra.launcher": "cluster= chooses the launcher",
+    "cluster.launcher": "cluster= chooses the launcher",
     "hydra/sweeper": "sweep.cells adds cells beside the product",
     "hydra.mode": "every run is a sweep, of one cell at the least",
     "hydra.output_subdir": "a run directory is claimed by its .hydra folder",
@@ -68,6 +70,8 @@ def _run(words: list[str]) -> int:
     except InterruptedRunError as interruption:
         print(f"distexp: {interruption}; no further run was started", file=sys.stderr)
         return 128 + interruption.number
+    except WatcherLeftError:
+        return 128 + signal.SIGINT
     return 0
 
 

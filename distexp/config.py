@@ -162,13 +162,36 @@ class ClusterConfig:
     """Where it runs."""
 
     name: str = "local"
+    launcher: str = "local"  # local, slurm: set by the option of the group, together with hydra/launcher
     nodes: int = 1
-    workers_per_node: int | None = None  # null: every GPU, or 2 on CPU; 1 for strategy=single
-    device: str = "auto"  # auto, cuda, cpu
+    workers_per_node: int | None = None  # null: every GPU, or 2 on CPU (1 on Slurm); 1 for strategy=single
+    device: str = "auto"  # auto, cuda, cpu; auto is cuda on Slurm
     cpus_per_worker: int | None = None  # threads of a worker; null: its share of the cores
-    timeout_min: float | None = None  # minutes a run may take; null: no limit
+    timeout_min: float | None = None  # minutes a run may take; null: no limit, on Slurm the partition's
     hang_timeout_min: float = 30.0  # minutes without a step or a new phase, after which a run has hung
     debug: bool = False  # NCCL's and torch.distributed's own accounts in the logs
+    # On Slurm only: what is asked of it ...
+    gpus_per_node: int | None = None  # null: one a worker with device=cuda, none with device=cpu
+    memory_gb: float | None = None  # of a node; null: the cluster's default, with exclusive all of it
+    partition: str | None = None
+    constraint: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    exclusive: bool = False  # whole nodes
+    sbatch: dict[str, Any] = field(default_factory=dict)  # further options of sbatch, as {mail-type: END}
+    srun: list[str] = field(default_factory=list)  # further options of srun, as [--cpu-bind=none]
+    signal_delay_s: int = 120  # seconds before the time limit at which a run is told of it
+    requeue: bool = True  # Slurm may start a run anew whose node failed, or which gave way to another
+    # ... what a job does before it starts a run ...
+    modules: list[str] = field(default_factory=list)  # loaded by `module load`
+    setup: list[str] = field(default_factory=list)  # lines of shell, after the modules
+    environment: dict[str, str] = field(default_factory=dict)  # variables of the job alone, as NCCL's
+    python: str | None = None  # Python of the jobs, a container's too; null: the one that submits
+    # ... and how the sweep is submitted.
+    array_parallelism: int | None = None  # runs of one shape at the same time; null: as many as there are
+    wait: bool = True  # false: print the job ids and leave
+    dry_run: bool = False  # print the sbatch files, and submit nothing
 
 
 @dataclass
@@ -235,6 +258,7 @@ class SweepConfig:
     """Cells beside the product of a sweep: each is a list of overrides, and may sweep itself."""
 
     cells: list[Any] = field(default_factory=list)
+    resume: bool = False  # keep what is done in hydra.sweep.dir: what distexp.resume sets
 
 
 @dataclass

@@ -15,3 +15,7 @@ class InterruptedRunError(BaseException):
     def __init__(self, number: int) -> None:
         self.number = number
         super().__init__(f"stopped by {signal.Signals(number).name}")
+
+
+class WatcherLeftError(BaseException):
+    """Ctrl-C while jobs were watched, which go on."""

@@ -29,13 +29,16 @@ COMMANDS = (
     ("python -m distexp dataset=squad dataset.train_path=T.json dataset.eval_path=E.json", "your data"),
     ("python -m distexp train.max_steps=20 train.micro_batch_size=8", "any key; --cfg job shows all"),
     ("python -m distexp cluster.workers_per_node=4", "more workers"),
+    ("python -m distexp --multirun cluster=slurm cluster.nodes=2,4 strategy=fsdp", "job arrays on Slurm"),
+    ("python -m distexp.status DIR", "where a sweep's runs stand; distexp.cancel ends them"),
+    ("python -m distexp.resume DIR", "what is missing or failed, again"),
     ("python -m distexp hydra.run.dir=my_run", "results where you want them"),
     ("python -m distexp --cfg job zero_stage=3", "what would run, without running it"),
 )
 
 
 def help_text() -> str:
-    """Groups with their options, and ten useful commands."""
+    """Groups with their options, and useful commands."""
     lines = [
         "distexp: which way of distributing a training fits, how fast is it, and is it the same training?",
         "",

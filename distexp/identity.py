@@ -13,8 +13,8 @@ from typing import Any
 from distexp.config import Config
 from distexp.keys import reads_source, source_key
 
-PLACE_KEYS = ("name", "cpus_per_worker", "timeout_min", "hang_timeout_min", "debug")
-"""Keys of ``cluster`` that say where and how long, not what."""
+CLUSTER_KEYS = ("nodes", "workers_per_node", "device")
+"""Keys of ``cluster`` that say what; all others say where and how long."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
@@ -27,8 +27,7 @@ def run_id(config: Config) -> str:
     not_the_training = ("name", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker")
     for key in (*not_the_training, "trusted_packages"):
         del content[key]
-    for key in PLACE_KEYS:
-        del content["cluster"][key]
+    content["cluster"] = {key: content["cluster"][key] for key in CLUSTER_KEYS}
     for key in ("train_path", "eval_path", "root", "path"):
         path = content["dataset"][key]
         if path is not None and os.path.exists(path):

@@ -13,12 +13,13 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from distexp import attempts
 from distexp.hardware import cpu_count, visible_gpus
 from distexp.measure.phases import read_marks
 from distexp.measure.summary import energy_j, run_traces, summarize_run
@@ -49,39 +50,48 @@ GPU_OOM = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of me
 HOST_OOM = re.compile(r"^MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|\[Errno 12\]")
 
 
-def prepare(spec: RunSpec, directory: Path) -> None:
-    """Writes what a run starts from, and holds the room for its record."""
+def prepare(spec: RunSpec, directory: Path, job_id: str | None = None, hosts: Sequence[str] = ()) -> None:
+    """Begins an attempt: writes what it starts from, and holds the room for its record."""
+    attempts.begin(spec.run, directory, job_id, list(hosts) or [socket.gethostname()])
     spec.write(directory)
     (directory / RESERVE).write_bytes(b"\0" * RESERVE_BYTES)
 
 
 def settle(
-    spec: RunSpec, directory: Path, codes: Mapping[int, int], started: float, stopped: str | None = None
+    spec: RunSpec,
+    directory: Path,
+    codes: Mapping[int, int],
+    started: float,
+    stopped: str | None = None,
+    *,
+    stopped_status: str = "killed",
 ) -> RunRecord:
     """Completes the record that rank 0 wrote, or writes the one that it could not, and returns it.
 
     Args:
         codes: each node's exit code, of its agent.
         started: Unix time in seconds.
-        stopped: why the run was ended from outside, where it was.
+        stopped: why the run was ended from outside, where it was; it then has ``stopped_status``.
     """
     (directory / RESERVE).unlink(missing_ok=True)
     complete = (directory / RECORD).exists() and all(code == 0 for code in codes.values())
     if complete:
         record = RunRecord.read(directory / RECORD)
+    elif stopped is not None:
+        error = RunError("Stopped", stopped, current_phase(directory))
+        record = failed_record(spec, directory, stopped_status, error, started)
     else:
-        status, error = judge(directory, codes, spec, stopped)
+        status, error = judge(directory, codes, spec)
         record = failed_record(spec, directory, status, error, started)
     add_traces(record, spec, directory)
+    attempts.close(record)
     record.write(directory)
     return record
 
 
-def judge(directory: Path, codes: Mapping[int, int], spec: RunSpec, stopped: str | None) -> tuple[str, RunError]:
-    """The status of a run that did not complete, and its cause."""
+def judge(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> tuple[str, RunError]:
+    """The status of a run that did not complete by itself, and its cause."""
     phase = current_phase(directory)
-    if stopped is not None:
-        return "killed", RunError("Stopped", stopped, phase)
     cluster = spec.config.cluster
     if TIMEOUT_CODE in codes.values():
         limit = f"cluster.timeout_min={cluster.timeout_min:g} was over"
@@ -127,9 +137,9 @@ def _by_signal(directory: Path, number: int, who: str, phase: str | None, rank: 
 
 
 def told_errors(directory: Path) -> list[RunError]:
-    """The errors that ranks wrote down, in the order of time."""
+    """The errors that ranks and agents wrote down, in the order of time."""
     found = []
-    for path in directory.glob("logs/node*/rank*.error.json"):
+    for path in directory.glob("logs/node*/*.error.json"):
         try:
             found.append(json.loads(path.read_text()))
         except ValueError:
@@ -165,12 +175,13 @@ def current_phase(directory: Path) -> str | None:
     return marks[-1].phase if marks else None
 
 
-def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, started: float) -> RunRecord:
-    """The record of a run whose workers could not write it."""
+def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, started: float | None) -> RunRecord:
+    """The record of a run whose workers could not write it; ``started`` is None for one that never began."""
     run = spec.run
-    run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
-    run.duration_s = time.time() - started
-    run.hosts = [socket.gethostname()]
+    if started is not None:
+        run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
+        run.duration_s = time.time() - started
+        run.hosts = run.attempts[-1]["hosts"] if run.attempts else [socket.gethostname()]
     record = RunRecord(status=status, run=run, config=asdict(spec.config), error=error, environment=bare_environment())
     record.memory["torch"] = _torch_memory(directory)
     return record

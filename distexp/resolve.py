@@ -18,6 +18,7 @@ from distexp.config import Config, ConfigError
 from distexp.engines.base import TrainingEngine
 from distexp.hardware import cpu_count, visible_gpus
 from distexp.keys import model_faults, reads_source, source, source_key, unused_keys
+from distexp.request import decide_request, request_faults
 from distexp.scale import shrink, too_many_workers
 from distexp.scaling import RULES, scale_work
 from distexp.spec import typed_config
@@ -71,6 +72,9 @@ AT_LEAST: dict[str, float] = {
     "preflight.rounds": 1,
     "scaling.samples_per_worker": 1,
     "scaling.base_workers": 1,
+    "cluster.gpus_per_node": 0,
+    "cluster.array_parallelism": 1,
+    "cluster.signal_delay_s": 0,
     "dataset.train_size": 1,
     "dataset.eval_size": 1,
     "dataset.max_length": 2,
@@ -118,7 +122,7 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     faults = [*_bad_values(config), *_bad_targets(config), *_misplaced_knobs(config, choices)]
-    faults += [*model_faults(config.model), *unused_keys("dataset", config.dataset)]
+    faults += [*model_faults(config.model), *unused_keys("dataset", config.dataset), *request_faults(config.cluster)]
     if faults:
         raise ConfigError(faults)
     faults += shrink(config)
@@ -135,7 +139,8 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
 
 def _bad_values(config: Config) -> Iterator[str]:
     for key, allowed in ALLOWED.items():
-        value = OmegaConf.select(OmegaConf.structured(config), key)
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
         if value not in allowed:
             yield f"{key}={value} is not one of {', '.join(allowed)}"
     for key, least in AT_LEAST.items():
@@ -151,6 +156,7 @@ def _bad_values(config: Config) -> Iterator[str]:
     for key, positive in (
         ("cluster.timeout_min", config.cluster.timeout_min),
         ("cluster.hang_timeout_min", config.cluster.hang_timeout_min),
+        ("cluster.memory_gb", config.cluster.memory_gb),
         ("measure.interval_s", config.measure.interval_s),
         ("ddp.bucket_cap_mb", config.ddp.bucket_cap_mb),
     ):
@@ -198,7 +204,10 @@ def _make_paths_absolute(config: Config) -> None:
 
 def _decide_placement(config: Config) -> list[str]:
     """Fills in device, workers and threads; the faults of what the machine cannot give."""
-    cluster, gpus = config.cluster, visible_gpus()
+    cluster = config.cluster
+    if cluster.launcher == "slurm":
+        return decide_request(config)
+    gpus = visible_gpus()
     if cluster.device == "auto":
         cluster.device = "cuda" if gpus else "cpu"
     on_gpu = cluster.device == "cuda"

@@ -18,6 +18,8 @@ SCHEMA_VERSION = 1
 RECORD = "record.json"
 SPEC = "spec.json"
 PREDICTIONS = "predictions.json"
+SNAPSHOT_MARKER = ".complete.json"
+"""Written last into a copy of the code; a folder that has it holds no run."""
 
 STATUSES = ("completed", "oom_gpu", "oom_host", "failed", "timeout", "killed", "preempted", "invalid")
 FAILURES = frozenset({"failed", "timeout", "killed"})
@@ -85,6 +87,7 @@ class Environment:
     gpu_total_mib: float | None = None
     cpu_count: int | None = None
     hostname: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)  # NCCL's and gloo's, as the workers had them
 
 
 @dataclass
@@ -202,8 +205,15 @@ def finite(content: Any) -> Any:
 def find_records(*roots: Path) -> Iterator[Path]:
     """The records below some directories, at any depth, in the order of their run numbers."""
     for root in roots:
-        found = [Path(where) / RECORD for where, _, names in os.walk(root) if RECORD in names]
+        found = [Path(where) / RECORD for where, names in _walk(root) if RECORD in names]
         yield from sorted(found, key=_by_number)
+
+
+def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Folders and their files, the copies of code that a sweep on Slurm keeps left out."""
+    for where, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not os.path.exists(os.path.join(where, name, SNAPSHOT_MARKER))]
+        yield where, names
 
 
 def _by_number(path: Path) -> tuple[str, int, str]:

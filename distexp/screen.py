@@ -144,6 +144,12 @@ class Screen:
             yield live
             live.refresh()
 
+    def kept(self, record: RunRecord) -> None:
+        """A run of a resumed sweep that was done already."""
+        self.begun += 1
+        self.records.append(record)
+        self.console.print(f"run {record.run.number}: {record.status} already", highlight=False)
+
     def invalid(self, record: RunRecord) -> None:
         """A cell that cannot run, and why."""
         self.records.append(record)

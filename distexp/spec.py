@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import Config
 from distexp.results import SPEC, RunInfo, write_json
@@ -50,4 +51,10 @@ class RunSpec:
 
 def typed_config(values: Any) -> Config:
     """Values merged into the schema, as dataclasses; OmegaConf's errors name what does not fit."""
-    return cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values)))
+    return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
+
+
+@lru_cache(maxsize=1)
+def _schema() -> DictConfig:
+    """The schema, read off the dataclasses once: that takes as long as composing a cell."""
+    return cast(DictConfig, OmegaConf.structured(Config))

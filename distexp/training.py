@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import platform
 import socket
 import time
@@ -40,6 +41,9 @@ from distexp.seeding import seed_everything
 from distexp.spec import RunSpec
 from distexp.strategies.base import Context, Wrapped
 from distexp.targets import locate
+
+COMMUNICATION = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_")
+"""How variables begin that change how workers talk to each other."""
 
 
 def run(run_dir: Path, events: Events, started: float) -> None:
@@ -193,6 +197,7 @@ def environment(device: torch.device) -> Environment:
         gpu_total_mib=gpu.total_memory / 2**20 if gpu else None,
         cpu_count=cpu_count(),
         hostname=socket.gethostname(),
+        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(COMMUNICATION)},
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from slurm.cluster import Cluster, missing
 
 from distexp.config import Config, register_schema
 from distexp.identity import run_id
@@ -27,6 +28,20 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Samples and tokenizers are made once for all tests, away from the user's own cache."""
     os.environ.setdefault("DISTEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Slurm cluster on this machine; where there can be none, an error that says why, and never a skipped test."""
+    fault = missing()
+    if fault is not None:
+        pytest.fail(f"no Slurm cluster for the tests: {fault}", pytrace=False)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 def compose_cell(*overrides: str) -> tuple[DictConfig, dict[str, str | None]]:

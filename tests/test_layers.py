@@ -16,10 +16,15 @@ from distexp.paths import options_of
 LAUNCHER = ("distexp.cli", "distexp.help", "distexp.job", "distexp.launch.agent", "distexp.launch.local")
 LIGHT = (
     *LAUNCHER,
+    "distexp.cancel",
+    "distexp.launch.slurm.task",
     "distexp.report",
+    "distexp.resume",
+    "distexp.status",
     "distexp.memory",
     "distexp.resolve",
     "hydra_plugins.distexp_plugin.launcher",
+    "hydra_plugins.distexp_plugin.slurm",
 )
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "pandas", "pyarrow", "altair", "vl_convert")
 

@@ -1,4 +1,4 @@
-"""One node of a run: ``python -m distexp.launch.agent RUN_DIR NODE``.
+"""One node of a run: ``python -m distexp.launch.agent RUN_DIR NODE``, or a task of a Slurm job.
 
 It starts torchrun for its node's workers, one to a GPU, samples their memory from outside, and ends
 them when they hang, when their time is over, or when it is told to. It imports no torch: a node holds
@@ -13,17 +13,20 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
 from distexp.hardware import Gpu, cpu_count, visible_gpus
-from distexp.launch.logs import node_logs
+from distexp.launch.logs import fault_path, node_logs
 from distexp.launch.processes import descendants, die_with_parent, end_tree, orphaned, start_module
 from distexp.launch.rendezvous import Rendezvous, await_head, reserve
 from distexp.measure.heartbeat import last_sign
 from distexp.measure.sampler import Sampler
 from distexp.outcome import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, settle
+from distexp.results import RunError, write_json
 from distexp.spec import RunSpec
 
 POLL_S = 0.1
@@ -39,12 +42,12 @@ class StoppedError(BaseException):
 def main() -> None:
     """Runs a node to its end; the exit code tells why it ended, see ``distexp.outcome``."""
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
     die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(run_dir)
     try:
-        code = run_node(spec, run_dir, node, started)
+        code = run_node(spec, run_dir, Place(node), started)
     except StoppedError:
         code = STOPPED_CODE
     if code == STOPPED_CODE and node == 0 and orphaned():
@@ -53,36 +56,65 @@ def main() -> None:
     sys.exit(code)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def stop(number: int, frame: FrameType | None) -> None:
+    """Answers SIGTERM: the agent ends its workers, and then itself."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise StoppedError
 
 
-def run_node(spec: RunSpec, run_dir: Path, node: int, started: float) -> int:
+@dataclass(frozen=True)
+class Place:
+    """Where an agent stands in its run."""
+
+    node: int
+    address: str = "127.0.0.1"  # under which the other nodes find this one
+    attempt: str = ""
+    lost: Callable[[], bool] = lambda: False  # whether another node has ended badly
+
+
+def run_node(spec: RunSpec, run_dir: Path, place: Place, started: float) -> int:
     """Starts a node's workers, watches them, and leaves none of them behind."""
-    logs = node_logs(run_dir, node)
-    logs.mkdir(parents=True, exist_ok=True)
+    node, logs = place.node, node_logs(run_dir, place.node)
     with ExitStack() as stack:
         if node == 0:
-            where, holder = reserve("127.0.0.1", run_dir)
+            where, holder = reserve(place.address, run_dir, place.attempt)
             stack.enter_context(holder)
         else:
-            where = await_head(run_dir, RENDEZVOUS_S)
+            where = await_head(run_dir, RENDEZVOUS_S, place.attempt)
+        logs.mkdir(parents=True, exist_ok=True)
+        if lacks_gpus(spec, run_dir, node):
+            return 1
         output = stack.enter_context((logs / "torchrun.log").open("w"))
         torchrun = start_module(
             "torch.distributed.run",
-            *torchrun_arguments(spec, node, where),
+            *torchrun_arguments(spec, node, where, place.address),
             str(run_dir),
             env=worker_environment(spec, node),
             output=output,
         )
         stack.callback(end_tree, torchrun, GRACE_S)
         stack.enter_context(_sampler(spec, run_dir, node))
-        return watch(torchrun, spec, run_dir, started)
+        return watch(torchrun, spec, run_dir, started, place.lost)
 
 
-def watch(torchrun: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, started: float) -> int:
-    """Waits for the workers to end by themselves, to exceed their time, or to hang."""
+def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
+    """Whether a job got fewer GPUs than it has workers, which is written down: there is no use in starting them."""
+    found, wanted = len(node_gpus(spec, node)), spec.workers_per_node
+    if spec.config.cluster.device != "cuda" or found >= wanted:
+        return False
+    sentence = (
+        f"cluster.workers_per_node={wanted} needs as many GPUs, and node {node} ({socket.gethostname()}) shows the job "
+        f"{found}: ask for nodes that have them (cluster.constraint, cluster.partition), or choose cluster.device=cpu"
+    )
+    cause = RunError("TooFewGpus", sentence, "setup")
+    write_json(fault_path(run_dir, node), {"unix_time_s": time.time(), **asdict(cause)})
+    return True
+
+
+def watch(
+    torchrun: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, started: float, lost: Callable[[], bool]
+) -> int:
+    """Waits for the workers to end by themselves, to exceed their time, to hang, or to lose another node."""
     cluster = spec.config.cluster
     deadline = started + cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
     while (code := torchrun.poll()) is None:
@@ -92,6 +124,8 @@ def watch(torchrun: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, start
         if now - max(started, last_sign(run_dir)) > cluster.hang_timeout_min * 60:
             dump_stacks(torchrun.pid)
             return HANG_CODE
+        if lost():
+            return 0  # the fault is the other node's, which has told it
         time.sleep(POLL_S)
     return code
 
@@ -107,7 +141,13 @@ def node_gpus(spec: RunSpec, node: int) -> tuple[Gpu, ...]:
     """The GPUs of a node's workers; simulated nodes share out those of this machine."""
     if spec.config.cluster.device != "cuda":
         return ()
-    return visible_gpus()[node * spec.workers_per_node :][: spec.workers_per_node]
+    first = node * spec.workers_per_node if simulated(spec) else 0
+    return visible_gpus()[first:][: spec.workers_per_node]
+
+
+def simulated(spec: RunSpec) -> bool:
+    """Whether all nodes of a run stand on this machine."""
+    return spec.config.cluster.launcher == "local"
 
 
 def _sampler(spec: RunSpec, run_dir: Path, node: int) -> AbstractContextManager[object]:
@@ -118,11 +158,11 @@ def _sampler(spec: RunSpec, run_dir: Path, node: int) -> AbstractContextManager[
         path=run_dir / "memory" / f"node{node}.csv",
         gpu_indices=[gpu.index for gpu in node_gpus(spec, node)],
         interval_s=measure.interval_s,
-        cores=max(1, cpu_count() // spec.nodes),
+        cores=max(1, cpu_count() // (spec.nodes if simulated(spec) else 1)),
     )
 
 
-def torchrun_arguments(spec: RunSpec, node: int, where: Rendezvous) -> list[str]:
+def torchrun_arguments(spec: RunSpec, node: int, where: Rendezvous, own_address: str = "127.0.0.1") -> list[str]:
     """Static rendezvous: c10d would number the nodes by who comes first."""
     return [
         f"--nnodes={spec.nodes}",
@@ -130,7 +170,7 @@ def torchrun_arguments(spec: RunSpec, node: int, where: Rendezvous) -> list[str]
         f"--nproc-per-node={spec.workers_per_node}",
         f"--master-addr={where.address}",
         f"--master-port={where.port}",
-        f"--local-addr={'127.0.0.1' if spec.config.cluster.name == 'local' else socket.gethostname()}",
+        f"--local-addr={own_address}",
         "--max-restarts=0",
         "-m",
         "distexp.worker",
@@ -154,7 +194,7 @@ def worker_environment(spec: RunSpec, node: int) -> dict[str, str]:
             "TORCH_CPP_LOG_LEVEL": "INFO",
             "TORCH_SHOW_CPP_STACKTRACES": "1",
         }
-    if cluster.device == "cuda" and spec.nodes > 1:
+    if cluster.device == "cuda" and spec.nodes > 1 and simulated(spec):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in node_gpus(spec, node))
     return environment
 

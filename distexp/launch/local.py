@@ -9,21 +9,24 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, run_job
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
 from distexp.exits import SweepFailedError
-from distexp.identity import run_id
 from distexp.job import run_here
+from distexp.launch.earlier import DONE, EarlierRuns
+from distexp.launch.snapshot import git_root, git_state
 from distexp.launch.sweep import (
     Cell,
     claim_run_dir,
-    claim_sweep_dir,
     compose_cells,
+    place,
+    run_info,
     save_master,
+    sweep_directory,
+    write_invalid,
 )
-from distexp.outcome import invalid_record
-from distexp.resolve import without_hydra
-from distexp.results import FAILURES, RunInfo, RunRecord
+from distexp.paths import PACKAGE
+from distexp.results import FAILURES, RECORD, RunInfo, RunRecord
 from distexp.screen import Screen
 from distexp.spec import RunSpec
 
@@ -31,34 +34,36 @@ from distexp.spec import RunSpec
 def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
     """Runs every cell, whatever becomes of the others; SweepFailedError at the end where one failed."""
     cells = compose_cells(context, master, overrides)
-    chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
-    sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
+    sweep_dir = sweep_directory(master)
     save_master(master, sweep_dir)
     screen = Screen(total=len(cells), sweep_dir=sweep_dir)
+    earlier = EarlierRuns.of(sweep_dir) if master.sweep.resume else EarlierRuns()
+    code = git_state(git_root(PACKAGE))
     returns, number = [], 0
     for cell in cells:
-        number, directory = claim_run_dir(partial(_directory, cell, sweep_dir), number)
-        returns.append(_as_job(context, cell, number, directory, screen=screen))
-        number += 1
+        info = run_info(cell, number, code)
+        known = earlier.take(info.id, info.overrides)
+        if known is not None and known.status in DONE:
+            screen.kept(RunRecord.read(known.directory / RECORD))
+            continue
+        if known is not None:
+            info.number, directory = known.number, place(cell, sweep_dir, known.number)
+        else:
+            number, directory = claim_run_dir(partial(place, cell, sweep_dir), number)
+            info.number, number = number, number + 1
+        returns.append(_as_job(context, cell, info, directory, screen=screen))
     screen.compare()
     if any(record.status in FAILURES for record in screen.records):
         raise SweepFailedError
     return returns
 
 
-def _directory(cell: Cell, sweep_dir: Path, number: int) -> Path:
-    with open_dict(cell.composed):
-        cell.composed.hydra.job.id = cell.composed.hydra.job.num = number
-        cell.composed.hydra.sweep.dir = str(sweep_dir)
-    return (sweep_dir / str(cell.composed.hydra.sweep.subdir)).absolute()
-
-
-def _as_job(context: HydraContext, cell: Cell, number: int, directory: Path, *, screen: Screen) -> JobReturn:
+def _as_job(context: HydraContext, cell: Cell, info: RunInfo, directory: Path, *, screen: Screen) -> JobReturn:
     """One cell as a job of Hydra: its callbacks and ``.hydra/`` are where its users expect them."""
 
     def task(_: Any) -> str:
         screen.headline(cell)
-        return _run(cell, number, directory, screen).status
+        return _run(cell, info, directory, screen).status
 
     done = run_job(
         hydra_context=context,
@@ -71,13 +76,9 @@ def _as_job(context: HydraContext, cell: Cell, number: int, directory: Path, *, 
     return done
 
 
-def _run(cell: Cell, number: int, directory: Path, screen: Screen) -> RunRecord:
-    overrides = [text.replace("'", "") for text in cell.overrides]
+def _run(cell: Cell, info: RunInfo, directory: Path, screen: Screen) -> RunRecord:
     if cell.config is not None:
-        info = RunInfo(id=run_id(cell.config), name=cell.config.name, number=number, overrides=overrides)
         return run_here(RunSpec(cell.config, info), directory, screen)
-    content: Any = OmegaConf.to_container(without_hydra(cell.composed))
-    record = invalid_record(RunInfo("invalid", str(content["name"]), number, overrides), content, cell.faults)
-    record.write(directory)
+    record = write_invalid(cell, info, directory)
     screen.invalid(record)
     return record

@@ -22,6 +22,16 @@ def error_path(run_dir: Path, node: int, rank: int) -> Path:
     return node_logs(run_dir, node) / f"rank{rank}.error.json"
 
 
+def fault_path(run_dir: Path, node: int) -> Path:
+    """Why a node's agent started no worker, as JSON."""
+    return node_logs(run_dir, node) / "agent.error.json"
+
+
+def exit_path(run_dir: Path, node: int) -> Path:
+    """How a node's agent ended, as JSON, for the head of a run whose nodes are apart."""
+    return node_logs(run_dir, node) / "exit.json"
+
+
 def memory_path(run_dir: Path, node: int, rank: int) -> Path:
     """What the allocator of a failed rank held, as JSON."""
     return node_logs(run_dir, node) / f"rank{rank}.memory.json"

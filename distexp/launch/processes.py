@@ -16,6 +16,9 @@ import psutil
 from distexp.paths import PACKAGE
 
 PR_SET_PDEATHSIG = 1
+NOTICE_SIGNAL = signal.SIGUSR2
+"""What Slurm sends before it ends a job; submitit's choice."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -46,6 +49,8 @@ def start_module(
 def _tied(number: signal.Signals) -> Callable[[], None]:
     def tie() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
+        # Slurm announces the end of a job to every process of it, and only the agent is to answer.
+        signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
 
     return tie
 

@@ -19,9 +19,10 @@ class Rendezvous:
 
     address: str
     port: int
+    attempt: str = ""  # tells it from what an earlier attempt of the run left
 
 
-def reserve(address: str, run_dir: Path) -> tuple[Rendezvous, socket.socket]:
+def reserve(address: str, run_dir: Path, attempt: str = "") -> tuple[Rendezvous, socket.socket]:
     """Finds a free port on the head and tells the other nodes.
 
     The returned socket is bound but does not listen: while it is open the kernel gives the port to
@@ -30,17 +31,20 @@ def reserve(address: str, run_dir: Path) -> tuple[Rendezvous, socket.socket]:
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
-    found = Rendezvous(address, holder.getsockname()[1])
+    found = Rendezvous(address, holder.getsockname()[1], attempt)
     write_json(run_dir / FILE, asdict(found))
     return found, holder
 
 
-def await_head(run_dir: Path, timeout_s: float) -> Rendezvous:
-    """Waits for the head's file; TimeoutError where it does not come."""
+def await_head(run_dir: Path, timeout_s: float, attempt: str = "") -> Rendezvous:
+    """Waits for the head's file of this attempt; TimeoutError where it does not come."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
-            return Rendezvous(**json.loads((run_dir / FILE).read_text()))
+            found = Rendezvous(**json.loads((run_dir / FILE).read_text()))
         except FileNotFoundError:
-            time.sleep(0.05)
+            found = None
+        if found is not None and found.attempt == attempt:
+            return found
+        time.sleep(0.05)
     raise TimeoutError(f"the head node left no {FILE} in {run_dir} within {timeout_s:g} s")

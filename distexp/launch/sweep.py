@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from distexp.config import Config, ConfigError
+from distexp.identity import run_id
+from distexp.launch.snapshot import GitState
+from distexp.outcome import invalid_record
 from distexp.resolve import resolve, without_hydra
+from distexp.results import RunInfo, RunRecord, write_json
+
+COMMAND = "command.json"
+"""The words of the command that began a sweep."""
 
 
 @dataclass
@@ -25,13 +35,21 @@ class Cell:
     varied: list[str] = field(default_factory=list)  # the overrides that not all cells share
 
 
-def compose_cells(context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]]) -> list[Cell]:
+Adjust = Callable[[DictConfig, Sequence[str]], None]
+"""Changes what was composed for a cell before it is judged; ConfigError where it cannot."""
+
+
+def compose_cells(
+    context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], adjust: Adjust | None = None
+) -> list[Cell]:
     """Composes every cell once and judges it; what Hydra refuses aborts before anything starts."""
     cells = []
     for wanted in overrides:
         composed = context.config_loader.load_sweep_config(master, list(wanted))
         cell = Cell(list(wanted), composed)
         try:
+            if adjust is not None:
+                adjust(composed, cell.overrides)
             cell.config = resolve(without_hydra(composed), composed.hydra.runtime.choices)
         except ConfigError as error:
             cell.faults = error.faults
@@ -42,6 +60,36 @@ def compose_cells(context: HydraContext, master: DictConfig, overrides: Sequence
     if len(cells) == 1 and cells[0].faults:
         raise ConfigError(cells[0].faults)
     return cells
+
+
+def run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
+    """Which run a cell becomes."""
+    overrides = [text.replace("'", "") for text in cell.overrides if not text.startswith("sweep.")]
+    name = str(cell.composed.name) if cell.config is None else cell.config.name
+    identity = "invalid" if cell.config is None else run_id(cell.config)
+    return RunInfo(identity, name, number, overrides, git_sha=code.sha, git_dirty=code.dirty, snapshot=snapshot)
+
+
+def write_invalid(cell: Cell, info: RunInfo, directory: Path) -> RunRecord:
+    """The record of a cell that cannot run."""
+    content: Any = OmegaConf.to_container(without_hydra(cell.composed))
+    record = invalid_record(info, content, cell.faults)
+    record.write(directory)
+    return record
+
+
+def place(cell: Cell, sweep_dir: Path, number: int) -> Path:
+    """The directory that a cell has as run ``number`` of a sweep, which Hydra's part of it is told."""
+    with open_dict(cell.composed):
+        cell.composed.hydra.job.id = cell.composed.hydra.job.num = number
+        cell.composed.hydra.sweep.dir = str(sweep_dir)
+    return (sweep_dir / str(cell.composed.hydra.sweep.subdir)).absolute()
+
+
+def sweep_directory(master: DictConfig) -> Path:
+    """The directory of a sweep, made; one that is resumed is there."""
+    chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
+    return claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
 
 
 def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
@@ -80,7 +128,9 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int) -> tuple[int,
 
 
 def save_master(master: DictConfig, sweep_dir: Path) -> None:
-    """Hydra's own record of a sweep, where its users look for it."""
+    """Hydra's own record of a sweep, where its users look for it, and the command that resumes it."""
     path = sweep_dir / "multirun.yaml"
     if not path.exists():
         OmegaConf.save(master, path)
+    if not (sweep_dir / COMMAND).exists():
+        write_json(sweep_dir / COMMAND, {"words": sys.argv[1:], "directory": os.getcwd()})

@@ -29,6 +29,11 @@ class DistexpSweeper(BasicSweeper):
         """Launches every cell; one call of the launcher, whatever their number."""
         assert self.hydra_context is not None
         assert self.launcher is not None
+        if not type(self.launcher).__module__.startswith(__package__ or ""):
+            raise ConfigError(
+                f"cluster={self.config.cluster.name if self.config else ''} chooses no launcher of distexp: begin its "
+                "file with 'defaults: [slurm]' or 'defaults: [local]'"
+            )
         self.parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         return [self.launcher.launch(self.expand(arguments), initial_job_idx=0)]
 

@@ -1,0 +1,74 @@
+"""What a sweep that is resumed has already: which of its cells are done, and where the others are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distexp.results import RECORD, SPEC
+
+DONE = frozenset({"completed", "oom_gpu", "oom_host"})
+"""Running out of memory is a result: the same run would do it again."""
+
+NO_RUNS = ("snapshot", "slurm", "logs", "memory", "attempts", "report", ".")
+"""How folders begin that hold no run directory."""
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A run that the sweep has, with the status of its record; None where it left none."""
+
+    number: int
+    directory: Path
+    id: str
+    overrides: list[str]
+    status: str | None
+
+
+@dataclass
+class EarlierRuns:
+    """The runs of a sweep by identity; each is taken once, for two cells may be the same training."""
+
+    runs: list[EarlierRun] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, sweep_dir: Path) -> EarlierRuns:
+        """Reads every run directory below a sweep's."""
+        return cls(sorted(_runs(sweep_dir), key=lambda run: run.number))
+
+    def take(self, identity: str, overrides: Sequence[str]) -> EarlierRun | None:
+        """The run of a cell: the one of its ``run.id``, or that was invalid with the same overrides."""
+        for run in self.runs:
+            if run.id == identity and (identity != "invalid" or run.overrides == list(overrides)):
+                return self._taken(run)
+        for run in self.runs:
+            if run.id == "invalid" and run.overrides == list(overrides):
+                return self._taken(run)
+        return None
+
+    def _taken(self, run: EarlierRun) -> EarlierRun:
+        self.runs.remove(run)
+        return run
+
+
+def _runs(sweep_dir: Path) -> Iterator[EarlierRun]:
+    for where, folders, names in os.walk(sweep_dir):
+        folders[:] = [name for name in folders if not name.startswith(NO_RUNS)]
+        directory = Path(where)
+        if RECORD in names or SPEC in names:
+            raw = _read(directory / RECORD) or _read(directory / SPEC)
+            if raw is not None:
+                run = raw["run"]
+                yield EarlierRun(run["number"], directory.absolute(), run["id"], run["overrides"], raw.get("status"))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return raw if isinstance(raw.get("run"), dict) else None

@@ -1,0 +1,189 @@
+"""One node of a job: ``srun python -m distexp.launch.slurm.task ARRAY.json``, the agent of its node.
+
+The head's task settles the run's record after all nodes have told in a file how they ended, and its exit
+code is the job's, so that Slurm's own accounting says FAILED of a run that failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import submitit
+
+from distexp import oom
+from distexp.launch.agent import Place, StoppedError, run_node, stop
+from distexp.launch.logs import exit_path, fault_path
+from distexp.launch.processes import NOTICE_SIGNAL
+from distexp.launch.slurm.client import minutes_left
+from distexp.outcome import STOPPED_CODE, prepare, settle
+from distexp.results import RunError, RunRecord, write_json
+from distexp.spec import RunSpec
+
+NOTICE = "notice.json"
+"""Written by the head when Slurm announces the end: {unix_time_s, reason: time_limit or preemption}."""
+
+LOOK_S = 0.5
+DONE_WAIT_S, STOPPED_WAIT_S = 60.0, 6.0
+MARGIN_MIN = 1.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Slurm tells a task of its job."""
+
+    id: str
+    attempt: str
+    node: int
+    hosts: list[str]
+
+    @classmethod
+    def from_environment(cls) -> Job:
+        """From Slurm's variables; the last element of an array has the array's own SLURM_JOB_ID."""
+        variables = os.environ
+        job = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
+        return cls(
+            id=job,
+            attempt=f"{job}.{variables.get('SLURM_RESTART_COUNT', '0')}",
+            node=int(variables["SLURM_PROCID"]),
+            hosts=list(submitit.JobEnvironment().hostnames),
+        )
+
+
+def own_address() -> str:
+    """This node's name as Slurm has it, under which other nodes find it; its hostname where that has no address."""
+    name = os.environ.get("SLURMD_NODENAME", "")
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return socket.gethostname()
+    return name or socket.gethostname()
+
+
+@dataclass
+class Others:
+    """The agents of the other nodes, by the files in which they tell how they ended."""
+
+    run_dir: Path
+    job: Job
+    nodes: int
+    looked: float = 0.0
+    codes: dict[int, int] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Reads what has been told since the last call."""
+        for node in set(range(self.nodes)) - {self.job.node} - set(self.codes):
+            try:
+                told = json.loads(exit_path(self.run_dir, node).read_text())
+            except (OSError, ValueError):
+                continue
+            if told["attempt"] == self.job.attempt:
+                self.codes[node] = told["code"]
+
+    def lost(self) -> bool:
+        """Whether one has ended badly; looks twice a second, for a network's file system counts every look."""
+        if self.nodes > 1 and time.monotonic() - self.looked > LOOK_S:
+            self.looked = time.monotonic()
+            self.look()
+        return any(self.codes.values())
+
+    def await_all(self, seconds: float) -> dict[int, int]:
+        """Everyone's exit code; an agent that says nothing was killed, or its node is gone."""
+        deadline = time.monotonic() + seconds
+        self.look()
+        while len(self.codes) < self.nodes - 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            self.look()
+        silent = set(range(self.nodes)) - {self.job.node} - set(self.codes)
+        return self.codes | dict.fromkeys(silent, -int(signal.SIGKILL))
+
+
+def main() -> None:
+    """Runs a node to its end; the head's exit code is 0 where the run completed."""
+    started, job = time.time(), Job.from_environment()
+    listed = Path(sys.argv[1])
+    directory = json.loads(listed.read_text())["directories"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
+    run_dir = listed.parent.parent / directory
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(NOTICE_SIGNAL, _noticing(run_dir, job))
+    spec, code = RunSpec.read(run_dir), STOPPED_CODE
+    others = Others(run_dir, job, spec.nodes)
+    try:
+        if job.node == 0:
+            prepare(spec, run_dir, job.id, job.hosts)
+            oom.remember(run_dir)
+        code = run_node(spec, run_dir, Place(job.node, own_address(), job.attempt, others.lost), started)
+    except StoppedError:
+        pass
+    except TimeoutError as error:
+        code = _no_head(run_dir, job, error)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell(run_dir, job, code)
+    if job.node == 0:
+        record = conclude(spec, run_dir, code, others, started)
+        print(f"{run_dir}: {record.status}" + (f": {record.error.message}" if record.error else ""), flush=True)
+        sys.exit(0 if record.status == "completed" else 1)
+
+
+def tell(run_dir: Path, job: Job, code: int) -> None:
+    """Leaves word for the other nodes how this one ended."""
+    path = exit_path(run_dir, job.node)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"attempt": job.attempt, "code": code})
+
+
+def conclude(spec: RunSpec, run_dir: Path, code: int, others: Others, started: float) -> RunRecord:
+    """The head's last act: the record."""
+    codes = {0: code, **others.await_all(STOPPED_WAIT_S if code == STOPPED_CODE else DONE_WAIT_S)}
+    if code != STOPPED_CODE:
+        return settle(spec, run_dir, codes, started)
+    silent = [node for node, other in codes.items() if other == -signal.SIGKILL]
+    if silent:
+        return settle(spec, run_dir, codes, started, f"node {silent[0]} is gone, and Slurm ended the job")
+    status, why = announced(run_dir)
+    return settle(spec, run_dir, codes, started, why, stopped_status=status)
+
+
+def announced(run_dir: Path) -> tuple[str, str]:
+    """Status and reason of a run that Slurm told to end."""
+    try:
+        reason = json.loads((run_dir / NOTICE).read_text())["reason"]
+    except (OSError, ValueError, KeyError):
+        return "killed", "the job was cancelled"
+    if reason == "time_limit":
+        return "timeout", "the job's time limit was reached"
+    return "preempted", "the job had to give way to another one"
+
+
+def _noticing(run_dir: Path, job: Job) -> Callable[[int, FrameType | None], None]:
+    """A handler of Slurm's early word that the job will have to end."""
+
+    def notice(number: int, frame: FrameType | None) -> None:
+        if job.node == 0:
+            left = minutes_left(job.id)
+            margin = RunSpec.read(run_dir).config.cluster.signal_delay_s / 60 + MARGIN_MIN
+            reason = "time_limit" if left is not None and left <= margin else "preemption"
+            write_json(run_dir / NOTICE, {"unix_time_s": time.time(), "reason": reason})
+
+    return notice
+
+
+def _no_head(run_dir: Path, job: Job, error: TimeoutError) -> int:
+    path = fault_path(run_dir, job.node)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cause = RunError("NoRendezvous", str(error), "setup")
+    write_json(path, {"unix_time_s": time.time(), **vars(cause)})
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""``python -m distexp.status DIR [--watch]``: where every run of a sweep stands, from any machine of the cluster."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from distexp.exits import SweepFailedError, WatcherLeftError
+from distexp.launch import ledger
+from distexp.launch.earlier import EarlierRuns
+from distexp.launch.slurm.follow import causes, follow, summary, table
+from distexp.launch.slurm.states import RunState, look
+from distexp.results import RECORD, RunRecord
+
+PLAIN_WIDTH = 160
+"""Columns where the output is no terminal."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; 2 where there is no sweep; with --watch the sweep's own exit code."""
+    parser = argparse.ArgumentParser(prog="python -m distexp.status", description="Where every run of a sweep stands.")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory")
+    parser.add_argument("--watch", action="store_true", help="follow the runs until all have ended")
+    options = parser.parse_args(arguments)
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    runs, what = sweep_states(options.directory)
+    if not runs:
+        print(f"distexp: {options.directory} holds no run: give the directory of a sweep", file=sys.stderr)
+        return 2
+    if options.watch and ledger.read(options.directory):
+        try:
+            follow(options.directory.absolute(), console)
+        except SweepFailedError:
+            return 1
+        except WatcherLeftError:
+            return 130
+        return 0
+    console.print(table(runs, console.width, what))
+    for line in [*causes(runs), summary(runs)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def sweep_states(sweep_dir: Path) -> tuple[list[RunState], dict[int, str]]:
+    """Every run, those in the ledger by what Slurm says, and what each varies."""
+    earlier = EarlierRuns.of(sweep_dir)
+    in_ledger = {run.number: run for run in look(sweep_dir)}
+    runs = []
+    for run in earlier.runs:
+        if run.number in in_ledger:
+            runs.append(in_ledger.pop(run.number))
+        elif run.status is None:
+            runs.append(RunState(run.number, run.directory, None, "no record", "it goes on here, or it was ended hard"))
+        else:
+            record = RunRecord.read(run.directory / RECORD)
+            why = record.error.message if record.error is not None else ""
+            runs.append(RunState(run.number, run.directory, None, run.status, why, record=record))
+    runs += in_ledger.values()
+    shared = set.intersection(*(set(run.overrides) for run in earlier.runs)) if len(earlier.runs) > 1 else set()
+    what = {run.number: " ".join(text for text in run.overrides if text not in shared) for run in earlier.runs}
+    return sorted(runs, key=lambda run: run.number), what if shared or len(earlier.runs) > 1 else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""A real Slurm cluster on this machine: controller, accounting, and four nodes with four pretended GPUs each.
+
+Every node is a network namespace with an address, a hostname and ports of its own, so that a job sees
+what it would see on a cluster. Nothing of the machine's own Slurm, if there is one, is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+PACKAGES = "slurmctld slurmd slurm-client slurmdbd munge mariadb-server-core mariadb-client-core iproute2"
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "slurmdbd", "munged", "mariadbd", "mariadb-install-db", "ip", "nsenter")
+NODES, CPUS, GPUS, MEMORY_MB = 4, 8, 4, 16000
+PLACES = 32
+"""Clusters that may stand on one machine at the same time, for several people's tests."""
+SBIN = "/usr/sbin:/sbin"
+
+
+def missing() -> str | None:
+    """Why no cluster can be started here, with the mend; None where one can."""
+    path = f"{os.environ['PATH']}:{SBIN}"
+    absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed: apt-get install --no-install-recommends {PACKAGES}"
+    if os.geteuid() != 0:
+        return "the test cluster makes network namespaces, which needs root: run the tests as root, or -m 'not slurm'"
+    return None
+
+
+class Cluster:
+    """Starts on ``start``, and leaves neither a process nor a network interface after ``stop``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.slot = -1
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.nodes = [f"node{number}" for number in range(1, NODES + 1)]
+        self.env = {**os.environ, "PATH": f"{os.environ['PATH']}:{SBIN}", "SLURM_CONF": str(root / "etc/slurm.conf")}
+
+    # Life
+
+    def start(self) -> None:
+        """Everything in its order, each waited for."""
+        for name in ("etc", "run", "log", "state", "spool", "dev", "db"):
+            (self.root / name).mkdir(parents=True)
+        self.slot = self._claim_network()
+        self._write_configuration()
+        self._make_network()
+        self._start_munge()
+        self._start_database()
+        self._in_namespace("head", "slurmdbd", "slurmdbd", "-D", env={"SLURM_CONF": str(self.root / "etc/slurm.conf")})
+        self._await("accounting", lambda: self._answers("sacctmgr", "-n", "show", "cluster"))
+        self.start_controller("-c")
+        for node in self.nodes:
+            self.start_node(node)
+        self._await("idle nodes", lambda: self.idle() == NODES, seconds=30)
+
+    def start_controller(self, *options: str) -> None:
+        """The controller; ``-c`` forgets all jobs."""
+        self._in_namespace("head", "slurmctld", "slurmctld", "-D", *options)
+
+    def stop_controller(self) -> None:
+        """Ends the controller as a restart would."""
+        controller = self.daemons.pop("slurmctld")
+        controller.terminate()
+        controller.wait(timeout=30)
+
+    def start_node(self, node: str) -> None:
+        """One node's daemon."""
+        self._in_namespace(node, f"slurmd-{node}", "slurmd", "-D", "-N", node)
+
+    def stop(self) -> None:
+        """Kills what lives in the nodes' namespaces, then the daemons, then removes the network."""
+        for process in self._inside():
+            process.kill()
+        for daemon in reversed(self.daemons.values()):
+            if daemon.poll() is None:
+                daemon.send_signal(signal.SIGKILL)
+            daemon.wait()
+        if self.slot >= 0:
+            self._remove_network()
+
+    def _inside(self) -> list[psutil.Process]:
+        """Processes in the network namespaces of the cluster."""
+        ours = set()
+        for place in ("head", *self.nodes):
+            name = Path(f"/run/netns/{self._space(place)}")
+            if name.exists():
+                ours.add(name.stat().st_ino)
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.stat(f"/proc/{process.pid}/ns/net").st_ino in ours:
+                    found.append(process)
+            except OSError:
+                continue
+        return found
+
+    # What tests ask
+
+    def command(self, *words: str, timeout: float = 30) -> str:
+        """A Slurm command's output."""
+        done = subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=timeout, check=False)
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout
+
+    def idle(self) -> int:
+        """Nodes that are idle."""
+        try:
+            counted = self.command("sinfo", "-h", "-t", "idle", "-o", "%D").split()
+        except AssertionError:
+            return 0
+        return sum(map(int, counted))
+
+    def accounted(self, job: str, field: str) -> str:
+        """A field of a job in the accounting, which lags a little: once the job has ended there."""
+        found = ""
+
+        def told() -> bool:
+            nonlocal found
+            state, _, found = self.command("sacct", "-X", "-n", "-P", "-j", job, "-o", f"State,{field}").partition("|")
+            found = found.strip()
+            return bool(state) and state.split()[0] not in ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")
+
+        self._await(f"{job} to have ended", told, seconds=60)
+        return found
+
+    def cancel_all(self) -> None:
+        """No job left."""
+        self.command("scancel", "-u", "root")
+        self._await("an empty queue", lambda: not self.command("squeue", "-h"), seconds=60)
+
+    # Parts
+
+    def _await(self, what: str, condition: Callable[[], bool], seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if condition():
+                return
+            time.sleep(0.1)
+        logs = "\n".join(
+            f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in sorted((self.root / "log").glob("*.log"))
+        )
+        raise RuntimeError(f"the test cluster waited {seconds:g} s in vain for {what}\n{logs}")
+
+    def _answers(self, *words: str) -> bool:
+        return subprocess.run(words, env=self.env, capture_output=True, check=False, timeout=20).returncode == 0
+
+    def _start(self, name: str, *words: str, env: Mapping[str, str] | None = None) -> None:
+        with (self.root / "log" / f"{name}.log").open("ab") as log:
+            self.daemons[name] = subprocess.Popen(
+                words, env={**self.env, **(env or {})}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def _in_namespace(self, place: str, name: str, *words: str, env: Mapping[str, str] | None = None) -> None:
+        hosts = self.root / "etc/hosts"
+        script = f'hostname {place} && mount --bind {hosts} /etc/hosts && exec "$@"'
+        prefix = (
+            "nsenter",
+            f"--net=/run/netns/{self._space(place)}",
+            "unshare",
+            "--uts",
+            "--mount",
+            "--propagation=slave",
+        )
+        self._start(name, *prefix, "bash", "-c", script, "bash", *words, env=env)
+
+    def _ip(self, *words: str) -> None:
+        subprocess.run(("ip", *words), env=self.env, check=True, capture_output=True)
+
+    def _claim_network(self) -> int:
+        """A bridge that nobody else's cluster has; one whose owner is gone is cleared away and taken."""
+        for self.slot in range(PLACES):
+            try:
+                self._ip("link", "add", self._bridge, "type", "bridge")
+            except subprocess.CalledProcessError:
+                owner = Path(f"/sys/class/net/{self._bridge}/ifalias").read_text().strip()
+                if not owner or psutil.pid_exists(int(owner)):
+                    continue
+                self._remove_network()
+                self._ip("link", "add", self._bridge, "type", "bridge")
+            self._ip("link", "set", self._bridge, "alias", str(os.getpid()))
+            return self.slot
+        raise RuntimeError(f"{PLACES} test clusters stand on this machine already")
+
+    @property
+    def _bridge(self) -> str:
+        return f"dxbr{self.slot}"
+
+    def _space(self, place: str) -> str:
+        return f"dx{self.slot}{place}"
+
+    def _address(self, place: str) -> str:
+        return f"10.213.{self.slot}.{self._number(place)}"
+
+    def _make_network(self) -> None:
+        self._ip("addr", "add", f"10.213.{self.slot}.254/24", "dev", self._bridge)
+        self._ip("link", "set", self._bridge, "up")
+        for number, place in enumerate(("head", *self.nodes)):
+            space, link = self._space(place), f"dx{self.slot}v{number}"
+            self._ip("netns", "add", space)
+            self._ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
+            self._ip("link", "set", link, "master", self._bridge, "up")
+            self._ip("-n", space, "addr", "add", f"{self._address(place)}/24", "dev", "eth0")
+            self._ip("-n", space, "link", "set", "eth0", "up")
+            self._ip("-n", space, "link", "set", "lo", "up")
+
+    def _remove_network(self) -> None:
+        for place in ("head", *self.nodes):
+            if Path(f"/run/netns/{self._space(place)}").exists():
+                self._ip("netns", "del", self._space(place))
+        if Path(f"/sys/class/net/{self._bridge}").exists():
+            self._ip("link", "del", self._bridge)
+
+    def _number(self, place: str) -> int:
+        return 253 if place == "head" else 1 + self.nodes.index(place)
+
+    def _start_munge(self) -> None:
+        key = self.root / "etc/munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        run = self.root / "run"
+        files = (f"--key-file={key}", f"--pid-file={run}/munge.pid", f"--seed-file={run}/munge.seed")
+        self._start("munged", "munged", "-F", "--force", f"--socket={run}/munge.sock", *files)
+        self._await("munge", (run / "munge.sock").exists)
+
+    def _start_database(self) -> None:
+        db, socket = self.root / "db", self.root / "run/mysql.sock"
+        install = ("mariadb-install-db", "--no-defaults", f"--datadir={db}", "--user=root")
+        quiet = ("--auth-root-authentication-method=normal", "--skip-test-db")
+        subprocess.run((*install, *quiet), env=self.env, check=True, capture_output=True, timeout=60)
+        small = ("--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=0", "--performance-schema=OFF")
+        where = (f"--datadir={db}", f"--socket={socket}", "--user=root", "--skip-networking", "--skip-log-bin")
+        self._start("mariadbd", "mariadbd", "--no-defaults", *where, *small)
+        self._await("the database", socket.exists)
+        self.env["MYSQL_UNIX_PORT"] = str(socket)
+
+    def _write_configuration(self) -> None:
+        etc, lines = self.root / "etc", [f"{self._address(name)} {name}" for name in ("head", *self.nodes)]
+        (etc / "hosts").write_text("127.0.0.1 localhost\n" + "\n".join(lines) + "\n")
+        for number in range(GPUS):
+            os.mknod(self.root / f"dev/nvidia{number}", 0o666 | 0o020000, os.makedev(195, number))
+        (etc / "slurm.conf").write_text(self._slurm_conf())
+        (etc / "gres.conf").write_text(
+            f"AutoDetect=off\nNodeName=node[1-{NODES}] Name=gpu File={self.root}/dev/nvidia[0-{GPUS - 1}]"
+            " Flags=nvidia_gpu_env\n"
+        )
+        dbd = etc / "slurmdbd.conf"
+        dbd.write_text(
+            textwrap.dedent(f"""\
+            AuthType=auth/munge
+            AuthInfo=socket={self.root}/run/munge.sock
+            DbdHost=head
+            DbdAddr={self._address("head")}
+            CommunicationParameters=NoInAddrAny
+            SlurmUser=root
+            PidFile={self.root}/run/slurmdbd.pid
+            StorageType=accounting_storage/mysql
+            StorageHost=localhost
+            StorageUser=root
+            CommitDelay=0
+            """)
+        )
+        dbd.chmod(0o600)
+
+    def _slurm_conf(self) -> str:
+        root = self.root
+        addresses = "\n".join(
+            f"NodeName={node} NodeHostname={node} NodeAddr={self._address(node)} Port=17003" for node in self.nodes
+        )
+        return textwrap.dedent(f"""\
+            ClusterName=distexp
+            SlurmctldHost=head({self._address("head")})
+            SlurmctldPort=17001
+            SlurmUser=root
+            SlurmdUser=root
+            AuthType=auth/munge
+            AuthInfo=socket={root}/run/munge.sock
+            CredType=cred/munge
+            MpiDefault=none
+            ProctrackType=proctrack/linuxproc
+            TaskPlugin=task/none
+            JobAcctGatherType=jobacct_gather/linux
+            SelectType=select/cons_tres
+            SelectTypeParameters=CR_CPU_Memory
+            DefMemPerCPU=500
+            GresTypes=gpu
+            SlurmdParameters=config_overrides
+            CommunicationParameters=NoCtldInAddrAny
+            StateSaveLocation={root}/state
+            SlurmdSpoolDir={root}/spool/%n
+            SlurmctldPidFile={root}/run/slurmctld.pid
+            SlurmdPidFile={root}/run/slurmd-%n.pid
+            SlurmdTimeout=10
+            KillWait=10
+            InactiveLimit=0
+            MinJobAge=300
+            ReturnToService=1
+            JobRequeue=1
+            EnforcePartLimits=ALL
+            SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
+            PreemptType=preempt/partition_prio
+            PreemptMode=REQUEUE
+            SlurmctldParameters=preempt_send_user_signal
+            AccountingStorageType=accounting_storage/slurmdbd
+            AccountingStorageHost={self._address("head")}
+            AccountingStoragePass={root}/run/munge.sock
+            AccountingStorageTRES=gres/gpu
+            NodeName=DEFAULT CPUs={CPUS} RealMemory={MEMORY_MB} Gres=gpu:{GPUS}
+            PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=20 MaxTime=INFINITE
+            PartitionName=high Nodes=ALL PriorityTier=100 PreemptMode=OFF MaxTime=INFINITE
+            """).replace("PartitionName=low", f"{addresses}\nPartitionName=low")

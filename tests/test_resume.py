@@ -1,0 +1,59 @@
+"""Resuming a sweep on this machine: done runs are kept, missing ones run again, new cells are added."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from conftest import run_distexp, run_module
+
+from distexp.results import RunRecord
+from distexp.resume import merge
+
+SMALL = (
+    "model=gpt_tiny",
+    "dataset=synthetic",
+    "dataset.train_size=16",
+    "dataset.eval_size=4",
+    "train.max_steps=2",
+    "cluster.device=cpu",
+)
+
+
+def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    # The last cell cannot be: single has one worker.
+    words = ("--multirun", "strategy=single", "train.seed=1,2", 'sweep.cells=[["cluster.workers_per_node=2"]]')
+    assert run_distexp(*words, *SMALL, f"hydra.sweep.dir={sweep}", cwd=tmp_path).returncode == 0
+    assert [RunRecord.read(sweep / n / "record.json").status for n in "012"] == ["completed", "completed", "invalid"]
+    kept = (sweep / "0/record.json").read_bytes()
+    (sweep / "1/record.json").unlink()
+    shown = run_module("distexp.status", str(sweep), cwd=tmp_path)
+    assert "no record" in shown.stdout
+    assert "1 completed, 1 no record, 1 invalid" in shown.stdout
+
+    done = run_module("distexp.resume", str(sweep), "train.seed=1,2,3", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "run 0: completed already" in done.stdout
+    assert (sweep / "0/record.json").read_bytes() == kept
+    again, new = (RunRecord.read(sweep / n / "record.json") for n in "13")
+    assert [attempt["reason"] for attempt in again.run.attempts] == ["ended without a record", "completed"]
+    assert [attempt["reason"] for attempt in new.run.attempts] == ["completed"]
+    assert (again.config["train"]["seed"], new.config["train"]["seed"]) == (2, 3)
+    assert (sweep / "1/attempts/0/metrics.jsonl").exists()
+    assert sorted(path.parent.name for path in sweep.rglob("record.json")) == ["0", "1", "2", "3"]
+    assert json.loads((sweep / "2/record.json").read_text())["status"] == "invalid"
+
+
+def test_a_new_value_replaces_the_sweeps_own() -> None:
+    words = ["--multirun", "zero_stage='1','2'", "hydra.sweep.dir=old", "+cluster.sbatch.begin=now"]
+    new = ["zero_stage=1,2,0", "cluster.sbatch.begin=later"]
+    assert merge(words, new) == ["--multirun", *new]
+
+
+def test_what_is_no_sweep_is_said_in_a_sentence(tmp_path: Path) -> None:
+    for module in ("distexp.resume", "distexp.status", "distexp.cancel"):
+        done = run_module(module, str(tmp_path), cwd=tmp_path)
+        assert done.returncode == 2
+        assert str(tmp_path) in done.stderr
+        assert "Traceback" not in done.stderr
