@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from distexp.report.arithmetic import ideal_states_mib
 from distexp.results import RunRecord
 
 
@@ -62,6 +63,12 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
+def _ideal_states(record: RunRecord) -> float | None:
+    """What model states must take, where it was measured what they do take."""
+    measured = any(entry.get("states_mib") is not None for entry in record.memory["torch"])
+    return ideal_states_mib(record) if measured else None
+
+
 def _unknown(record: RunRecord) -> float | None:
     """Of figures that come from the comparison with another run."""
     return None
@@ -92,6 +99,8 @@ SHOWN = (
     Figure("gpu_mode_mib", _largest("gpu", "mode_mib"), "GPU mode\nMiB", "{:,.0f}", importance=20),
     Figure("torch_peak_allocated_mib", _largest("torch", "peak_allocated_mib"), "torch\npeak MiB", "{:,.0f}",
            importance=45),
+    Figure("model_states_mib", _largest("torch", "states_mib"), "model\nst. MiB", "{:,.0f}", importance=28),
+    Figure("model_states_ideal_mib", _ideal_states, "by arith-\nmetic MiB", "{:,.0f}", importance=27),
     Figure("cpu_peak_mib", _largest("cpu", "peak_mib"), "CPU peak\nMiB", "{:,.0f}", importance=70),
     Figure("gpu_utilization_pct", _mean_utilization("gpu"), "GPU\nutil %", "{:.0f}", importance=38),
     Figure("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:.0f}", importance=15),
