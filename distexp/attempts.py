@@ -56,6 +56,20 @@ def begin(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -
     run.attempts = [*attempts, {"job_id": job_id, "hosts": hosts, "resumed_from_step": None, "reason": None}]
 
 
+def begun_by_hand(run: RunInfo, directory: Path) -> None:
+    """Lists an attempt that torchrun began; one that a launcher began is listed, and has no record yet."""
+    if run.attempts and not (directory / RECORD).exists():
+        return
+    own: dict[str, Any] = {"job_id": None, "hosts": [], "resumed_from_step": None, "reason": None}
+    run.attempts = [*earlier(directory), own]
+
+
+def went_on_from(run: RunInfo, step: int | None) -> None:
+    """Says of the latest attempt which step's checkpoint it went on from; None where it began anew."""
+    if run.attempts:
+        run.attempts[-1]["resumed_from_step"] = step
+
+
 def close(record: RunRecord) -> None:
     """Says of the latest attempt how it ended: ``reason`` is the status that the record then had."""
     if record.run.attempts:
