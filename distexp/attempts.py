@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from distexp import notice
 from distexp.results import RECORD, SPEC, RunInfo, RunRecord
 
 FOLDER = "attempts"
@@ -57,9 +58,13 @@ def begin(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -
 
 
 def begun_by_hand(run: RunInfo, directory: Path) -> None:
-    """Lists an attempt that torchrun began; one that a launcher began is listed, and has no record yet."""
+    """Lists an attempt that torchrun began; one that a launcher began is listed, and has no record yet.
+
+    It has no agent that could have been told of an end, so word of one is left over.
+    """
     if run.attempts and not (directory / RECORD).exists():
         return
+    (directory / notice.FILE).unlink(missing_ok=True)
     own: dict[str, Any] = {"job_id": None, "hosts": [], "resumed_from_step": None, "reason": None}
     run.attempts = [*earlier(directory), own]
 
