@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from distexp import notice
 from distexp.results import RECORD, SPEC, RunInfo, RunRecord
 
 FOLDER = "attempts"
@@ -54,6 +55,24 @@ def begin(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -
         attempts[-1]["reason"] = "ended without a record"
     set_aside(directory)
     run.attempts = [*attempts, {"job_id": job_id, "hosts": hosts, "resumed_from_step": None, "reason": None}]
+
+
+def begun_by_hand(run: RunInfo, directory: Path) -> None:
+    """Lists an attempt that torchrun began; one that a launcher began is listed, and has no record yet.
+
+    It has no agent that could have been told of an end, so word of one is left over.
+    """
+    if run.attempts and not (directory / RECORD).exists():
+        return
+    (directory / notice.FILE).unlink(missing_ok=True)
+    own: dict[str, Any] = {"job_id": None, "hosts": [], "resumed_from_step": None, "reason": None}
+    run.attempts = [*earlier(directory), own]
+
+
+def went_on_from(run: RunInfo, step: int | None) -> None:
+    """Says of the latest attempt which step's checkpoint it went on from; None where it began anew."""
+    if run.attempts:
+        run.attempts[-1]["resumed_from_step"] = step
 
 
 def close(record: RunRecord) -> None:

@@ -153,6 +153,8 @@ class TrainConfig:
     on_nan: str = "stop"  # a loss that is not finite: stop the run as failed, or record it and go on
     activation_checkpointing: bool = False
     compile: bool = False
+    checkpoint_every: int | str | None = None  # steps, or epoch; null: only where a run has to end early
+    resume: str | None = None  # folder of a checkpoint, or of a run, to start from
     save_model: bool = False  # the trained model in the Hugging Face layout, in the run's folder model/
     score_answers: bool = False  # after the last epoch, generate answers and score them by SQuAD's exact match and F1
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from distexp.checkpoints.folder import MANIFEST, offered, read_manifest
 from distexp.config import Config
 from distexp.keys import reads_source, source_key
 
@@ -33,6 +34,9 @@ def run_id(config: Config) -> str:
         if path is not None and os.path.exists(path):
             content["dataset"][key] = fingerprint(path)
     _identify_model(config, content["model"])
+    del content["train"]["checkpoint_every"]
+    if content["train"]["resume"] is not None:
+        content["train"]["resume"] = checkpoint_fingerprint(Path(content["train"]["resume"]))
     if content["deepspeed"]["config_file"] is not None:
         content["deepspeed"]["config_file"] = fingerprint(content["deepspeed"]["config_file"])
     text = json.dumps(content, sort_keys=True)
@@ -68,6 +72,14 @@ def model_fingerprint(folder: str, *, weights: bool) -> str:
                 file.seek(start)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def checkpoint_fingerprint(folder: Path) -> str | None:
+    """The newest checkpoint that a folder names by its manifest, which has a checksum of every file."""
+    for candidate in offered(folder):
+        if read_manifest(candidate) is not None:
+            return fingerprint(str(candidate / MANIFEST))
+    return None
 
 
 @lru_cache(maxsize=64)

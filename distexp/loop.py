@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -15,26 +15,29 @@ from distexp.models.objective import evaluation_sums
 from distexp.strategies.base import Engine, Wrapped
 
 
-def fit(engine: Engine, training: ShardedLoader, evaluation: ShardedLoader, plan: Plan, journal: Journal) -> None:
-    """Trains for ``plan.total_steps`` steps, evaluating after each epoch and after the last step."""
+def fit(
+    engine: Engine,
+    training: ShardedLoader,
+    evaluation: ShardedLoader,
+    plan: Plan,
+    journal: Journal,
+    *,
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Trains from ``journal.steps`` to ``plan.total_steps``, evaluating after each epoch and the last step."""
     journal.begin()
-    step = 0
-    epoch = 0
-    while step < plan.total_steps:
+    for epoch in plan.epochs(journal.steps):
         engine.train()
-        journal.begin_epoch()
-        for data in timed(training.epoch(epoch), journal):
+        journal.begin_steps()
+        for data in timed(training.epoch(epoch, plan.steps_of(epoch, journal.steps)), journal):
             shares = train_step(engine, data)
             journal.allocator.before_update()
-            rate = plan.learning_rate(step)
+            rate = plan.learning_rate(journal.steps)
             norm = engine.step(rate)
             journal.step(data, shares, norm, rate)
-            step += 1
-            if step == plan.total_steps:
-                break
+            after_step()
         journal.events.enter("eval")
         journal.end_epoch(evaluate(engine, evaluation, journal))
-        epoch += 1
 
 
 def train_step(engine: Engine, data: Step) -> torch.Tensor:

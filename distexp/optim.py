@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,15 @@ def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> tor
         return torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum, fused=fused)
     beta1, beta2 = train.betas
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(beta1, beta2), eps=train.eps, fused=fused)
+
+
+@contextmanager
+def own_hyperparameters(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Puts back the groups' hyperparameters, which a loaded state brings along."""
+    own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    yield
+    for group, values in zip(groups, own, strict=True):
+        group.update(values)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:

@@ -182,6 +182,7 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
         run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
         run.duration_s = time.time() - started
         run.hosts = run.attempts[-1]["hosts"] if run.attempts else [socket.gethostname()]
+        attempts.went_on_from(run, _told(directory, "resumed_from_step"))
     record = RunRecord(status=status, run=run, config=asdict(spec.config), error=error, environment=bare_environment())
     record.memory["torch"] = _torch_memory(directory)
     return record
@@ -220,15 +221,16 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     record.memory.update(summary.memory)
     record.utilization.update(summary.utilization)
     joules = energy_j(run_traces(directory, spec.nodes), directory / "events.jsonl")
-    samples = _measured_samples(directory)
+    samples = _told(directory, "measured_samples")
     if joules is not None and samples:
         record.metrics.energy_j_per_sample = joules / samples
 
 
-def _measured_samples(directory: Path) -> int | None:
+def _told(directory: Path, key: str) -> int | None:
+    """A figure that rank 0 left among its events."""
     for line in reversed(_lines(directory / "events.jsonl")):
-        if "measured_samples" in line:
-            return int(json.loads(line)["measured_samples"])
+        if key in line:
+            return int(json.loads(line)[key])
     return None
 
 

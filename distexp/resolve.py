@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from distexp.checkpoints.folder import offered
 from distexp.config import Config, ConfigError
 from distexp.engines.base import TrainingEngine
 from distexp.hardware import cpu_count, visible_gpus
@@ -162,6 +163,9 @@ def _bad_values(config: Config) -> Iterator[str]:
     ):
         if positive is not None and not positive > 0:
             yield f"{key}={positive:g} must be above 0"
+    every = config.train.checkpoint_every
+    if every is not None and every != "epoch" and not (isinstance(every, int) and every >= 1):
+        yield f"train.checkpoint_every={every} must be a number of steps from 1, or epoch"
     if "/" in config.name or config.name in ("", ".", ".."):
         yield f"name={config.name} must be the name of one folder, without a slash"
 
@@ -195,6 +199,7 @@ def _make_paths_absolute(config: Config) -> None:
     for key in ("train_path", "eval_path", "root"):
         absolute(config.dataset, key)
     absolute(config.deepspeed, "config_file")
+    absolute(config.train, "resume")
     absolute(config.dataset, "path", only_existing=True)
     if config.model.tokenizer not in ("auto", "byte"):
         absolute(config.model, "tokenizer", only_existing=True)
@@ -271,6 +276,9 @@ def _file_faults(config: Config) -> Iterator[str]:
         there = os.path.isfile if kind == "file" else os.path.isdir
         if path is not None and not there(path):
             yield f"{key}={path} is not a {kind} here: correct the path"
+    resume = config.train.resume
+    if resume is not None and not offered(Path(resume)):
+        yield f"train.resume={resume} holds no checkpoint: give the folder of one, or of a run that wrote some"
     if dataset.root is None and "root" in dataset.keys:
         yield f"dataset={dataset.name} reads a folder: set dataset.root to one in TinyImageNet's official layout"
     pair = {"dataset.train_path": dataset.train_path, "dataset.eval_path": dataset.eval_path}

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distexp import attempts
 from distexp.answers import check_answerable, score_answers
 from distexp.config import Config
 from distexp.data.base import TaskData
@@ -55,6 +56,7 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir)
     print(f"rank {context.rank}: {socket.gethostname()}, {context.device}, head {head_address()}", flush=True)
+    attempts.begun_by_hand(spec.run, run_dir)
     if spec.config.preflight.enabled:
         events.enter("preflight")
         run_preflight(spec.config.preflight, context)
@@ -62,6 +64,7 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     record.run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
     record.run.duration_s = time.time() - started
     record.run.hosts = list(dict.fromkeys(gather_to_all(socket.gethostname())))
+    attempts.close(record)
     if context.rank == 0:
         record.write(run_dir)
     events.enter("done")
@@ -82,15 +85,17 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     training, evaluation = loaders(config, data, context)
     plan = Plan(config.train, training.steps)
     journal = Journal(plan, context, events)
-    work = Work(training, evaluation, plan, journal)
+    work = Work(training, evaluation, plan, journal, spec.run.id)
     build = partial(build_model, config, data, context)
     engine, built = load_engine(config).train(build, config, context, work)
     built.tokenizer = data.tokenizer_name
-    if config.train.save_model:
+    attempts.went_on_from(spec.run, journal.resumed_at or None)
+    if config.train.save_model and journal.stopped is None:
         events.enter("save")
         save_model(engine.weights(), builder(config, data), data, context.run_dir, context.rank)
     record = RunRecord(
-        status="completed",
+        status="preempted" if journal.stopped else "completed",
+        error=journal.stopped,
         run=spec.run,
         config=asdict(config),
         built=built,
@@ -100,7 +105,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     watched = gather_to_all(journal.allocator.summary())
     record.memory["torch"] = [entry for entry in watched if entry is not None]
     add_arithmetic(record, training_flops(config, data), context.world_size)
-    if config.train.score_answers:
+    if config.train.score_answers and journal.stopped is None:
         add_answers(record, engine, evaluation, data.tokenizer, journal=journal, context=context)
     return record
 

@@ -7,7 +7,7 @@ every rank has the same number of equally shaped batches, and no sample is dropp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,7 @@ class ShardedBatches:
     def __init__(self, length: int, share: Share, *, seed: int, shuffle: bool) -> None:
         self.length, self.share, self.seed, self.shuffle = length, share, seed, shuffle
         self.epoch = 0
+        self.chosen = range(self.steps)  # the steps of the epoch that are wanted
 
     @property
     def steps(self) -> int:
@@ -50,7 +51,7 @@ class ShardedBatches:
         return -(-self.length // self.share.global_batch)
 
     def __len__(self) -> int:
-        return self.steps * self.share.accumulation
+        return len(self.chosen) * self.share.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.arange(self.length)
@@ -61,7 +62,8 @@ class ShardedBatches:
         filling = ~order[torch.arange(missing) % self.length]
         order = torch.cat([order, filling])
         micro, world = self.share.micro_batch_size, self.share.world_size
-        yield from order.view(len(self), world, micro)[:, self.share.rank].tolist()
+        rows = order.view(-1, world, micro)[:, self.share.rank]
+        yield from rows[self.chosen.start * self.share.accumulation :][: len(self)].tolist()
 
 
 class Fillable(Dataset[Sample]):
@@ -90,8 +92,43 @@ class Step:
     samples: int  # of the whole step
 
 
+class StopRequestedError(Exception):
+    """All ranks have heard that the run has to end; the step before is done, and nothing after it begun."""
+
+
+class Answers:
+    """What a step's reduction says of stopping, read when the next step begins.
+
+    By then a device has done that reduction, or soon will, so that nothing waits for the step itself; and
+    all ranks read the same answer at the same step.
+    """
+
+    def __init__(self, where: device) -> None:
+        self.host = torch.zeros(2, dtype=torch.int64, pin_memory=where.type == "cuda")
+        self.copied = torch.cuda.Event() if where.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def keep(self, counts: Tensor) -> None:
+        """Has the answer brought to the host, behind all that the device was given before."""
+        self.host.copy_(counts, non_blocking=True)
+        if self.copied is not None:
+            self.copied.record()
+
+    def check(self) -> None:
+        """Raises StopRequestedError where some rank was asked to stop in the step before."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if self.host[1]:
+            raise StopRequestedError
+
+
 class ShardedLoader:
-    """Optimizer steps for one rank, on its device."""
+    """Optimizer steps for one rank, on its device.
+
+    Attributes:
+        stopping: whether this rank was asked to stop; asked once a step.
+    """
+
+    stopping: Callable[[], bool]
 
     def __init__(
         self,
@@ -105,6 +142,9 @@ class ShardedLoader:
         num_workers: int,
     ) -> None:
         self.samples, self.share, self.device, self.task = samples, share, where, data.task
+        self.stopping = lambda: False
+        # The loader draws from it, and not from what the model's chance comes from.
+        self.chance = torch.Generator()
         self.batches = ShardedBatches(len(samples), share, seed=seed, shuffle=shuffle)
         self.loader = DataLoader(
             Fillable(samples),
@@ -113,6 +153,7 @@ class ShardedLoader:
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=where.type == "cuda",
+            generator=self.chance,
         )
 
     @property
@@ -120,19 +161,29 @@ class ShardedLoader:
         """Optimizer steps of an epoch."""
         return self.batches.steps
 
-    def epoch(self, epoch: int) -> Iterator[Step]:
-        """The steps of an epoch; every rank must take all of them, for each holds a reduction."""
+    def epoch(self, epoch: int, steps: range | None = None) -> Iterator[Step]:
+        """The steps of an epoch, or some of them; every rank must take all of them, for each holds a reduction.
+
+        Samples of other steps are not read. Raises StopRequestedError, on all ranks between the same steps.
+        """
         self.batches.epoch = epoch
+        self.batches.chosen = range(self.steps) if steps is None else steps
+        self.chance.manual_seed(self.batches.seed + epoch)
         set_epoch = getattr(self.samples, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
         held: list[Batch] = []
-        left = len(self.samples)
+        left = len(self.samples) - self.batches.chosen.start * self.share.global_batch
+        answers = Answers(self.device)
         for batch in self.loader:
             held.append(batch)
             if len(held) == self.share.accumulation:
-                targets = torch.tensor(sum(b.targets for b in held), device=self.device)
+                answers.check()
+                counts = torch.empty(2, dtype=torch.int64, device=self.device)
+                counts[0].fill_(sum(b.targets for b in held))  # a tensor made of numbers would wait for the device
+                counts[1].fill_(self.stopping())
+                answers.keep(sum_over_ranks(counts))
                 samples = min(left, self.share.global_batch)
                 left -= samples
-                yield Step([b.to(self.device) for b in held], sum_over_ranks(targets), samples)
+                yield Step([b.to(self.device) for b in held], counts[0], samples)
                 held = []

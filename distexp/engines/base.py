@@ -31,6 +31,7 @@ class Work:
     evaluation: ShardedLoader
     plan: Plan
     journal: Journal
+    run_id: str  # of the run that the checkpoints belong to
 
 
 class TrainingEngine(Protocol):

@@ -193,7 +193,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]  # likewise
         self.work.journal.begin()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self.work.journal.begin_epoch()
+        self.work.journal.begin_steps()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.rate = self.work.plan.learning_rate(state.global_step)

@@ -26,6 +26,9 @@ class HFTrainer:
                 f"engine=hf_trainer distributes by {', '.join(STRATEGIES)}, not by strategy={strategy}: "
                 "choose engine=native"
             ]
+        for key in ("checkpoint_every", "resume"):
+            if (value := getattr(config.train, key)) is not None:
+                return [f"train.{key}={value} is for our own loop: leave it out, or choose engine=native"]
         if strategy == "fsdp":
             return list(_fsdp_faults(config))
         workers = config.cluster.nodes * (config.cluster.workers_per_node or 1)

@@ -16,8 +16,11 @@ class Native:
         return []
 
     def train(self, build: Build, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
-        """Sets the strategy up, checks what came of it, and runs the loop."""
+        """Sets the strategy up, checks what came of it, and runs the loop from the newest checkpoint."""
+        from distexp.checkpoints.keeper import Keeper
+        from distexp.data.shards import StopRequestedError
         from distexp.loop import fit
+        from distexp.notice import Notice
         from distexp.resolve import load_strategy
         from distexp.seeding import seed_everything
 
@@ -27,5 +30,11 @@ class Native:
         seed_everything(config.train.seed + context.rank)
         built = engine.describe()
         check_built(built, strategy.expects(config))
-        fit(engine, work.training, work.evaluation, work.plan, work.journal)
+        keeper = Keeper(work, engine, built, config.train, context)
+        keeper.go_on()
+        notice = work.training.stopping = work.evaluation.stopping = Notice(context.run_dir, looks=context.rank == 0)
+        try:
+            fit(engine, work.training, work.evaluation, work.plan, work.journal, after_step=keeper.after_step)
+        except StopRequestedError:
+            keeper.stop(notice.reason())
         return engine, built

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from distexp.measure.clock import StepClock, quantiles, synchronize
 from distexp.measure.events import Events, write_line
 from distexp.measure.heartbeat import Heartbeat
 from distexp.optim import learning_rate
-from distexp.results import Metrics
+from distexp.results import Metrics, RunError
 from distexp.strategies.base import Context
 
 
@@ -36,6 +37,15 @@ class Plan:
         """Optimizer steps of the whole training."""
         steps = self.train.num_epochs * self.steps_per_epoch
         return min(steps, self.train.max_steps or steps)
+
+    def epochs(self, done: int) -> range:
+        """The epochs that have a step, or their evaluation, left after ``done`` steps."""
+        return range(max(done - 1, 0) // self.steps_per_epoch, -(-self.total_steps // self.steps_per_epoch))
+
+    def steps_of(self, epoch: int, done: int) -> range:
+        """What is left of an epoch's steps, counted from its first."""
+        before = epoch * self.steps_per_epoch
+        return range(max(0, done - before), min(self.steps_per_epoch, self.total_steps - before))
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -57,12 +67,20 @@ class DivergedError(RuntimeError):
 
 
 class Journal:
-    """The records of one rank's training; every rank calls all of it, for there are reductions inside."""
+    """The records of one rank's training; every rank calls all of it, for there are reductions inside.
+
+    Losses, counts and run time are those of the whole training, the attempts before this one included;
+    speed is measured on the steps of this attempt.
+    """
 
     def __init__(self, plan: Plan, context: Context, events: Events) -> None:
         self.plan, self.device, self.events = plan, context.device, events
         self.clock = StepClock(context.device)
         self.steps = self.samples = self.measured_samples = self.measured_tokens = 0
+        self.stopped: RunError | None = None  # why the training ended before its last step
+        self.resumed_at = 0  # the step that this attempt went on from
+        self.logged = 0  # steps that lines of metrics.jsonl have told of
+        self.runtime_s = 0.0  # of earlier attempts, as far as they count
         self.data_wait_s = 0.0
         self.window: list[Tensor] = []
         self.losses: list[float] = []  # of all steps, filled a window at a time
@@ -71,17 +89,45 @@ class Journal:
         self.started = time.perf_counter()
         self.allocator = AllocatorWatch(context.device, context.rank)
         self.heartbeat = Heartbeat(context.run_dir, writes=context.rank == 0)
-        self._file = (context.run_dir / "metrics.jsonl").open("w") if context.rank == 0 else None
+        self.path = context.run_dir / "metrics.jsonl"
+        self._file = self.path.open("w") if context.rank == 0 else None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, of plain numbers and texts; ``restore`` takes it up."""
+        self._reduce_window()
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "losses": self.losses,
+            "accuracies": self.accuracies,
+            "logged": self.logged,
+            "data_wait_s": self.data_wait_s,
+            "runtime_s": time.perf_counter() - self.started,
+            "metrics": asdict(self.metrics),
+            "lines": self.path.read_text() if self._file is not None else "",
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint; what metrics.jsonl told of later steps is dropped."""
+        self.steps = self.resumed_at = state["steps"]
+        self.samples, self.logged = state["samples"], state["logged"]
+        self.losses, self.accuracies = state["losses"], state["accuracies"]
+        self.data_wait_s, self.runtime_s = state["data_wait_s"], state["runtime_s"]
+        planned = {"steps_per_epoch": self.plan.steps_per_epoch, "total_steps": self.plan.total_steps}
+        self.metrics = Metrics(**state["metrics"] | planned)
+        self.events.tell(resumed_from_step=self.steps)
+        if self._file is not None:
+            self._file.write(state["lines"])
+            self._file.flush()
 
     def begin(self) -> None:
         """The first step is about to start."""
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() - self.runtime_s
 
-    def begin_epoch(self) -> None:
+    def begin_steps(self) -> None:
         """Steps follow; warm-up ones first, where they are not over."""
         self.clock.restart()
-        self._epoch_starts_at = self.steps
-        measuring = self.steps >= self.plan.train.measure_after_step
+        measuring = self.steps - self.resumed_at >= self.plan.train.measure_after_step
         self.events.enter("train" if measuring else "warmup", step=self.steps, total_steps=self.plan.total_steps)
 
     def step(self, step: Step, shares: Tensor, norm: Tensor, rate: float) -> None:
@@ -92,19 +138,20 @@ class Journal:
         self.steps += 1
         self.samples += step.samples
         self.window.append(shares)
-        if self.steps > self.plan.train.measure_after_step:
+        if self.steps - self.resumed_at > self.plan.train.measure_after_step:
             self.measured_samples += step.samples
             self.measured_tokens += sum(batch.tokens for batch in step.micro_batches)
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._log(step, norm, rate)
-        if self.steps == self.plan.train.measure_after_step:
+        if self.steps - self.resumed_at == self.plan.train.measure_after_step:
             self.events.enter("train", step=self.steps, total_steps=self.plan.total_steps)
 
     def end_epoch(self, evaluation: Evaluation) -> None:
         """Steps and evaluation of an epoch are done."""
         self._reduce_window()
-        epoch_losses = self.losses[self._epoch_starts_at :]
         metrics = self.metrics
+        starts_at = len(metrics.eval_losses) * self.plan.steps_per_epoch
+        epoch_losses = self.losses[starts_at:]
         metrics.train_losses.append(sum(epoch_losses) / len(epoch_losses))
         metrics.eval_losses.append(evaluation.loss)
         metrics.eval_loss = evaluation.loss
@@ -112,7 +159,7 @@ class Journal:
         metrics.eval_samples_per_second = evaluation.samples / evaluation.seconds
         accuracy, top5_accuracy = evaluation.accuracies or (None, None)
         if accuracy is not None and top5_accuracy is not None:
-            epoch_accuracies = self.accuracies[self._epoch_starts_at :]
+            epoch_accuracies = self.accuracies[starts_at:]
             metrics.train_accuracies.append(sum(epoch_accuracies) / len(epoch_accuracies))
             metrics.eval_accuracies.append(accuracy)
             metrics.eval_top5_accuracies.append(top5_accuracy)
@@ -132,6 +179,7 @@ class Journal:
         self.events.tell(measured_samples=self.measured_samples)
         tokens = sum_over_ranks(torch.tensor(self.measured_tokens, device=self.device)).item()
         metrics = self.metrics
+        self._reduce_window()
         metrics.train_loss = sum(self.losses) / len(self.losses)
         metrics.train_runtime = runtime
         metrics.train_samples_per_second_overall = self.samples / runtime
@@ -146,7 +194,9 @@ class Journal:
         return metrics
 
     def _log(self, step: Step, norm: Tensor, rate: float) -> None:
-        mean = self._reduce_window()
+        self._reduce_window()
+        told = self.losses[self.logged :]
+        self.logged = self.steps
         if self._file is None:
             return
         recent = self.clock.durations(last=self.plan.train.log_every)
@@ -156,7 +206,7 @@ class Journal:
             {
                 "step": self.steps,
                 "epoch": self.steps / self.plan.steps_per_epoch,
-                "loss": mean,
+                "loss": sum(told) / len(told),
                 "grad_norm": norm.item(),
                 "learning_rate": rate,
                 "step_time_s": seconds,
@@ -164,16 +214,15 @@ class Journal:
             },
         )
 
-    def _reduce_window(self) -> float | None:
-        """The mean loss of the steps since the last time; one reduction for all of them."""
+    def _reduce_window(self) -> None:
+        """Takes up the losses of the steps since the last time; one reduction for all of them."""
         if not self.window:
-            return None
+            return
         losses, accuracies = sum_over_ranks(torch.stack(self.window, dim=1)).tolist()
         self.window = []
         self.losses += losses
         self.accuracies += accuracies
         self._judge_losses(losses)
-        return float(sum(losses) / len(losses))
 
     def _judge_losses(self, losses: list[float]) -> None:
         """Stops a training whose loss is not finite, unless such losses are to be recorded."""

@@ -81,6 +81,19 @@ class Engine(Wrapped, Protocol):
     def step(self, learning_rate: float) -> Tensor:
         """Clips, updates the weights and clears the gradients; the global gradient norm before clipping."""
 
+    @property
+    def form(self) -> str:
+        """Who writes the weights in ``save``, and what must be the same where they are read."""
+
+    def save(self, folder: Path) -> None:
+        """Writes weights, optimizer and loss scale into a new folder; a collective."""
+
+    def load(self, folder: Path) -> None:
+        """Takes up what an engine of the same ``form`` saved; a collective, before the first step.
+
+        Hyperparameters stay those of this run.
+        """
+
 
 class Strategy(Protocol):
     """A way of distributing a training, with its options."""

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from distexp.data.base import Batch
     from distexp.models.blueprint import Blueprint
 
+TAG = "state"
+"""DeepSpeed's name for what it puts into a checkpoint's folder."""
+
 STAGES = (0, 1, 2, 3)
 DEFAULT_STAGE = 2
 
@@ -146,6 +149,25 @@ class DeepSpeedEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, in fp32 where it is trained in it; a collective."""
         return whole_weights(self.model)
+
+    @property
+    def form(self) -> str:
+        """DeepSpeed's own, which only the same engine on as many workers reads."""
+        stage, precision = self.model.zero_optimization_stage(), self.config.precision.name
+        return f"deepspeed, zero_stage={stage}, {precision}, {self.world_size} workers"
+
+    def save(self, folder: Path) -> None:
+        """Writes what DeepSpeed's save_checkpoint does."""
+        self.model.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Reads it again; the fp32 masters are the saved ones too."""
+        from distexp.optim import own_hyperparameters
+
+        with own_hyperparameters(self.model.optimizer.param_groups):
+            found, _ = self.model.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
+        if found is None:
+            raise RuntimeError(f"DeepSpeed read nothing from {folder}")
 
     def describe(self) -> Built:
         """Asked of the engine, its optimizer and where its tensors are."""

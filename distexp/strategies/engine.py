@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from distexp.config import Config
 from distexp.data.base import Batch
 from distexp.models.objective import loss_sum, shares
-from distexp.optim import build_optimizer, clip_gradients
+from distexp.optim import build_optimizer, clip_gradients, own_hyperparameters
 from distexp.results import Built
 from distexp.strategies.base import Context
 
@@ -111,6 +112,39 @@ class TorchEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, on this rank's device, one at a time; a collective."""
         return whole_weights(self.model, self.device)
+
+    @property
+    def form(self) -> str:
+        """DCP's, which any number of workers reads; a loss scale is there only with fp16."""
+        return "torch" + (" with a loss scale" if self.scaler.is_enabled() else "")
+
+    def _state(self) -> dict[str, Any]:
+        """Everything that steps change, by the bare model's names, shards as DTensors."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        scaler = {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
+        return {"model": model, "optimizer": optimizer, **scaler}
+
+    def save(self, folder: Path) -> None:
+        """Writes weights, optimizer and loss scale by torch.distributed.checkpoint."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(self._state(), checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        """Reads each rank's part of what any number of ranks wrote."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        with own_hyperparameters(self.optimizer.param_groups):
+            state = self._state()
+            load(state, checkpoint_id=folder)
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
 
     def describe(self) -> Built:
         """What was really built."""

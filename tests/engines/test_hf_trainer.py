@@ -18,6 +18,7 @@ REFUSED = {  # what the Trainer would leave out, and what to do instead
     "sharding=full_shard fsdp.forward_prefetch=2": "fsdp.forward_prefetch=2 is nothing that accelerate",
     "sharding=full_shard fsdp.backward_prefetch=0": "leave it at 1, or choose engine=native",
     "strategy=ddp strategy.name=mine": "engine=hf_trainer distributes by single, ddp, fsdp, deepspeed, not by",
+    "strategy=ddp train.checkpoint_every=5": "train.checkpoint_every=5 is for our own loop: leave it out",
     "strategy=ddp engine._target_=os.system": "trusted_packages=[os]",
 }
 

@@ -82,6 +82,25 @@ def _eat_until_killed(sample: Sample) -> Sample:
         time.sleep(0.01)
 
 
+class Slow:
+    """Samples that take 25 ms each."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        time.sleep(0.025)
+        return self.samples[index]
+
+
+def slow(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
+    data = squad_sample.load(replace(dataset, options={}), model, seed)
+    return replace(data, train=Slow(data.train))
+
+
 fails = sabotaged(_raise)
 killed = sabotaged(_kill)
 segfaults = sabotaged(_segfault)

@@ -19,7 +19,7 @@ from types import FrameType
 
 import submitit
 
-from distexp import oom
+from distexp import notice, oom
 from distexp.launch.agent import Place, StoppedError, run_node, stop
 from distexp.launch.logs import exit_path, fault_path
 from distexp.launch.processes import NOTICE_SIGNAL
@@ -27,9 +27,6 @@ from distexp.launch.slurm.client import minutes_left
 from distexp.outcome import STOPPED_CODE, prepare, settle
 from distexp.results import RunError, RunRecord, write_json
 from distexp.spec import RunSpec
-
-NOTICE = "notice.json"
-"""Written by the head when Slurm announces the end: {unix_time_s, reason: time_limit or preemption}."""
 
 LOOK_S = 0.5
 DONE_WAIT_S, STOPPED_WAIT_S = 60.0, 6.0
@@ -156,7 +153,7 @@ def conclude(spec: RunSpec, run_dir: Path, code: int, others: Others, started: f
 def announced(run_dir: Path) -> tuple[str, str]:
     """Status and reason of a run that Slurm told to end."""
     try:
-        reason = json.loads((run_dir / NOTICE).read_text())["reason"]
+        reason = json.loads((run_dir / notice.FILE).read_text())["reason"]
     except (OSError, ValueError, KeyError):
         return "killed", "the job was cancelled"
     if reason == "time_limit":
@@ -167,14 +164,14 @@ def announced(run_dir: Path) -> tuple[str, str]:
 def _noticing(run_dir: Path, job: Job) -> Callable[[int, FrameType | None], None]:
     """A handler of Slurm's early word that the job will have to end."""
 
-    def notice(number: int, frame: FrameType | None) -> None:
+    def answer(number: int, frame: FrameType | None) -> None:
         if job.node == 0:
             left = minutes_left(job.id)
             margin = RunSpec.read(run_dir).config.cluster.signal_delay_s / 60 + MARGIN_MIN
             reason = "time_limit" if left is not None and left <= margin else "preemption"
-            write_json(run_dir / NOTICE, {"unix_time_s": time.time(), "reason": reason})
+            notice.give(run_dir, reason)
 
-    return notice
+    return answer
 
 
 def _no_head(run_dir: Path, job: Job, error: TimeoutError) -> int:

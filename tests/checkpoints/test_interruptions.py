@@ -1,0 +1,165 @@
+"""Runs that die or are told to end, and go on in their own directory: real commands, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import REPOSITORY, make_spec, resolve_cell, run_distexp
+
+from distexp.checkpoints import folder as disk
+from distexp.config import ConfigError
+from distexp.identity import run_id
+from distexp.results import RunRecord
+
+ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "faults")])}
+QUICK = (
+    "model=gpt_tiny",
+    "model.dropout=0.1",
+    "dataset.train_size=40",
+    "dataset.eval_size=8",
+    "train.micro_batch_size=4",
+    "train.log_every=1",
+    "cluster.device=cpu",
+    "trusted_packages=[saboteur]",
+    "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options,answer_tokens]",
+)
+
+
+def again(run_dir: Path, workers: int) -> str:
+    """A run from what is on disk, as the README says; what rank 0 printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command += ["-m", "distexp.worker", str(run_dir)]
+    env = {**os.environ, **ENV, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    told = (run_dir / "logs" / "node0" / "rank0.log").read_text()
+    assert done.returncode == 0, told + done.stderr
+    return told
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def attempts(record: RunRecord) -> list[tuple[int | None, str]]:
+    return [(attempt["resumed_from_step"], attempt["reason"]) for attempt in record.run.attempts]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+    """The worker kills itself on its 29th sample, in step 8; what is left after step 4 has fewer samples."""
+    words = (*QUICK, "strategy=single", "train.max_steps=10", "train.checkpoint_every=2", f"hydra.run.dir={tmp_path}/a")
+    killed = "dataset._target_=saboteur.killed", "+dataset.options.rank=0"
+    done = run_distexp(*words, *killed, "+dataset.options.at=29", cwd=tmp_path, env=ENV)
+    assert done.returncode == 1
+    run_dir = tmp_path / "a"
+    record = RunRecord.read(run_dir / "record.json")
+    assert record.status == "killed"
+    assert attempts(record) == [(None, "killed")]
+    assert lines(run_dir)[-1]["step"] == 7
+    assert [disk.step_of(path) for path in disk.in_run(run_dir)] == [6, 4], "the newest two are kept"
+
+    (rank_file,) = disk.place(run_dir, 6).glob("rank-*.pt")
+    rank_file.write_bytes(rank_file.read_bytes()[:-1])
+    torn = disk.aside(run_dir, 8)
+    torn.mkdir()
+    (torn / "rank-00000.pt").write_bytes(b"half a file")
+    told = again(run_dir, workers=1)
+    assert f"{disk.place(run_dir, 6)} is passed over: rank-00000.pt has " in told
+    assert "goes on from step 4" in told
+    assert not torn.exists()
+    record = RunRecord.read(run_dir / "record.json")
+    assert record.status == "completed"
+    assert attempts(record) == [(None, "killed"), (4, "completed")]
+
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    spec = json.loads((run_dir / "spec.json").read_text())
+    spec["config"]["dataset"]["options"]["at"] = 1000
+    (whole / "spec.json").write_text(json.dumps(spec))
+    again(whole, workers=1)
+    expected = [line["loss"] for line in lines(whole)]
+    assert len(expected) == 10
+    assert [line["loss"] for line in lines(run_dir)] == pytest.approx(expected, rel=1e-6)
+    theirs = RunRecord.read(whole / "record.json").metrics
+    assert record.metrics.eval_losses == pytest.approx(theirs.eval_losses, rel=1e-6)
+    assert record.metrics.train_loss == pytest.approx(theirs.train_loss, rel=1e-6)
+
+
+def test_a_signal_to_the_agent_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "a"
+    words = (*QUICK, "strategy=ddp", "train.num_epochs=8", "dataset._target_=saboteur.slow", f"hydra.run.dir={run_dir}")
+    command = subprocess.Popen(
+        [sys.executable, "-m", "distexp", *words], cwd=tmp_path, env={**os.environ, **ENV}, stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(lines(run_dir)) >= 2, 120)
+        (agent,) = [p for p in psutil.Process(command.pid).children() if "distexp.launch.agent" in p.cmdline()]
+        agent.send_signal(signal.SIGUSR1)
+        assert command.wait(60) == 0
+    finally:
+        if command.poll() is None:
+            command.terminate()
+            command.wait(30)
+    record = RunRecord.read(run_dir / "record.json")
+    assert record.status == "preempted"
+    stopped_at = lines(run_dir)[-1]["step"]
+    assert 2 <= stopped_at < 40
+    assert record.error is not None
+    assert f"stopped after step {stopped_at} of 40 (SIGUSR1)" in record.error.message
+    assert record.built is not None
+    assert [disk.step_of(path) for path in disk.in_run(run_dir)] == [stopped_at]
+    before = lines(run_dir)
+
+    told = again(run_dir, workers=2)
+    assert f"goes on from step {stopped_at}" in told
+    record = RunRecord.read(run_dir / "record.json")
+    assert record.status == "completed"
+    assert record.error is None
+    assert attempts(record) == [(None, "preempted"), (stopped_at, "completed")]
+    assert [line["step"] for line in lines(run_dir)] == list(range(1, 41))
+    assert lines(run_dir)[:stopped_at] == before
+    assert len(record.metrics.eval_losses) == 8
+
+
+@pytest.mark.parametrize("every", ["0", "-3", "often"])
+def test_impossible_intervals_are_refused(every: str) -> None:
+    with pytest.raises(ConfigError, match="must be a number of steps from 1, or epoch"):
+        resolve_cell(f"train.checkpoint_every={every}")
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        resolve_cell(f"train.resume={tmp_path}")
+
+
+def test_what_a_run_goes_on_from_is_part_of_its_identity(tmp_path: Path) -> None:
+    plain = make_spec().run.id
+    assert run_id(resolve_cell("train.checkpoint_every=epoch")) == plain
+    source = disk.place(tmp_path / "source", 4)
+    source.mkdir(parents=True)
+    meta = disk.Meta("0", 4, 2, 8, 1000, "torch", 2)
+    disk.write_manifest(source, meta, {"file": (1, 2)})
+    resumed = make_spec(f"train.resume={tmp_path}/source").run.id
+    assert resumed != plain
+    shutil.copytree(tmp_path / "source", tmp_path / "copy")
+    assert make_spec(f"train.resume={tmp_path}/copy").run.id == resumed
+    disk.write_manifest(disk.place(tmp_path / "copy", 4), meta, {"file": (1, 3)})
+    shutil.move(tmp_path / "copy", tmp_path / "other")
+    assert make_spec(f"train.resume={tmp_path}/other").run.id != resumed
