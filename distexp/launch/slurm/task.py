@@ -27,6 +27,7 @@ from distexp.launch.slurm.client import minutes_left
 from distexp.outcome import STOPPED_CODE, prepare, settle
 from distexp.results import RunError, RunRecord, write_json
 from distexp.spec import RunSpec
+from distexp.tracking.process import tracked
 
 LOOK_S = 0.5
 DONE_WAIT_S, STOPPED_WAIT_S = 60.0, 6.0
@@ -112,8 +113,23 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(NOTICE_SIGNAL, _noticing(run_dir, job))
-    spec, code = RunSpec.read(run_dir), STOPPED_CODE
+    spec = RunSpec.read(run_dir)
     others = Others(run_dir, job, spec.nodes)
+    if job.node != 0:
+        attempt(spec, run_dir, job, others, started)
+        return
+    with tracked(spec, run_dir) as tracking:
+        code = attempt(spec, run_dir, job, others, started)
+        record = conclude(spec, run_dir, code, others, started)
+    print(f"{run_dir}: {record.status}" + (f": {record.error.message}" if record.error else ""), flush=True)
+    for sentence in tracking.told:
+        print(sentence, flush=True)
+    sys.exit(0 if record.status == "completed" else 1)
+
+
+def attempt(spec: RunSpec, run_dir: Path, job: Job, others: Others, started: float) -> int:
+    """This node's part of a run; its exit code, which the other nodes are told."""
+    code = STOPPED_CODE
     try:
         if job.node == 0:
             prepare(spec, run_dir, job.id, job.hosts)
@@ -125,10 +141,7 @@ def main() -> None:
         code = _no_head(run_dir, job, error)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell(run_dir, job, code)
-    if job.node == 0:
-        record = conclude(spec, run_dir, code, others, started)
-        print(f"{run_dir}: {record.status}" + (f": {record.error.message}" if record.error else ""), flush=True)
-        sys.exit(0 if record.status == "completed" else 1)
+    return code
 
 
 def tell(run_dir: Path, job: Job, code: int) -> None:
