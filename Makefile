@@ -1,6 +1,7 @@
 # make demo   installs into .venv and trains a tiny BLOOM: the shortest way to see distexp work
 # make test   installs the test tools too and runs every test; those of cluster=slurm need root and Slurm's packages,
 #             and say which: make test TESTS="-m 'not slurm'" leaves them out
+# make test-slow  runs the tests that make test leaves out: more workers, every exercise
 # make setup  installs only
 # make pins   resolves the versions in requirements.txt anew
 
@@ -16,7 +17,7 @@ INSTALL = $(UV) pip install --quiet --python $(BIN)/python --constraint requirem
 FIRST := torch torchvision setuptools ninja wheel
 PROJECT := --no-build-isolation-package deepspeed --editable
 
-.PHONY: setup demo test pins
+.PHONY: setup demo test test-slow pins
 setup: $(VENV)/.setup
 
 $(VENV)/.uv:
@@ -38,7 +39,10 @@ demo: setup
 	$(BIN)/python -m distexp
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow $(TESTS)
 
 # The versions of torch and torchvision are chosen here; all others follow from them and pyproject.toml.
 pins: $(VENV)/.uv

@@ -54,7 +54,11 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
     },
 }
 NAMES = [(library, workers, name) for (library, workers), cells in CELLS.items() for name in cells]
-INTERRUPTED = [cell for cell in NAMES if cell[2] != "unwatched"]
+INTERRUPTED = [
+    pytest.param(*cell, id=cell[2], marks=pytest.mark.slow if cell[0] == "deepspeed" else ())
+    for cell in NAMES
+    if cell[2] != "unwatched"
+]
 
 Runs = Callable[[str, int], Path]
 
@@ -94,7 +98,7 @@ def assert_same_training(one: Path, other: Path, rel: float = 1e-6) -> None:
             assert ours[key] == pytest.approx(theirs[key], rel=rel), (key, ours["step"])
 
 
-@pytest.mark.parametrize(("library", "workers", "name"), INTERRUPTED, ids=[name for *_, name in INTERRUPTED])
+@pytest.mark.parametrize(("library", "workers", "name"), INTERRUPTED)
 def test_an_interrupted_training_is_the_same_training(library: str, workers: int, name: str, runs: Runs) -> None:
     folder = runs(library, workers) / name
     assert_same_training(folder / "whole.jsonl", folder / "metrics.jsonl")

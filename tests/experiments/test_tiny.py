@@ -51,6 +51,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Table]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", options_of("experiment"))
 def test_a_tiny_run_of_every_exercise_fills_a_line_of_its_table(preset: str, tables: dict[str, Table]) -> None:
     table = tables[preset]

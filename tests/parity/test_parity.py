@@ -8,7 +8,7 @@ of workers divides. Evaluation, whose sets no number of workers divides either, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,18 @@ REFERENCES = {
     "answers_swapped": SWAPPED,
     "images": IMAGES,
 }
-NAMES = [(library, workers, name) for (library, workers), cells in CELLS.items() for name in cells]
+
+
+def parameters(cells: Iterable[tuple[tuple[str, int], Iterable[str]]]) -> list[Any]:
+    """Each cell by its name; two workers show most of what can go wrong, other numbers take their time."""
+    return [
+        pytest.param(*key, name, id=name, marks=() if key[1] == 2 else pytest.mark.slow)
+        for key, names in cells
+        for name in names
+    ]
+
+
+NAMES = parameters(CELLS.items())
 
 Runs = Callable[[str, int], Path]
 
@@ -169,7 +180,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("library", "workers", "name"), NAMES, ids=[name for *_, name in NAMES])
+@pytest.mark.parametrize(("library", "workers", "name"), NAMES)
 def test_same_training_as_single(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
     reference = next((kind for kind in ("gpt", "sgd", "bf16") if kind in name), "bloom")
     tolerance = {"bf16": 1e-2}.get(reference, 1e-5)
@@ -188,7 +199,7 @@ def test_same_training_as_single(library: str, workers: int, name: str, referenc
     assert metrics.train_losses == pytest.approx(single.train_losses, rel=tolerance)
 
 
-@pytest.mark.parametrize(("library", "workers", "name"), NAMES, ids=[name for *_, name in NAMES])
+@pytest.mark.parametrize(("library", "workers", "name"), NAMES)
 def test_saved_weights_are_those_of_single(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
     reference = next((kind for kind in ("gpt", "sgd", "bf16") if kind in name), "bloom")
     theirs, ours = saved_model(references / reference), saved_model(runs(library, workers) / name)
@@ -217,11 +228,7 @@ def saved_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("library", "workers", "name"),
-    [(*key, name) for key, cells in EVALUATED.items() for name in cells],
-    ids=[name for cells in EVALUATED.values() for name in cells],
-)
+@pytest.mark.parametrize(("library", "workers", "name"), parameters(EVALUATED.items()))
 def test_each_example_is_evaluated_once(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
     folder = runs(library, workers) / name
     kind = name.partition("_")[0]
@@ -278,7 +285,7 @@ def phases(folder: Path) -> list[str]:
     return [event["phase"] for event in events if "phase" in event]
 
 
-@pytest.mark.parametrize(("library", "workers", "name"), NAMES, ids=[name for *_, name in NAMES])
+@pytest.mark.parametrize(("library", "workers", "name"), NAMES)
 def test_built_is_what_was_called(library: str, workers: int, name: str, runs: Runs) -> None:
     folder = runs(library, workers) / name
     record = RunRecord.read(folder / "record.json")
