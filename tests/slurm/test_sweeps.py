@@ -196,7 +196,7 @@ def test_what_waits_says_why_and_can_be_cancelled(slurm: Cluster, tmp_path: Path
 
 def test_the_watcher_may_leave_and_a_running_job_be_cancelled(slurm: Cluster, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
-    words = ["--multirun", "cluster=slurm", "train.seed=1,2", "cluster.array_parallelism=1", *TRAINING]
+    words = ["--multirun", "cluster=slurm", "train.seed=1,2,3", "cluster.array_parallelism=1", *TRAINING]
     long = ("train.max_steps=null", "train.num_epochs=100000")
     metrics = sweep / "0/metrics.jsonl"
     watcher = subprocess.Popen(
@@ -216,21 +216,25 @@ def test_the_watcher_may_leave_and_a_running_job_be_cancelled(slurm: Cluster, tm
     assert f"python -m distexp.cancel {sweep}" in said
     assert slurm.command("squeue", "-h", "-r", "-t", "RUNNING"), "the job goes on"
 
-    # Slurm announces an end to every process of the job; it is noted, and the run goes on.
-    slurm.command("scancel", "--signal=USR2", jobs(sweep)[0])
-    wait_for((sweep / "0/notice.json").exists, seconds=20)
-    assert json.loads((sweep / "0/notice.json").read_text())["reason"] == "preemption", "no time limit is near"
-    before = metrics.stat().st_size
-    wait_for(lambda: metrics.stat().st_size > before, seconds=20)
-    (sweep / "0/notice.json").unlink()
+    # Slurm announces an end to every process of the job: the run writes a checkpoint and ends, and the next begins.
+    # scancel may try a second time, and complain that the job is ending already.
+    subprocess.run(["scancel", "--signal=USR2", jobs(sweep)[0]], env=slurm.env, check=False)
+    second = sweep / "1/metrics.jsonl"
+    wait_for(lambda: second.exists() and second.stat().st_size > 0)
+    ended = record(sweep, 0)
+    assert ended.status == "preempted"
+    assert ended.error is not None
+    assert "(preemption): the run goes on from its checkpoint" in ended.error.message, "no time limit is near"
+    assert ended.run.attempts[-1]["reason"] == "preempted"
+    assert len(list((sweep / "0/checkpoints").glob("step-*/manifest.json"))) == 1
     done = run_module("distexp.cancel", str(sweep), env=slurm.env)
     assert done.returncode == 0, done.stdout + done.stderr
-    running, waiting = record(sweep, 0), record(sweep, 1)
+    running, waiting = record(sweep, 1), record(sweep, 2)
     assert (running.status, waiting.status) == ("killed", "killed")
     assert running.error is not None
     assert running.error.message == "the job was cancelled"
     assert running.memory["cpu"], "what was measured until then is kept"
-    assert slurm.accounted(jobs(sweep)[0], "State").startswith("CANCELLED")
+    assert slurm.accounted(jobs(sweep)[1], "State").startswith("CANCELLED")
 
 
 def test_a_job_that_dies_before_the_run_gets_a_record_from_who_looks(slurm: Cluster, tmp_path: Path) -> None:
