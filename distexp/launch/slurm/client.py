@@ -80,6 +80,11 @@ def cancel(jobs: Sequence[str]) -> None:
         _call(["scancel", "--quiet", *jobs[start : start + CHUNK]], ASK_S)
 
 
+def requeue(job: str) -> None:
+    """Has Slurm end a running job and start it anew later, under the same id."""
+    _call(["scontrol", "requeue", job], ASK_S)
+
+
 def max_array_size() -> int:
     """How many elements an array may have here; UnreachableError where there is no Slurm to ask."""
     said = _call(["scontrol", "show", "config"], ASK_S)

@@ -20,17 +20,18 @@ from types import FrameType
 import submitit
 
 from distexp import notice, oom
+from distexp.checkpoints.folder import in_run, step_of
 from distexp.launch.agent import Place, StoppedError, run_node, stop
 from distexp.launch.logs import exit_path, fault_path
 from distexp.launch.processes import NOTICE_SIGNAL
-from distexp.launch.slurm.client import minutes_left
+from distexp.launch.slurm.client import SlurmError, minutes_left, requeue
 from distexp.outcome import STOPPED_CODE, prepare, settle
 from distexp.results import RunError, RunRecord, write_json
 from distexp.spec import RunSpec
 from distexp.tracking.process import tracked
 
 LOOK_S = 0.5
-DONE_WAIT_S, STOPPED_WAIT_S = 60.0, 6.0
+DONE_WAIT_S, STOPPED_WAIT_S, REQUEUE_S = 60.0, 6.0, 30.0
 MARGIN_MIN = 1.5
 
 
@@ -124,7 +125,30 @@ def main() -> None:
     print(f"{run_dir}: {record.status}" + (f": {record.error.message}" if record.error else ""), flush=True)
     for sentence in tracking.told:
         print(sentence, flush=True)
+    if starts_again(spec, run_dir, job, record):
+        time.sleep(REQUEUE_S)  # Slurm ends this process
     sys.exit(0 if record.status == "completed" else 1)
+
+
+def starts_again(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord) -> bool:
+    """Whether Slurm was asked to start anew a run that wrote a checkpoint because it had to end.
+
+    One that came no further than the attempt before would come no further the next time.
+    """
+    if record.status != "preempted" or not spec.config.cluster.requeue:
+        return False
+    newest = next((step for path in in_run(run_dir) if (step := step_of(path)) is not None), 0)
+    before = record.run.attempts[-1]["resumed_from_step"] or 0
+    if newest <= before:
+        print(f"not started again: this attempt began at step {before} and left no later checkpoint", flush=True)
+        return False
+    try:
+        requeue(job.id)
+    except SlurmError as error:
+        print(f"not started again: {error}", flush=True)
+        return False
+    print(f"started again by Slurm as {job.id}, from step {newest}", flush=True)
+    return True
 
 
 def attempt(spec: RunSpec, run_dir: Path, job: Job, others: Others, started: float) -> int:
