@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
 from distexp.identity import run_id
@@ -72,7 +73,11 @@ def run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = Non
 
 def write_invalid(cell: Cell, info: RunInfo, directory: Path) -> RunRecord:
     """The record of a cell that cannot run."""
-    content: Any = OmegaConf.to_container(without_hydra(cell.composed))
+    composed = without_hydra(cell.composed)
+    try:
+        content: Any = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException:  # a reference to nothing may be the very fault
+        content = OmegaConf.to_container(composed)
     record = invalid_record(info, content, cell.faults)
     record.write(directory)
     return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ from conftest import resolve_cell, run_module
 from presets import cells_of, finished
 
 from distexp.config import Config, ConfigError
-from distexp.hardware import Gpu
 from distexp.paths import options_of
 from distexp.report.exercises import exercise_tables
 from distexp.report.exercises.filling import PRINTED
@@ -44,10 +44,7 @@ SHAPES = {
 """(nodes, workers on each) of every run, as the workshop has them."""
 
 
-@pytest.fixture(autouse=True)
-def _sixteen_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = tuple(Gpu(index, f"GPU-{index}", "NVIDIA H200", 143771) for index in range(16))
-    monkeypatch.setattr("distexp.resolve.visible_gpus", lambda: gpus)
+SLURM = ("cluster=slurm", "cluster.dry_run=true")
 
 
 def judged(cell: list[str], *words: str) -> Config | str:
@@ -58,7 +55,7 @@ def judged(cell: list[str], *words: str) -> Config | str:
         else []
     )
     try:
-        return resolve_cell(*cell, *words, *root)
+        return resolve_cell(*cell, *words, *(() if "scale=tiny" in words else SLURM), *root)
     except ConfigError as error:
         return error.faults[0]
 
@@ -194,3 +191,11 @@ def test_the_exercises_are_listed_with_what_they_teach(tmp_path: Path) -> None:
     assert done.stdout.count("experiment=fsdp/") == 8
     assert "What each sharding keeps and what it costs" in done.stdout
     assert run_module("distexp.experiments", "nothing/*", cwd=tmp_path).returncode == 2
+
+
+def test_a_preset_is_submitted_in_its_shapes(tmp_path: Path) -> None:
+    done = run_module("distexp", "experiment=fsdp/custom_weak_scaling", *SLURM, "hydra.sweep.dir=out", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("#SBATCH --nodes=1") == 3
+    assert done.stdout.count("#SBATCH --nodes=2") == 1
+    assert re.findall(r"#SBATCH --gpus-per-node=(\d+)", done.stdout) == ["2", "4", "8", "8"]

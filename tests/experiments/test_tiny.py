@@ -63,6 +63,16 @@ def test_a_tiny_run_of_every_exercise_fills_a_line_of_its_table(preset: str, tab
     assert ("not run" in cells) == (preset not in ("ddp/baseline", *SHEETS))
 
 
+def test_a_sweep_too_large_for_the_tiny_scale_says_so_in_its_table(tmp_path: Path) -> None:
+    words = ("experiment=deepspeed/multi_node_weak_scaling", "scale=tiny", "cluster.nodes=8,16")
+    done = run_distexp(*words, cwd=tmp_path, env={"COLUMNS": "300"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, _, table = done.stdout.partition("Weak Scaling Across Nodes (deepspeed/multi_node_weak_scaling)")
+    assert "2 nodes  4 nodes  8 nodes" in table
+    assert "16 workers, and scale=tiny has at most 4" in table
+    assert "not run  not run  invalid: cluster.nodes=8 x cluster.workers_per_node=1 makes 8 workers" in table
+
+
 def test_a_command_ends_in_the_table_of_its_exercise(tmp_path: Path) -> None:
     done = run_distexp("experiment=deepspeed/pin_memory", "scale=tiny", "hydra.sweep.dir=out", cwd=tmp_path,
                        env={"COLUMNS": "300"})  # fmt: skip
