@@ -47,6 +47,12 @@ def _largest(kind: str, key: str) -> Callable[[RunRecord], float | None]:
     return lambda record: max(_present(record.memory.get(kind), key), default=None)
 
 
+def _gpu_peak(record: RunRecord) -> float | None:
+    """As NVML saw it; where a run ran out of memory between two samples, what torch had reserved by then."""
+    seen = _largest("gpu", "peak_mib")(record)
+    return None if seen is None else max(seen, _largest("torch", "peak_reserved_mib")(record) or 0.0)
+
+
 def _mean_utilization(kind: str) -> Callable[[RunRecord], float | None]:
     def read(record: RunRecord) -> float | None:
         values = _present(record.utilization.get(kind), "average_pct")
@@ -94,7 +100,7 @@ SHOWN = (
     Figure(SPEED, _metric(SPEED), "samples/s", importance=95),
     Figure("tokens_per_second", _metric("tokens_per_second"), "tokens/s", "{:,.0f}", importance=40),
     Figure("step_time_p50_s", _step_time("p50"), "step\nms", factor=1000, importance=35),
-    Figure("gpu_peak_mib", _largest("gpu", "peak_mib"), "GPU peak\nMiB", "{:,.0f}", importance=90),
+    Figure("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:,.0f}", importance=90),
     Figure("gpu_average_mib", _largest("gpu", "average_mib"), "GPU avg\nMiB", "{:,.0f}", importance=22),
     Figure("gpu_mode_mib", _largest("gpu", "mode_mib"), "GPU mode\nMiB", "{:,.0f}", importance=20),
     Figure("torch_peak_allocated_mib", _largest("torch", "peak_allocated_mib"), "torch\npeak MiB", "{:,.0f}",

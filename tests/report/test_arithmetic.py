@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distexp.report.arithmetic import bytes_per_parameter
+from distexp.report.figures import FIGURE
 from distexp.results import Built, RunInfo, RunRecord
 
 
@@ -48,3 +49,12 @@ def test_what_is_offloaded_is_not_on_the_device() -> None:
     assert bytes_per_parameter(record("deepspeed", [1, 2], 1, dtype="bfloat16", offload="optimizer")) == 4
     both = record("deepspeed", [1, 2], 3, dtype="bfloat16", offload="optimizer+parameters")
     assert bytes_per_parameter(both) == 0
+
+
+def test_a_peak_between_two_samples_is_torchs() -> None:
+    run = record("single", [1, 1])
+    run.memory["gpu"] = [{"node": 0, "index": 0, "peak_mib": 10_523.0, "average_mib": 1.0, "mode_mib": 1.0}]
+    run.memory["torch"] = [{"rank": 0, "peak_reserved_mib": 141_462.0}]
+    assert FIGURE["gpu_peak_mib"].read(run) == 141_462.0
+    run.memory["torch"] = [{"rank": 0, "peak_reserved_mib": 8_000.0}]
+    assert FIGURE["gpu_peak_mib"].read(run) == 10_523.0
