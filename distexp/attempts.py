@@ -57,16 +57,19 @@ def begin(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -
     run.attempts = [*attempts, {"job_id": job_id, "hosts": hosts, "resumed_from_step": None, "reason": None}]
 
 
-def begun_by_hand(run: RunInfo, directory: Path) -> None:
-    """Lists an attempt that torchrun began; one that a launcher began is listed, and has no record yet.
+def begun_by_hand(run: RunInfo, directory: Path) -> bool:
+    """Lists an attempt that torchrun began, and says whether it is one.
+
+    An attempt that a launcher began is listed already, and has no record yet.
 
     It has no agent that could have been told of an end, so word of one is left over.
     """
     if run.attempts and not (directory / RECORD).exists():
-        return
+        return False
     (directory / notice.FILE).unlink(missing_ok=True)
     own: dict[str, Any] = {"job_id": None, "hosts": [], "resumed_from_step": None, "reason": None}
     run.attempts = [*earlier(directory), own]
+    return True
 
 
 def went_on_from(run: RunInfo, step: int | None) -> None:

@@ -56,7 +56,7 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir)
     print(f"rank {context.rank}: {socket.gethostname()}, {context.device}, head {head_address()}", flush=True)
-    attempts.begun_by_hand(spec.run, run_dir)
+    by_hand = attempts.begun_by_hand(spec.run, run_dir)
     if spec.config.preflight.enabled:
         events.enter("preflight")
         run_preflight(spec.config.preflight, context)
@@ -64,7 +64,8 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     record.run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
     record.run.duration_s = time.time() - started
     record.run.hosts = list(dict.fromkeys(gather_to_all(socket.gethostname())))
-    attempts.close(record)
+    if by_hand:
+        attempts.close(record)  # of any other run whoever settles it does, when the agents have told all
     if context.rank == 0:
         record.write(run_dir)
     events.enter("done")

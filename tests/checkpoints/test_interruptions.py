@@ -102,6 +102,7 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -
     assert record.metrics.train_loss == pytest.approx(theirs.train_loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_agent_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "a"
     words = (*QUICK, "strategy=ddp", "train.num_epochs=8", "dataset._target_=saboteur.slow", f"hydra.run.dir={run_dir}")

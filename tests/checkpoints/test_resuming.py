@@ -55,7 +55,7 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
 }
 NAMES = [(library, workers, name) for (library, workers), cells in CELLS.items() for name in cells]
 INTERRUPTED = [
-    pytest.param(*cell, id=cell[2], marks=pytest.mark.slow if cell[0] == "deepspeed" else ())
+    pytest.param(*cell, id=cell[2], marks=() if cell[1] == 1 else pytest.mark.slow)
     for cell in NAMES
     if cell[2] != "unwatched"
 ]
@@ -125,6 +125,7 @@ def test_chance_matters_here(runs: Runs) -> None:
     assert with_dropout != pytest.approx(without, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_three_workers_go_on_from_what_two_wrote(runs: Runs, tmp_path: Path) -> None:
     """By ``train.resume``: in a run of its own, from the newest checkpoint that is whole."""
     theirs = runs("torch", 2) / "plain"

@@ -35,6 +35,7 @@ def test_what_it_can_do_is_accepted(line: str) -> None:
     assert resolve_cell("engine=hf_trainer", "cluster.device=cpu", line).engine.name == "hf_trainer"
 
 
+@pytest.mark.slow
 def test_both_engines_in_one_sweep(tmp_path: Path) -> None:
     words = ("--multirun", "engine=native,hf_trainer", "strategy=single,ddp", *SHORT, "cluster.device=cpu")
     done = run_distexp(*words, cwd=tmp_path, env={"COLUMNS": "200"})

@@ -73,6 +73,7 @@ def test_a_sweep_too_large_for_the_tiny_scale_says_so_in_its_table(tmp_path: Pat
     assert "not run  not run  invalid: cluster.nodes=8 x cluster.workers_per_node=1 makes 8 workers" in table
 
 
+@pytest.mark.slow
 def test_a_command_ends_in_the_table_of_its_exercise(tmp_path: Path) -> None:
     done = run_distexp("experiment=deepspeed/pin_memory", "scale=tiny", "hydra.sweep.dir=out", cwd=tmp_path,
                        env={"COLUMNS": "300"})  # fmt: skip

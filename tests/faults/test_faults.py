@@ -128,6 +128,7 @@ def test_an_allocator_that_is_refused_is_oom_host_and_the_sweep_goes_on(tmp_path
     assert done.returncode == 0, "running out of memory is a result"
 
 
+@pytest.mark.slow
 def test_a_hang_is_noticed_and_every_stack_is_in_the_log(tmp_path: Path) -> None:
     words = (*sabotage("hangs", rank=1), *QUICK, "cluster.hang_timeout_min=0.4")
     done = run_distexp(*words, cwd=tmp_path, env=ENV, timeout=120)
@@ -152,6 +153,7 @@ def test_a_run_over_its_time_is_a_timeout(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_stops_or_is_recorded(tmp_path: Path) -> None:
     words = ("--multirun", "train.on_nan=stop,record", "train.learning_rate=1e30", "train.gradient_clipping=null")
     words += ("strategy=single", "train.warmup_steps=0", "train.schedule=constant", "train.max_steps=12")

@@ -138,6 +138,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_the_loop_is_as_fast_as_one_written_by_hand(tmp_path: Path) -> None:
     config = resolve_cell(*SETTINGS)

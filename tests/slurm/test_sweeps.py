@@ -205,6 +205,8 @@ def test_the_watcher_may_leave_and_a_running_job_be_cancelled(slurm: Cluster, tm
         env=slurm.env,
         stdout=subprocess.PIPE,
         text=True,
+        # A shell starts what it puts into the background with Ctrl-C ignored, and these tests may be there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,  # noqa: PLW1509
     )
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
     shown = status(slurm, sweep)
