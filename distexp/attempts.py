@@ -60,9 +60,8 @@ def begin(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -
 def begun_by_hand(run: RunInfo, directory: Path) -> bool:
     """Lists an attempt that torchrun began, and says whether it is one.
 
-    An attempt that a launcher began is listed already, and has no record yet.
-
-    It has no agent that could have been told of an end, so word of one is left over.
+    An attempt that a launcher began is listed already, and has no record yet. One that torchrun began has no agent
+    that could have been told of an end, so word of one is left over.
     """
     if run.attempts and not (directory / RECORD).exists():
         return False
