@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from distexp.keys import model_faults, reads_source, source, source_key, unused_
 from distexp.request import decide_request, request_faults
 from distexp.scale import shrink, too_many_workers
 from distexp.scaling import RULES, scale_work
-from distexp.spec import typed_config
 from distexp.strategies.base import Strategy
 from distexp.targets import check_target, locate
 
@@ -109,16 +109,16 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     """Types a composed configuration, fills in what was left open, and judges all of it at once.
 
     Args:
-        composed: the DictConfig that Hydra composed, without its ``hydra`` node.
+        composed: the DictConfig that Hydra composed on our schema, with its ``hydra`` node or without.
         choices: the chosen option of each config group.
 
     Raises:
         ConfigError: with a sentence for each fault.
     """
     try:
-        config = typed_config(OmegaConf.to_container(composed, resolve=True))
+        config = _as_dataclasses(composed)
     except MissingMandatoryValue as error:
-        missing = ", ".join(sorted(OmegaConf.missing_keys(composed)))
+        missing = ", ".join(sorted(OmegaConf.missing_keys(without_hydra(composed))))
         raise ConfigError(f"Nothing is said of {missing}: set it, or choose an option of its group") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
@@ -136,6 +136,30 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
     return config
+
+
+def _as_dataclasses(composed: DictConfig) -> Config:
+    """The sections as they are, which Hydra composed on our schema: merging them into it anew takes 20 ms a run."""
+    unknown = sorted({*_unknown(composed, Config)} - {"hydra"})
+    if unknown:
+        raise ConfigError(
+            [f"{key} is no key of the configuration: leave it out (docs/configuration.md has all)" for key in unknown]
+        )
+    values = {field.name: composed[field.name] for field in fields(Config)}
+    typed: dict[str, Any] = {
+        name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for name, value in values.items()
+    }
+    return Config(**typed)
+
+
+def _unknown(section: DictConfig, schema: Any) -> Iterator[str]:
+    """Keys that were added with a plus, and that no dataclass has."""
+    known = {field.name for field in fields(schema)}
+    for key, node in section.items_ex(resolve=False):
+        if key not in known:
+            yield str(key)
+        elif isinstance(node, DictConfig) and is_dataclass(below := OmegaConf.get_type(node)):
+            yield from (f"{key}.{name}" for name in _unknown(node, below))
 
 
 def _bad_values(config: Config) -> Iterator[str]:

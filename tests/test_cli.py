@@ -48,6 +48,8 @@ WRONG = {  # a wrong command line: what its message must name
     "dataset=squad dataset.train_path=/nowhere.json dataset.eval_path=/nowhere.json": "/nowhere.json",
     "dataset=squad dataset.train_path=/etc/hostname": "dataset.eval_path",
     "model=resnet_tiny dataset=tinyimagenet": "dataset.root",
+    "+nonsense=1": "nonsense is no key of the configuration",
+    "+model.nonsense=1": "model.nonsense is no key",
     "model._target_=os.system": "trusted_packages=[os]",
     "deepspeed.config_file=/etc/hostname zero_stage=2": "is not a JSON object",
     "zero_stage=1,2": "zero_stage=1,2 is a sweep: add --multirun",

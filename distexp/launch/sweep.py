@@ -51,7 +51,7 @@ def compose_cells(
         try:
             if adjust is not None:
                 adjust(composed, cell.overrides)
-            cell.config = resolve(without_hydra(composed), composed.hydra.runtime.choices)
+            cell.config = resolve(composed, composed.hydra.runtime.choices)
         except ConfigError as error:
             cell.faults = error.faults
         cells.append(cell)

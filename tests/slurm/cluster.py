@@ -78,6 +78,22 @@ class Cluster:
         """One node's daemon."""
         self._in_namespace(node, f"slurmd-{node}", "slurmd", "-D", "-N", node)
 
+    def crash_node(self, node: str) -> None:
+        """A node dies: its daemon and all that ran on it, from one moment to the next."""
+        for process in self._inside(node):
+            process.kill()
+        self.daemons.pop(f"slurmd-{node}").wait(timeout=30)
+
+    def mend_node(self, node: str) -> None:
+        """Brings back a node that crashed or was set down, and waits until it is idle."""
+        if f"slurmd-{node}" not in self.daemons:
+            self.start_node(node)
+        state = f"sinfo -h -N -n {node} -p low -o %T".split()
+        self._await(f"{node} to be looked after", lambda: self.command(*state).strip().startswith(("down", "idle")))
+        if self.command(*state).strip().startswith("down"):
+            self.command("scontrol", "update", f"nodename={node}", "state=resume")
+        self._await(f"{node} to be idle", lambda: self.command(*state).strip() == "idle", seconds=60)
+
     def stop(self) -> None:
         """Kills what lives in the nodes' namespaces, then the daemons, then removes the network."""
         for process in self._inside():
@@ -89,10 +105,10 @@ class Cluster:
         if self.slot >= 0:
             self._remove_network()
 
-    def _inside(self) -> list[psutil.Process]:
-        """Processes in the network namespaces of the cluster."""
+    def _inside(self, *places: str) -> list[psutil.Process]:
+        """Processes in the network namespaces of the cluster, or in those of some places."""
         ours = set()
-        for place in ("head", *self.nodes):
+        for place in places or ("head", *self.nodes):
             name = Path(f"/run/netns/{self._space(place)}")
             if name.exists():
                 ours.add(name.stat().st_ino)
@@ -291,9 +307,11 @@ class Cluster:
             ProctrackType=proctrack/linuxproc
             TaskPlugin=task/none
             JobAcctGatherType=jobacct_gather/linux
+            JobAcctGatherFrequency=task=1
+            JobAcctGatherParams=OverMemoryKill
             SelectType=select/cons_tres
             SelectTypeParameters=CR_CPU_Memory
-            DefMemPerCPU=500
+            DefMemPerCPU=2000
             GresTypes=gpu
             SlurmdParameters=config_overrides
             CommunicationParameters=NoCtldInAddrAny

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ LATE_S = 2.0
 """How long a job that has ended may take to show its record: other nodes' writes come late through a file system."""
 
 LAST_LINES = 3
+MEMORY_KILL = re.compile(r"exceeded job memory limit|oom[-_ ]kill", re.IGNORECASE)
+"""What slurmstepd says of a step that was ended for its memory, whatever Slurm then calls the job's state."""
 
 REASONS = {
     "Priority": "others are before it",
@@ -194,8 +197,12 @@ def _post_mortem(
         return status, RunError(job.state.title().replace("_", ""), message)
     if begun and told_errors(directory):
         return judge(directory, {0: 1}, spec)
+    words = _last_words(sweep_dir / FOLDER, entry.job or "")
+    if MEMORY_KILL.search(" ".join(words)):
+        status, message = endings["OUT_OF_MEMORY"]
+        return status, RunError("OutOfMemory", ": ".join([message, *words]))
     said = f"{name} ended as {job.state} {when}, without a record"
-    return "failed", RunError("JobDied", ": ".join([said, *_last_words(sweep_dir / FOLDER, entry.job or "")]))
+    return "failed", RunError("JobDied", ": ".join([said, *words]))
 
 
 def _last_words(folder: Path, job: str) -> list[str]:

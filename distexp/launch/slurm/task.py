@@ -24,7 +24,7 @@ from distexp.checkpoints.folder import in_run, step_of
 from distexp.launch.agent import Place, StoppedError, run_node, stop
 from distexp.launch.logs import exit_path, fault_path
 from distexp.launch.processes import NOTICE_SIGNAL
-from distexp.launch.slurm.client import SlurmError, minutes_left, requeue
+from distexp.launch.slurm.client import SlurmError, minutes_left, requeue, states
 from distexp.outcome import STOPPED_CODE, prepare, settle
 from distexp.results import RunError, RunRecord, write_json
 from distexp.spec import RunSpec
@@ -98,11 +98,14 @@ class Others:
         """Everyone's exit code; an agent that says nothing was killed, or its node is gone."""
         deadline = time.monotonic() + seconds
         self.look()
-        while len(self.codes) < self.nodes - 1 and time.monotonic() < deadline:
+        while self.silent() and time.monotonic() < deadline:
             time.sleep(0.1)
             self.look()
-        silent = set(range(self.nodes)) - {self.job.node} - set(self.codes)
-        return self.codes | dict.fromkeys(silent, -int(signal.SIGKILL))
+        return self.codes | dict.fromkeys(self.silent(), -int(signal.SIGKILL))
+
+    def silent(self) -> set[int]:
+        """The nodes that have not told how they ended."""
+        return set(range(self.nodes)) - {self.job.node} - set(self.codes)
 
 
 def main() -> None:
@@ -125,17 +128,19 @@ def main() -> None:
     print(f"{run_dir}: {record.status}" + (f": {record.error.message}" if record.error else ""), flush=True)
     for sentence in tracking.told:
         print(sentence, flush=True)
-    if starts_again(spec, run_dir, job, record):
+    if starts_again(spec, run_dir, job, record, lost=bool(others.silent())):
         time.sleep(REQUEUE_S)  # Slurm ends this process
     sys.exit(0 if record.status == "completed" else 1)
 
 
-def starts_again(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord) -> bool:
-    """Whether Slurm was asked to start anew a run that wrote a checkpoint because it had to end.
+def starts_again(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord, *, lost: bool) -> bool:
+    """Whether Slurm was asked to start anew a run that had to end, or ``lost`` a node, and left a checkpoint.
 
-    One that came no further than the attempt before would come no further the next time.
+    Slurm itself does so once it has noticed that a node is gone, which may be after the head's end. A run that
+    came no further than the attempt before would come no further the next time.
     """
-    if record.status != "preempted" or not spec.config.cluster.requeue:
+    had_to_end = record.status == "preempted" or (lost and record.status == "killed")
+    if not had_to_end or not spec.config.cluster.requeue:
         return False
     newest = next((step for path in in_run(run_dir) if (step := step_of(path)) is not None), 0)
     before = record.run.attempts[-1]["resumed_from_step"] or 0
@@ -143,6 +148,9 @@ def starts_again(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord) -> b
         print(f"not started again: this attempt began at step {before} and left no later checkpoint", flush=True)
         return False
     try:
+        now = states([job.id]).get(job.id)
+        if lost and (now is None or now.state != "RUNNING"):
+            return False  # it was cancelled, or Slurm starts it again by itself
         requeue(job.id)
     except SlurmError as error:
         print(f"not started again: {error}", flush=True)
