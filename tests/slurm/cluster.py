@@ -89,10 +89,14 @@ class Cluster:
         if f"slurmd-{node}" not in self.daemons:
             self.start_node(node)
         state = f"sinfo -h -N -n {node} -p low -o %T".split()
-        self._await(f"{node} to be looked after", lambda: self.command(*state).strip().startswith(("down", "idle")))
-        if self.command(*state).strip().startswith("down"):
-            self.command("scontrol", "update", f"nodename={node}", "state=resume")
-        self._await(f"{node} to be idle", lambda: self.command(*state).strip() == "idle", seconds=60)
+
+        def idle() -> bool:
+            found = self.command(*state).strip()
+            if found == "down":  # by its administrator; one that did not answer (down*) comes back by itself
+                self._answers("scontrol", "update", f"nodename={node}", "state=resume")
+            return found == "idle"
+
+        self._await(f"{node} to be idle", idle, seconds=60)
 
     def stop(self) -> None:
         """Kills what lives in the nodes' namespaces, then the daemons, then removes the network."""

@@ -85,7 +85,7 @@ def test_one_runs_end_leaves_the_others_alone(slurm: Cluster, tmp_path: Path) ->
     assert found[4].memory["cpu"], "what was measured until then is kept"
     assert impossible is not None
     assert impossible.type == "SubmissionRefused"
-    states = [slurm.accounted(jobs(sweep)[number], "State") for number in (0, 2, 4)]
+    states = [slurm.accounted(job, "State") for job in jobs(sweep)]  # the impossible ones have no job
     assert states == ["COMPLETED", "FAILED", "FAILED"]
 
 
@@ -181,12 +181,12 @@ def test_an_agent_that_is_lost_costs_no_more_either(slurm: Cluster, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_time_limit_ends_an_attempt_and_not_the_run(slurm: Cluster, tmp_path: Path) -> None:
-    """Slurm speaks up 15 to 45 s before the end of the minute; the run takes 50 s and the start."""
+    """Slurm speaks up 30 to 60 s before the end of two minutes; the run takes 85 s and the start."""
     sweep = tmp_path / "sweep"
-    submit(slurm, sweep, "train.max_steps=500", "cluster.timeout_min=1", "cluster.signal_delay_s=15")
+    submit(slurm, sweep, "train.max_steps=850", "cluster.timeout_min=2", "cluster.signal_delay_s=30")
     job = jobs(sweep)[0]
     restarts = 0
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 500
     while "completed" not in status(slurm, sweep):
         assert time.monotonic() < deadline
         if slurm.command("squeue", "-h", "-j", job, "-o", "%T").strip() == "PENDING":
@@ -197,7 +197,7 @@ def test_a_time_limit_ends_an_attempt_and_not_the_run(slurm: Cluster, tmp_path: 
     attempts = record(sweep, 0).run.attempts
     assert len(attempts) == restarts + 1 > 1
     assert {attempt["reason"] for attempt in attempts[:-1]} == {"preempted"}
-    assert_whole(sweep, 0, 500)
+    assert_whole(sweep, 0, 850)
 
 
 @pytest.mark.slow

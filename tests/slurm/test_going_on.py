@@ -61,7 +61,7 @@ def test_a_run_that_had_to_end_goes_on_and_is_the_same_training(slurm: Cluster, 
 def start_at_once(slurm: Cluster, job: str) -> None:
     """Waits until Slurm has put a job back into its queue, where it would leave it for two minutes."""
     waits = f"squeue -h -j {job} -o %T:%r".split()
-    wait_for(lambda: slurm.command(*waits).strip() == "PENDING:BeginTime")
+    wait_for(lambda: slurm.command(*waits).strip() == "PENDING:BeginTime", 240)
     slurm.command("scontrol", "update", f"jobid={job}", "StartTime=now")
 
 
