@@ -148,6 +148,7 @@ class TrainConfig:
     gamma: float = 0.1  # factor of one such decay
     warmup_steps: int = 0
     measure_after_step: int = 5  # steps left out of throughput and step times
+    profile_steps: int = 0  # last steps profiled for the share of communication, and not measured; 0: none
     log_every: int = 10  # steps between two lines of metrics.jsonl
     seed: int = 42
     on_nan: str = "stop"  # a loss that is not finite: stop the run as failed, or record it and go on

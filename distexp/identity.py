@@ -34,7 +34,8 @@ def run_id(config: Config) -> str:
         if path is not None and os.path.exists(path):
             content["dataset"][key] = fingerprint(path)
     _identify_model(config, content["model"])
-    del content["train"]["checkpoint_every"]
+    for key in ("checkpoint_every", "profile_steps"):
+        del content["train"][key]
     if content["train"]["resume"] is not None:
         content["train"]["resume"] = checkpoint_fingerprint(Path(content["train"]["resume"]))
     if content["deepspeed"]["config_file"] is not None:

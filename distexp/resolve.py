@@ -62,6 +62,7 @@ AT_LEAST: dict[str, float] = {
     "train.gamma": 0,
     "train.warmup_steps": 0,
     "train.measure_after_step": 0,
+    "train.profile_steps": 0,
     "train.log_every": 1,
     "train.seed": 0,
     "cluster.nodes": 1,

@@ -32,7 +32,7 @@ class RunError:
 
     type: str
     message: str
-    phase: str | None = None  # setup, warmup, train, eval, save
+    phase: str | None = None  # setup, warmup, train, profile, eval, save
     rank: int | None = None
 
 
@@ -108,6 +108,7 @@ class Metrics:
     total_steps: int | None = None
     tokens_per_second: float | None = None  # tokens without padding
     step_time_s: dict[str, float] | None = None  # p50, p90, max
+    communication: dict[str, Any] | None = None  # see measure/profiler.py; train.profile_steps
     data_wait_s: float | None = None  # rank 0 waiting for its loader, all steps
     tflops_per_device: float | None = None
     mfu: float | None = None

@@ -229,6 +229,8 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "throughput", "not measured: no step after train.measure_after_step"
     if metrics.step_time_s is not None:
         yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"
+    if metrics.communication is not None:
+        yield "communication", _communication(metrics.communication)
     memory = [
         *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
         *(f"CPU of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["cpu"]),
@@ -252,6 +254,15 @@ def _interconnect(preflight: dict[str, Any]) -> str:
         f"{largest['busbw_gbps']:.2f} GB/s bus bandwidth, all_reduce of {largest['bytes'] / 2**20:,.0f} MiB over "
         f"{preflight['backend']}"
     )
+
+
+def _communication(found: dict[str, Any]) -> str:
+    """The share of it in the profiled steps."""
+    if found["share"] is None:
+        return f"not measured: {found['note']}"
+    exposed = "" if found["exposed_share"] is None else f" ({found['exposed_share']:.0%} not hidden behind computing)"
+    steps = f"{found['profiled_steps']} step{'s' if found['profiled_steps'] > 1 else ''}"
+    return f"{found['share']:.0%} of a step{exposed}, in the {steps} of profile/rank0.json.gz"
 
 
 def _mib(value: float | None) -> str:

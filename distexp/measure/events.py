@@ -21,7 +21,7 @@ class Events:
         self.enter("setup")
 
     def enter(self, phase: str, **more: Any) -> None:
-        """Marks the begin of a phase: setup, warmup, train, eval or save."""
+        """Marks the begin of a phase: setup, warmup, train, profile, eval or save."""
         self.phase = phase
         self.tell(phase=phase, **more)
 

@@ -20,6 +20,7 @@ from distexp.measure.allocator import AllocatorWatch
 from distexp.measure.clock import StepClock, quantiles, synchronize
 from distexp.measure.events import Events, write_line
 from distexp.measure.heartbeat import Heartbeat
+from distexp.measure.profiler import StepProfiler, Window
 from distexp.optim import learning_rate
 from distexp.results import Metrics, RunError
 from distexp.strategies.base import Context
@@ -46,6 +47,10 @@ class Plan:
         """What is left of an epoch's steps, counted from its first."""
         before = epoch * self.steps_per_epoch
         return range(max(0, done - before), min(self.steps_per_epoch, self.total_steps - before))
+
+    def profiled(self, done: int) -> Window | None:
+        """The steps of an attempt, begun after ``done`` steps, that are profiled and not measured."""
+        return Window.of(self.train, total=self.total_steps, per_epoch=self.steps_per_epoch, done=done)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -76,7 +81,7 @@ class Journal:
     def __init__(self, plan: Plan, context: Context, events: Events) -> None:
         self.plan, self.device, self.events = plan, context.device, events
         self.clock = StepClock(context.device)
-        self.steps = self.samples = self.measured_samples = self.measured_tokens = 0
+        self.steps = self.samples = self.measured_steps = self.measured_samples = self.measured_tokens = 0
         self.stopped: RunError | None = None  # why the training ended before its last step
         self.resumed_at = 0  # the step that this attempt went on from
         self.logged = 0  # steps that lines of metrics.jsonl have told of
@@ -89,6 +94,7 @@ class Journal:
         self.started = time.perf_counter()
         self.allocator = AllocatorWatch(context.device, context.rank)
         self.heartbeat = Heartbeat(context.run_dir, writes=context.rank == 0)
+        self.profiler = StepProfiler(context, plan.train.profile_steps)
         self.path = context.run_dir / "metrics.jsonl"
         self._file = self.path.open("w") if context.rank == 0 else None
 
@@ -102,7 +108,7 @@ class Journal:
             "accuracies": self.accuracies,
             "logged": self.logged,
             "data_wait_s": self.data_wait_s,
-            "runtime_s": time.perf_counter() - self.started,
+            "runtime_s": self._runtime(),
             "metrics": asdict(self.metrics),
             "lines": self.path.read_text() if self._file is not None else "",
         }
@@ -122,29 +128,37 @@ class Journal:
 
     def begin(self) -> None:
         """The first step is about to start."""
+        self.profiler.window = self.plan.profiled(self.steps)
         self.started = time.perf_counter() - self.runtime_s
 
     def begin_steps(self) -> None:
         """Steps follow; warm-up ones first, where they are not over."""
         self.clock.restart()
-        measuring = self.steps - self.resumed_at >= self.plan.train.measure_after_step
-        self.events.enter("train" if measuring else "warmup", step=self.steps, total_steps=self.plan.total_steps)
+        self.profiler.interrupted("a checkpoint was written")
+        self._enter("profile" if self.profiler.running else "train" if self._warm() else "warmup")
 
     def step(self, step: Step, shares: Tensor, norm: Tensor, rate: float) -> None:
         """A step is done: this rank's shares of loss and accuracy, and the global gradient norm."""
         self.clock.mark()
+        measured = self._warm() and not self.profiler.running
+        self.profiler.step()
         self.heartbeat.beat()
         self.allocator.sample()
         self.steps += 1
         self.samples += step.samples
         self.window.append(shares)
-        if self.steps - self.resumed_at > self.plan.train.measure_after_step:
+        if measured:
+            self.measured_steps += 1
             self.measured_samples += step.samples
             self.measured_tokens += sum(batch.tokens for batch in step.micro_batches)
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._log(step, norm, rate)
-        if self.steps - self.resumed_at == self.plan.train.measure_after_step:
-            self.events.enter("train", step=self.steps, total_steps=self.plan.total_steps)
+        if self.profiler.window is not None and self.steps == self.profiler.window.begin:
+            self._enter("profile")
+            self.profiler.begin()
+            self.clock.restart()
+        elif self.steps - self.resumed_at == self.plan.train.measure_after_step:
+            self._enter("train")
 
     def end_epoch(self, evaluation: Evaluation) -> None:
         """Steps and evaluation of an epoch are done."""
@@ -174,8 +188,9 @@ class Journal:
     def finish(self) -> Metrics:
         """The figures of the whole training."""
         synchronize(self.device)
-        runtime = time.perf_counter() - self.started
-        durations = self.clock.durations()[self.plan.train.measure_after_step :]
+        runtime = self._runtime()
+        first = self.plan.train.measure_after_step
+        durations = self.clock.durations()[first : first + self.measured_steps]
         self.events.tell(measured_samples=self.measured_samples)
         tokens = sum_over_ranks(torch.tensor(self.measured_tokens, device=self.device)).item()
         metrics = self.metrics
@@ -191,7 +206,20 @@ class Journal:
             metrics.tokens_per_second = tokens / sum(durations) if tokens else None
         if self._file is not None:
             self._file.close()
+        if self.profiler.began:
+            self.events.enter("profile")
+        metrics.communication = self.profiler.summary()
         return metrics
+
+    def _warm(self) -> bool:
+        return self.steps - self.resumed_at >= self.plan.train.measure_after_step
+
+    def _enter(self, phase: str) -> None:
+        self.events.enter(phase, step=self.steps, total_steps=self.plan.total_steps)
+
+    def _runtime(self) -> float:
+        """Seconds of the training so far, without what the profiler did beside it."""
+        return time.perf_counter() - self.started - self.profiler.overhead_s
 
     def _log(self, step: Step, norm: Tensor, rate: float) -> None:
         self._reduce_window()

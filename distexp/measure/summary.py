@@ -16,6 +16,8 @@ from distexp.measure.phases import join_phases, read_marks, windows
 from distexp.measure.trace import CPU, GPU, Sample, read_trace
 
 Entry = dict[str, Any]
+DISTURBED = "profile"
+"""The phase whose memory and utilisation are a profiler's too: it has figures of its own, and none in the totals."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,15 @@ def _devices(samples: Iterable[Sample]) -> dict[tuple[str, int], list[Sample]]:
 
 
 def _memory(kind: str, samples: Sequence[Sample]) -> Entry:
-    statistics = Statistics.of(_known(samples, lambda sample: sample.used_mib))
+    counted = _undisturbed(samples)
+    statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
     entry: Entry = {
         "peak_mib": statistics.peak if statistics else None,
         "average_mib": statistics.average if statistics else None,
         "mode_mib": statistics.modes[0] if statistics else None,
     }
     if kind == GPU:
-        entry["job_peak_mib"] = max(_known(samples, lambda sample: sample.job_mib), default=None)
+        entry["job_peak_mib"] = max(_known(counted, lambda sample: sample.job_mib), default=None)
     entry["phases"] = _by_phase(samples, lambda sample: sample.used_mib, max)
     sources = {source: None for sample in samples for source in sample.source.split("+") if source}
     entry["source"] = "+".join(sources) or None
@@ -118,11 +121,15 @@ def _memory(kind: str, samples: Sequence[Sample]) -> Entry:
 
 
 def _utilization(samples: Sequence[Sample]) -> Entry:
-    values = _known(samples, lambda sample: sample.utilization_pct)
+    values = _known(_undisturbed(samples), lambda sample: sample.utilization_pct)
     return {
         "average_pct": _mean(values) if values else None,
         "phases": _by_phase(samples, lambda sample: sample.utilization_pct, _mean),
     }
+
+
+def _undisturbed(samples: Sequence[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.phase != DISTURBED]
 
 
 def _mean(values: Sequence[float]) -> float:

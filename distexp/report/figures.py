@@ -43,6 +43,14 @@ def _step_time(quantile: str) -> Callable[[RunRecord], float | None]:
     return lambda record: _number((record.metrics.step_time_s or {}).get(quantile))
 
 
+def _communication(name: str) -> Callable[[RunRecord], float | None]:
+    def read(record: RunRecord) -> float | None:
+        share = _number((record.metrics.communication or {}).get(name))
+        return None if share is None else 100 * share
+
+    return read
+
+
 def _largest(kind: str, key: str) -> Callable[[RunRecord], float | None]:
     return lambda record: max(_present(record.memory.get(kind), key), default=None)
 
@@ -83,6 +91,8 @@ def _unknown(record: RunRecord) -> float | None:
 SPEED = "train_samples_per_second"
 SCALE = "scale_factor"
 EFFICIENCY = "efficiency_pct"
+COMMUNICATION = "communication_pct"
+EXPOSED = "communication_exposed_pct"
 MEMORIES = {
     "gpu_peak_mib": "GPU memory at peak",
     "torch_peak_allocated_mib": "GPU memory allocated by torch at peak",
@@ -100,6 +110,7 @@ SHOWN = (
     Figure(SPEED, _metric(SPEED), "samples/s", importance=95),
     Figure("tokens_per_second", _metric("tokens_per_second"), "tokens/s", "{:,.0f}", importance=40),
     Figure("step_time_p50_s", _step_time("p50"), "step\nms", factor=1000, importance=35),
+    Figure(COMMUNICATION, _communication("share"), "commu-\nnication %", "{:.0f}", importance=65),
     Figure("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:,.0f}", importance=90),
     Figure("gpu_average_mib", _largest("gpu", "average_mib"), "GPU avg\nMiB", "{:,.0f}", importance=22),
     Figure("gpu_mode_mib", _largest("gpu", "mode_mib"), "GPU mode\nMiB", "{:,.0f}", importance=20),
@@ -124,6 +135,7 @@ _FILES_ALONE = (
 FIGURES = (
     *SHOWN,
     *(Figure(name, _metric(name)) for name in _FILES_ALONE),
+    Figure(EXPOSED, _communication("exposed_share")),
     Figure("eval_runtime_s", _metric("eval_runtime")),
     Figure("step_time_p90_s", _step_time("p90")),
     Figure("step_time_max_s", _step_time("max")),

@@ -57,7 +57,7 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in flatten(config):
         section, _, rest = key.partition(".")
-        if section in NOT_A_SETTING or section == "offload" or rest in ("_target_", "keys"):
+        if section in NOT_A_SETTING or section == "offload" or rest in ("_target_", "keys", "profile_steps"):
             continue
         foreign = section in STRATEGY_SECTIONS and section != strategy
         found[short_name(key)] = None if foreign else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,6 +95,7 @@ def _evaluations(traces: Sequence[Traced]) -> list[dict[str, Any]]:
 
 
 def _measured(traced: Traced) -> list[dict[str, Any]]:
-    """The lines after the warm-up."""
+    """The lines after the warm-up, and before what was profiled."""
     warm = traced.row.settings.get("measure_after_step") or 0
-    return [entry for entry in traced.steps if entry["step"] > warm] or list(traced.steps)
+    profiled = (traced.row.record.metrics.communication or {}).get("first_step") or math.inf
+    return [entry for entry in traced.steps if warm < entry["step"] < profiled] or list(traced.steps)
