@@ -223,14 +223,7 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "eval top-5", " -> ".join(f"{value:.1%}" for value in metrics.eval_top5_accuracies)
     if metrics.exact_match is not None and metrics.f1 is not None:
         yield "answers", _answers(metrics.exact_match, metrics.f1)
-    if metrics.train_samples_per_second is not None:
-        yield "throughput", f"{metrics.train_samples_per_second:,.1f} samples/s"
-    elif built is not None:
-        yield "throughput", "not measured: no step after train.measure_after_step"
-    if metrics.step_time_s is not None:
-        yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"
-    if metrics.communication is not None:
-        yield "communication", _communication(metrics.communication)
+    yield from _speed(record)
     memory = [
         *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
         *(f"CPU of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["cpu"]),
@@ -242,6 +235,18 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
             "runtime",
             f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s in all",
         )
+
+
+def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
+    metrics = record.metrics
+    if metrics.train_samples_per_second is not None:
+        yield "throughput", f"{metrics.train_samples_per_second:,.1f} samples/s"
+    elif record.built is not None:
+        yield "throughput", "not measured: no step after train.measure_after_step"
+    if metrics.step_time_s is not None:
+        yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"
+    if metrics.communication is not None:
+        yield "communication", _communication(metrics.communication)
 
 
 def _interconnect(preflight: dict[str, Any]) -> str:

@@ -134,15 +134,36 @@ def test_new_cells_append_numbers(sweep: tuple[Path, str]) -> None:
     assert RunRecord.read(sweep[0] / "3" / "record.json").run.number == 3
 
 
-def test_hydra_run_dir_is_the_run_directory_and_is_taken_once(tmp_path: Path) -> None:
-    words = ("strategy=single", *SHORT, "train.max_steps=1", "hydra.run.dir=mine")
-    assert run_distexp(*words, cwd=tmp_path).returncode == 0
-    before = (tmp_path / "mine" / "record.json").read_text()
-    assert RunRecord.read(tmp_path / "mine" / "record.json").status == "completed"
-    again = run_distexp(*words, cwd=tmp_path)
+ALONE = ("strategy=single", *SHORT, "train.max_steps=9", "train.profile_steps=1", "hydra.run.dir=mine")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of one worker in a directory that the user names, the last step of it profiled."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = run_distexp(*ALONE, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "mine", done.stdout
+
+
+def test_hydra_run_dir_is_the_run_directory_and_is_taken_once(alone: tuple[Path, str]) -> None:
+    run_dir, _ = alone
+    before = (run_dir / "record.json").read_text()
+    assert RunRecord.read(run_dir / "record.json").status == "completed"
+    again = run_distexp(*ALONE, cwd=run_dir.parent)
     assert again.returncode == 2
     assert "holds a run already" in again.stderr
-    assert (tmp_path / "mine" / "record.json").read_text() == before
+    assert (run_dir / "record.json").read_text() == before
+
+
+def test_a_lone_worker_has_nobody_to_talk_to(alone: tuple[Path, str]) -> None:
+    run_dir, screen = alone
+    found = RunRecord.read(run_dir / "record.json").metrics.communication
+    assert found is not None
+    assert (found["share"], found["by_collective"], found["note"]) == (0.0, {}, None)
+    assert (run_dir / "profile" / "rank0.json.gz").stat().st_size > 1000
+    assert "0% of a step, in the 1 step of profile/rank0.json.gz" in screen
+    assert "profiler_start" not in screen, "the profiler's own messages are nobody's business"
 
 
 def test_cells_stand_beside_the_product(tmp_path: Path) -> None:

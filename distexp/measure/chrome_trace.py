@@ -24,8 +24,9 @@ OTHER = "other"
 def read_timeline(path: Path, *, on_gpu: bool) -> Timeline:
     """The steps, collectives and kernels of a rank.
 
-    gloo's collectives count from the call until they are done, in their queue too; NCCL's while their kernels
-    are on the GPU, which wait there for the slowest rank.
+    gloo's collectives count from the call until they are done, in their queue too, and under the names that gloo
+    gives them (it carries out a reduce-scatter as an all-reduce). NCCL's count while their kernels are on the GPU,
+    where they wait for the slowest rank; copies between host and GPU are neither communication nor computing.
 
     Raises:
         ValueError: the trace has no step, no JSON, or on a GPU no kernel.

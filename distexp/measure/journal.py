@@ -48,10 +48,6 @@ class Plan:
         before = epoch * self.steps_per_epoch
         return range(max(0, done - before), min(self.steps_per_epoch, self.total_steps - before))
 
-    def profiled(self, done: int) -> Window | None:
-        """The steps of an attempt, begun after ``done`` steps, that are profiled and not measured."""
-        return Window.of(self.train, total=self.total_steps, per_epoch=self.steps_per_epoch, done=done)
-
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         return learning_rate(self.train, step, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
@@ -128,7 +124,8 @@ class Journal:
 
     def begin(self) -> None:
         """The first step is about to start."""
-        self.profiler.window = self.plan.profiled(self.steps)
+        total, per_epoch = self.plan.total_steps, self.plan.steps_per_epoch
+        self.profiler.window = Window.of(self.plan.train, total=total, per_epoch=per_epoch, done=self.steps)
         self.started = time.perf_counter() - self.runtime_s
 
     def begin_steps(self) -> None:

@@ -154,7 +154,7 @@ def _together(ranks: Sequence[Shares | str], window: Window | None) -> dict[str,
     ``first_step`` (counted from 1) is the first that is not measured otherwise, the profiler's warm-up.
     """
     known = [each for each in ranks if isinstance(each, Shares)]
-    faults = [f"rank {rank}: {each}" for rank, each in enumerate(ranks) if isinstance(each, str)]
+    faults = list(dict.fromkeys(each for each in ranks if isinstance(each, str)))
     entry: dict[str, Any] = {
         "share": None,
         "exposed_share": None,
@@ -163,7 +163,7 @@ def _together(ranks: Sequence[Shares | str], window: Window | None) -> dict[str,
         "step_s": None,
         "by_collective": {},
         "ranks": [],
-        "note": faults[0] if faults else None,
+        "note": "; ".join(faults) or None,
     }
     if faults:
         return entry

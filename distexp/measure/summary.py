@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from distexp.measure.trace import CPU, GPU, Sample, read_trace
 
 Entry = dict[str, Any]
 DISTURBED = "profile"
-"""The phase whose memory and utilisation are a profiler's too: it has figures of its own, and none in the totals."""
+"""The phase whose memory and utilisation are a profiler's too: they are told apart, and in no total."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def _devices(samples: Iterable[Sample]) -> dict[tuple[str, int], list[Sample]]:
 
 
 def _memory(kind: str, samples: Sequence[Sample]) -> Entry:
-    counted = _undisturbed(samples)
+    # What the profiler takes on a GPU it keeps, in what follows too.
+    counted = list(takewhile(_undisturbed, samples)) if kind == GPU else list(filter(_undisturbed, samples))
     statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
     entry: Entry = {
         "peak_mib": statistics.peak if statistics else None,
@@ -121,15 +122,15 @@ def _memory(kind: str, samples: Sequence[Sample]) -> Entry:
 
 
 def _utilization(samples: Sequence[Sample]) -> Entry:
-    values = _known(_undisturbed(samples), lambda sample: sample.utilization_pct)
+    values = _known(filter(_undisturbed, samples), lambda sample: sample.utilization_pct)
     return {
         "average_pct": _mean(values) if values else None,
         "phases": _by_phase(samples, lambda sample: sample.utilization_pct, _mean),
     }
 
 
-def _undisturbed(samples: Sequence[Sample]) -> list[Sample]:
-    return [sample for sample in samples if sample.phase != DISTURBED]
+def _undisturbed(sample: Sample) -> bool:
+    return sample.phase != DISTURBED
 
 
 def _mean(values: Sequence[float]) -> float:

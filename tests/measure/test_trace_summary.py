@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,21 @@ def test_the_record_has_the_smallest_of_tied_modes(tmp_path: Path) -> None:
     path = write(tmp_path / "node0.csv", [gpu(t, used) for t, used in enumerate([7.0, 5.0, 7.0, 5.0, 6.0])])
     (entry,) = summarize([path]).memory["gpu"]
     assert entry["mode_mib"] == 5
+
+
+def test_what_a_profiler_takes_is_in_no_total(tmp_path: Path) -> None:
+    """On a GPU it keeps that until the process ends."""
+    events = tmp_path / "events.jsonl"
+    for time_s, phase in ((0, "train"), (2, "profile"), (4, "eval")):
+        mark(events, time_s, phase)
+    used = [5.0, 7.0, 9.0, 9.0, 8.0]
+    samples = [replace(gpu(t, mib), kind=kind, utilization_pct=10 * mib) for t, mib in enumerate(used)
+               for kind in ("gpu", "cpu")]  # fmt: skip
+    found = summarize([write(tmp_path / "node0.csv", samples)], events)
+    assert found.memory["gpu"][0]["peak_mib"] == 7
+    assert found.memory["cpu"][0]["peak_mib"] == 8
+    assert found.memory["gpu"][0]["phases"] == {"train": 7, "profile": 9, "eval": 8}
+    assert found.utilization["gpu"][0]["average_pct"] == pytest.approx(200 / 3)
 
 
 def test_phases_by_time(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
 from factory import record
 from sweeps import enrich, growing_sweep, leave_traces, with_traces, zero_sweep
 
+from distexp.report.figures import COMMUNICATION
 from distexp.report.findings.base import Finding
 from distexp.report.findings.growth import growth_findings, pairs_table
 from distexp.report.findings.traces import loss_findings, memory_findings, step_findings
@@ -125,6 +126,46 @@ def test_equal_worlds_on_one_node_and_on_several_are_paired(tmp_path: Path) -> N
         ("-", "4", "1 x 4", "340.0", "2 x 2", "300.0", "0.88"),
     )
     assert pairs_table(overview(zero_sweep(tmp_path / "other"))) is None
+
+
+Shares = Mapping[int, tuple[float | None, float | None]]
+
+
+def talking(path: Path, shares: Shares) -> Path:
+    """Runs of these numbers of workers, with shares of communication in all and exposed."""
+    runs = []
+    for number, (workers, (share, exposed)) in enumerate(shares.items()):
+        run = record(number, cluster__workers_per_node=workers, dataset__train_size=500, speed=100.0 * workers)
+        run.metrics.communication = {"share": share, "exposed_share": exposed}
+        runs.append(run)
+    return with_traces(path, runs)
+
+
+HIDDEN = "not hidden behind computing)"
+
+
+@pytest.mark.parametrize(
+    ("shares", "text"),
+    [
+        ({1: (0.0, 0.0), 2: (0.12, 0.04), 4: (0.234, 0.09)}, f"At 4 workers 23% of a step was communication (9% {HIDDEN}"
+         f", at 2 workers 12% (4% {HIDDEN}."),
+        ({1: (0.0, 0.0), 2: (0.234, 0.09), 4: (0.12, 0.04)}, f"At 4 workers 12% of a step was communication (4% {HIDDEN}"
+         f", at 2 workers 23% (9% {HIDDEN}."),
+        ({1: (0.0, None), 2: (0.31, None), 4: (None, None)}, "At 2 workers 31% of a step was communication."),
+    ],
+)  # fmt: skip
+def test_the_share_of_communication_is_told(tmp_path: Path, shares: Shares, text: str) -> None:
+    path = talking(tmp_path, shares)
+    assert f"How much of a step is communication? {text}" in grown(path)
+    drawn = overview(path)
+    assert COMMUNICATION in {figure.name for figure in drawn.figures()}
+    assert drawn.rows[1].figures[COMMUNICATION] == pytest.approx(100 * (shares[2][0] or 0))
+
+
+def test_nothing_is_told_of_communication_that_was_not_measured(tmp_path: Path) -> None:
+    for path in (growing_sweep(tmp_path / "a"), talking(tmp_path / "b", {1: (None, None), 2: (None, None)})):
+        assert "communication" not in grown(path)
+        assert COMMUNICATION not in {figure.name for figure in overview(path).figures()}
 
 
 def test_curves_that_part_are_said_to(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distexp.report.extras import Table
-from distexp.report.figures import MEMORIES, SPEED
+from distexp.report.figures import COMMUNICATION, EXPOSED, MEMORIES, SPEED
 from distexp.report.findings.base import Finding, capital, first_few
 from distexp.report.overview import Overview
 from distexp.report.repeats import within_spread
@@ -18,6 +18,7 @@ CONSTANT = "In weak scaling, do the samples/s remain constant?"
 PEAK = "Should the peak memory per worker remain constant?"
 AVERAGE = "Does the average memory increase, decrease, or stay stable?"
 NODES = "What do several nodes cost against one?"
+TALK = "How much of a step is communication?"
 AVERAGES = {"gpu_average_mib": "average GPU memory", "cpu_average_mib": "average CPU memory of a node"}
 
 
@@ -29,6 +30,7 @@ def growth_findings(overview: Overview) -> Iterator[Finding]:
     grown = [each for each in overview.series if _grew(each)]
     yield from first_few(finding for each in grown for finding in _memory(each, list(MEMORIES.items())[:2], PEAK))
     yield from first_few(finding for each in grown for finding in _memory(each, list(AVERAGES.items()), AVERAGE))
+    yield from first_few(finding for each in overview.series for finding in _communication(each))
     yield from first_few(_crossing(each, *pair) for each in overview.series for pair in each.pairs())
 
 
@@ -135,6 +137,29 @@ def _memory(series: Series, names: list[tuple[str, str]], question: str) -> Iter
             capital(f"{_named(series)}{said} {became} from {first.workers} to {last.workers} workers, "
                     f"{before.mean:,.0f} to {after.mean:,.0f} MiB ({change:+.1%}){reason}."), question)  # fmt: skip
         return
+
+
+def _communication(series: Series) -> Iterator[Finding]:
+    """The shares at both ends of what was profiled; a lone worker has nobody to talk to."""
+    told = [(point, share.mean) for point in series.points
+            if point.workers > 1 and (share := point.group.figure(COMMUNICATION))]  # fmt: skip
+    if not told:
+        return
+    (few, less), (most, more) = told[0], told[-1]
+    text = f"{_named(series)}at {_place(most)} {more:.0f}% of a step was communication{_exposed(most)}"
+    if few is not most:
+        text += f", at {_place(few)} {less:.0f}%{_exposed(few)}"
+    yield Finding(capital(text) + ".", TALK)
+
+
+def _place(point: Point) -> str:
+    nodes = f" on {point.nodes} nodes" if point.nodes > 1 else ""
+    return f"{point.workers} workers{nodes}"
+
+
+def _exposed(point: Point) -> str:
+    exposed = point.group.figure(EXPOSED)
+    return "" if exposed is None else f" ({exposed.mean:.0f}% not hidden behind computing)"
 
 
 def _shards(point: Point) -> bool:
