@@ -134,7 +134,7 @@ def test_new_cells_append_numbers(sweep: tuple[Path, str]) -> None:
     assert RunRecord.read(sweep[0] / "3" / "record.json").run.number == 3
 
 
-ALONE = ("strategy=single", *SHORT, "train.max_steps=9", "train.profile_steps=1", "hydra.run.dir=mine")
+ALONE = ("strategy=single", *SHORT, "train.measure_after_step=1", "train.profile_steps=1", "hydra.run.dir=mine")
 
 
 @pytest.fixture(scope="module")

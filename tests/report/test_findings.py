@@ -147,10 +147,10 @@ HIDDEN = "not hidden behind computing)"
 @pytest.mark.parametrize(
     ("shares", "text"),
     [
-        ({1: (0.0, 0.0), 2: (0.12, 0.04), 4: (0.234, 0.09)}, f"At 4 workers 23% of a step was communication (9% {HIDDEN}"
-         f", at 2 workers 12% (4% {HIDDEN}."),
-        ({1: (0.0, 0.0), 2: (0.234, 0.09), 4: (0.12, 0.04)}, f"At 4 workers 12% of a step was communication (4% {HIDDEN}"
-         f", at 2 workers 23% (9% {HIDDEN}."),
+        ({1: (0.0, 0.0), 2: (0.12, 0.04), 4: (0.234, 0.09)}, f"At 4 workers 23% of a step was communication "
+         f"(9% {HIDDEN}, at 2 workers 12% (4% {HIDDEN}."),
+        ({1: (0.0, 0.0), 2: (0.234, 0.09), 4: (0.12, 0.04)}, f"At 4 workers 12% of a step was communication "
+         f"(4% {HIDDEN}, at 2 workers 23% (9% {HIDDEN}."),
         ({1: (0.0, None), 2: (0.31, None), 4: (None, None)}, "At 2 workers 31% of a step was communication."),
     ],
 )  # fmt: skip
