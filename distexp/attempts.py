@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp import notice
+from distexp.measure.events import last_figure
 from distexp.results import RECORD, SPEC, RunInfo, RunRecord
 
 FOLDER = "attempts"
@@ -14,6 +15,9 @@ FOLDER = "attempts"
 
 KEPT_RECORD = "earlier_record.json"
 """A record that a later attempt replaces, under a name that no reader of records takes for one."""
+
+NO_RECORD = "ended without a record"
+"""How an attempt ended that nobody outlived, as when the head's node crashed."""
 
 LEFT = (
     *("logs", "memory", "model", "metrics.jsonl", "events.jsonl", "predictions.json", "preflight.json"),
@@ -52,7 +56,7 @@ def begin(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -
     """Lists a new attempt after the earlier ones, whose files are set aside."""
     attempts = earlier(directory)
     if attempts and attempts[-1]["reason"] is None:
-        attempts[-1]["reason"] = "ended without a record"
+        attempts[-1] |= {"reason": NO_RECORD, "resumed_from_step": last_figure(directory, "resumed_from_step")}
     set_aside(directory)
     run.attempts = [*attempts, {"job_id": job_id, "hosts": hosts, "resumed_from_step": None, "reason": None}]
 

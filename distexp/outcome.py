@@ -21,6 +21,7 @@ from typing import Any
 
 from distexp import attempts
 from distexp.hardware import cpu_count, visible_gpus
+from distexp.measure.events import last_figure
 from distexp.measure.phases import read_marks
 from distexp.measure.summary import energy_j, run_traces, summarize_run
 from distexp.oom import killed_for_memory
@@ -182,7 +183,7 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
         run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
         run.duration_s = time.time() - started
         run.hosts = run.attempts[-1]["hosts"] if run.attempts else [socket.gethostname()]
-        attempts.went_on_from(run, _told(directory, "resumed_from_step"))
+        attempts.went_on_from(run, last_figure(directory, "resumed_from_step"))
     record = RunRecord(status=status, run=run, config=asdict(spec.config), error=error, environment=bare_environment())
     record.memory["torch"] = _torch_memory(directory)
     return record
@@ -221,23 +222,11 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     record.memory.update(summary.memory)
     record.utilization.update(summary.utilization)
     joules = energy_j(run_traces(directory, spec.nodes), directory / "events.jsonl")
-    samples = _told(directory, "measured_samples")
+    samples = last_figure(directory, "measured_samples")
     if joules is not None and samples:
         record.metrics.energy_j_per_sample = joules / samples
-
-
-def _told(directory: Path, key: str) -> int | None:
-    """A figure that rank 0 left among its events."""
-    for line in reversed(_lines(directory / "events.jsonl")):
-        if key in line:
-            return int(json.loads(line)[key])
-    return None
 
 
 def _torch_memory(directory: Path) -> list[dict[str, Any]]:
     """What each rank's allocator said when its rank failed."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob("logs/node*/rank*.memory.json"))]
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines() if path.exists() else []

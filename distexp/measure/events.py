@@ -35,3 +35,15 @@ def write_line(file: TextIO, content: dict[str, Any]) -> None:
     """A line of JSON, flushed, so that a run that dies has told what it did."""
     file.write(json.dumps(finite(content)) + "\n")
     file.flush()
+
+
+def last_figure(run_dir: Path, key: str) -> int | None:
+    """A figure that rank 0 left among its events, the last time; None where it left none."""
+    try:
+        lines = (run_dir / FILE).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        if key in line and line.endswith("}"):  # a rank that was killed may have torn its last line
+            return int(json.loads(line)[key])
+    return None

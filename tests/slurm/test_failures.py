@@ -145,6 +145,7 @@ def test_lost_nodes_cost_no_more_than_the_steps_since_the_last_checkpoint(slurm:
     assert (struck_run.status, whole.status) == ("completed", "completed")
     attempts = struck_run.run.attempts
     assert [attempt["job_id"] for attempt in attempts] == [job] * 3
+    assert [attempt["reason"] for attempt in attempts] == ["killed", "ended without a record", "completed"]
     first, second, third = (attempt["resumed_from_step"] for attempt in attempts)
     assert first is None
     assert 20 <= second < third < 300
