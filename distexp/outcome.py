@@ -31,7 +31,6 @@ from distexp.spec import RunSpec
 TIMEOUT_CODE = 124
 HANG_CODE = 75
 STOPPED_CODE = 128 + signal.SIGTERM
-CODES = {0, TIMEOUT_CODE, HANG_CODE, STOPPED_CODE}
 
 PREFLIGHT = "preflight.json"
 RESERVE = ".reserve"

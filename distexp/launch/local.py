@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,9 @@ from omegaconf import DictConfig
 
 from distexp.exits import SweepFailedError
 from distexp.job import run_here
-from distexp.launch.earlier import DONE, EarlierRuns
+from distexp.launch.earlier import DONE, EarlierRun
 from distexp.launch.snapshot import git_root, git_state
-from distexp.launch.sweep import (
-    Cell,
-    claim_run_dir,
-    compose_cells,
-    place,
-    run_info,
-    save_master,
-    sweep_directory,
-    write_invalid,
-)
+from distexp.launch.sweep import Cell, compose_cells, placed, save_master, sweep_directory, write_invalid
 from distexp.paths import PACKAGE
 from distexp.results import FAILURES, RECORD, RunInfo, RunRecord
 from distexp.screen import Screen
@@ -37,21 +27,17 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
     sweep_dir = sweep_directory(master)
     save_master(master, sweep_dir)
     screen = Screen(total=len(cells), sweep_dir=sweep_dir)
-    earlier = EarlierRuns.of(sweep_dir) if master.sweep.resume else EarlierRuns()
+
+    def keep(run: EarlierRun) -> bool:
+        if run.status in DONE:
+            screen.kept(RunRecord.read(run.directory / RECORD))
+        return run.status in DONE
+
     code = git_state(git_root(PACKAGE))
-    returns, number = [], 0
-    for cell in cells:
-        info = run_info(cell, number, code)
-        known = earlier.take(info.id, info.overrides)
-        if known is not None and known.status in DONE:
-            screen.kept(RunRecord.read(known.directory / RECORD))
-            continue
-        if known is not None:
-            info.number, directory = known.number, place(cell, sweep_dir, known.number)
-        else:
-            number, directory = claim_run_dir(partial(place, cell, sweep_dir), number)
-            info.number, number = number, number + 1
-        returns.append(_as_job(context, cell, info, directory, screen=screen))
+    returns = [
+        _as_job(context, cell, info, directory, screen=screen)
+        for cell, info, directory in placed(cells, sweep_dir, code, resume=master.sweep.resume, keep=keep)
+    ]
     screen.compare()
     if any(record.status in FAILURES for record in screen.records):
         raise SweepFailedError

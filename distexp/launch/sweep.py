@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
 from distexp.identity import run_id
+from distexp.launch.earlier import EarlierRun, EarlierRuns
 from distexp.launch.snapshot import GitState
 from distexp.outcome import invalid_record
 from distexp.resolve import resolve, without_hydra
@@ -111,6 +113,34 @@ def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
             continue
         return candidate
     raise AssertionError("unreachable")
+
+
+def placed(
+    cells: Sequence[Cell],
+    sweep_dir: Path,
+    code: GitState,
+    *,
+    resume: bool,
+    keep: Callable[[EarlierRun], bool],
+    snapshot: str | None = None,
+) -> Iterator[tuple[Cell, RunInfo, Path]]:
+    """Each cell that is to run, numbered, with its directory, claimed when its turn comes.
+
+    A cell that a resumed sweep has already keeps number and directory; it is left out where ``keep`` says so.
+    """
+    earlier = EarlierRuns.of(sweep_dir) if resume else EarlierRuns()
+    free = 0
+    for cell in cells:
+        info = run_info(cell, free, code, snapshot)
+        known = earlier.take(info.id, info.overrides)
+        if known is None:
+            info.number, directory = claim_run_dir(partial(place, cell, sweep_dir), free)
+            free = info.number + 1
+        elif keep(known):
+            continue
+        else:
+            info.number, directory = known.number, place(cell, sweep_dir, known.number)
+        yield cell, info, directory
 
 
 def claim_run_dir(directory_of: Callable[[int], Path], first: int) -> tuple[int, Path]:

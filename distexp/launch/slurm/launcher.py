@@ -17,23 +17,14 @@ from rich.console import Console
 from distexp import attempts
 from distexp.config import ConfigError
 from distexp.launch import ledger
-from distexp.launch.earlier import DONE, EarlierRuns
+from distexp.launch.earlier import DONE, EarlierRun
 from distexp.launch.slurm import client
 from distexp.launch.slurm.follow import follow, some
 from distexp.launch.slurm.keys import adopt
 from distexp.launch.slurm.script import FOLDER, Array, shape
 from distexp.launch.slurm.states import ACTIVE, look
 from distexp.launch.snapshot import NAME, GitState, take
-from distexp.launch.sweep import (
-    Cell,
-    claim_run_dir,
-    compose_cells,
-    place,
-    run_info,
-    save_master,
-    sweep_directory,
-    write_invalid,
-)
+from distexp.launch.sweep import Cell, compose_cells, placed, save_master, sweep_directory, write_invalid
 from distexp.outcome import failed_record
 from distexp.results import RunError, write_json
 from distexp.spec import RunSpec
@@ -84,19 +75,15 @@ def prepare(
 ) -> Iterator[Prepared]:
     """Gives each cell its directory and writes what its job starts from; an invalid one gets its record."""
     active = {run.number for run in look(sweep_dir) if run.state in ACTIVE} if resume else set()
-    earlier = EarlierRuns.of(sweep_dir) if resume else EarlierRuns()
-    number = 0
-    for cell in cells:
-        info = run_info(cell, number, code[0], str(code[1].relative_to(sweep_dir)))
-        known = earlier.take(info.id, info.overrides)
-        if known is not None and (known.status in DONE or known.number in active):
-            console.print(f"run {known.number}: {known.status or 'not ended'}, kept", highlight=False)
-            continue
-        if known is not None:
-            info.number, directory = known.number, place(cell, sweep_dir, known.number)
-        else:
-            number, directory = claim_run_dir(partial(place, cell, sweep_dir), number)
-            info.number, number = number, number + 1
+
+    def keep(run: EarlierRun) -> bool:
+        kept = run.status in DONE or run.number in active
+        if kept:
+            console.print(f"run {run.number}: {run.status or 'not ended'}, kept", highlight=False)
+        return kept
+
+    snapshot = str(code[1].relative_to(sweep_dir))
+    for cell, info, directory in placed(cells, sweep_dir, code[0], resume=resume, keep=keep, snapshot=snapshot):
         write_hydra(cell, directory)
         if cell.config is None:
             record = write_invalid(cell, info, directory)
