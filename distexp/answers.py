@@ -53,7 +53,7 @@ def score_answers(
     writer = Writer(engine, tokenizer, most_tokens, data.device, beat)
     # Prompts of like length share a batch; the longest come first, so that a lack of memory shows at once.
     order = np.argsort(-samples.prompt_lengths, kind="stable").tolist()
-    engine.eval()
+    engine.model.eval()
     mine: dict[int, str] = {}
     for places in data.batches:
         indices = [order[max(place, ~place)] for place in places]

@@ -27,7 +27,7 @@ def fit(
     """Trains from ``journal.steps`` to ``plan.total_steps``, evaluating after each epoch and the last step."""
     journal.begin()
     for epoch in plan.epochs(journal.steps):
-        engine.train()
+        engine.model.train()
         journal.begin_steps()
         for data in timed(training.epoch(epoch, plan.steps_of(epoch, journal.steps)), journal):
             shares = train_step(engine, data)
@@ -36,7 +36,6 @@ def fit(
             norm = engine.step(rate)
             journal.step(data, shares, norm, rate)
             after_step()
-        journal.events.enter("eval")
         journal.end_epoch(evaluate(engine, evaluation, journal))
 
 
@@ -51,7 +50,8 @@ def train_step(engine: Engine, data: Step) -> torch.Tensor:
 
 def evaluate(engine: Wrapped, data: ShardedLoader, journal: Journal) -> Evaluation:
     """Mean loss and accuracies over the whole set, each sample counted once for any number of ranks."""
-    engine.eval()
+    journal.events.enter("eval")
+    engine.model.eval()
     synchronize(data.device)
     started = time.perf_counter()
     totals = torch.zeros(4, dtype=torch.float64, device=data.device)

@@ -151,14 +151,6 @@ class TrainerModel:
         """The model's outputs in the precision of the training, which accelerate sees to."""
         return self.model(**batch.inputs)
 
-    def train(self) -> None:
-        """Switches to training."""
-        self.model.train()
-
-    def eval(self) -> None:
-        """Switches to evaluation."""
-        self.model.eval()
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, on this rank's device; a collective."""
         if self.trainer.config.strategy.name == "deepspeed":
@@ -211,7 +203,6 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]  # likewise
         self.work.journal.step(trainer.step, total, torch.as_tensor(trainer.norm), self.rate)
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        self.work.journal.events.enter("eval")
         self.work.journal.end_epoch(evaluate(self.trainer.wrapped, self.work.evaluation, self.work.journal))
 
 

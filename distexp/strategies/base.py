@@ -46,16 +46,10 @@ class Wrapped(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """As it is called."""
+        """As it is called; switched to training or evaluation by its own ``train`` and ``eval``."""
 
     def forward(self, batch: Batch) -> Any:
         """The model's outputs, without gradients, in the precision of the training."""
-
-    def train(self) -> None:
-        """Switches to training."""
-
-    def eval(self) -> None:
-        """Switches to evaluation."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trained parameter and every buffer, whole, on this rank's device, one at a time.

@@ -138,14 +138,6 @@ class DeepSpeedEngine:
         with torch.no_grad():
             return self.model(**batch.inputs)
 
-    def train(self) -> None:
-        """Switches to training."""
-        self.model.train()
-
-    def eval(self) -> None:
-        """Switches to evaluation."""
-        self.model.eval()
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, in fp32 where it is trained in it; a collective."""
         return whole_weights(self.model)

@@ -101,14 +101,6 @@ class TorchEngine:
         with self.autocast:
             return self.model(**batch.inputs)
 
-    def train(self) -> None:
-        """Switches to training."""
-        self.model.train()
-
-    def eval(self) -> None:
-        """Switches to evaluation."""
-        self.model.eval()
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, on this rank's device, one at a time; a collective."""
         return whole_weights(self.model, self.device)

@@ -58,13 +58,13 @@ class Ours:
         seed_everything(config.train.seed)
         self.engine = load_strategy(config).setup(build_model(config, data, context), config, context)
         self.training, self.evaluation = loaders(config, data, context)
-        self.engine.eval = self._eval  # type: ignore[method-assign]
+        self.engine.model.eval = self._eval  # type: ignore[method-assign]
         self.losses: list[float] = []
 
-    def _eval(self) -> None:
+    def _eval(self) -> nn.Module:
         synchronize(self.context.device)
         self.ended = time.perf_counter()
-        self.engine.model.eval()
+        return self.engine.model.train(False)
 
     def epoch(self) -> float:
         """Seconds of the steps of one epoch."""
