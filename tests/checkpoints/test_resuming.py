@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import make_spec, torchrun
+from grid import Cells, Runs, lines, once_each, run_grid
 
 from distexp.checkpoints import folder as disk
 from distexp.results import RunRecord
 
+SCRIPT = Path(__file__).with_name("interrupted_runs.py")
 COMMON = (
     "model=gpt_tiny",
     "model.dropout=0.1",
-    "train.log_every=1",
     "train.max_steps=9",
-    "train.num_epochs=10",
-    "train.learning_rate=0.002",
-    "train.warmup_steps=3",
     "train.measure_after_step=1",
     "train.checkpoint_every=3",
     "dataset.train_size=90",  # 4 steps an epoch, the last with fewer samples: step 6 is in mid-epoch
     "dataset.eval_size=20",
-    "cluster.device=cpu",
     "cluster.cpus_per_worker=1",
 )
-BATCH = {  # workers: micro-batch and accumulation, 24 samples together
-    1: ("train.micro_batch_size=8", "train.gradient_accumulation_steps=3"),
-    2: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=3"),
-    3: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=2"),
-}
 CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
     ("torch", 1): {"single": ("strategy=single",), "sgd": ("strategy=single", "train.optimizer=sgd")},
     ("torch", 2): {
@@ -60,33 +48,16 @@ INTERRUPTED = [
     if cell[2] != "unwatched"
 ]
 
-Runs = Callable[[str, int], Path]
 
-
-def run_cells(folder: Path, workers: int, cells: dict[str, tuple[str, ...]]) -> Path:
-    for name, overrides in cells.items():
-        spec = make_spec(f"cluster.workers_per_node={workers}", *COMMON, *BATCH[workers], *overrides)
-        (folder / name).mkdir(parents=True)
-        spec.write(folder / name)
-    torchrun(workers, Path(__file__).with_name("interrupted_runs.py"), str(folder))
-    return folder
+def run_cells(folder: Path, workers: int, cells: Cells) -> Path:
+    return run_grid(SCRIPT, folder, workers, {name: (*COMMON, *overrides) for name, overrides in cells.items()})
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    done: dict[tuple[str, int], Path] = {}
-
-    def run(library: str, workers: int) -> Path:
-        key = library, workers
-        if key not in done:
-            done[key] = run_cells(tmp_path_factory.mktemp("cells") / library, workers, CELLS[key])
-        return done[key]
-
-    return run
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return once_each(
+        tmp_path_factory, lambda folder, library, workers: run_cells(folder, workers, CELLS[library, workers])
+    )
 
 
 def assert_same_training(one: Path, other: Path, rel: float = 1e-6) -> None:

@@ -8,14 +8,14 @@ of workers divides. Evaluation, whose sets no number of workers divides either, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_spec, torchrun
 from evaluated import ANSWERS, EXACT_MATCH, F1, IMAGES, LEARNT, SWAPPED, evaluated, write_questions
+from grid import Cells, Runs, lines, once_each, run_grid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distexp.data import squad_sample
@@ -23,26 +23,15 @@ from distexp.models.objective import loss_sum
 from distexp.results import RunRecord
 from distexp.spec import RunSpec
 
+SCRIPT = Path(__file__).with_name("many_runs.py")
 COMMON = (
-    "train.log_every=1",
     "train.max_steps=12",
-    "train.num_epochs=10",
-    "train.learning_rate=0.002",  # large enough to train, too small to amplify rounding
-    "train.warmup_steps=3",
     "train.gradient_clipping=0.5",
     "train.weight_decay=0.1",
     "dataset.train_size=113",
     "dataset.eval_size=31",
-    "cluster.device=cpu",
     "train.save_model=true",
 )
-BATCH = {  # workers: micro-batch and accumulation, 24 samples together
-    1: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=6"),
-    2: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=3"),
-    3: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=2"),
-    4: ("train.micro_batch_size=3", "train.gradient_accumulation_steps=2"),
-    6: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=1"),
-}
 HF = "engine=hf_trainer"
 SHARDINGS = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard")
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
@@ -141,19 +130,14 @@ def parameters(cells: Iterable[tuple[tuple[str, int], Iterable[str]]]) -> list[A
 
 NAMES = parameters(CELLS.items())
 
-Runs = Callable[[str, int], Path]
 
-
-def run_cells(folder: Path, workers: int, cells: dict[str, tuple[str, ...]]) -> Path:
+def run_cells(folder: Path, workers: int, cells: Cells) -> Path:
     write_questions(folder / "questions")
-    for name, overrides in cells.items():
-        words = (*BATCH[workers], *COMMON, *overrides)
-        located = [text.replace("QUESTIONS", str(folder / "questions")) for text in words]
-        spec = make_spec(f"cluster.workers_per_node={workers}", *located)
-        (folder / name).mkdir(parents=True)
-        spec.write(folder / name)
-    torchrun(workers, Path(__file__).with_name("many_runs.py"), str(folder))
-    return folder
+    located = {
+        name: tuple(text.replace("QUESTIONS", str(folder / "questions")) for text in (*COMMON, *overrides))
+        for name, overrides in cells.items()
+    }
+    return run_grid(SCRIPT, folder, workers, located)
 
 
 @pytest.fixture(scope="module")
@@ -164,20 +148,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    done: dict[tuple[str, int], Path] = {}
-
-    def run(library: str, workers: int) -> Path:
+    def run(folder: Path, library: str, workers: int) -> None:
         key = library, workers
-        if key not in done:
-            done[key] = tmp_path_factory.mktemp("cells") / library
-            run_cells(done[key], workers, CELLS[key] | EVALUATED.get(key, {}))
-        return done[key]
+        run_cells(folder, workers, CELLS[key] | EVALUATED.get(key, {}))
 
-    return run
+    return once_each(tmp_path_factory, run)
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return lines(folder / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(("library", "workers", "name"), NAMES)
@@ -261,10 +240,10 @@ def test_the_reference_scores_what_was_reckoned_by_hand(references: Path) -> Non
 
 
 def test_the_reference_exercises_what_it_claims(references: Path) -> None:
-    lines = steps(references / "bloom")
-    assert all(line["grad_norm"] > 0.5 for line in lines), "clipping was never active"
-    assert len({line["learning_rate"] for line in lines}) > 8, "the schedule did not move"
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    trained = steps(references / "bloom")
+    assert all(step["grad_norm"] > 0.5 for step in trained), "clipping was never active"
+    assert len({step["learning_rate"] for step in trained}) > 8, "the schedule did not move"
+    assert trained[-1]["loss"] < trained[0]["loss"]
 
 
 def test_the_trainer_differs_from_our_loop_in_no_bit(references: Path) -> None:
@@ -281,8 +260,7 @@ def test_the_trainer_differs_from_our_loop_in_no_bit(references: Path) -> None:
 
 
 def phases(folder: Path) -> list[str]:
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [event["phase"] for event in events if "phase" in event]
+    return [event["phase"] for event in lines(folder / "events.jsonl") if "phase" in event]
 
 
 @pytest.mark.parametrize(("library", "workers", "name"), NAMES)
