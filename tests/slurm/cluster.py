@@ -32,7 +32,10 @@ def missing() -> str | None:
     if absent:
         return f"{', '.join(absent)} not installed: apt-get install --no-install-recommends {PACKAGES}"
     if os.geteuid() != 0:
-        return "the test cluster makes network namespaces, which needs root: run the tests as root, or -m 'not slurm'"
+        return (
+            "the test cluster makes network namespaces, which needs root: run the tests as root, or leave these out "
+            "by -m 'not slow and not slurm'"
+        )
     return None
 
 
