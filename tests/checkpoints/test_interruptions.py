@@ -37,7 +37,7 @@ QUICK = (
 
 
 def again(run_dir: Path, workers: int) -> str:
-    """A run from what is on disk, as the README says; what rank 0 printed."""
+    """A run from what is on disk, as docs/running.md says; what rank 0 printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     command += ["-m", "distexp.worker", str(run_dir)]
     env = {**os.environ, **ENV, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
