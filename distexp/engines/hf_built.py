@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from distexp.results import Built
-from distexp.strategies import deepspeed
+from distexp.strategies import ds_model
 from distexp.strategies.engine import DTYPES, Distribution
 from distexp.strategies.engine import describe as describe_torch
 from distexp.strategies.fsdp import distribution_of
@@ -32,7 +32,7 @@ def describe(trainer: Any, strategy: str, bare: nn.Module, units: Sequence[nn.Mo
     """
     wrapped = trainer.model_wrapped
     if type(wrapped).__name__ == "DeepSpeedEngine":
-        return deepspeed.describe(wrapped, engine=ENGINE)
+        return ds_model.describe(wrapped, engine=ENGINE)
     optimizer = innermost(trainer.optimizer)
     distribution = _distribution(wrapped, bare, units)
     # accelerate casts around ``forward``, and leaves the one that it replaced beside it.

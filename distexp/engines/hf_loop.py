@@ -23,7 +23,7 @@ from distexp.optim import build_optimizer, clip_gradients
 from distexp.resolve import load_strategy
 from distexp.results import Built
 from distexp.seeding import seed_everything
-from distexp.strategies import deepspeed
+from distexp.strategies import ds_model
 from distexp.strategies.base import Context
 from distexp.strategies.engine import whole_weights
 
@@ -46,11 +46,11 @@ class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
         self.masters: Blueprint | None = None  # what DeepSpeed's fp32 masters are to be, until they are
         settings = None
         if config.strategy.name == "deepspeed":
-            settings = deepspeed.settings_for(blueprint, config, context)
+            settings = ds_model.settings_for(blueprint, config, context)
             # Where it is forced, accelerate makes a CPU Adam of what it is given: of ours, one without AdamW's decay.
             settings["zero_force_ds_cpu_optimizer"] = False
-            deepspeed.materialise(blueprint, config, settings)
-            self.masters = blueprint if deepspeed.in_16_bits(config) else None
+            ds_model.materialise(blueprint, config, settings)
+            self.masters = blueprint if ds_model.in_16_bits(config) else None
         else:
             blueprint.materialise(self.bare)
         if config.strategy.name == "fsdp":
@@ -88,7 +88,7 @@ class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
         if self.optimizer is None:
             target = self.model if model is None else model
             if self.config.strategy.name == "deepspeed":
-                self.given = deepspeed.optimizer_for(target, self.config, self.context)
+                self.given = ds_model.optimizer_for(target, self.config, self.context)
             else:
                 fused = self.context.device.type == "cuda" and not self.config.offload.enabled
                 self.given = build_optimizer(target, self.config.train, fused=fused)
@@ -154,7 +154,7 @@ class TrainerModel:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, on this rank's device; a collective."""
         if self.trainer.config.strategy.name == "deepspeed":
-            return deepspeed.whole_weights(self.model)
+            return ds_model.whole_weights(self.model)
         return whole_weights(self.model, self.trainer.context.device)
 
     def describe(self) -> Built:
@@ -178,7 +178,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]  # likewise
             raise RuntimeError(f"the Trainer put another optimizer in the place of ours: {trainer.built.optimizer}")
         if trainer.config.strategy.name == "deepspeed":
             if trainer.masters is not None:
-                deepspeed.restore_masters(trainer.model_wrapped, trainer.masters)
+                ds_model.restore_masters(trainer.model_wrapped, trainer.masters)
                 trainer.masters = None
             _watch_step(trainer)
         seed_everything(trainer.config.train.seed + trainer.context.rank)
@@ -213,12 +213,12 @@ def _watch_step(trainer: JournaledTrainer) -> None:
     """
     engine = trainer.model_wrapped
     step, allocator = engine.step, trainer.work.journal.allocator
-    plain = deepspeed.keeps_plain_gradients(trainer.config)
+    plain = ds_model.keeps_plain_gradients(trainer.config)
 
     def watched_step() -> None:
         allocator.before_update()
         if plain:
-            engine._global_grad_norm = deepspeed.unpartitioned_norm(engine)
+            engine._global_grad_norm = ds_model.unpartitioned_norm(engine)
         step()
 
     engine.step = watched_step
