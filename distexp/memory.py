@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distexp.measure.seedlogs import EXPECTED, read_any
+from distexp.measure.foreign_logs import EXPECTED, read_any
 from distexp.measure.summary import Statistics
 from distexp.measure.trace import CPU, GPU, Sample, Trace
 

@@ -24,7 +24,7 @@ CPU Memory Usage
 
 @pytest.fixture
 def gpu_log(tmp_path: Path) -> Path:
-    """A log with the seeds' figures: 19 samples whose sum is 354,987."""
+    """A log with the workshops' figures: 19 samples whose sum is 354,987."""
     path = tmp_path / "gpu_memory_log.csv"
     used = [21658] * 16 + [3, 4218, 4238]
     rows = [f"2025/11/20 10:11:{i:02d}.000, 0, Tesla V100, {mib}, 32768\n" for i, mib in enumerate(used)]

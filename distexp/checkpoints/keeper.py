@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distexp.checkpoints import chance
 from distexp.checkpoints import folder as disk
+from distexp.checkpoints import rng
 from distexp.checkpoints.folder import Meta, Sums
 from distexp.config import ConfigError, TrainConfig
 from distexp.distributed import gather_to_all
@@ -51,7 +51,7 @@ class Keeper:
             unfinished.mkdir(parents=True)
         dist.barrier()
         self.engine.save(unfinished / ENGINE)
-        own = {"chance": chance.state(self.context.device), "journal": self.journal.state()}
+        own = {"chance": rng.state(self.context.device), "journal": self.journal.state()}
         torch.save(own, _rank_file(unfinished, self.context.rank))
         dist.barrier()
         sums = self._sums(unfinished)
@@ -97,7 +97,7 @@ class Keeper:
             self._tell(f"{meta.world_size} workers wrote it and {self.context.world_size} read it: chance begins anew")
             return
         own = torch.load(_rank_file(folder, self.context.rank), map_location="cpu", weights_only=True)
-        chance.restore(own["chance"], self.context.device)
+        rng.restore(own["chance"], self.context.device)
 
     def _newest(self, candidates: list[Path], *, own: bool) -> tuple[Path, Meta] | None:
         """The first whole one; what is passed over is said aloud. Ranks share out the files that they check."""

@@ -22,7 +22,7 @@ DISTURBED = "profile"
 
 @dataclass(frozen=True)
 class Statistics:
-    """A memory series in MiB, as the seeds' analyze_memory defines it: over samples, each counting once."""
+    """A memory series in MiB, as the workshops' analyze_memory defines it: over samples, each counting once."""
 
     peak: float
     average: float

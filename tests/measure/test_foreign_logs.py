@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from distexp.measure.seedlogs import read_any
+from distexp.measure.foreign_logs import read_any
 
 STAMP = "2025/11/20 10:11:{:02d}.123"
 TABLES = {
-    "as the seeds write it": (
+    "as the workshops write it": (
         "timestamp, index, name, memory.used [MiB], memory.total [MiB]",
         "{stamp}, {gpu}, Tesla V100-SXM2-32GB, {used}, 32768",
     ),

@@ -142,7 +142,7 @@ def _by_shape(path: Path, rows: Sequence[Sequence[str]]) -> _Columns:
     """The columns of a log without a header, where they leave no doubt; else ValueError.
 
     With units: timestamp, index, then any order in which ``memory.used`` is the first memory. Without:
-    the seeds' own query, timestamp, index, name, memory.used, memory.total.
+    the workshops' own query, timestamp, index, name, memory.used, memory.total.
     """
     first = rows[0]
     figures = [place for place in range(2, len(first)) if _figure(first[place]) is not None]
