@@ -83,7 +83,7 @@ class Cluster:
 
     def crash_node(self, node: str) -> None:
         """A node dies: its daemon and all that ran on it, from one moment to the next."""
-        for process in self._inside(node):
+        for process in self.processes(node):
             process.kill()
         self.daemons.pop(f"slurmd-{node}").wait(timeout=30)
 
@@ -103,7 +103,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Kills what lives in the nodes' namespaces, then the daemons, then removes the network."""
-        for process in self._inside():
+        for process in self.processes():
             process.kill()
         for daemon in reversed(self.daemons.values()):
             if daemon.poll() is None:
@@ -112,7 +112,7 @@ class Cluster:
         if self.slot >= 0:
             self._remove_network()
 
-    def _inside(self, *places: str) -> list[psutil.Process]:
+    def processes(self, *places: str) -> list[psutil.Process]:
         """Processes in the network namespaces of the cluster, or in those of some places."""
         ours = set()
         for place in places or ("head", *self.nodes):
