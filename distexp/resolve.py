@@ -115,7 +115,7 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     try:
         config = _as_dataclasses(composed)
     except MissingMandatoryValue as error:
-        missing = ", ".join(sorted(OmegaConf.missing_keys(without_hydra(composed))))
+        missing = ", ".join(sorted(key for key in OmegaConf.missing_keys(composed) if not key.startswith("hydra.")))
         raise ConfigError(f"Nothing is said of {missing}: set it, or choose an option of its group") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error

@@ -83,6 +83,7 @@ def test_an_interrupted_training_is_the_same_training(library: str, workers: int
     assert [disk.step_of(path) for path in disk.in_run(folder)] == [9, 6], "the newest two are kept"
 
 
+@pytest.mark.slow
 def test_writing_checkpoints_changes_nothing(runs: Runs) -> None:
     folder = runs("torch", 2)
     assert_same_training(folder / "unwatched" / "metrics.jsonl", folder / "ddp" / "whole.jsonl")

@@ -27,6 +27,7 @@ from distexp.results import RunRecord
 pytestmark = pytest.mark.slurm
 
 TRAINING = (
+    "model=gpt_tiny",
     "cluster.device=cpu",
     "cluster.cpus_per_worker=1",
     "train.max_steps=6",
@@ -194,6 +195,7 @@ def test_what_waits_says_why_and_can_be_cancelled(slurm: Cluster, tmp_path: Path
     assert "2 killed" in status(slurm, sweep)
 
 
+@pytest.mark.slow
 def test_the_watcher_may_leave_and_a_running_job_be_cancelled(slurm: Cluster, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     words = ["--multirun", "cluster=slurm", "train.seed=1,2,3", "cluster.array_parallelism=1", *TRAINING]
@@ -321,6 +323,7 @@ def edit(checkout: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
+@pytest.mark.slow
 def test_many_runs_are_one_array_and_cheap(slurm: Cluster, tmp_path: Path) -> None:
     """Beyond composing and judging, which a dry run does as well."""
     calls = tmp_path / "bin" / "sbatch"
