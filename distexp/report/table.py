@@ -139,16 +139,18 @@ class ExerciseTables:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for table in exercise_tables(self.overview):
-            yield from _exercise(table)
+            yield from _exercise(table, console)
 
 
-def _exercise(table: Exercise) -> RenderResult:
+def _exercise(table: Exercise, console: Console) -> RenderResult:
     """An exercise's own table; its cells are wrapped where the terminal is narrow."""
     drawing = Table(
         box=box.SIMPLE_HEAD, header_style="bold", padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False
     )
-    for title in table.header:
-        drawing.add_column(Text(title), vertical="bottom", overflow="fold")
+    named = max(len(word) for cells in table.rows for word in cells[0].split())  # FULL_SHARD, and no part of it
+    for position, title in enumerate(table.header):
+        width = None if position else min(named, console.width // 4)
+        drawing.add_column(Text(title), vertical="bottom", overflow="fold", min_width=width)
     for cells in table.rows:
         drawing.add_row(*map(Text, cells))
     yield Text(f"\n{table.title}\n", style="bold")
