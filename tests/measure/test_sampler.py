@@ -37,9 +37,9 @@ KNOWN = (
     MARKS
     + """
 enter("setup"); time.sleep(0.4)
-enter("train"); block = hold(1600); time.sleep(0.6)
+enter("train"); block = hold(800); time.sleep(0.6)
 del block
-enter("eval"); block = hold(800); time.sleep(0.6)
+enter("eval"); block = hold(400); time.sleep(0.6)
 del block
 enter("save"); time.sleep(0.3)
 enter("done")
@@ -91,10 +91,11 @@ def test_known_amounts_in_known_phases(tmp_path: Path) -> None:
     (entry,) = summary.memory["cpu"]
     phases = entry["phases"]
     assert list(phases)[:4] == ["setup", "train", "eval", "save"]  # done may be too short for a sample
-    assert phases["train"] - phases["setup"] == pytest.approx(1600, rel=0.02)
+    assert phases["train"] - phases["setup"] == pytest.approx(800, rel=0.02)
     # What a phase begins with belongs to it as well: the bare process of its end is its least.
     held = [s.used_mib for s in cpu_samples(tmp_path) if s.phase == "eval" and s.used_mib is not None]
-    assert max(held) - phases["setup"] == pytest.approx(800, rel=0.02)
+    # 16 MiB, as for 800: what it shares with other processes is counted as theirs end and begin.
+    assert max(held) - phases["setup"] == pytest.approx(400, abs=16)
     assert entry["peak_mib"] == phases["train"]
     assert entry["source"].startswith("pss")
     assert summary.notes == []
@@ -106,7 +107,7 @@ def test_phases_are_in_the_file_itself(tmp_path: Path) -> None:
     written = [sample.phase for sample in cpu_samples(tmp_path)]
     assert set(written) - {"done"} == {"", "setup", "train", "eval", "save"}
     (entry,) = summarize([tmp_path / "memory/node0.csv"]).memory["cpu"]  # without the events
-    assert entry["phases"]["train"] - entry["phases"]["setup"] == pytest.approx(1600, rel=0.02)
+    assert entry["phases"]["train"] - entry["phases"]["setup"] == pytest.approx(800, rel=0.02)
 
 
 def test_shared_pages_count_once(tmp_path: Path) -> None:
@@ -307,4 +308,4 @@ def test_a_mark_that_comes_late_is_joined(tmp_path: Path) -> None:
     train = json.loads(events.read_text().splitlines()[1])
     assert train["phase"] == "train"
     (entry,) = summarize([path], events).memory["cpu"]
-    assert entry["phases"]["train"] - entry["phases"]["setup"] == pytest.approx(1600, rel=0.02)
+    assert entry["phases"]["train"] - entry["phases"]["setup"] == pytest.approx(800, rel=0.02)
