@@ -204,8 +204,9 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
     """The lines of a run's panel."""
     metrics, built = record.metrics, record.built
     if record.error is not None:
-        where = f" (phase {record.error.phase}, rank {record.error.rank})" if record.error.phase else ""
-        yield "error", f"{record.error.type}: {record.error.message}{where}"
+        known = {"phase": record.error.phase, "rank": record.error.rank}
+        where = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+        yield "error", f"{record.error.type}: {record.error.message}" + (f" ({where})" if where else "")
     if record.preflight is not None:
         yield "interconnect", _interconnect(record.preflight)
     if built is not None:
