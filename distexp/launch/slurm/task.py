@@ -148,8 +148,7 @@ def starts_again(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord, *, l
         print(f"not started again: this attempt began at step {before} and left no later checkpoint", flush=True)
         return False
     try:
-        now = states([job.id]).get(job.id)
-        if lost and (now is None or now.state != "RUNNING"):
+        if lost and not _runs(job):
             return False  # it was cancelled, or Slurm starts it again by itself
         requeue(job.id)
     except SlurmError as error:
@@ -157,6 +156,12 @@ def starts_again(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord, *, l
         return False
     print(f"started again by Slurm as {job.id}, from step {newest}", flush=True)
     return True
+
+
+def _runs(job: Job) -> bool:
+    """Whether Slurm has nothing else in mind with a job than to run it."""
+    now = states([job.id]).get(job.id)
+    return now is not None and now.state == "RUNNING"
 
 
 def attempt(spec: RunSpec, run_dir: Path, job: Job, others: Others, started: float) -> int:
