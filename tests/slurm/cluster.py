@@ -7,6 +7,7 @@ what it would see on a cluster. Nothing of the machine's own Slurm, if there is 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -156,6 +157,11 @@ class Cluster:
 
         self._await(f"{job} to have ended", told, seconds=60)
         return found
+
+    def restarts(self, job: str) -> int:
+        """How often Slurm has put a job back into its queue."""
+        (count,) = re.findall(r"\bRestarts=(\d+)", self.command("scontrol", "show", "job", job))
+        return int(count)
 
     def cancel_all(self) -> None:
         """No job left."""
