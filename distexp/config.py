@@ -1,7 +1,7 @@
 """The typed schema of the configuration: every key that a user can set, its type and its meaning.
 
 Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so a misspelt key or a value of the
-wrong type is refused while composing. What only makes sense together is judged in ``rules.py``.
+wrong type is refused while composing. What only makes sense together is judged in ``resolve``.
 ``None`` means "not chosen": ``resolve`` fills it in from the strategy, the model or the machine.
 """
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distexp.context import Context
 from distexp.spec import RunSpec
-from distexp.strategies.base import Context
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from distexp import oom
 from distexp.exits import InterruptedRunError
+from distexp.launch import oom
+from distexp.launch.outcome import HANG_CODE, prepare, settle
 from distexp.launch.processes import end_tree, start_module
-from distexp.outcome import HANG_CODE, prepare, settle
 from distexp.results import RunRecord
 from distexp.screen import Screen
 from distexp.spec import RunSpec

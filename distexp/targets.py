@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from distexp.config import ConfigError
+from distexp.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    from distexp.engines.base import TrainingEngine
+    from distexp.strategies.base import Strategy
 
 
 def check_target(target: str, trusted: Sequence[str]) -> str | None:
@@ -27,3 +31,15 @@ def locate(target: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"_target_={target} cannot be imported ({error}): correct the name") from error
+
+
+def load_strategy(config: Config) -> Strategy:
+    """The chosen strategy."""
+    strategy: Strategy = locate(config.strategy._target_)()
+    return strategy
+
+
+def load_engine(config: Config) -> TrainingEngine:
+    """The chosen engine."""
+    engine: TrainingEngine = locate(config.engine._target_)()
+    return engine

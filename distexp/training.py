@@ -23,6 +23,7 @@ from torch import nn
 from distexp import attempts
 from distexp.answers import check_answerable, score_answers
 from distexp.config import Config
+from distexp.context import Context
 from distexp.data.base import TaskData
 from distexp.data.shards import ShardedLoader, Share
 from distexp.data.tokenization import Tokenizer
@@ -36,12 +37,11 @@ from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
 from distexp.models.transforms import transform
 from distexp.preflight.run import run_preflight
-from distexp.resolve import load_engine
 from distexp.results import PREDICTIONS, Environment, RunRecord, write_json
 from distexp.seeding import seed_everything
 from distexp.spec import RunSpec
-from distexp.strategies.base import Context, Wrapped
-from distexp.targets import locate
+from distexp.strategies.base import Wrapped
+from distexp.targets import load_engine, locate
 
 COMMUNICATION = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_")
 """How variables begin that change how workers talk to each other."""

@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distexp.launch.logs import error_path, log_path, memory_path, take_over_output
+from distexp.launch.outcome import RESERVE
 from distexp.launch.processes import die_with_parent
 from distexp.measure.events import Events
-from distexp.outcome import RESERVE
 from distexp.results import RunError, write_json
 
 

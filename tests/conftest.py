@@ -14,10 +14,10 @@ from omegaconf import DictConfig
 from slurm.cluster import Cluster, missing
 
 from distexp.config import Config, register_schema
-from distexp.identity import run_id
 from distexp.overrides import quote_choice
 from distexp.paths import conf_dir, config_groups
 from distexp.resolve import resolve, without_hydra
+from distexp.resolve.identity import run_id
 from distexp.results import RunInfo
 from distexp.spec import RunSpec
 

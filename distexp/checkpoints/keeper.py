@@ -12,10 +12,11 @@ from distexp.checkpoints import folder as disk
 from distexp.checkpoints import rng
 from distexp.checkpoints.folder import Meta, Sums
 from distexp.config import ConfigError, TrainConfig
+from distexp.context import Context
 from distexp.distributed import gather_to_all
 from distexp.engines.base import Work
 from distexp.results import Built, RunError
-from distexp.strategies.base import Context, Engine
+from distexp.strategies.base import Engine
 
 ENGINE = "engine"
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distexp.config import Config
+from distexp.context import Context
 from distexp.results import Built
-from distexp.strategies.base import Context, Wrapped
+from distexp.strategies.base import Wrapped
 
 if TYPE_CHECKING:
     from distexp.data.shards import ShardedLoader

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from distexp.config import Config
+from distexp.context import Context
 from distexp.data.base import Batch
 from distexp.data.shards import Step
 from distexp.engines.base import Work, check_built
@@ -20,12 +21,11 @@ from distexp.models.anatomy import blocks
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, shares
 from distexp.optim import build_optimizer, clip_gradients
-from distexp.resolve import load_strategy
 from distexp.results import Built
 from distexp.seeding import seed_everything
 from distexp.strategies import ds_model
-from distexp.strategies.base import Context
 from distexp.strategies.engine import whole_weights
+from distexp.targets import load_strategy
 
 
 class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no types

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from distexp.config import Config
+from distexp.context import Context
 from distexp.engines.base import Build, Work, check_built
 from distexp.results import Built
-from distexp.strategies.base import Context, Wrapped
+from distexp.strategies.base import Wrapped
 
 
 class Native:
@@ -21,8 +22,8 @@ class Native:
         from distexp.data.shards import StopRequestedError
         from distexp.loop import fit
         from distexp.notice import Notice
-        from distexp.resolve import load_strategy
         from distexp.seeding import seed_everything
+        from distexp.targets import load_strategy
 
         strategy = load_strategy(config)
         engine = strategy.setup(build(), config, context)

@@ -22,11 +22,11 @@ from types import FrameType
 from distexp import notice
 from distexp.hardware import Gpu, cpu_count, visible_gpus
 from distexp.launch.logs import fault_path, node_logs
+from distexp.launch.outcome import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, settle
 from distexp.launch.processes import descendants, die_with_parent, end_tree, orphaned, start_module
 from distexp.launch.rendezvous import Rendezvous, await_head, reserve
 from distexp.measure.heartbeat import last_sign
 from distexp.measure.sampler import Sampler
-from distexp.outcome import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, settle
 from distexp.results import RunError, write_json
 from distexp.spec import RunSpec
 
@@ -44,7 +44,7 @@ class StoppedError(BaseException):
 
 
 def main() -> None:
-    """Runs a node to its end; the exit code tells why it ended, see ``distexp.outcome``."""
+    """Runs a node to its end; the exit code tells why it ended, see ``distexp.launch.outcome``."""
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from distexp.config import TrainConfig
+from distexp.context import Context
 from distexp.data.shards import Step
 from distexp.distributed import sum_over_ranks
 from distexp.measure.allocator import AllocatorWatch
@@ -23,7 +24,6 @@ from distexp.measure.heartbeat import Heartbeat
 from distexp.measure.profiler import StepProfiler, Window
 from distexp.optim import learning_rate
 from distexp.results import Metrics, RunError
-from distexp.strategies.base import Context
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from distexp.config import TrainConfig
+from distexp.context import Context
 from distexp.distributed import gather_to_all
 from distexp.measure.chrome_trace import read_timeline
 from distexp.measure.clock import synchronize
 from distexp.measure.communication import Shares, shares
-from distexp.strategies.base import Context
 
 TRACE = Path("profile", "rank0.json.gz")
 """Within the run's directory; ui.perfetto.dev opens it."""

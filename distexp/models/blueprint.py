@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distexp.strategies.base import Context
+from distexp.context import Context
 
 Owner = tuple[nn.Module, str]
 

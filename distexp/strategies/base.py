@@ -7,7 +7,6 @@ that the training loop knows afterwards. A new strategy is one file here and one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,28 +16,11 @@ from distexp.results import Built
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor, device, nn
+    from torch import Tensor, nn
 
+    from distexp.context import Context
     from distexp.data.base import Batch
     from distexp.models.blueprint import Blueprint
-
-
-@dataclass(frozen=True)
-class Context:
-    """Where a worker stands."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    workers_per_node: int
-    nodes: int
-    device: device
-    run_dir: Path
-
-    @property
-    def node(self) -> int:
-        """The node's number."""
-        return self.rank // self.workers_per_node
 
 
 class Wrapped(Protocol):

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
+from distexp.context import Context
 from distexp.results import Built
 from distexp.strategies import ds_model
-from distexp.strategies.base import Context, Engine
+from distexp.strategies.base import Engine
 from distexp.strategies.ds_config import BUCKETS, at, conflicts, read_or_empty
 
 if TYPE_CHECKING:

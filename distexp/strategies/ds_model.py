@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
+from distexp.context import Context
 from distexp.results import Built, write_json
-from distexp.strategies.base import Context
 from distexp.strategies.ds_config import autocasts, effective_config, fit_buckets
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from distexp.config import Config
-from distexp.strategies.base import Context, Engine
+from distexp.context import Context
+from distexp.strategies.base import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
-from distexp.strategies.base import Context, Engine
+from distexp.context import Context
+from distexp.strategies.base import Engine
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from distexp.checkpoints import folder as disk
 from distexp.config import ConfigError
+from distexp.context import Context
 from distexp.distributed import join
 from distexp.measure.events import Events
 from distexp.spec import RunSpec
-from distexp.strategies.base import Context
 from distexp.training import train
 
 

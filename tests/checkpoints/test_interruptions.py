@@ -19,7 +19,7 @@ from conftest import REPOSITORY, make_spec, resolve_cell, run_distexp
 
 from distexp.checkpoints import folder as disk
 from distexp.config import ConfigError
-from distexp.identity import run_id
+from distexp.resolve.identity import run_id
 from distexp.results import RunRecord
 
 ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "faults")])}

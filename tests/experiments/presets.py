@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from distexp.config import Config, register_schema
-from distexp.counting import parameter_count
-from distexp.identity import run_id
 from distexp.overrides import quote_choice
 from distexp.paths import conf_dir, config_groups
+from distexp.resolve.counting import parameter_count
+from distexp.resolve.identity import run_id
 from distexp.results import Built, Environment, Metrics, RunInfo, RunRecord
 
 

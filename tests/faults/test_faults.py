@@ -14,7 +14,7 @@ import psutil
 import pytest
 from conftest import run_distexp
 
-from distexp.outcome import signal_deaths
+from distexp.launch.outcome import signal_deaths
 from distexp.results import RunRecord
 
 HERE = Path(__file__).parent

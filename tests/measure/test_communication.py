@@ -12,11 +12,11 @@ import pytest
 from conftest import REPOSITORY, make_spec, torchrun
 
 from distexp.config import TrainConfig
-from distexp.identity import run_id
 from distexp.measure.chrome_trace import read_timeline
 from distexp.measure.communication import Interval, Timeline, merged, overlap, shares
 from distexp.measure.phases import read_marks
 from distexp.measure.profiler import TRACE, Window
+from distexp.resolve.identity import run_id
 from distexp.results import RunRecord
 from distexp.screen import summary
 

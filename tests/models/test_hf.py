@@ -14,9 +14,9 @@ from torch import nn
 
 from distexp.config import ConfigError
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
-from distexp.identity import run_id
 from distexp.models import bloom, hf
 from distexp.models.anatomy import blocks, embeddings, forward_flops, tied
+from distexp.resolve.identity import run_id
 from distexp.screen import describe
 from distexp.spec import RunSpec
 
@@ -276,7 +276,7 @@ def test_a_folder_is_known_by_content_and_told_by_its_last_part(
     assert describe(RunSpec(relative, None)).startswith("first on squad_sample, ")  # type: ignore[arg-type]
 
     def identity(folder: Path, *words: str) -> str:
-        from distexp.identity import model_fingerprint
+        from distexp.resolve.identity import model_fingerprint
 
         model_fingerprint.cache_clear()
         return run_id(resolve_cell("model=hf", f"model.name={folder}", *words))

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import resolve_cell
 from test_loop_speed import Bare, Ours
 
-from distexp.strategies.base import Context
+from distexp.context import Context
 from distexp.training import load_data
 
 SAMPLES, REPEATS = 480, 5  # of an epoch; turns

@@ -15,15 +15,15 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from distexp.config import Config
+from distexp.context import Context
 from distexp.data.base import TaskData
 from distexp.data.shards import ShardedBatches, Share
 from distexp.loop import fit
 from distexp.measure.clock import synchronize
 from distexp.measure.events import Events
 from distexp.measure.journal import Journal, Plan
-from distexp.resolve import load_strategy
 from distexp.seeding import seed_everything
-from distexp.strategies.base import Context
+from distexp.targets import load_strategy
 from distexp.training import build_model, builder, load_data, loaders
 
 STEPS = 10  # of an epoch

@@ -8,10 +8,10 @@ import pytest
 from conftest import resolve_cell, run_distexp
 
 from distexp.config import ConfigError
-from distexp.identity import run_id
 from distexp.launch import ledger
 from distexp.launch.ledger import Entry
 from distexp.launch.slurm.script import Array, shape
+from distexp.resolve.identity import run_id
 
 NO_SLURM = {"PATH": "/usr/bin:/bin", "SLURM_CONF": "/nowhere"}
 

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from distexp.exits import SweepFailedError, WatcherLeftError
+from distexp.launch.progress import progress
 from distexp.launch.slurm.states import ACTIVE, Known, RunState, look
-from distexp.progress import progress
 from distexp.results import FAILURES, load_all
 from distexp.screen import COLORS, Screen
 

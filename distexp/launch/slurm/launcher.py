@@ -18,6 +18,7 @@ from distexp import attempts
 from distexp.config import ConfigError
 from distexp.launch import ledger
 from distexp.launch.earlier import DONE, EarlierRun
+from distexp.launch.outcome import failed_record
 from distexp.launch.slurm import client
 from distexp.launch.slurm.follow import follow, some
 from distexp.launch.slurm.keys import adopt
@@ -25,7 +26,6 @@ from distexp.launch.slurm.script import FOLDER, Array, shape
 from distexp.launch.slurm.states import ACTIVE, look
 from distexp.launch.snapshot import NAME, GitState, take
 from distexp.launch.sweep import Cell, compose_cells, placed, save_master, sweep_directory, write_invalid
-from distexp.outcome import failed_record
 from distexp.results import RunError, write_json
 from distexp.spec import RunSpec
 

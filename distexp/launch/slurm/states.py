@@ -10,10 +10,10 @@ from pathlib import Path
 
 from distexp import attempts
 from distexp.launch import ledger
+from distexp.launch.outcome import add_traces, failed_record, judge, told_errors
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState
 from distexp.launch.slurm.script import FOLDER
-from distexp.outcome import add_traces, failed_record, judge, told_errors
 from distexp.results import RECORD, RunError, RunRecord
 from distexp.spec import RunSpec
 

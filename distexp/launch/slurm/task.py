@@ -19,13 +19,14 @@ from types import FrameType
 
 import submitit
 
-from distexp import notice, oom
+from distexp import notice
 from distexp.checkpoints.folder import in_run, step_of
+from distexp.launch import oom
 from distexp.launch.agent import Place, StoppedError, run_node, stop
 from distexp.launch.logs import exit_path, fault_path
+from distexp.launch.outcome import STOPPED_CODE, prepare, settle
 from distexp.launch.processes import NOTICE_SIGNAL
 from distexp.launch.slurm.client import SlurmError, minutes_left, requeue, states
-from distexp.outcome import STOPPED_CODE, prepare, settle
 from distexp.results import RunError, RunRecord, write_json
 from distexp.spec import RunSpec
 from distexp.tracking.process import tracked

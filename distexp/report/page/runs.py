@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from distexp.report.figures import Figure
-from distexp.report.files import flat
+from distexp.report.flat import flat
 from distexp.report.frame import Row
 from distexp.report.overview import Overview, reason
 from distexp.report.settings import setting_text

@@ -9,9 +9,9 @@ import pytest
 from conftest import compose_cell, make_spec, resolve_cell
 
 from distexp.config import ConfigError
-from distexp.identity import run_id
 from distexp.overrides import quote_choice
 from distexp.paths import config_groups, options_of
+from distexp.resolve.identity import run_id
 from distexp.spec import RunSpec
 from distexp.strategies.ds_config import effective_config
 

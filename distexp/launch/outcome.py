@@ -21,10 +21,10 @@ from typing import Any
 
 from distexp import attempts
 from distexp.hardware import cpu_count, visible_gpus
+from distexp.launch.oom import killed_for_memory
 from distexp.measure.events import last_figure
 from distexp.measure.phases import read_marks
 from distexp.measure.summary import energy_j, run_traces, summarize_run
-from distexp.oom import killed_for_memory
 from distexp.results import RECORD, Environment, RunError, RunInfo, RunRecord
 from distexp.spec import RunSpec
 

@@ -7,7 +7,7 @@ import torch
 from conftest import resolve_cell
 
 from distexp.config import Config, ConfigError
-from distexp.counting import parameter_count
+from distexp.resolve.counting import parameter_count
 from distexp.targets import locate
 
 GPT = ("model=gpt", "dataset=squad", "train.micro_batch_size=8", "cluster.device=cpu")
