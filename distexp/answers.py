@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, device
 
 from distexp.config import ConfigError
-from distexp.data.base import IGNORE, Batch, TaskData
+from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, TaskData
 from distexp.data.qa import QASamples
 from distexp.data.shards import ShardedLoader
 from distexp.data.tokenization import Tokenizer, Tokens
 from distexp.distributed import gather_to_all, sum_over_ranks
 from distexp.measure.squad_metric import Score, score
-from distexp.models.anatomy import most_positions
+from distexp.models.anatomy import chooses_logits, most_positions
 from distexp.models.objective import logits_of
 from distexp.strategies.base import Wrapped
 
@@ -108,16 +108,19 @@ class Writer:
     def _next(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """The likeliest next token of each row, shape (rows,), among those that the tokenizer has."""
         mask = (torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).long()
+        inputs, last = {"input_ids": ids, "attention_mask": mask}, lengths - 1
+        if chooses_logits(self.engine.model):
+            inputs[LOGITS_TO_KEEP], last = last, torch.arange(len(ids), device=self.device)
         batch = Batch(
-            inputs={"input_ids": ids, "attention_mask": mask},
+            inputs=inputs,
             labels=torch.full_like(ids, IGNORE),
             samples=len(ids),
             targets=0,
             tokens=0,
         )
         logits = logits_of(self.engine.forward(batch))
-        last = logits[torch.arange(len(ids), device=self.device), lengths - 1]
-        return last[:, : self.tokenizer.size].argmax(dim=-1)
+        following = logits[torch.arange(len(ids), device=self.device), last]
+        return following[:, : self.tokenizer.size].argmax(dim=-1)
 
 
 def _rounded_up(length: int) -> int:

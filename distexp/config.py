@@ -152,6 +152,7 @@ class TrainConfig:
     log_every: int = 10  # steps between two lines of metrics.jsonl
     seed: int = 42
     on_nan: str = "stop"  # a loss that is not finite: stop the run as failed, or record it and go on
+    logits: str = "all"  # where a causal LM computes them: all, or targets alone (the same loss by less work)
     activation_checkpointing: bool = False
     compile: bool = False
     checkpoint_every: int | str | None = None  # steps, or epoch; null: only where a run has to end early

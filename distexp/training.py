@@ -10,7 +10,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -26,6 +26,7 @@ from distexp.config import Config
 from distexp.context import Context
 from distexp.data.base import TaskData
 from distexp.data.shards import ShardedLoader, Share
+from distexp.data.text import TargetLogits
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed import gather_to_all, head_address, join
 from distexp.engines.base import Work
@@ -33,6 +34,7 @@ from distexp.hardware import cpu_count
 from distexp.measure.events import Events
 from distexp.measure.flops import peak_tflops, training_flops
 from distexp.measure.journal import Journal, Plan
+from distexp.models.anatomy import check_chooses_logits
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
 from distexp.models.transforms import transform
@@ -143,6 +145,8 @@ def add_arithmetic(record: RunRecord, flops_per_sample: float | None, world_size
 def load_data(config: Config, context: Context) -> TaskData:
     """Reads the data set; one rank a node prepares what is cached, and tells what there is to tell."""
     data: TaskData = locate(config.dataset._target_)(config.dataset, config.model, config.train.seed)
+    if config.train.logits == "targets":
+        data = replace(data, collate=TargetLogits(data.collate))
     if config.train.score_answers:
         check_answerable(data)
     if context.rank == 0:
@@ -161,6 +165,8 @@ def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
     blueprint = Blueprint(builder(config, data), context, alone=not config.fsdp.sync_module_states)
     if config.train.save_model:
         check_exportable(blueprint.model)
+    if config.train.logits == "targets":
+        check_chooses_logits(blueprint.model)
     transform(blueprint.model, config)
     return blueprint
 

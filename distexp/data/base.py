@@ -11,6 +11,9 @@ from torch import Tensor, device
 IGNORE = -100
 """The label that no loss counts: padding, prompts, and samples that only fill a batch."""
 
+LOGITS_TO_KEEP = "logits_to_keep"
+"""An input of causal LMs, by transformers' name: the positions whose logits are wanted, shape (kept,)."""
+
 Sample = Mapping[str, Tensor]
 """One example: what the model takes, and its ``labels``."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.data.base import IGNORE, Batch, Sample
+from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, Sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +63,27 @@ class TextCollate:
             samples=int(rows.sum()),
             targets=int(counted.sum()),
             tokens=int(mask[rows].sum()),
+        )
+
+
+@dataclass(frozen=True)
+class TargetLogits:
+    """A collate whose batches ask for logits only where some sample's next token is a target.
+
+    Of the labels, shape (samples, kept), those are left that the logits at these positions predict. The first of
+    them and the last logits count for nothing, as where all are kept. A position that one sample needs, all have.
+    """
+
+    collate: Callable[[Sequence[Sample]], Batch]
+
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        batch = self.collate(samples)
+        targets = (batch.labels[:, 1:] != IGNORE).any(dim=0).nonzero().flatten()
+        last = batch.labels.shape[1] - 1
+        return replace(
+            batch,
+            inputs={**batch.inputs, LOGITS_TO_KEEP: pad(targets, (0, 1), value=last)},
+            labels=batch.labels[:, pad(targets + 1, (1, 0), value=0)],
         )
 
 

@@ -24,9 +24,10 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 def training_flops(config: Config, data: TaskData) -> float | None:
     """Floating point operations to train on one sample as it is padded, recomputation not counted.
 
-    Counted by torch on a copy without memory. None where batches have no fixed shape.
+    Counted by torch on a copy without memory. None where batches, or their logits, have no fixed shape.
     """
-    if config.model.task == "causal_lm" and config.dataset.padding != "max_length":
+    fixed = config.dataset.padding == "max_length" and config.train.logits == "all"
+    if config.model.task == "causal_lm" and not fixed:
         return None
     with torch.device("meta"):
         model = locate(config.model._target_)(config.model, data.num_classes).eval()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from distexp.config import ConfigError
+from distexp.data.base import LOGITS_TO_KEEP
 
 Named = list[tuple[str, nn.Module]]
 
@@ -60,6 +62,20 @@ def most_positions(model: nn.Module) -> int | None:
     settings = getattr(bare, "config", None)
     known = getattr(settings.get_text_config(), "max_position_embeddings", None) if settings is not None else None
     return None if known is None else int(known)
+
+
+def chooses_logits(model: nn.Module) -> bool:
+    """Whether a model, also inside a wrapper that calls it ``module``, can be asked for some of its logits."""
+    return LOGITS_TO_KEEP in signature(getattr(model, "module", model).forward).parameters
+
+
+def check_chooses_logits(model: nn.Module) -> None:
+    """Raises ConfigError where a model gives all of its logits or none."""
+    if not chooses_logits(model):
+        raise ConfigError(
+            f"train.logits=targets asks a model for some of its logits, and {type(model).__name__}.forward has no "
+            f"{LOGITS_TO_KEEP}: leave it out"
+        )
 
 
 def forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:

@@ -89,12 +89,15 @@ class GPT(nn.Module):
         if tie:
             self.head.weight = self.tokens.weight
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, logits_to_keep: Tensor | None = None
+    ) -> Tensor:
         """Logits of shape (samples, length, vocabulary).
 
         Args:
             input_ids: (samples, length), at most seq_length long.
             attention_mask: (samples, length), 0 where there is padding, on either side; None: no padding.
+            logits_to_keep: (kept,), the only positions whose logits are wanted; None: all.
 
         Raises:
             ValueError: more tokens than there are positions.
@@ -112,6 +115,8 @@ class GPT(nn.Module):
         allowed = _allowed(attention_mask)
         for block in self.blocks:
             hidden = block(hidden, allowed)
+        if logits_to_keep is not None:
+            hidden = hidden[:, logits_to_keep]
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 

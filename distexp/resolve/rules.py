@@ -36,6 +36,11 @@ def _task_faults(config: Config) -> Iterator[str]:
             f"dataset={dataset.name} is for {dataset.task}, model={model.name} does {model.task}: "
             f"choose dataset={fitting}"
         )
+    if config.train.logits == "targets" and model.task != "causal_lm":
+        yield (
+            f"train.logits=targets chooses among the positions of a text, and model={model.name} does {model.task}: "
+            "leave it out"
+        )
     if config.train.score_answers and "answer_tokens" not in dataset.keys:
         yield (
             f"train.score_answers=true scores answers against references, and dataset={dataset.name} has none: "

@@ -11,6 +11,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "model.task": ("causal_lm", "image_classification"),
     "dataset.padding": ("max_length", "longest"),
     "precision.name": ("fp32", "bf16", "fp16"),
+    "train.logits": ("all", "targets"),
     "train.optimizer": ("adamw", "sgd"),
     "train.schedule": ("linear", "step", "constant"),
     "train.on_nan": ("stop", "record"),

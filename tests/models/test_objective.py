@@ -6,26 +6,35 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from conftest import resolve_cell
+from torch import Tensor, nn
 from torch.nn import functional
 
-from distexp.data.base import IGNORE, Batch
+from distexp.config import ConfigError
+from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, Sample
 from distexp.data.images import collate_images
-from distexp.data.text import TextCollate
+from distexp.data.text import TargetLogits, TextCollate
+from distexp.models.anatomy import check_chooses_logits
 from distexp.models.objective import correct_count, evaluation_sums, loss_sum
+from distexp.targets import locate
 
 VOCABULARY = 13
+COLLATE = TextCollate(pad_id=0, length=10)
 
 
-def text_batch() -> Batch:
+def text_samples() -> list[Sample]:
     """Three samples of different lengths; the last one only fills the batch."""
-    samples = []
+    samples: list[Sample] = []
     for length, prompt in ((6, 3), (9, 0), (4, 4)):
         ids = torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length))
         labels = ids.clone()
         labels[:prompt] = IGNORE
         samples.append({"input_ids": ids, "labels": labels})
-    return TextCollate(pad_id=0, length=10)(samples)
+    return samples
+
+
+def text_batch() -> Batch:
+    return COLLATE(text_samples())
 
 
 def image_batch() -> Batch:
@@ -54,6 +63,46 @@ def test_language_loss_predicts_the_next_token() -> None:
     for outputs in (logits, SimpleNamespace(logits=logits)):
         assert float(loss_sum("causal_lm", outputs, batch)) == pytest.approx(expected, rel=1e-6)
         assert int(correct_count(outputs, batch)) == hits
+
+
+@pytest.mark.parametrize("name", ["bloom_tiny", "gpt_tiny"])
+def test_logits_at_targets_alone_have_the_same_loss_and_gradients(name: str) -> None:
+    config = resolve_cell(f"model={name}", "model.vocab_size=13")
+    torch.manual_seed(0)
+    model: nn.Module = locate(config.model._target_)(config.model, VOCABULARY).eval()
+    found = []
+    for batch in (text_batch(), TargetLogits(COLLATE)(text_samples())):
+        outputs = model(**batch.inputs)
+        loss = loss_sum("causal_lm", outputs, batch)
+        model.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append((outputs if isinstance(outputs, Tensor) else outputs.logits, loss, gradients, batch))
+    (_, loss, gradients, whole), (logits, chosen_loss, chosen_gradients, batch) = found
+    # The second sample predicts 1 to 8, the first 3 to 5 among them; the last position closes.
+    assert batch.inputs[LOGITS_TO_KEEP].tolist() == [*range(8), 9]
+    assert logits.shape == (3, 9, VOCABULARY)
+    assert (batch.samples, batch.targets, batch.tokens) == (whole.samples, whole.targets, whole.tokens)
+    torch.testing.assert_close(chosen_loss, loss)
+    torch.testing.assert_close(chosen_gradients, gradients)
+
+
+def test_logits_without_any_target_are_one_that_counts_for_nothing() -> None:
+    batch = TargetLogits(COLLATE)(text_samples()[2:])
+    assert (batch.targets, batch.inputs[LOGITS_TO_KEEP].tolist()) == (0, [9])
+    logits = logits_for(1, 1, VOCABULARY).requires_grad_()
+    loss = loss_sum("causal_lm", logits, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_a_model_that_cannot_choose_its_logits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="forward has no logits_to_keep: leave it out"):
+        check_chooses_logits(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="targets chooses among the positions of a text"):
+        resolve_cell("model=resnet_tiny", "dataset=tinyimagenet_sample", "train.logits=targets")
 
 
 def test_image_loss_is_torchs_own() -> None:

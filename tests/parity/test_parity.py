@@ -33,6 +33,7 @@ COMMON = (
     "train.save_model=true",
 )
 HF = "engine=hf_trainer"
+TARGETS = "train.logits=targets"
 SHARDINGS = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard")
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
 CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest library that its workers import
@@ -55,6 +56,9 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest 
             for sharding in SHARDINGS
             for offload in ("false", "true")
         },
+        "targets_ddp": (TARGETS, "strategy=ddp"),
+        "targets_gpt_full_shard": (TARGETS, "sharding=full_shard", "model=gpt_tiny"),
+        "hf_targets_full_shard": (HF, TARGETS, "sharding=full_shard"),
         "hf_ddp": (HF, "strategy=ddp"),
         "hf_sgd_ddp": (HF, "strategy=ddp", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
         "hf_full_shard_checkpointed": (HF, "sharding=full_shard", "train.activation_checkpointing=true"),
@@ -83,6 +87,8 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest 
         "gpt_zero3": ("zero_stage=3", "model=gpt_tiny"),
         "bf16_zero2": ("zero_stage=2", "precision=bf16"),
         "bf16_zero3": ("zero_stage=3", "precision=bf16"),
+        "targets_zero3": (TARGETS, "zero_stage=3"),
+        "hf_targets_zero2": (HF, TARGETS, "zero_stage=2"),
         "hf_zero0": (HF, "zero_stage=0"),
         "hf_gpt_zero1": (HF, "zero_stage=1", "model=gpt_tiny"),
         "hf_zero2_offload": (HF, "zero_stage=2", "offload=true"),
