@@ -26,6 +26,7 @@ from distexp.launch.agent import Place, StoppedError, run_node, stop
 from distexp.launch.logs import exit_path, fault_path
 from distexp.launch.outcome import STOPPED_CODE, prepare, settle
 from distexp.launch.processes import NOTICE_SIGNAL
+from distexp.launch.rendezvous import announced
 from distexp.launch.slurm.client import SlurmError, minutes_left, requeue, states
 from distexp.results import RunError, RunRecord, write_json
 from distexp.spec import RunSpec
@@ -68,6 +69,10 @@ def own_address() -> str:
     return name or socket.gethostname()
 
 
+class SupersededError(BaseException):
+    """A later attempt has begun; not an Exception, so that nothing takes it for a fault."""
+
+
 @dataclass
 class Others:
     """The agents of the other nodes, by the files in which they tell how they ended."""
@@ -76,6 +81,7 @@ class Others:
     job: Job
     nodes: int
     looked: float = 0.0
+    begun: bool = False  # whether the head has told that this attempt has
     codes: dict[int, int] = field(default_factory=dict)
 
     def look(self) -> None:
@@ -89,11 +95,24 @@ class Others:
                 self.codes[node] = told["code"]
 
     def lost(self) -> bool:
-        """Whether one has ended badly; looks twice a second, for a network's file system counts every look."""
-        if self.nodes > 1 and time.monotonic() - self.looked > LOOK_S:
+        """Whether one has ended badly; looks twice a second, for a network's file system counts every look.
+
+        Raises SupersededError where a later attempt has begun.
+        """
+        if time.monotonic() - self.looked > LOOK_S:
             self.looked = time.monotonic()
-            self.look()
+            self.check_latest()
+            if self.nodes > 1:
+                self.look()
         return any(self.codes.values())
+
+    def check_latest(self) -> None:
+        """Raises SupersededError where Slurm, cut off from this attempt, has begun another in the same directory."""
+        latest = announced(self.run_dir)
+        if latest is not None and latest.attempt == self.job.attempt:
+            self.begun = True
+        elif latest is not None and self.begun:
+            raise SupersededError(f"{self.job.attempt} was given up by Slurm, and {latest.attempt} has begun")
 
     def await_all(self, seconds: float) -> dict[int, int]:
         """Everyone's exit code; an agent that says nothing was killed, or its node is gone."""
@@ -111,6 +130,14 @@ class Others:
 
 def main() -> None:
     """Runs a node to its end; the head's exit code is 0 where the run completed."""
+    try:
+        sys.exit(run_task())
+    except SupersededError as error:
+        sys.exit(f"{error}: this one ends, and leaves no record")
+
+
+def run_task() -> int:
+    """A node's part of a job, as its exit code."""
     started, job = time.time(), Job.from_environment()
     listed = Path(sys.argv[1])
     directory = json.loads(listed.read_text())["directories"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
@@ -122,7 +149,7 @@ def main() -> None:
     others = Others(run_dir, job, spec.nodes)
     if job.node != 0:
         attempt(spec, run_dir, job, others, started)
-        return
+        return 0
     with tracked(spec, run_dir) as tracking:
         code = attempt(spec, run_dir, job, others, started)
         record = conclude(spec, run_dir, code, others, started)
@@ -131,7 +158,7 @@ def main() -> None:
         print(sentence, flush=True)
     if starts_again(spec, run_dir, job, record, lost=bool(others.silent())):
         time.sleep(REQUEUE_S)  # Slurm ends this process
-    sys.exit(0 if record.status == "completed" else 1)
+    return 0 if record.status == "completed" else 1
 
 
 def starts_again(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord, *, lost: bool) -> bool:
@@ -177,6 +204,7 @@ def attempt(spec: RunSpec, run_dir: Path, job: Job, others: Others, started: flo
         pass
     except TimeoutError as error:
         code = _no_head(run_dir, job, error)
+    others.check_latest()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell(run_dir, job, code)
     return code
@@ -197,11 +225,11 @@ def conclude(spec: RunSpec, run_dir: Path, code: int, others: Others, started: f
     silent = [node for node, other in codes.items() if other == -signal.SIGKILL]
     if silent:
         return settle(spec, run_dir, codes, started, f"node {silent[0]} is gone, and Slurm ended the job")
-    status, why = announced(run_dir)
+    status, why = told_to_end(run_dir)
     return settle(spec, run_dir, codes, started, why, stopped_status=status)
 
 
-def announced(run_dir: Path) -> tuple[str, str]:
+def told_to_end(run_dir: Path) -> tuple[str, str]:
     """Status and reason of a run that Slurm told to end."""
     try:
         reason = json.loads((run_dir / notice.FILE).read_text())["reason"]
