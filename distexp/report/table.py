@@ -143,20 +143,41 @@ class ExerciseTables:
 
 
 def _exercise(table: Exercise, console: Console) -> RenderResult:
-    """An exercise's own table; its cells are wrapped where the terminal is narrow."""
+    """An exercise's own table; titles and cells are wrapped where the terminal is narrow."""
+    gap, widths = _layout(table, console.width)
     drawing = Table(
-        box=box.SIMPLE_HEAD, header_style="bold", padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False
+        box=box.SIMPLE_HEAD, header_style="bold", padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False
     )
-    named = max(len(word) for cells in table.rows for word in cells[0].split())  # FULL_SHARD, and no part of it
-    for position, title in enumerate(table.header):
-        width = None if position else min(named, console.width // 4)
-        drawing.add_column(Text(title), vertical="bottom", overflow="fold", min_width=width)
+    for title, width in zip(table.header, widths, strict=True):
+        drawing.add_column(Text(title), vertical="bottom", overflow="fold", width=width)
     for cells in table.rows:
         drawing.add_row(*map(Text, cells))
     yield Text(f"\n{table.title}\n", style="bold")
     yield drawing
     if table.note:
         yield Text(f"\n{table.note}", style="dim")
+
+
+def _layout(table: Exercise, width: int) -> tuple[int, list[int | None]]:
+    """Blanks between columns, and their widths: a word is broken only where it must be, a title's before a cell's."""
+    titles, cells = [[title] for title in table.header], [list(column) for column in zip(*table.rows, strict=True)]
+    whole = [max(map(cell_len, title + column)) for title, column in zip(titles, cells, strict=True)]
+    words = [_longest_word(title + column) for title, column in zip(titles, cells, strict=True)]
+    for gap, least in ((GAP, words), (1, words), (1, list(map(_longest_word, cells)))):
+        spare = width - sum(least) - gap * (len(whole) - 1)
+        if spare >= 0:
+            break
+    else:
+        return 1, [None] * len(whole)
+    widths = list(least)
+    for _ in range(min(spare, sum(whole) - sum(least))):
+        lacking = [(max(0, words[n] - have), whole[n] - have, n) for n, have in enumerate(widths)]
+        widths[max(lacking)[-1]] += 1
+    return gap, [*widths]
+
+
+def _longest_word(texts: Sequence[str]) -> int:
+    return max(cell_len(word) for text in texts for word in text.split() or [""])
 
 
 def exercises(records: Sequence[RunRecord]) -> ExerciseTables:

@@ -207,3 +207,19 @@ def test_markup_in_messages_is_text() -> None:
 def test_nothing_at_all_and_a_single_run() -> None:
     assert "completed" in printed([record(0)])
     assert printed([]) is not None
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_an_exercises_own_table_breaks_no_figure_and_with_room_no_word(width: int) -> None:
+    records = [
+        record(n, cluster__workers_per_node=n, strategy="fsdp", speed=1234.5 * n, peak=23456.0) for n in (1, 2, 4, 8)
+    ]
+    for one in records:
+        one.config["exercise"] = "fsdp/custom_multi_gpu"
+    _, _, own = printed(records, width).partition("(fsdp/custom_multi_gpu)")
+    assert max(map(len, own.splitlines())) <= width
+    for figure in ("1,234.5", "9,876.0", "24.60"):
+        assert figure in own.split()
+    if width == 80:
+        for word in ("Total", "Samples/s", "(Callback)", "Utilization", "Runtime"):
+            assert word in own.split()
