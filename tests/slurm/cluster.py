@@ -88,13 +88,8 @@ class Cluster:
             process.kill()
         self.daemons.pop(f"slurmd-{node}").wait(timeout=30)
 
-    def cut_off_node(self, node: str) -> None:
-        """A node's network goes; what runs there runs on, on the file system that all share."""
-        self._ip("-n", self._space(node), "link", "set", "eth0", "down")
-
     def mend_node(self, node: str) -> None:
-        """Brings back a node that crashed, was cut off or was set down, and waits until it is idle."""
-        self._ip("-n", self._space(node), "link", "set", "eth0", "up")
+        """Brings back a node that crashed or was set down, and waits until it is idle."""
         if f"slurmd-{node}" not in self.daemons:
             self.start_node(node)
         state = f"sinfo -h -N -n {node} -p low -o %T".split()
