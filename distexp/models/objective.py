@@ -73,7 +73,8 @@ def _aligned(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits of shape (labels, classes), and the labels that they predict."""
     logits = logits_of(outputs)
     if task == "causal_lm":
-        return logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten()
+        # Labels move, not logits: to leave out the last logits of each sample would copy all the others.
+        return logits.flatten(0, 1), functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE).flatten()
     if task == "image_classification":
         return logits, batch.labels
     raise ValueError(f"task={task} must be causal_lm or image_classification")

@@ -114,11 +114,13 @@ class DeepSpeedEngine:
 
         outputs = self.model(**batch.inputs)
         loss = loss_sum(self.task, outputs, batch) / normalizer
+        told = shares(self.task, outputs, batch, loss, normalizer)
+        del outputs  # a large vocabulary's logits, which the backward pass can do without
         # The normalizer already holds the accumulation, and the ranks are averaged by DeepSpeed.
         self.model.backward(loss * self.world_size, scale_wrt_gas=False)
         if not last_micro:
             self.model.step()
-        return shares(self.task, outputs, batch, loss, normalizer)
+        return told
 
     def step(self, learning_rate: float) -> Tensor:
         """Clips, updates and clears; the gradient norm before clipping."""

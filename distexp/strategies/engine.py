@@ -80,9 +80,11 @@ class TorchEngine:
             with self.autocast:
                 outputs = self.model(**batch.inputs)
             loss = loss_sum(self.task, outputs, batch) / normalizer
+            told = shares(self.task, outputs, batch, loss, normalizer)
+            del outputs  # a large vocabulary's logits, which the backward pass can do without
             # Gradients are averaged over the ranks; their sum is wanted.
             self.scaler.scale(loss * self.world_size).backward()  # type: ignore[no-untyped-call]
-        return shares(self.task, outputs, batch, loss, normalizer)
+        return told
 
     def step(self, learning_rate: float) -> Tensor:
         """Clips, updates and clears; the gradient norm before clipping."""

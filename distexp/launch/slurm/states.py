@@ -24,7 +24,7 @@ LATE_S = 2.0
 """How long a job that has ended may take to show its record: other nodes' writes come late through a file system."""
 
 LAST_LINES = 3
-MEMORY_KILL = re.compile(r"exceeded job memory limit|oom[-_ ]kill", re.IGNORECASE)
+MEMORY_KILL = re.compile(r"exceeded (job )?memory limit|oom[-_ ]kill", re.IGNORECASE)
 """What slurmstepd says of a step that was ended for its memory, whatever Slurm then calls the job's state."""
 
 REASONS = {
@@ -195,21 +195,25 @@ def _post_mortem(
     if job.state in endings:
         status, message = endings[job.state]
         return status, RunError(job.state.title().replace("_", ""), message)
+    printed = _printed(sweep_dir / FOLDER, entry.job or "")
+    for log, line in printed:  # by slurmstepd, before or after what srun says of the tasks that it killed
+        if MEMORY_KILL.search(line):
+            status, message = endings["OUT_OF_MEMORY"]
+            return status, RunError("OutOfMemory", f"{message}: {line} ({log})")
     if begun and told_errors(directory):
         return judge(directory, {0: 1}, spec)
-    words = _last_words(sweep_dir / FOLDER, entry.job or "")
-    if MEMORY_KILL.search(" ".join(words)):
-        status, message = endings["OUT_OF_MEMORY"]
-        return status, RunError("OutOfMemory", ": ".join([message, *words]))
     said = f"{name} ended as {job.state} {when}, without a record"
-    return "failed", RunError("JobDied", ": ".join([said, *words]))
+    if printed:
+        said += f": {' | '.join(line for _, line in printed[-LAST_LINES:])} ({printed[0][0]})"
+    return "failed", RunError("JobDied", said)
 
 
-def _last_words(folder: Path, job: str) -> list[str]:
-    """The last lines that a job printed, on whichever node, and where there are more; nothing where it printed none."""
+def _printed(folder: Path, job: str) -> list[tuple[Path, str]]:
+    """The lines that a job printed, on whichever node, each with its log."""
     logs = sorted(folder.glob(f"{job}_*_log.out"))
-    lines = [line.strip() for path in logs for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return [f"{' | '.join(lines[-LAST_LINES:])} ({logs[0]})"] if lines else []
+    return [
+        (log, line.strip()) for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()
+    ]
 
 
 def _remember(sweep_dir: Path, entries: Mapping[int, ledger.Entry], found: Mapping[int, RunState]) -> None:
