@@ -90,6 +90,7 @@ def test_writing_checkpoints_changes_nothing(runs: Runs) -> None:
     assert not (folder / "unwatched" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_chance_matters_here(runs: Runs) -> None:
     """Without dropout the first loss is another one: what goes on above goes on with its chance."""
     folder = runs("torch", 2)

@@ -30,6 +30,7 @@ ENDLESS_ENOUGH = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_that_had_to_end_goes_on_and_is_the_same_training(slurm: Cluster, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     done = run_distexp("--multirun", "cluster=slurm", *ENDLESS_ENOUGH, f"hydra.sweep.dir={sweep}", env=slurm.env)
