@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -48,10 +50,10 @@ def write_page(overview: Overview, figures: Sequence[Plot], path: Path, skipped:
         phases=PHASES,
         palettes={"light": LIGHT, "dark": DARK},
         style=Markup((HERE / "page.css").read_text()),
-        table_style=_table_library(".css"),
-        table_script=_table_library(".js"),
-        chart_script=_chart_library(),
-        script=_script((HERE / "page.js").read_text()),
+        table_style=_code(_table_library(".css")),
+        table_library=_packed(_table_library(".js")),
+        chart_library=_packed(_chart_library()),
+        script=_code((HERE / "page.js").read_text()),
         data=_json(_data(overview, figures, path.parent)),
     )
     path.write_text(text)
@@ -69,12 +71,12 @@ def _data(overview: Overview, figures: Sequence[Plot], directory: Path) -> dict[
 
 
 @cache
-def _chart_library() -> Markup:
-    """Vega, Vega-Lite and Vega-Embed, as vl_convert bundles them; it takes a second to make."""
-    return _script(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGALITE))
+def _chart_library() -> str:
+    """A module of Vega, Vega-Lite and Vega-Embed, as vl_convert bundles them; it takes a second to make."""
+    return vl_convert.javascript_bundle("export default vegaEmbed;", vl_version=VEGALITE)
 
 
-def _table_library(kind: str) -> Markup:
+def _table_library(kind: str) -> str:
     """DataTables, as the package itables bundles it: a module, and its style.
 
     The package is not imported, for it would read the pyproject.toml of whatever folder one is in.
@@ -82,10 +84,16 @@ def _table_library(kind: str) -> Markup:
     package = find_spec("itables")
     assert package is not None
     assert package.origin is not None
-    return _script((Path(package.origin).parent / "html" / f"dt_bundle{kind}").read_text())
+    return (Path(package.origin).parent / "html" / f"dt_bundle{kind}").read_text()
 
 
-def _script(text: str) -> Markup:
+@cache
+def _packed(module: str) -> str:
+    """A library's module for the page's script to unpack: of a page with one sweep they would be nine tenths."""
+    return b64encode(gzip.compress(module.encode(), mtime=0)).decode()
+
+
+def _code(text: str) -> Markup:
     """Code inside a script or style element, which ends at the first closing tag of either."""
     return Markup(text.replace("</script", "<\\/script").replace("</style", "<\\/style"))
 

@@ -18,6 +18,17 @@ function element(name, text, attributes = {}) {
   return made;
 }
 
+// A module that stands in the page, packed by gzip.
+async function library(id) {
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
+  const source = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const text = await new Response(source).text();
+  const address = URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
+  const module = await import(address);
+  URL.revokeObjectURL(address);
+  return module;
+}
+
 // ---- the table of runs ----
 
 function statusCell([status, why]) {
@@ -61,10 +72,7 @@ function columnOf(column) {
 }
 
 async function drawRuns() {
-  const source = document.getElementById("table-library").textContent;
-  const address = URL.createObjectURL(new Blob([source], { type: "text/javascript" }));
-  const { default: DataTable, set_or_remove_dark_class: followTheme } = await import(address);
-  URL.revokeObjectURL(address);
+  const { default: DataTable, set_or_remove_dark_class: followTheme } = await library("table-library");
   followTheme();
   // What was not measured stands last, whichever way a column is sorted.
   const compare = (way) => (a, b) => (a === null) - (b === null) || way * (a - b);
@@ -105,10 +113,11 @@ async function drawRuns() {
 const PAPER = { alone: 640, beside: 270 }; // pixels that a chart has on paper, by itself or in two columns
 
 async function drawCharts() {
+  const { default: vegaEmbed } = await library("chart-library");
   const drawn = [];
   for (const place of document.querySelectorAll("[data-chart]")) {
     const options = { actions: false, renderer: "svg", tooltip: { theme: "custom" } };
-    const { view } = await window.vegaEmbed(place, data.charts[place.dataset.chart], options);
+    const { view } = await vegaEmbed(place, data.charts[place.dataset.chart], options);
     drawn.push([place, view]);
   }
   // What is drawn for a screen would be shrunk on paper, its letters with it.
