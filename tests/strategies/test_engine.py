@@ -1,0 +1,52 @@
+"""What the engine of plain torch holds on to."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from conftest import resolve_cell
+from torch import Tensor, nn
+
+from distexp.context import Context
+from distexp.data.base import Batch
+from distexp.strategies.engine import Distribution, TorchEngine
+
+
+class Recording(nn.Module):
+    """A model that remembers which logits it gave, and whether they are still there when its gradients come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
+        self.alive: list[bool] = []
+        self.embedding.weight.register_hook(lambda _: self.alive.append(self.logits() is not None))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embedding(input_ids))
+        self.logits = weakref.ref(logits)
+        return logits
+
+
+def test_logits_are_freed_before_the_backward_pass(tmp_path: Path) -> None:
+    """Of a large vocabulary they are the largest tensor of all."""
+    config = resolve_cell("strategy=single")
+    context = Context(
+        rank=0, world_size=1, local_rank=0, workers_per_node=1, nodes=1, device=torch.device("cpu"), run_dir=tmp_path
+    )
+    model = Recording()
+    engine = TorchEngine(
+        model,
+        config,
+        context,
+        synchronising=lambda last_micro: nullcontext(),
+        autocast=True,
+        distribution=lambda: Distribution(wrapper="none", mesh=[1, 1]),
+    )
+    ids = torch.arange(10).view(2, 5)
+    batch = Batch({"input_ids": ids}, labels=ids, samples=2, targets=8, tokens=10)
+    loss, _ = engine.forward_backward(batch, normalizer=torch.tensor(8), last_micro=True)
+    assert loss > 0
+    assert model.alive == [False]
