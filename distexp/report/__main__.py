@@ -79,8 +79,14 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     except OSError as error:
         print(f"{target} cannot be written ({error.strerror}): the files are missing", file=sys.stderr)
         return 1
-    print("written:", ", ".join(str(path) for path in written))
+    print(f"written: {target}, {len(written)} files:", ", ".join(sorted({_place(path, target) for path in written})))
     return 0
+
+
+def _place(path: Path, target: Path) -> str:
+    """A file below a folder, or the folder there that it is in."""
+    first, *rest = path.relative_to(target).parts
+    return f"{first}/" if rest else first
 
 
 def compare(before: Path, after: Path) -> int:

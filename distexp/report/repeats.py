@@ -62,6 +62,11 @@ class Group:
         done = sum(row.completed for row in self.rows)
         return f"{done} of {len(self.rows)} completed" if done else ", ".join(statuses)
 
+    @property
+    def task(self) -> str:
+        """The model on its data: speed and memory of others are no better or worse."""
+        return f"{self.setting('model')} on {self.setting('dataset')}"
+
     def setting(self, name: str) -> Any:
         """A setting, which all of the runs share."""
         return self.rows[0].settings.get(name)
@@ -101,8 +106,9 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
 
 
 def add_scale(groups: Sequence[Group]) -> Group | None:
-    """Fills in the scale factor against the first completed row, which it returns."""
+    """Fills in the scale factor against the first completed row, which it returns; of its own task alone."""
     measured = [group for group in groups if group.completed and group.figure(SPEED)]
+    measured = [group for group in measured if group.task == measured[0].task]
     if len(measured) < 2:
         return None
     reference = measured[0]

@@ -9,12 +9,17 @@ from collections.abc import Iterator, Sequence
 from distexp.report.figures import MEMORIES, SPEED
 from distexp.report.overview import Overview
 from distexp.report.repeats import Group, Spread, within_spread
+from distexp.report.settings import global_batch
+
+MOST_TASKS = 4  # in sentences
+SAME_MEMORY = 0.005  # relative: less than that is chance
 
 
 def sentences(overview: Overview) -> Iterator[str]:
     """The sentences under a table."""
     yield from _fastest(overview)
     yield from _smallest(overview)
+    yield from _batches(overview)
     yield from _scaling(overview)
     yield from _repeats(overview)
     yield from _outcomes(overview)
@@ -31,12 +36,15 @@ def pareto_fronts(overview: Overview, memory: str) -> list[tuple[list[Group], in
 
     The smallest stands first.
     """
-    alike: dict[tuple[str, str], list[Group]] = {}
-    for group in overview.groups:
-        if group.completed and group.figure(memory) and group.figure(SPEED):
-            key = str(group.setting("model")), str(group.setting("dataset"))
-            alike.setdefault(key, []).append(group)
-    return [(_front(groups, memory), len(groups)) for groups in alike.values()]
+    known = [group for group in overview.groups if group.completed and group.figure(memory) and group.figure(SPEED)]
+    return [(_front(groups, memory), len(groups)) for groups in _by_task(known).values()]
+
+
+def _by_task(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    tasks: dict[str, list[Group]] = {}
+    for group in groups:
+        tasks.setdefault(group.task, []).append(group)
+    return tasks
 
 
 def _front(groups: Sequence[Group], memory: str) -> list[Group]:
@@ -53,36 +61,62 @@ def _front(groups: Sequence[Group], memory: str) -> list[Group]:
     return front
 
 
-def _ranked(overview: Overview, name: str, *, largest: bool) -> list[tuple[Group, Spread]]:
-    found = [(group, group.figure(name)) for group in overview.groups if group.completed]
-    known = [(group, figure) for group, figure in found if figure is not None]
-    return sorted(known, key=lambda pair: pair[1].mean, reverse=largest)
+def _rankings(overview: Overview, name: str, *, largest: bool) -> Iterator[tuple[str, list[tuple[Group, Spread]]]]:
+    """The groups of each task from the best on, and how the task is called where there are several."""
+    tasks = _by_task([group for group in overview.groups if group.completed and group.figure(name)])
+    for task, groups in list(tasks.items())[:MOST_TASKS]:
+        known = [(group, figure) for group in groups if (figure := group.figure(name))]
+        if len(known) > 1:
+            ranked = sorted(known, key=lambda pair: pair[1].mean, reverse=largest)
+            yield f" ({task})" if len(tasks) > 1 else "", ranked
 
 
 def _fastest(overview: Overview) -> Iterator[str]:
-    ranked = _ranked(overview, SPEED, largest=True)
-    if len(ranked) > 1:
+    for of, ranked in _rankings(overview, SPEED, largest=True):
         (best, speed), (second, next_speed) = ranked[:2]
-        gain = f"{speed.mean / next_speed.mean:.2f}x of" if next_speed.mean else "against 0 for"
+        ratio = f"{speed.mean / next_speed.mean:.2f}" if next_speed.mean else ""
+        gain = "as fast as" if ratio == "1.00" else f"{ratio}x of" if ratio else "against 0 for"
         yield (
-            f"Fastest: {overview.name(best)} with {speed.mean:,.1f} samples/s, {gain} "
+            f"Fastest{of}: {overview.name(best)} with {speed.mean:,.1f} samples/s, {gain} "
             f"{overview.name(second)}{_chance(speed, next_speed)}."
         )
 
 
 def _smallest(overview: Overview) -> Iterator[str]:
     name = memory_figure(overview)
-    ranked = _ranked(overview, name, largest=False) if name else []
-    if name and len(ranked) > 1:
+    if name is None:
+        return
+    for of, ranked in _rankings(overview, name, largest=False):
         (best, memory), (second, next_memory) = ranked[:2]
-        if f"{memory.mean:.0f}" == f"{next_memory.mean:.0f}":
+        if next_memory.mean - memory.mean < SAME_MEMORY * memory.mean:
             both = f"{overview.name(best)} and {overview.name(second)}"
-            yield f"Smallest {MEMORIES[name]}: {both} with {memory.mean:,.0f} MiB each."
-            return
+            yield f"Smallest {MEMORIES[name]}{of}: {both} with {memory.mean:,.0f} and {next_memory.mean:,.0f} MiB."
+            continue
         yield (
-            f"Smallest {MEMORIES[name]}: {overview.name(best)} with {memory.mean:,.0f} MiB, against "
+            f"Smallest {MEMORIES[name]}{of}: {overview.name(best)} with {memory.mean:,.0f} MiB, against "
             f"{next_memory.mean:,.0f} MiB of {overview.name(second)}{_chance(memory, next_memory)}."
         )
+
+
+def _batches(overview: Overview) -> Iterator[str]:
+    """Where the runs of a task are not the same training, since their steps are of different sizes."""
+    for groups in _by_task([group for group in overview.groups if group.completed]).values():
+        batches: dict[int, list[str]] = {}
+        for group in groups:
+            if batch := global_batch(group.rows[0].settings):
+                batches.setdefault(batch, []).append(group.label)
+        if len(batches) > 1:
+            each = "; ".join(f"{batch} in run {_few(labels)}" for batch, labels in list(batches.items())[:MOST_TASKS])
+            more = "; …" if len(batches) > MOST_TASKS else ""
+            yield (
+                f"Global batches differ (samples a step: {each}{more}), so these are not the same training: "
+                "train.gradient_accumulation_steps makes losses comparable."
+            )
+            return
+
+
+def _few(labels: Sequence[str]) -> str:
+    return ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if len(labels) > 4 else "")
 
 
 def _chance(one: Spread, other: Spread) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,12 @@ def world_size(record: RunRecord) -> int | None:
     cluster = record.config["cluster"]
     per_node = cluster["workers_per_node"]
     return None if per_node is None else int(cluster["nodes"]) * int(per_node)
+
+
+def global_batch(settings: Mapping[str, Any]) -> int | None:
+    """Samples of an optimizer step over all workers; None where one of its factors is not known."""
+    parts = [settings.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", "workers")]
+    return math.prod(int(part) for part in parts if part) if all(parts) else None
 
 
 def short_name(key: str) -> str:

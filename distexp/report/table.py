@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from rich import box
 from rich.cells import cell_len
@@ -23,6 +24,8 @@ GAP = 2  # blanks between two columns, one of them the box's own
 MOST_ROWS = 200  # on a terminal
 LONGEST_VALUE = 24  # of a setting, in characters
 ALWAYS = 1000
+SETTINGS = (ALWAYS - 2, 94, 92, 88)
+"""How important the first settings are, beside the figures'; the others go before any figure."""
 NOTES = 20
 
 
@@ -53,12 +56,17 @@ def heading(name: str) -> str:
 
 
 def fitted(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
-    """The columns that fit into a width, and those that had to go, least important first."""
+    """The columns that fit into a width, and those that had to go, the least important first."""
     kept, dropped = list(columns), []
     while len(kept) > 1 and sum(column.width + GAP for column in kept) - GAP > width:
         least = min(reversed(kept), key=lambda column: column.importance)
         kept.remove(least)
         dropped.append(least)
+    for column in reversed(dropped[:]):  # a wide one may have left room for narrower ones
+        with_it = [each for each in columns if each in kept or each is column]
+        if sum(each.width + GAP for each in with_it) - GAP <= width:
+            kept = with_it
+            dropped.remove(column)
     return kept, dropped
 
 
@@ -84,10 +92,10 @@ def overview_columns(overview: Overview) -> Iterator[Column]:
     yield Column("run", tuple(group.label for group in groups), ALWAYS)
     if any(len(group.rows) > 1 for group in groups):
         yield Column("n", tuple(str(len(group.counted)) for group in groups), ALWAYS - 1)
-    for name in overview.varied:
+    for name, importance in zip(overview.varied, chain(SETTINGS, repeat(0)), strict=False):
         cells = tuple(setting_text(group.setting(name), LONGEST_VALUE) for group in groups)
-        yield Column(heading(name), cells, ALWAYS - 2, right=False)
-    yield Column("status", tuple(group.status for group in groups), ALWAYS - 3, right=False)
+        yield Column(heading(name), cells, importance, right=False)
+    yield Column("status", tuple(group.status for group in groups), ALWAYS, right=False)
     for figure in overview.figures():
         yield Column(figure.title, spread_texts(groups, figure), figure.importance)
 

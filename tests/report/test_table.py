@@ -199,6 +199,37 @@ def test_sentences_follow_the_figures() -> None:
     assert "Smallest GPU memory at peak: run 1 (strategy=fsdp)" in told(2000, 1000)
 
 
+def test_what_trains_something_else_is_not_ranked_with_the_rest() -> None:
+    records = [record(0, speed=10), record(1, strategy="fsdp", speed=20)]
+    records += [record(2, model__name="gpt", speed=900), record(3, model__name="gpt", strategy="fsdp", speed=300)]
+    text = unwrapped(printed(records))
+    assert "Fastest (bloom_tiny on squad_sample): run 1 (" in text
+    assert "Fastest (gpt on squad_sample): run 2 (" in text
+    assert "90.00" not in text, "a scale factor is that against the same task"
+
+
+def test_what_is_equal_is_called_so() -> None:
+    text = unwrapped(printed([record(0, speed=100.0, peak=1000), record(1, strategy="fsdp", speed=100.2, peak=1003)]))
+    assert "100.2 samples/s, as fast as run 0 (strategy=ddp)" in text
+    assert "run 0 (strategy=ddp) and run 1 (strategy=fsdp) with 1,000 and 1,003 MiB." in text
+
+
+def test_other_global_batches_are_said_to_be_another_training() -> None:
+    records = [record(0, strategy="single", train__micro_batch_size=8), record(1, train__micro_batch_size=16)]
+    text = unwrapped(printed(records))
+    assert "Global batches differ (samples a step: 16 in run 0; 32 in run 1), so these are not the same" in text
+    assert "Global batches" not in printed([record(0), record(1, strategy="fsdp")])
+
+
+def test_a_narrow_terminal_keeps_figures_before_further_settings() -> None:
+    keys = ("seed", "micro_batch_size", "num_epochs", "warmup_steps", "learning_rate", "log_every", "max_steps")
+    records = [record(n, model__name=f"model_{n}", **{f"train__{key}": n + 1 for key in keys}) for n in range(3)]
+    first = header(printed(records, 80))
+    assert "samples/s" in first
+    assert "status" in first
+    assert "warmup" not in first
+
+
 def test_markup_in_messages_is_text() -> None:
     failed = record(0, status="failed", error=RunError("ValueError", "use [bold]x[/bold] and [/nothing]"))
     assert "use [bold]x[/bold] and [/nothing]" in printed([failed])

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from distexp.report.findings.base import Finding, listed
-from distexp.report.settings import STRATEGY_SECTIONS
+from distexp.report.settings import STRATEGY_SECTIONS, global_batch
 from distexp.report.traces import Traced
 
 SAME_TRAINING = "Is it the same training?"
@@ -90,12 +90,7 @@ def _training(traced: Traced) -> str:
         name: value for name, value in traced.row.settings.items()
         if name not in PLACEMENT and name.split(".")[0] not in STRATEGY_SECTIONS
     }  # fmt: skip
-    return json.dumps([settings, _global_batch(traced)], sort_keys=True, default=str)
-
-
-def _global_batch(traced: Traced) -> int | None:
-    parts = [traced.row.settings.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", "workers")]
-    return int(parts[0]) * int(parts[1]) * int(parts[2]) if all(parts) else None  # type: ignore[arg-type]
+    return json.dumps([settings, global_batch(traced.row.settings)], sort_keys=True, default=str)
 
 
 def _agreement(alike: Sequence[Traced]) -> Finding:
@@ -107,7 +102,7 @@ def _agreement(alike: Sequence[Traced]) -> Finding:
             gap = abs(ours[step] - theirs[step]) / max(abs(ours[step]), abs(theirs[step]), 1e-12)
             if gap > widest:
                 widest, where, pair = gap, step, (one, other)
-    batch = _global_batch(alike[0])
+    batch = global_batch(alike[0].row.settings)
     names = f"The {len(alike)} runs with a global batch of {batch}" if batch else f"{len(alike)} runs"
     if widest <= AGREES:
         apart = f"at most {widest:.1e} apart (relative)" if widest else "equal in every digit"
