@@ -151,10 +151,12 @@ class Screen:
         self.console.print(f"run {record.run.number}: {record.status} already", highlight=False)
 
     def invalid(self, record: RunRecord) -> None:
-        """A cell that cannot run, and why."""
-        self.records.append(record)
+        """A cell that cannot run, and why, which is said once."""
         assert record.error is not None
-        self.console.print(f"[yellow]invalid[/yellow]: {escape(record.error.message)}", highlight=False)
+        alike = [each for each in self.records if each.error and each.error.message == record.error.message]
+        why = f"as run {alike[0].run.number}" if alike else escape(record.error.message)
+        self.console.print(f"run {record.run.number} [yellow]invalid[/yellow]: {why}", highlight=False)
+        self.records.append(record)
 
     def done(self, record: RunRecord, told: Sequence[str] = ()) -> None:
         """The summary of a run, and what its tracker told."""

@@ -181,7 +181,10 @@ def test_an_experiment_carries_its_sweep_and_the_command_line_wins(tmp_path: Pat
     words = ("experiment=deepspeed/zero_stages", "cluster.device=cpu")
     done = run_distexp(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "is sized for GPUs, and none is used here: add scale=tiny" in " ".join(done.stdout.split())
+    told = " ".join(done.stdout.split())
+    assert "is sized for GPUs, and none is used here: add scale=tiny" in told
+    assert "run 2 invalid: as run 0" in told
+    assert "Samples/Second" not in told, "of nothing but refused cells there is no exercise's table"
     stages = [RunRecord.read(p).config["deepspeed"]["zero_stage"] for p in sorted(tmp_path.rglob("record.json"))]
     assert stages == [0, 0, 1, 1, 2, 2, 3, 3]
     narrowed = run_distexp(*words, "zero_stage=1,3", "offload=true", "hydra.sweep.dir=two", cwd=tmp_path)

@@ -92,13 +92,14 @@ def judge(found: dict[str, Any]) -> list[str]:
 def show(found: dict[str, Any]) -> None:
     """The table, as nccl-tests prints it, to this rank's log."""
     print(f"preflight over {found['backend']}; all figures in {PREFLIGHT}")
+    print("bandwidths in GB/s:")
     print(
-        f"{'group':<14}{'operation':<16}{'ranks':>6}{'bytes':>14}{'rounds':>8}{'time us':>12}{'algbw':>9}{'busbw':>9}"
+        f"{'group':<8}{'operation':<15}{'ranks':>6}{'bytes':>14}{'rounds':>7}{'time us':>12}{'algbw':>8}{'busbw':>8}"
     )
     for one in found["measurements"]:
         print(
-            f"{one['group']:<14}{one['operation']:<16}{one['ranks']:>6}{one['bytes']:>14,}{one['rounds']:>8}"
-            f"{one['seconds'] * 1e6:>12.1f}{one['algbw_gbps']:>9.2f}{one['busbw_gbps']:>9.2f}"
+            f"{one['group']:<8}{one['operation']:<15}{one['ranks']:>6}{one['bytes']:>14,}{one['rounds']:>7}"
+            f"{one['seconds'] * 1e6:>12.1f}{one['algbw_gbps']:>8.2f}{one['busbw_gbps']:>8.2f}"
             + ("" if one["correct"] else "  WRONG")
         )
     if not found["measurements"]:
