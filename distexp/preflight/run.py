@@ -93,9 +93,7 @@ def show(found: dict[str, Any]) -> None:
     """The table, as nccl-tests prints it, to this rank's log."""
     print(f"preflight over {found['backend']}; all figures in {PREFLIGHT}")
     print("bandwidths in GB/s:")
-    print(
-        f"{'group':<8}{'operation':<15}{'ranks':>6}{'bytes':>14}{'rounds':>7}{'time us':>12}{'algbw':>8}{'busbw':>8}"
-    )
+    print(f"{'group':<8}{'operation':<15}{'ranks':>6}{'bytes':>14}{'rounds':>7}{'time us':>12}{'algbw':>8}{'busbw':>8}")
     for one in found["measurements"]:
         print(
             f"{one['group']:<8}{one['operation']:<15}{one['ranks']:>6}{one['bytes']:>14,}{one['rounds']:>7}"
