@@ -7,7 +7,7 @@ that the workers draw nothing, and a run on another machine can be followed in t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from distexp.report.table import comparison, exercises
 from distexp.results import RunRecord
 from distexp.spec import RunSpec
 
+MOST_EPOCHS = 6  # in a panel
 COLORS = {"completed": "green", "invalid": "yellow", "oom_gpu": "magenta", "oom_host": "magenta"}
 
 
@@ -217,13 +218,12 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
             f"{built.wrapper}, mesh {built.mesh}, {built.parameters:,} parameters, {built.optimizer}",
         )
     if metrics.train_losses:
-        losses = " -> ".join(map(_loss, metrics.train_losses))
-        yield "train loss", losses
-        yield "eval loss", " -> ".join(map(_loss, metrics.eval_losses))
+        yield "train loss", _by_epoch(map(_loss, metrics.train_losses))
+        yield "eval loss", _by_epoch(map(_loss, metrics.eval_losses))
     if metrics.eval_accuracies:
-        yield "eval accuracy", " -> ".join(f"{value:.1%}" for value in metrics.eval_accuracies)
+        yield "eval accuracy", _by_epoch(f"{value:.1%}" for value in metrics.eval_accuracies)
     if metrics.eval_top5_accuracies:
-        yield "eval top-5", " -> ".join(f"{value:.1%}" for value in metrics.eval_top5_accuracies)
+        yield "eval top-5", _by_epoch(f"{value:.1%}" for value in metrics.eval_top5_accuracies)
     if metrics.exact_match is not None and metrics.f1 is not None:
         yield "answers", _answers(metrics.exact_match, metrics.f1)
     yield from _speed(record)
@@ -238,6 +238,13 @@ def summary(record: RunRecord) -> Iterator[tuple[str, str]]:
             "runtime",
             f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s in all",
         )
+
+
+def _by_epoch(texts: Iterable[str]) -> str:
+    """A figure from epoch to epoch; of many the first two and the last three."""
+    epochs = list(texts)
+    shown = epochs if len(epochs) <= MOST_EPOCHS else [*epochs[:2], "...", *epochs[-3:]]
+    return " -> ".join(shown)
 
 
 def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:

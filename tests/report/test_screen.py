@@ -44,3 +44,9 @@ def test_a_panel_has_the_scores_where_there_are_any() -> None:
     lines = dict(summary(run))
     assert lines["answers"] == "exact match 53.8%, F1 72.8%"
     assert lines["eval top-5"] == "70.0% -> 90.0%"
+
+
+def test_a_panel_shortens_what_many_epochs_gave() -> None:
+    run = record(0)
+    run.metrics.train_losses = run.metrics.eval_losses = [float(epoch) for epoch in range(1, 61)]
+    assert dict(summary(run))["eval loss"] == "1.0000 -> 2.0000 -> ... -> 58.0000 -> 59.0000 -> 60.0000"
