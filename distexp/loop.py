@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -27,34 +25,18 @@ def fit(
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Trains from ``journal.steps`` to ``plan.total_steps``, evaluating after each epoch and the last step."""
-    with set_up_uncollected():
-        journal.begin()
-        for epoch in plan.epochs(journal.steps):
-            engine.model.train()
-            journal.begin_steps()
-            for data in timed(training.epoch(epoch, plan.steps_of(epoch, journal.steps)), journal):
-                shares = train_step(engine, data)
-                journal.allocator.before_update()
-                rate = plan.learning_rate(journal.steps)
-                norm = engine.step(rate)
-                journal.step(data, shares, norm, rate)
-                after_step()
-            journal.end_epoch(evaluate(engine, evaluation, journal))
-
-
-@contextmanager
-def set_up_uncollected() -> Iterator[None]:
-    """Hides from the garbage collector what stands before the first step.
-
-    To look through all that torch and transformers brought along stops a rank for 0.2 s, each at another
-    step, and the others wait for it: on four H200s 3 % of the time of BLOOM-560m's first fifty steps.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    journal.begin()
+    for epoch in plan.epochs(journal.steps):
+        engine.model.train()
+        journal.begin_steps()
+        for data in timed(training.epoch(epoch, plan.steps_of(epoch, journal.steps)), journal):
+            shares = train_step(engine, data)
+            journal.allocator.before_update()
+            rate = plan.learning_rate(journal.steps)
+            norm = engine.step(rate)
+            journal.step(data, shares, norm, rate)
+            after_step()
+        journal.end_epoch(evaluate(engine, evaluation, journal))
 
 
 def train_step(engine: Engine, data: Step) -> torch.Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from distexp.config import Config
 from distexp.context import Context
 from distexp.engines.base import Build, Work, check_built
@@ -35,7 +39,23 @@ class Native:
         keeper.go_on()
         notice = work.training.stopping = work.evaluation.stopping = Notice(context.run_dir, looks=context.rank == 0)
         try:
-            fit(engine, work.training, work.evaluation, work.plan, work.journal, after_step=keeper.after_step)
+            with set_up_uncollected():
+                fit(engine, work.training, work.evaluation, work.plan, work.journal, after_step=keeper.after_step)
         except StopRequestedError:
             keeper.stop(notice.reason())
         return engine, built
+
+
+@contextmanager
+def set_up_uncollected() -> Iterator[None]:
+    """Hides from the garbage collector what stands before the first step.
+
+    To look through all that torch and transformers brought along stops a rank for 0.2 s, each at another
+    step, and the others wait for it: on four H200s 3 % of the time of BLOOM-560m's first fifty steps.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

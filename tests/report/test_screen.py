@@ -48,5 +48,6 @@ def test_a_panel_has_the_scores_where_there_are_any() -> None:
 
 def test_a_panel_shortens_what_many_epochs_gave() -> None:
     run = record(0)
+    run.run.duration_s = 4.0
     run.metrics.train_losses = run.metrics.eval_losses = [float(epoch) for epoch in range(1, 61)]
     assert dict(summary(run))["eval loss"] == "1.0000 -> 2.0000 -> ... -> 58.0000 -> 59.0000 -> 60.0000"
