@@ -7,18 +7,18 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import hydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from distexp.config import Config, ConfigError, register_schema
+from distexp.config import ConfigError, register_schema
 from distexp.exits import InterruptedRunError, SweepFailedError, WatcherLeftError
 from distexp.overrides import parse, quote_choice, suggest
 from distexp.paths import conf_dir, config_groups, options_of
+from distexp.schema import known_keys, values_of
 
 PASSED_ON = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help", "--version")
 """Hydra's own commands, which run nothing."""
@@ -146,7 +146,10 @@ def explain(error: Exception) -> list[str]:
         wrong = re.match(pattern, text)
         if wrong:
             return [_unknown_key(wrong.group(1), error)]
-    if error.__cause__ is not None and isinstance(error.__cause__, OmegaConfBaseException):
+    refused = re.match(r"Error merging override ((?:\+\+)?([\w.]+)=.*)", text)
+    if refused and isinstance(error.__cause__, ValidationError) and (wanted := values_of(refused.group(2))):
+        return [f"{refused.group(1)} must be {wanted}"]
+    if isinstance(error.__cause__, OmegaConfBaseException):
         text = f"{text.rstrip('.')}: {str(error.__cause__).splitlines()[0]}"
     return [text]
 
@@ -165,14 +168,3 @@ def _unknown_key(key: str, error: Exception) -> str:
     if cause is not None and "not in" not in str(cause) and "not found" not in str(cause):
         return f"{key}: {str(cause).splitlines()[0]}"  # the key is right, and the value is not
     return f"{key} is not a key" + (suggest(key, known_keys()) or "; --cfg job lists all keys")
-
-
-def known_keys() -> set[str]:
-    """Every group and every key of the schema, dotted."""
-    keys = {*config_groups()}
-    for section in fields(Config):
-        keys.add(section.name)
-        nested: Any = section.default_factory
-        if is_dataclass(nested):
-            keys |= {f"{section.name}.{inner.name}" for inner in fields(nested)}
-    return keys
