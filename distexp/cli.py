@@ -19,6 +19,7 @@ from distexp.exits import InterruptedRunError, SweepFailedError, WatcherLeftErro
 from distexp.overrides import parse, quote_choice, suggest
 from distexp.paths import conf_dir, config_groups, options_of
 from distexp.schema import known_keys, values_of
+from distexp.words import refuse_odd_words
 
 PASSED_ON = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help", "--version")
 """Hydra's own commands, which run nothing."""
@@ -91,6 +92,7 @@ def _never_called(config: Any) -> None:
 
 def prepare(words: Sequence[str]) -> list[str]:
     """The words that Hydra gets: choices quoted, and every run a sweep, of one cell at the least."""
+    refuse_odd_words(words)
     quoted = [quote_choice(word, config_groups()) if is_override(word) else word for word in words]
     if any(word.split("=")[0] in PASSED_ON for word in quoted):
         return quoted
@@ -141,7 +143,8 @@ def explain(error: Exception) -> list[str]:
     lines = str(error).strip().splitlines()
     text = lines[0]
     if isinstance(error, OverrideParseException):
-        return [f"{error.override} is not KEY=VALUE: {lines[0]}"]
+        bare = "=" not in str(error.override)
+        return [f"{error.override} is not KEY=VALUE: {'write one, as in strategy=fsdp' if bare else text}"]
     for pattern in (r"Could not override '([^']+)'", r"Key '([^']+)' not in 'Config'"):
         wrong = re.match(pattern, text)
         if wrong:
