@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from distexp.config import ConfigError, register_schema
 from distexp.exits import InterruptedRunError, SweepFailedError, WatcherLeftError
-from distexp.overrides import parse, quote_choice, suggest
+from distexp.overrides import parse, quote_choice, suggest, suggest_key
 from distexp.paths import conf_dir, config_groups, options_of
 from distexp.schema import known_keys, values_of
 from distexp.words import refuse_odd_words
@@ -170,4 +170,4 @@ def _unknown_key(key: str, error: Exception) -> str:
     cause = error.__cause__
     if cause is not None and "not in" not in str(cause) and "not found" not in str(cause):
         return f"{key}: {str(cause).splitlines()[0]}"  # the key is right, and the value is not
-    return f"{key} is not a key" + (suggest(key, known_keys()) or "; --cfg job lists all keys")
+    return f"{key} is not a key" + (suggest_key(key, known_keys()) or "; --cfg job lists all keys")

@@ -52,5 +52,36 @@ def _choice(value: Any) -> str:
 
 def suggest(wrong: str, known: Iterable[str]) -> str:
     """``; did you mean a or b?``, or nothing where no known name is near."""
-    near = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
+    return _asked(difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6))
+
+
+def suggest_key(wrong: str, known: Iterable[str]) -> str:
+    """The same for dotted keys, by section and last name: a long section in common makes no two keys alike."""
+    alike = sorted(((_likeness(wrong, key), key) for key in known if not _below(wrong, key)), reverse=True)
+    near: list[str] = []
+    for score, key in alike:
+        if score >= max(0.6, alike[0][0] - 0.15) and not any(
+            _below(key, other) or _below(other, key) for other in near
+        ):
+            near.append(key)
+    return _asked(near[:3])
+
+
+def _likeness(wrong: str, key: str) -> float:
+    """From 0 to 1. The right name in a wrong section, or in none, is nearly right, and so is a part of a name."""
+    (section, _, name), (wrong_section, _, wrong_name) = key.rpartition("."), wrong.rpartition(".")
+    part = set(wrong_name.split("_")) < set(name.split("_"))
+    by_name = (0.95 if part else _ratio(wrong_name, name)) * (0.8 + 0.2 * _ratio(wrong_section, section))
+    return by_name if section and wrong_section else max(by_name, _ratio(wrong, key))
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _below(key: str, other: str) -> bool:
+    return key.startswith((f"{other}.", f"{other}/"))
+
+
+def _asked(near: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -10,12 +10,17 @@ import pytest
 from conftest import run_distexp
 
 WRONG = {  # a wrong command line: what its message must name
-    "stratgy=ddp": "did you mean strategy",
+    "stratgy=ddp": "did you mean strategy?",
+    "strateggy=fsdp": "did you mean strategy?",
+    "experment=x": "did you mean experiment?",
+    "train.epochs=0": "did you mean train.num_epochs?",
+    "epochs=0": "did you mean train.num_epochs?",
+    "train.hidden_size=8": "did you mean model.hidden_size?",
     "strategy=fdsp": "did you mean fsdp",
     "zero_stage=4": "options: 0, 1, 2, 3",
     "model=bloom": "did you mean bloom_",
     "experiment=deepspeed/zero_stage": "deepspeed/zero_stages",
-    "train.learning_rat=1": "train.learning_rate",
+    "train.learning_rat=1": "did you mean train.learning_rate?",
     "train.max_steps=abc": "train.max_steps=abc must be a whole number or null",
     "train.micro_batch_size=abc": "distexp: train.micro_batch_size=abc must be a whole number\n",
     "train.micro_batch_size=2.5": "train.micro_batch_size=2.5 must be a whole number",
