@@ -63,7 +63,8 @@ WRONG = {  # a wrong command line: what its message must name
     "sharding=full_shard fsdp.replicas=2": "choose sharding=hybrid_shard",
     "fsdp.sharding=half strategy=fsdp": "fsdp.sharding=half is not one of",
     "zero_stage=3 train.compile=true": "train.compile=true",
-    "model=resnet_tiny dataset=squad_sample": "choose dataset=tinyimagenet_sample",
+    "model=resnet_tiny dataset=squad_sample": "or dataset=tinyimagenet_sample, tinyimagenet or synthetic",
+    "dataset=tinyimagenet": "choose model=resnet_tiny or resnet50, or dataset=squad_sample, squad or synthetic",
     "model.hidden_size=63": "multiple of model.num_heads=4",
     "model.ff_dim=64": "model.ff_dim=64 is no key of model=bloom_tiny",
     "dataset.image_size=32": "dataset.image_size=32 is no key of dataset=squad_sample",
@@ -98,6 +99,12 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     done = run_distexp("train.max_steps=0", "train.schedule=cosine", "model.hidden_size=63", cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 3
+
+
+def test_a_data_set_of_another_task_is_one_fault(tmp_path: Path) -> None:
+    done = run_distexp("dataset=tinyimagenet", "model=gpt_tiny", cwd=tmp_path)
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("distexp: dataset=tinyimagenet is for image_classification, and model=gpt_tiny")
 
 
 def test_the_user_may_ask_for_the_trace(tmp_path: Path) -> None:

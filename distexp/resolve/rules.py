@@ -17,6 +17,13 @@ from distexp.keys import reads_source, source, source_key
 LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
 """Trackers of ours, each of the name of its library, which need not be installed."""
 
+MODELS = {"causal_lm": "bloom_tiny, gpt_tiny or another text model", "image_classification": "resnet_tiny or resnet50"}
+DATASETS = {
+    "causal_lm": "squad_sample, squad or synthetic",
+    "image_classification": "tinyimagenet_sample, tinyimagenet or synthetic",
+}
+"""What there is for each task."""
+
 
 def faults_together(config: Config) -> Iterator[str]:
     """A sentence for each fault of a configuration whose device is decided."""
@@ -27,14 +34,11 @@ def faults_together(config: Config) -> Iterator[str]:
 
 def _task_faults(config: Config) -> Iterator[str]:
     model, dataset = config.model, config.dataset
-    if dataset.task not in (model.task, "any"):
-        fitting = {
-            "causal_lm": "squad_sample, squad or synthetic",
-            "image_classification": "tinyimagenet_sample, tinyimagenet or synthetic",
-        }[model.task]
+    if not _is_of_one_task(config):
+        models = f"choose model={MODELS[dataset.task]}, or " if dataset.task in MODELS else "choose "
         yield (
-            f"dataset={dataset.name} is for {dataset.task}, model={model.name} does {model.task}: "
-            f"choose dataset={fitting}"
+            f"dataset={dataset.name} is for {dataset.task}, and model={model.name} does {model.task}: "
+            f"{models}dataset={DATASETS[model.task]}"
         )
     if config.train.logits == "targets" and model.task != "causal_lm":
         yield (
@@ -46,6 +50,10 @@ def _task_faults(config: Config) -> Iterator[str]:
             f"train.score_answers=true scores answers against references, and dataset={dataset.name} has none: "
             "choose dataset=squad or squad_sample, or leave it out"
         )
+
+
+def _is_of_one_task(config: Config) -> bool:
+    return config.dataset.task in (config.model.task, "any")
 
 
 def _file_faults(config: Config) -> Iterator[str]:
@@ -62,7 +70,8 @@ def _file_faults(config: Config) -> Iterator[str]:
     resume = config.train.resume
     if resume is not None and not offered(Path(resume)):
         yield f"train.resume={resume} holds no checkpoint: give the folder of one, or of a run that wrote some"
-    if dataset.root is None and "root" in dataset.keys:
+    # Where the model needs another data set, it is not said yet that this one stays.
+    if dataset.root is None and "root" in dataset.keys and _is_of_one_task(config):
         yield f"dataset={dataset.name} reads a folder: set dataset.root to one in TinyImageNet's official layout"
     pair = {"dataset.train_path": dataset.train_path, "dataset.eval_path": dataset.eval_path}
     given = [key for key, path in pair.items() if path is not None]
