@@ -9,13 +9,17 @@ Exit codes: 0; 1 where a run failed; 2 where a command was refused, or no preset
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from fnmatch import fnmatch
 
 from distexp.cli import is_override
 from distexp.paths import conf_dir, options_of
+
+INDENT = 4 * " "
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [name for name in options_of("experiment") if not patterns or any(fnmatch(name, p) for p in patterns)]
     if not chosen:
         print(
-            f"no experiment matches {' '.join(patterns)}: choose from {', '.join(options_of('experiment'))}",
+            f"distexp: no experiment matches {' '.join(patterns)}: choose from {', '.join(options_of('experiment'))}",
             file=sys.stderr,
         )
         return 2
     if not overrides:
         for name in chosen:
-            print(f"experiment={name}\n    {lesson(name)}")
+            print(f"experiment={name}\n{_indented(lesson(name))}")
         return 0
     return _run_all(chosen, overrides)
 
@@ -45,6 +49,12 @@ def lesson(name: str) -> str:
     lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
     comment = [line.removeprefix("# ") for line in lines if line.startswith("# ") and "@package" not in line]
     return " ".join(comment).split(". ")[0].rstrip(".") + "."
+
+
+def _indented(text: str) -> str:
+    """A paragraph as wide as the terminal, or as COLUMNS says."""
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(text, max(columns, 40), initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 def _run_all(names: Sequence[str], overrides: Sequence[str]) -> int:

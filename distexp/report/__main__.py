@@ -77,7 +77,7 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     try:
         written = write_files(overview, target, traced_runs, skipped)
     except OSError as error:
-        print(f"{target} cannot be written ({error.strerror}): the files are missing", file=sys.stderr)
+        print(f"distexp: {target} cannot be written ({error.strerror}): the files are missing", file=sys.stderr)
         return 1
     print(f"written: {target}, {len(written)} files:", ", ".join(sorted({_place(path, target) for path in written})))
     return 0
@@ -126,7 +126,7 @@ def _no_records(directories: Sequence[Path]) -> int:
 
 
 def _nothing(sentence: str) -> int:
-    print(sentence, file=sys.stderr)
+    print(f"distexp: {sentence}", file=sys.stderr)
     return 2
 
 

@@ -190,7 +190,15 @@ def test_the_exercises_are_listed_with_what_they_teach(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stdout.count("experiment=fsdp/") == 8
     assert "What each sharding keeps and what it costs" in done.stdout
-    assert run_module("distexp.experiments", "nothing/*", cwd=tmp_path).returncode == 2
+    none = run_module("distexp.experiments", "nothing/*", cwd=tmp_path)
+    assert none.returncode == 2
+    assert none.stderr.startswith("distexp: no experiment matches nothing/*: choose from ")
+
+
+@pytest.mark.parametrize("columns", [50, 120])
+def test_the_list_of_exercises_is_as_wide_as_the_terminal(columns: int, tmp_path: Path) -> None:
+    listed = run_module("distexp.experiments", cwd=tmp_path, env={"COLUMNS": str(columns)}).stdout.splitlines()
+    assert columns - 15 < max(map(len, listed)) <= columns
 
 
 def test_a_preset_is_submitted_in_its_shapes(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_unreadable_records_are_named_and_skipped(tmp_path: Path) -> None:
 def test_no_records_is_code_2_with_what_was_looked_for(tmp_path: Path) -> None:
     done = report(tmp_path)
     assert done.returncode == 2
-    assert f"no readable record.json below {tmp_path}" in done.stderr
+    assert done.stderr.startswith(f"distexp: no readable record.json below {tmp_path}")
     assert not (tmp_path / "report").exists()
     gone = report(tmp_path / "gone")
     assert gone.returncode == 2
@@ -154,6 +154,7 @@ def test_files_that_cannot_be_written_do_not_cost_the_table(tmp_path: Path) -> N
     (tmp_path / "report").write_text("in the way")
     done = report(tmp_path)
     assert done.returncode == 1
+    assert done.stderr.startswith("distexp: ")
     assert "cannot be written" in done.stderr
     assert "samples/s" in done.stdout
 
