@@ -15,7 +15,7 @@ from pathlib import Path
 from distexp.cli import is_override
 from distexp.cli import main as distexp
 from distexp.config import ConfigError
-from distexp.launch.sweep import COMMAND
+from distexp.launch.earlier import COMMAND, no_sweep
 
 USAGE = """usage: python -m distexp.resume DIR [KEY=VALUE ...]
 
@@ -49,7 +49,7 @@ def original(sweep_dir: Path) -> tuple[list[str], str]:
     try:
         command = json.loads((sweep_dir / COMMAND).read_text())
     except (OSError, ValueError):
-        raise ConfigError(f"{sweep_dir} holds no {COMMAND}: give the directory of a sweep") from None
+        raise ConfigError(no_sweep(sweep_dir, COMMAND)) from None
     return command["words"], command["directory"]
 
 

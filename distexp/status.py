@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from distexp.exits import SweepFailedError, WatcherLeftError
 from distexp.launch import ledger
-from distexp.launch.earlier import EarlierRuns
+from distexp.launch.earlier import EarlierRuns, no_sweep
 from distexp.launch.slurm.follow import causes, follow, summary, table
 from distexp.launch.slurm.states import RunState, look
 from distexp.results import RECORD, RunRecord
 
 PLAIN_WIDTH = 160
-"""Columns where the output is no terminal."""
+"""Columns where the output is no terminal, and COLUMNS does not say."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,10 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory")
     parser.add_argument("--watch", action="store_true", help="follow the runs until all have ended")
     options = parser.parse_args(arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=PLAIN_WIDTH)
     runs, what = sweep_states(options.directory)
     if not runs:
-        print(f"distexp: {options.directory} holds no run: give the directory of a sweep", file=sys.stderr)
+        print(f"distexp: {no_sweep(options.directory, 'run')}", file=sys.stderr)
         return 2
     if options.watch and ledger.read(options.directory):
         try:
@@ -39,10 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except WatcherLeftError:
             return 130
         return 0
-    console.print(table(runs, console.width, what))
+    _print_unpadded(table(runs, console.width, what), console)
     for line in [*causes(runs), summary(runs)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def _print_unpadded(grid: Table, console: Console) -> None:
+    """Prints a table without the blanks up to its last column's end, which would fill every line of a file."""
+    with console.capture() as captured:
+        console.print(grid)
+    for line in captured.get().splitlines():
+        console.out(line.rstrip(), highlight=False)
 
 
 def sweep_states(sweep_dir: Path) -> tuple[list[RunState], dict[int, str]]:

@@ -32,6 +32,13 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "no record" in shown.stdout
     assert "1 completed, 1 no record, 1 invalid" in shown.stdout
 
+    assert all(line == line.rstrip() for line in shown.stdout.splitlines())
+    narrow = run_module("distexp.status", str(sweep), cwd=tmp_path, env={"COLUMNS": "60"}).stdout.splitlines()
+    assert all(line == line.rstrip() and len(line) <= 60 for line in narrow[:4])
+    below = run_module("distexp.resume", str(sweep / "0"), cwd=tmp_path)
+    assert below.returncode == 2
+    assert below.stderr == f"distexp: {sweep / '0'} is not a sweep but lies in one: give {sweep}\n"
+
     done = run_module("distexp.resume", str(sweep), "train.seed=1,2,3", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "run 0: completed already" in done.stdout
@@ -57,3 +64,11 @@ def test_what_is_no_sweep_is_said_in_a_sentence(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert str(tmp_path) in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_directory_that_is_not_there_is_told_from_an_empty_one(tmp_path: Path) -> None:
+    for module in ("distexp.resume", "distexp.status"):
+        for directory, why in ((tmp_path, "holds no "), (tmp_path / "gone", "does not exist: give the directory of")):
+            done = run_module(module, str(directory), cwd=tmp_path)
+            assert done.returncode == 2
+            assert done.stderr.startswith(f"distexp: {directory} {why}")

@@ -11,6 +11,9 @@ from typing import Any
 
 from distexp.results import RECORD, SPEC
 
+COMMAND = "command.json"
+"""The words of the command that began a sweep."""
+
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
 """Running out of memory is a result: the same run would do it again."""
 
@@ -72,3 +75,13 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return raw if isinstance(raw.get("run"), dict) else None
+
+
+def no_sweep(directory: Path, lacks: str) -> str:
+    """Why a directory is no sweep, and what to give instead: the sweep above it, where it is one of its runs."""
+    if not directory.is_dir():
+        return f"{directory} {'is a file' if directory.exists() else 'does not exist'}: give the directory of a sweep"
+    for above in directory.absolute().parents:
+        if (above / COMMAND).is_file():
+            return f"{directory} is not a sweep but lies in one: give {above}"
+    return f"{directory} holds no {lacks}: give the directory of a sweep"
