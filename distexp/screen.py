@@ -145,6 +145,10 @@ class Screen:
             yield live
             live.refresh()
 
+    def tell(self, sentence: str) -> None:
+        """What a person should know before the runs begin."""
+        self.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+
     def kept(self, record: RunRecord) -> None:
         """A run of a resumed sweep that was done already."""
         self.begun += 1

@@ -52,6 +52,18 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert json.loads((sweep / "2/record.json").read_text())["status"] == "invalid"
 
 
+def test_a_run_that_new_values_make_another_stays_and_is_told(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    assert run_distexp("strategy=single", *SMALL, f"hydra.sweep.dir={sweep}", cwd=tmp_path).returncode == 0
+    record = RunRecord.read(sweep / "0/record.json")
+    record.status = "killed"
+    record.write(sweep / "0")
+    done = run_module("distexp.resume", str(sweep), "train.max_steps=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "run 0 (killed) stays as it is: what is asked for now is another run" in done.stdout
+    assert [RunRecord.read(sweep / n / "record.json").status for n in "01"] == ["killed", "completed"]
+
+
 def test_a_new_value_replaces_the_sweeps_own() -> None:
     words = ["--multirun", "zero_stage='1','2'", "hydra.sweep.dir=old", "+cluster.sbatch.begin=now"]
     new = ["zero_stage=1,2,0", "cluster.sbatch.begin=later"]

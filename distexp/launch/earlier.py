@@ -53,9 +53,24 @@ class EarlierRuns:
                 return self._taken(run)
         return None
 
+    def unfinished(self, below: Path) -> list[EarlierRun]:
+        """What nothing has taken and would go on; without the run that has the sweep's directory for its own."""
+        over = {*DONE, "invalid"}
+        return [run for run in self.runs if run.status not in over and run.directory != below.absolute()]
+
     def _taken(self, run: EarlierRun) -> EarlierRun:
         self.runs.remove(run)
         return run
+
+
+def left_alone(runs: Sequence[EarlierRun]) -> str | None:
+    """``run 0 (killed) stays as it is: ...``, for who resumes with other values; None where there is no such run."""
+    if not runs:
+        return None
+    shown = ", ".join(f"{run.number} ({run.status or 'without a record'})" for run in runs)
+    if len(runs) == 1:
+        return f"run {shown} stays as it is: what is asked for now is another run; with its own values it goes on"
+    return f"runs {shown} stay as they are: what is asked for now are other runs; with their own values they go on"
 
 
 def _runs(sweep_dir: Path) -> Iterator[EarlierRun]:

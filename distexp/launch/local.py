@@ -36,7 +36,9 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
     code = git_state(git_root(PACKAGE))
     returns = [
         _as_job(context, cell, info, directory, screen=screen)
-        for cell, info, directory in placed(cells, sweep_dir, code, resume=master.sweep.resume, keep=keep)
+        for cell, info, directory in placed(
+            cells, sweep_dir, code, resume=master.sweep.resume, keep=keep, tell=screen.tell
+        )
     ]
     screen.compare()
     if any(record.status in FAILURES for record in screen.records):

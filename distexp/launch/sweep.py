@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
-from distexp.launch.earlier import COMMAND, EarlierRun, EarlierRuns
+from distexp.launch.earlier import COMMAND, EarlierRun, EarlierRuns, left_alone
 from distexp.launch.outcome import invalid_record
 from distexp.launch.snapshot import GitState
 from distexp.resolve import resolve, without_hydra
@@ -119,19 +119,24 @@ def placed(
     *,
     resume: bool,
     keep: Callable[[EarlierRun], bool],
+    tell: Callable[[str], None],
     snapshot: str | None = None,
 ) -> Iterator[tuple[Cell, RunInfo, Path]]:
     """Each cell that is to run, numbered, with its directory, claimed when its turn comes.
 
     A cell that a resumed sweep has already keeps number and directory; it is left out where ``keep`` says so.
+    ``tell`` hears first of runs that would go on, had they not become others.
     """
     earlier = EarlierRuns.of(sweep_dir) if resume else EarlierRuns()
+    infos = [run_info(cell, 0, code, snapshot) for cell in cells]
+    matches = [earlier.take(info.id, info.overrides) for info in infos]
+    left = left_alone(earlier.unfinished(below=sweep_dir))
+    if left is not None:
+        tell(left)
     free = 0
-    for cell in cells:
-        info = run_info(cell, free, code, snapshot)
-        known = earlier.take(info.id, info.overrides)
+    for cell, info, known in zip(cells, infos, matches, strict=True):
         if known is None:
-            info.number, directory = claim_run_dir(partial(place, cell, sweep_dir), free)
+            info.number, directory = claim_run_dir(partial(place, cell, sweep_dir), free, resume=resume)
             free = info.number + 1
         elif keep(known):
             continue
@@ -140,7 +145,7 @@ def placed(
         yield cell, info, directory
 
 
-def claim_run_dir(directory_of: Callable[[int], Path], first: int) -> tuple[int, Path]:
+def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> tuple[int, Path]:
     """The first number from ``first`` on whose directory no run has, claimed by making its ``.hydra``.
 
     Making a folder is atomic, so two commands never share a run directory. Where every number has the
@@ -153,10 +158,23 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int) -> tuple[int,
             (directory / ".hydra").mkdir()
         except FileExistsError:
             if directory == directory_of(number + 1):
-                raise ConfigError(f"hydra.run.dir={directory} holds a run already: choose another directory") from None
+                raise ConfigError(_taken(directory, resume=resume)) from None
             continue
         return number, directory
     raise AssertionError("unreachable")
+
+
+def _taken(directory: Path, *, resume: bool) -> str:
+    if resume:
+        return (
+            f"{directory} holds a single run (hydra.run.dir), and what is asked for now is another one: resume it "
+            f"without new values, or start the other in a directory of its own, with train.resume={directory} from "
+            "this one's checkpoint"
+        )
+    return (
+        f"hydra.run.dir={directory} holds a run already: choose another directory, or let that run go on with "
+        f"python -m distexp.resume {directory}"
+    )
 
 
 def save_master(master: DictConfig, sweep_dir: Path) -> None:

@@ -82,8 +82,11 @@ def prepare(
             console.print(f"run {run.number}: {run.status or 'not ended'}, kept", highlight=False)
         return kept
 
+    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     snapshot = str(code[1].relative_to(sweep_dir))
-    for cell, info, directory in placed(cells, sweep_dir, code[0], resume=resume, keep=keep, snapshot=snapshot):
+    for cell, info, directory in placed(
+        cells, sweep_dir, code[0], resume=resume, keep=keep, tell=tell, snapshot=snapshot
+    ):
         write_hydra(cell, directory)
         if cell.config is None:
             record = write_invalid(cell, info, directory)
