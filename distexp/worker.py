@@ -15,6 +15,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
+from distexp.config import ConfigError
 from distexp.launch.logs import error_path, log_path, memory_path, take_over_output
 from distexp.launch.outcome import RESERVE
 from distexp.launch.processes import die_with_parent
@@ -39,8 +40,7 @@ def main() -> None:
 
         run(run_dir, events, started)
     except BaseException as error:
-        traceback.print_exc()
-        sys.stderr.flush()
+        _tell(error)
         cause = RunError(type(error).__name__, str(error).strip() or repr(error), events.phase, rank)
         (run_dir / RESERVE).unlink(missing_ok=True)  # room for what follows, on a disk that is full
         write_json(error_path(run_dir, node, rank), {"unix_time_s": time.time(), **asdict(cause)})
@@ -52,6 +52,17 @@ def main() -> None:
     # All is written and every rank has said so. The interpreter's own end would now and then abort, on threads
     # that gloo's and DDP's static objects still hold.
     os._exit(0)
+
+
+def _tell(error: BaseException) -> None:
+    """What goes to the log: of a fault of the user's its sentences and their cause, of any other the traceback."""
+    if isinstance(error, ConfigError):
+        print("\n".join(f"{type(error).__name__}: {fault}" for fault in error.faults), file=sys.stderr)
+        if error.__cause__ is not None:
+            print(*traceback.format_exception_only(error.__cause__)[-1].splitlines()[:1], file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    sys.stderr.flush()
 
 
 def _tell_memory(run_dir: Path, node: int, rank: int) -> None:

@@ -268,5 +268,9 @@ def test_a_run_that_fails_says_why_and_ends_with_one(tmp_path: Path) -> None:
     assert record.status == "failed"
     assert record.error is not None
     assert str(broken) in record.error.message
+    log = (only_run(tmp_path) / "logs" / "node0" / f"rank{record.error.rank}.log").read_text()
+    assert f"ConfigError: {broken}" in log
+    assert "TypeError: 'int' object is not iterable" in log, "the cause is told too"
+    assert "Traceback" not in log + done.stdout
     assert (record.error.phase, record.error.rank) in {("setup", 0), ("setup", 1)}
     assert "Traceback" not in done.stderr
