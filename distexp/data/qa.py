@@ -48,9 +48,12 @@ class Counts:
         of = f"of {self.examples} {kind} examples"
         limit = f"dataset.max_length={max_length}"
         if self.cut:
-            yield f"{self.cut} {of} were longer than {limit} tokens: their context was cut, their answer kept"
-        if self.lost:
-            yield f"{self.lost} of these {self.cut} cut contexts lost the answer: raise {limit} to keep it"
+            held = (
+                f"{self.lost} of these contexts no longer hold the answer: raise dataset.max_length to keep it"
+                if self.lost
+                else "all of them still hold the answer"
+            )
+            yield f"{self.cut} {of} were longer than {limit} tokens: the end of their context was cut, and {held}"
         if self.left_out:
             yield f"{self.left_out} {of} were left out: question and answer alone exceed {limit} tokens"
         if self.unanswered:
