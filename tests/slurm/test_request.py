@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,28 @@ def test_without_slurm_the_command_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "needs sbatch" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slurm_that_is_not_configured_is_said_in_a_sentence(tmp_path: Path) -> None:
+    for tool in ("sbatch", "scontrol"):
+        program = tmp_path / "bin" / tool
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(
+            "#!/bin/sh\n"
+            f"echo '{tool}: error: fetch_config: DNS SRV lookup failed' >&2\n"
+            f"echo '{tool}: fatal: Could not establish a configuration source' >&2\n"
+            "exit 1\n"
+        )
+        program.chmod(0o755)
+    work = tmp_path / "work"
+    work.mkdir()
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    done = run_distexp("cluster=slurm", cwd=work, env={"PATH": path})
+    assert done.returncode == 2
+    assert "does not (Could not establish a configuration source): log in to a node of the cluster" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "cluster=local" in done.stderr
+    assert list(work.iterdir()) == []
 
 
 def test_a_site_of_ones_own_is_one_file(tmp_path: Path) -> None:

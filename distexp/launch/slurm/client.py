@@ -185,5 +185,12 @@ def _call(words: list[str], timeout_s: float, environment: dict[str, str] | None
         return done.stdout
     said = re.sub(rf"\b{words[0]}: (error|fatal): ", "", " ".join(done.stderr.split()))
     if NO_ANSWER.search(said):
-        raise UnreachableError(said)
+        raise UnreachableError(_gist(done.stderr) or said)
     raise SlurmError(said or f"{words[0]} ended with code {done.returncode}")
+
+
+def _gist(said: str) -> str:
+    """The line that Slurm's commands gave up at, else their first, without who says it."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    fatal = [line for line in lines if ": fatal: " in line]
+    return re.sub(r"^\S+: (error|fatal): ", "", (fatal or lines or [""])[0])

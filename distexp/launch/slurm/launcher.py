@@ -56,7 +56,10 @@ def run_sweep(
     try:
         longest = client.max_array_size()
     except client.SlurmError as error:
-        raise OSError(f"Slurm does not answer ({error})") from None
+        raise ConfigError(
+            f"cluster=slurm needs a Slurm that answers, and this machine's does not ({error}): log in to a node of the "
+            "cluster, or set cluster=local; python -m distexp.doctor says more"
+        ) from None
     sweep_dir = sweep_directory(master).absolute()
     save_master(master, sweep_dir)
     snapshot, code = take(sweep_dir, list(cells[0].composed.trusted_packages))
