@@ -12,6 +12,7 @@ from distexp.data.base import TaskData
 from distexp.data.qa import Example, QASamples, corpus, one_line, tokenise
 from distexp.data.text import TextCollate, sequence_length
 from distexp.data.tokenization import Tokenizer, load_tokenizer
+from distexp.hub import offline_if_unreachable
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
@@ -98,6 +99,7 @@ def _example(identity: str, question: str, context: str, answers: Sequence[str])
 
 
 def _load_splits(path: str) -> Mapping[str, Any]:
+    offline_if_unreachable(path)
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     local = Path(path).expanduser()

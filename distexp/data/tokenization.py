@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from distexp.config import ConfigError, ModelConfig
 from distexp.data.cache import build_once, cache_dir
+from distexp.hub import offline_if_unreachable
 from distexp.keys import reads_source, source
 
 # A forked loader worker never tokenises; without a choice made here, every fork would warn of it.
@@ -181,6 +182,7 @@ def _train(corpus: list[str], size: int, file: Path) -> None:
 def _auto_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
+    offline_if_unreachable(name)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:

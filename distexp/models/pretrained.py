@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from distexp.config import ConfigError
+from distexp.hub import offline_if_unreachable
 
 
 def read_config(key: str, source: str) -> Any:
@@ -22,6 +23,7 @@ def read_config(key: str, source: str) -> Any:
     """
     from transformers import AutoConfig
 
+    offline_if_unreachable(source)
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -43,6 +45,7 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
     from safetensors import SafetensorError
     from transformers.utils import logging
 
+    offline_if_unreachable(source)
     logging.disable_progress_bar()  # a bar in a log is a thousand lines
     try:
         model, found = model_class.from_pretrained(

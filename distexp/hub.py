@@ -1,0 +1,44 @@
+"""The Hugging Face hub, asked once a process whether it answers.
+
+Where nobody answers, huggingface_hub tries the first file for half a minute, transformers the next one again, and
+each try is a line in the log. In its offline mode all of them turn to the local cache at once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+CONNECT_S = 3.0
+"""Most seconds for a connection, and there may be four addresses; a slow answer is an answer, and is waited for."""
+
+UNREACHABLE = {"ConnectError", "ConnectTimeout"}
+"""What the hub's HTTP library, which has changed before and kept these names, raises where nobody is there."""
+
+
+def offline_if_unreachable(source: str) -> None:
+    """Before ``source``, a hub id or a folder, is read: sets the libraries offline where the hub does not answer."""
+    if not Path(source).expanduser().exists():
+        _ask_once()
+
+
+@cache
+def _ask_once() -> None:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or _is_there(constants.ENDPOINT) or _is_there(constants.ENDPOINT):
+        return
+    print(f"note: {constants.ENDPOINT} cannot be reached: only its local cache is read", flush=True)
+    constants.HF_HUB_OFFLINE = True  # huggingface_hub, transformers and datasets ask this at every request
+
+
+def _is_there(endpoint: str) -> bool:
+    """Whether anyone took the connection, by the libraries' own client, which knows of proxies and certificates."""
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(endpoint, timeout=CONNECT_S)
+    except Exception as error:
+        # Anything else is for the libraries to meet and to tell.
+        return type(error).__name__ not in UNREACHABLE
+    return True
