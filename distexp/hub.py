@@ -13,7 +13,7 @@ CONNECT_S = 3.0
 """Most seconds for a connection, and there may be four addresses; a slow answer is an answer, and is waited for."""
 
 UNREACHABLE = {"ConnectError", "ConnectTimeout"}
-"""What the hub's HTTP library, which has changed before and kept these names, raises where nobody is there."""
+"""What the hub's HTTP library raises where nobody is there, by name: which library that is has changed before."""
 
 
 def offline_if_unreachable(source: str) -> None:
