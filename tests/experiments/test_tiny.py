@@ -63,14 +63,21 @@ def test_a_tiny_run_of_every_exercise_fills_a_line_of_its_table(preset: str, tab
     assert ("not run" in cells) == (preset not in ("ddp/baseline", *SHEETS))
 
 
-def test_a_sweep_too_large_for_the_tiny_scale_says_so_in_its_table(tmp_path: Path) -> None:
+def test_a_sweep_too_large_for_the_tiny_scale_says_so_and_its_files_have_the_table(tmp_path: Path) -> None:
     words = ("experiment=deepspeed/multi_node_weak_scaling", "scale=tiny", "cluster.nodes=8,16")
-    done = run_distexp(*words, cwd=tmp_path, env={"COLUMNS": "300"})
+    done = run_distexp(*words, "hydra.sweep.dir=out", cwd=tmp_path, env={"COLUMNS": "300"})
     assert done.returncode == 0, done.stdout + done.stderr
-    _, _, table = done.stdout.partition("Weak Scaling Across Nodes (deepspeed/multi_node_weak_scaling)")
-    assert "2 nodes  4 nodes  8 nodes" in table
-    assert "16 workers, and scale=tiny has at most 4" in table
-    assert "not run  not run  invalid: cluster.nodes=8 x cluster.workers_per_node=1 makes 8 workers" in table
+    assert "16 workers, and scale=tiny has at most 4" in done.stdout
+    title = "Weak Scaling Across Nodes (deepspeed/multi_node_weak_scaling)"
+    assert title not in done.stdout, "a table of nothing but the reasons above it"
+    rows, skipped = load_rows([tmp_path / "out"])
+    assert skipped == []
+    (table,) = exercise_tables(Overview.of(rows))
+    assert table.title == title
+    assert table.header[1:4] == ("2 nodes", "4 nodes", "8 nodes")
+    first = table.rows[0]
+    assert first[1:3] == ("not run", "not run")
+    assert first[3].startswith("invalid: cluster.nodes=8 x cluster.workers_per_node=1 makes 8 workers")
 
 
 @pytest.mark.slow
