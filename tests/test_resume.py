@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from conftest import run_distexp, run_module
 
 from distexp.results import RunRecord
@@ -52,6 +53,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert json.loads((sweep / "2/record.json").read_text())["status"] == "invalid"
 
 
+@pytest.mark.slow
 def test_a_run_that_new_values_make_another_stays_and_is_told(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     assert run_distexp("strategy=single", *SMALL, f"hydra.sweep.dir={sweep}", cwd=tmp_path).returncode == 0

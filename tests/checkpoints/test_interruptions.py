@@ -62,6 +62,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
     """The worker kills itself on its 29th sample, in step 8; what is left after step 4 has fewer samples."""
     words = (*QUICK, "strategy=single", "train.max_steps=10", "train.checkpoint_every=2", f"hydra.run.dir={tmp_path}/a")

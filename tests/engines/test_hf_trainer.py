@@ -62,6 +62,7 @@ def test_both_engines_in_one_sweep(tmp_path: Path) -> None:
     assert "ddp by hf_trainer" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_trainer_that_wraps_something_else_fails(tmp_path: Path) -> None:
     """As it does on a CPU by itself: plain DDP where FSDP was asked for."""
     words = ("engine=hf_trainer", "strategy=fsdp", "cluster.workers_per_node=1", *SHORT, "cluster.device=cpu")
