@@ -13,8 +13,7 @@ import signal
 import subprocess
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -88,18 +87,6 @@ class Cluster:
         for process in self.processes(node):
             process.kill()
         self.daemons.pop(f"slurmd-{node}").wait(timeout=30)
-
-    @contextmanager
-    def cut_off(self, node: str) -> Iterator[None]:
-        """A node's network goes; what runs there runs on, on the file system that all share. Then it is rebooted."""
-        link = ("-n", self._space(node), "link", "set", "eth0")
-        self._ip(*link, "down")
-        try:
-            yield
-        finally:
-            self._ip(*link, "up")
-            self.crash_node(node)
-            self.mend_node(node)
 
     def mend_node(self, node: str) -> None:
         """Brings back a node that crashed or was set down, and waits until it is idle."""

@@ -182,28 +182,6 @@ def test_an_agent_that_is_lost_costs_no_more_either(slurm: Cluster, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_node_that_is_cut_off_ends_what_goes_on_elsewhere(slurm: Cluster, tmp_path: Path) -> None:
-    """It hears nothing of Slurm, but both attempts would write into one directory."""
-    sweep = tmp_path / "sweep"
-    submit(slurm, sweep, "train.max_steps=900", "train.checkpoint_every=20")
-    wait_for(lambda: steps(sweep) > 30)
-    (node,) = hosts(sweep)
-    workers = [process for process in slurm.processes(node) if "distexp.worker" in " ".join(process.cmdline())]
-    assert workers
-    with slurm.cut_off(node):
-        start_at_once(slurm, jobs(sweep)[0])
-        wait_for(lambda: hosts(sweep) != [node])
-        wait_for(lambda: not any(worker.is_running() for worker in workers), 60)
-        assert lines(sweep / "0/attempts/0/metrics.jsonl")[-1]["step"] < 900, "it did not come to its end by itself"
-        assert not (sweep / "0/record.json").exists(), "the run goes on"
-        wait_for(settled(slurm, sweep), 240)
-    assert_whole(sweep, 0, 900)
-    attempts = record(sweep, 0).run.attempts
-    assert [attempt["reason"] for attempt in attempts] == ["ended without a record", "completed"]
-    assert attempts[1]["resumed_from_step"] >= 20
-
-
-@pytest.mark.slow
 def test_a_time_limit_ends_an_attempt_and_not_the_run(slurm: Cluster, tmp_path: Path) -> None:
     """Slurm speaks up 30 to 60 s before the end of two minutes; the run takes 85 s and the start."""
     sweep = tmp_path / "sweep"
