@@ -33,7 +33,7 @@ class RandomTokens:
 
 @dataclass(frozen=True)
 class RandomImages:
-    """Samples of noise, ``images`` of shape (3, size, size), with a random class; drawn when asked for."""
+    """Samples of random pixels, ``images`` of shape (3, size, size), with a random class; drawn when asked for."""
 
     samples: int
     size: int
@@ -46,7 +46,8 @@ class RandomImages:
     def __getitem__(self, index: int) -> Sample:
         chance = _chance(self.seed, index, self.samples)
         label = torch.randint(self.classes, (), generator=chance)
-        return {"images": torch.randn(3, self.size, self.size, generator=chance), "labels": label}
+        shape = (3, self.size, self.size)
+        return {"images": torch.randint(256, shape, dtype=torch.uint8, generator=chance), "labels": label}
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:

@@ -31,7 +31,7 @@ def training_flops(config: Config, data: TaskData) -> float | None:
         return None
     with torch.device("meta"):
         model = locate(config.model._target_)(config.model, data.num_classes).eval()
-    batch = data.collate([data.train[0]])
+    batch = data.collate([data.train[0]]).to(torch.device("meta"))
     return float((1 + BACKWARD) * forward_flops(model, batch.inputs))
 
 

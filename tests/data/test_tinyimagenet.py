@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data import tinyimagenet, tinyimagenet_sample
 from distexp.data.base import IGNORE
-from distexp.data.images import MEAN, STD, DataError, ImageFiles, decode
+from distexp.data.images import DataError, ImageFiles, decode
 from distexp.data.tinyimagenet_sample import write
 
 
@@ -56,17 +56,21 @@ def test_every_real_image_can_be_read() -> None:
     for samples in load(real_images(), IMAGE_MODEL):
         shapes = {tuple(samples[index]["images"].shape) for index in range(len(samples))}
         assert shapes == {(3, 32, 32)}
-        assert samples[0]["images"].dtype == torch.float32
+        assert samples[0]["images"].dtype == torch.uint8
         assert samples[0]["labels"].shape == ()
 
 
-def test_evaluation_images_are_normalised_pixels() -> None:
-    _, held_out = load(real_images(), IMAGE_MODEL)
-    with Image.open(held_out.root / held_out.files[3]) as image:
+def test_images_are_normalised_on_their_way_to_the_device() -> None:
+    data = tinyimagenet.load(real_images(), IMAGE_MODEL, 0)
+    assert isinstance(data.evaluation, ImageFiles)
+    batch = data.collate([data.evaluation[index] for index in (2, 3)]).to(torch.device("cpu"))
+    assert batch.inputs["images"].is_contiguous(memory_format=torch.channels_last)
+    assert batch.to(torch.device("cpu")).inputs["images"].equal(batch.inputs["images"]), "once only"
+    with Image.open(data.evaluation.root / data.evaluation.files[3]) as image:
         pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
     for channel, (mean, std) in enumerate([(0.485, 0.229), (0.456, 0.224), (0.406, 0.225)]):
         expected = (pixels[:, :, channel] / 255 - mean) / std
-        np.testing.assert_allclose(held_out[3]["images"][channel].numpy(), expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(batch.inputs["images"][1, channel].numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_first_images_are_of_many_classes() -> None:
@@ -113,18 +117,18 @@ def test_augmentation_is_decided_by_seed_epoch_and_index(sample: DatasetConfig) 
 
 def test_augmentation_moves_by_an_eighth_at_most_and_flips(sample: DatasetConfig) -> None:
     train, _ = load(sample, IMAGE_MODEL)
-    plain = replace(train, augment=False)[0]["images"] * STD + MEAN
+    plain = replace(train, augment=False)[0]["images"]
     padded = torch.nn.functional.pad(plain, (4, 4, 4, 4))
     seen = set()
     for epoch in range(200):
         train.set_epoch(epoch)
-        image = train[0]["images"] * STD + MEAN
+        image = train[0]["images"]
         seen |= {
             (top, left, flip)
             for top in range(9)
             for left in range(9)
             for flip in (False, True)
-            if (image.flip(2) if flip else image).allclose(padded[:, top : top + 32, left : left + 32], atol=1e-4)
+            if (image.flip(2) if flip else image).equal(padded[:, top : top + 32, left : left + 32])
         }
     assert len(seen) > 80
     assert {flip for _, _, flip in seen} == {False, True}

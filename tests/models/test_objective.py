@@ -39,7 +39,7 @@ def text_batch() -> Batch:
 
 def image_batch() -> Batch:
     labels = [torch.tensor(label) for label in (2, IGNORE, 0, 7)]
-    return collate_images([{"images": torch.zeros(3, 4, 4), "labels": label} for label in labels])
+    return collate_images([{"images": torch.zeros(3, 4, 4, dtype=torch.uint8), "labels": label} for label in labels])
 
 
 def logits_for(*shape: int) -> Tensor:
