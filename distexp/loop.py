@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -29,14 +29,14 @@ def fit(
     for epoch in plan.epochs(journal.steps):
         engine.model.train()
         journal.begin_steps()
-        for data in timed(training.epoch(epoch, plan.steps_of(epoch, journal.steps)), journal):
+        for data in journal.timed(training.epoch(epoch, plan.steps_of(epoch, journal.steps))):
             shares = train_step(engine, data)
             journal.allocator.before_update()
             rate = plan.learning_rate(journal.steps)
             norm = engine.step(rate)
             journal.step(data, shares, norm, rate)
             after_step()
-        journal.end_epoch(evaluate(engine, evaluation, journal))
+        end_epoch(engine, training, evaluation, plan, journal)
 
 
 def train_step(engine: Engine, data: Step) -> torch.Tensor:
@@ -46,6 +46,16 @@ def train_step(engine: Engine, data: Step) -> torch.Tensor:
         last = position == len(data.micro_batches)
         shares.append(engine.forward_backward(batch, normalizer=data.normalizer, last_micro=last))
     return torch.stack(shares).sum(dim=0)
+
+
+def end_epoch(
+    engine: Wrapped, training: ShardedLoader, evaluation: ShardedLoader, plan: Plan, journal: Journal
+) -> None:
+    """Evaluates, while loader workers read what the next epoch begins with."""
+    if journal.steps < plan.total_steps:
+        epoch = journal.steps // plan.steps_per_epoch
+        training.begin(epoch, plan.steps_of(epoch, journal.steps))
+    journal.end_epoch(evaluate(engine, evaluation, journal))
 
 
 def evaluate(engine: Wrapped, data: ShardedLoader, journal: Journal) -> Evaluation:
@@ -66,14 +76,3 @@ def evaluate(engine: Wrapped, data: ShardedLoader, journal: Journal) -> Evaluati
         samples=len(data.samples),
         seconds=time.perf_counter() - started,
     )
-
-
-def timed(steps: Iterator[Step], journal: Journal) -> Iterator[Step]:
-    """The same steps; the time spent waiting for each goes to the journal."""
-    while True:
-        started = time.perf_counter()
-        step = next(steps, None)
-        journal.data_wait_s += time.perf_counter() - started
-        if step is None:
-            return
-        yield step

@@ -143,6 +143,7 @@ class ShardedLoader:
     ) -> None:
         self.samples, self.share, self.device, self.task = samples, share, where, data.task
         self.stopping = lambda: False
+        self.begun: tuple[int, range, Iterator[Batch]] | None = None
         # The loader draws from it, and not from what the model's chance comes from.
         self.chance = torch.Generator()
         self.batches = ShardedBatches(len(samples), share, seed=seed, shuffle=shuffle)
@@ -161,21 +162,29 @@ class ShardedLoader:
         """Optimizer steps of an epoch."""
         return self.batches.steps
 
+    def begin(self, epoch: int, steps: range) -> None:
+        """Has the loader's workers read what ``epoch`` will be asked for first; nothing may be left of the last one."""
+        self.batches.epoch, self.batches.chosen = epoch, steps
+        self.chance.manual_seed(self.batches.seed + epoch)
+        set_epoch = getattr(self.samples, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        self.begun = epoch, steps, iter(self.loader)
+
     def epoch(self, epoch: int, steps: range | None = None) -> Iterator[Step]:
         """The steps of an epoch, or some of them; every rank must take all of them, for each holds a reduction.
 
         Samples of other steps are not read. Raises StopRequestedError, on all ranks between the same steps.
         """
-        self.batches.epoch = epoch
-        self.batches.chosen = range(self.steps) if steps is None else steps
-        self.chance.manual_seed(self.batches.seed + epoch)
-        set_epoch = getattr(self.samples, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+        chosen = range(self.steps) if steps is None else steps
+        if self.begun is None or self.begun[:2] != (epoch, chosen):
+            self.begin(epoch, chosen)
+        assert self.begun is not None
+        (_, _, batches), self.begun = self.begun, None
         held: list[Batch] = []
-        left = len(self.samples) - self.batches.chosen.start * self.share.global_batch
+        left = len(self.samples) - chosen.start * self.share.global_batch
         answers = Answers(self.device)
-        for batch in self.loader:
+        for batch in batches:
             held.append(batch)
             if len(held) == self.share.accumulation:
                 answers.check()

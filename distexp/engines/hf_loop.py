@@ -16,7 +16,7 @@ from distexp.data.shards import Step
 from distexp.engines.base import Work, check_built
 from distexp.engines.hf_arguments import training_arguments
 from distexp.engines.hf_built import describe, innermost
-from distexp.loop import evaluate, timed
+from distexp.loop import end_epoch
 from distexp.models.anatomy import blocks
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, shares
@@ -131,7 +131,7 @@ class Steps:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Step]:
-        return timed(self.work.training.epoch(self.epoch), self.work.journal)
+        return self.work.journal.timed(self.work.training.epoch(self.epoch))
 
 
 class TrainerModel:
@@ -203,7 +203,8 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]  # likewise
         self.work.journal.step(trainer.step, total, torch.as_tensor(trainer.norm), self.rate)
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        self.work.journal.end_epoch(evaluate(self.trainer.wrapped, self.work.evaluation, self.work.journal))
+        work = self.work
+        end_epoch(self.trainer.wrapped, work.training, work.evaluation, work.plan, work.journal)
 
 
 def _watch_step(trainer: JournaledTrainer) -> None:

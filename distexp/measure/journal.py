@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -133,6 +134,16 @@ class Journal:
         self.clock.restart()
         self.profiler.interrupted("a checkpoint was written")
         self._enter("profile" if self.profiler.running else "train" if self._warm() else "warmup")
+
+    def timed(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The same steps; the time spent waiting for each is counted."""
+        while True:
+            started = time.perf_counter()
+            step = next(steps, None)
+            self.data_wait_s += time.perf_counter() - started
+            if step is None:
+                return
+            yield step
 
     def step(self, step: Step, shares: Tensor, norm: Tensor, rate: float) -> None:
         """A step is done: this rank's shares of loss and accuracy, and the global gradient norm."""
