@@ -1,6 +1,5 @@
 "use strict";
 // The page's own script: it hands the data to DataTables and Vega, and compares two configurations.
-const data = JSON.parse(document.getElementById("data").textContent);
 const DIGITS = new Map();
 
 function number(value, digits) {
@@ -18,12 +17,15 @@ function element(name, text, attributes = {}) {
   return made;
 }
 
-// A module that stands in the page, packed by gzip.
-async function library(id) {
+// A text that stands in the page, packed by gzip.
+async function unpacked(id) {
   const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
   const source = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const text = await new Response(source).text();
-  const address = URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
+  return new Response(source).text();
+}
+
+async function library(id) {
+  const address = URL.createObjectURL(new Blob([await unpacked(id)], { type: "text/javascript" }));
   const module = await import(address);
   URL.revokeObjectURL(address);
   return module;
@@ -71,13 +73,12 @@ function columnOf(column) {
   };
 }
 
-async function drawRuns() {
+async function drawRuns({ columns, rows }) {
   const { default: DataTable, set_or_remove_dark_class: followTheme } = await library("table-library");
   followTheme();
   // What was not measured stands last, whichever way a column is sorted.
   const compare = (way) => (a, b) => (a === null) - (b === null) || way * (a - b);
   DataTable.type("num", "order", { asc: compare(1), desc: compare(-1) });
-  const { columns, rows } = data.runs;
   // The filters go into a second row of a header, which therefore has to be there before.
   const heads = element("tr");
   heads.append(...columns.map((column) => element("th", column.title)));
@@ -112,12 +113,12 @@ async function drawRuns() {
 
 const PAPER = { alone: 640, beside: 270 }; // pixels that a chart has on paper, by itself or in two columns
 
-async function drawCharts() {
+async function drawCharts(charts) {
   const { default: vegaEmbed } = await library("chart-library");
   const drawn = [];
   for (const place of document.querySelectorAll("[data-chart]")) {
     const options = { actions: false, renderer: "svg", tooltip: { theme: "custom" } };
-    const { view } = await vegaEmbed(place, data.charts[place.dataset.chart], options);
+    const { view } = await vegaEmbed(place, charts[place.dataset.chart], options);
     drawn.push([place, view]);
   }
   // What is drawn for a screen would be shrunk on paper, its letters with it.
@@ -129,47 +130,41 @@ async function drawCharts() {
 
 // ---- the difference of two runs ----
 
-const { shared, differing, runs } = data.configurations;
-const said = runs.map(([label, choices]) => (choices ? `${label} · ${choices}` : label));
-
-function position(text) {
-  const exact = said.indexOf(text);
-  return exact >= 0 ? exact : runs.findIndex(([label]) => label === text.trim());
-}
-
-function showDifference() {
-  const [a, b] = ["run-a", "run-b"].map((id) => position(document.getElementById(id).value));
-  const table = document.getElementById("difference-table");
-  const note = document.getElementById("difference-note");
-  const body = table.tBodies[0];
-  body.replaceChildren();
-  table.hidden = true;
-  if (a < 0 || b < 0) {
-    note.textContent = "Choose two runs by their names, or type their numbers.";
-    return;
-  }
-  for (const [key, { values, of }] of Object.entries(differing)) {
-    if (of[a] === of[b]) continue;
-    const row = element("tr");
-    row.append(element("th", key, { scope: "row" }), element("td", values[of[a]]), element("td", values[of[b]]));
-    body.append(row);
-  }
-  const count = body.rows.length;
-  const all = Object.keys(shared).length + Object.keys(differing).length;
-  table.hidden = count === 0;
-  note.textContent = count ? `${count} of ${all} keys differ.` : `All ${all} keys are equal.`;
-}
-
-function offerRuns() {
-  const list = document.getElementById("run-names");
-  list.append(...said.map((text) => element("option", undefined, { value: text })));
-  ["run-a", "run-b"].forEach((id, index) => {
-    const input = document.getElementById(id);
+function offerRuns({ shared, differing, runs }) {
+  const said = runs.map(([label, choices]) => (choices ? `${label} · ${choices}` : label));
+  const inputs = ["run-a", "run-b"].map((id) => document.getElementById(id));
+  const position = ({ value }) => {
+    const exact = said.indexOf(value);
+    return exact >= 0 ? exact : runs.findIndex(([label]) => label === value.trim());
+  };
+  const show = () => {
+    const [a, b] = inputs.map(position);
+    const keys = a < 0 || b < 0 ? [] : Object.entries(differing).filter(([, { of }]) => of[a] !== of[b]);
+    showDifference(keys.map(([key, { values, of }]) => [key, values[of[a]], values[of[b]]]));
+    const all = Object.keys(shared).length + Object.keys(differing).length;
+    document.getElementById("difference-note").textContent =
+      a < 0 || b < 0 ? "Choose two runs by their names, or type their numbers."
+      : keys.length ? `${keys.length} of ${all} keys differ.`
+      : `All ${all} keys are equal.`;
+  };
+  document.getElementById("run-names").append(...said.map((text) => element("option", undefined, { value: text })));
+  inputs.forEach((input, index) => {
     input.value = said[Math.min(index, said.length - 1)] ?? "";
-    input.addEventListener("input", showDifference);
+    input.addEventListener("input", show);
     input.addEventListener("focus", () => input.select());
   });
-  showDifference();
+  show();
+}
+
+function showDifference(lines) {
+  const table = document.getElementById("difference-table");
+  table.hidden = lines.length === 0;
+  const rows = lines.map(([key, ...values]) => {
+    const row = element("tr");
+    row.append(element("th", key, { scope: "row" }), ...values.map((value) => element("td", value)));
+    return row;
+  });
+  table.tBodies[0].replaceChildren(...rows);
 }
 
 // ---- light and dark ----
@@ -180,7 +175,11 @@ document.getElementById("theme").addEventListener("click", () => {
   root.dataset.theme = dark ? "light" : "dark";
 });
 
-offerRuns();
-Promise.all([drawRuns(), drawCharts()]).then(() => {
+async function fill() {
+  const { configurations, runs, charts } = JSON.parse(await unpacked("data"));
+  offerRuns(configurations);
+  await Promise.all([drawRuns(runs), drawCharts(charts)]);
   document.documentElement.dataset.ready = "yes";
-});
+}
+
+fill();
