@@ -77,10 +77,13 @@ class FSDP:
         model = blueprint.model
         inner = _shard(blueprint, config, context)
         wrapped = cast(FSDPModule, model)
+        gathers_once = config.fsdp.sharding == "shard_grad_op"
 
         @contextmanager
         def synchronising(last_micro: bool) -> Iterator[None]:
             wrapped.set_requires_gradient_sync(last_micro)
+            if gathers_once:  # for all micro-batches of a step: each has all parameters at once in its turn anyway
+                wrapped.set_reshard_after_backward(last_micro)
             yield
 
         return TorchEngine(

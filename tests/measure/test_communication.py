@@ -155,11 +155,13 @@ COMMON = (
     "train.log_every=1", "train.measure_after_step=1", "cluster.device=cpu",
 )  # fmt: skip
 PROFILED = "train.profile_steps=3"
+HALVES = ("train.micro_batch_size=2", "train.gradient_accumulation_steps=2")  # of the same global batch
 CELLS: dict[str, tuple[str, ...]] = {
     "plain": ("strategy=ddp",),
     "ddp": ("strategy=ddp", PROFILED),
     "full_shard": ("sharding=full_shard", PROFILED),
     "hf_full_shard": ("engine=hf_trainer", "sharding=full_shard", PROFILED),
+    "shard_grad_op": ("sharding=shard_grad_op", PROFILED, *HALVES),
     "interrupted": ("strategy=ddp", PROFILED, "train.checkpoint_every=7"),
     "short": ("strategy=ddp", PROFILED, "train.max_steps=3"),
 }
@@ -210,7 +212,7 @@ def test_collectives_over_gloo_are_seen_and_named(runs: Path, name: str) -> None
     is_measured(runs / name, "all_reduce", *(["all_gather"] if "shard" in name else []))
 
 
-@pytest.mark.parametrize("name", ["ddp", "full_shard", "hf_full_shard"])
+@pytest.mark.parametrize("name", ["ddp", "full_shard", "shard_grad_op", "hf_full_shard"])
 def test_the_training_is_that_of_an_unprofiled_run(runs: Path, name: str) -> None:
     plain, profiled = (lines(runs / each / "metrics.jsonl") for each in ("plain", name))
     assert [line["step"] for line in profiled] == list(range(1, 17))
@@ -219,6 +221,13 @@ def test_the_training_is_that_of_an_unprofiled_run(runs: Path, name: str) -> Non
     assert after.eval_losses == pytest.approx(before.eval_losses, rel=1e-5)
     assert before.communication is None
     assert not (runs / "plain" / TRACE).exists()
+
+
+@pytest.mark.parametrize(("name", "gathers"), [("full_shard", 2 + 2 + 1), ("shard_grad_op", 3)])
+def test_parameters_are_gathered_as_often_as_they_must(runs: Path, name: str, gathers: int) -> None:
+    """Two blocks and the root: each block in both passes, or all three once for both micro-batches of a step."""
+    trace = json.loads(gzip.decompress((runs / name / TRACE).read_bytes()))
+    assert sum(one.get("name") == "gloo:all_gather" for one in trace["traceEvents"]) == 3 * gathers
 
 
 def test_profiled_steps_are_not_measured(runs: Path) -> None:
