@@ -36,7 +36,7 @@ HF = "engine=hf_trainer"
 TARGETS = "train.logits=targets"
 SHARDINGS = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard")
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
-CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest library that its workers import
+CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by what their workers import, and how many there are
     ("torch", 2): {
         "ddp": ("strategy=ddp",),
         "ddp_checkpointed": ("strategy=ddp", "train.activation_checkpointing=true"),
@@ -58,13 +58,21 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest 
         },
         "targets_ddp": (TARGETS, "strategy=ddp"),
         "targets_gpt_full_shard": (TARGETS, "sharding=full_shard", "model=gpt_tiny"),
-        "hf_targets_full_shard": (HF, TARGETS, "sharding=full_shard"),
         "hf_ddp": (HF, "strategy=ddp"),
+    },
+    ("trainer", 2): {
+        "hf_targets_full_shard": (HF, TARGETS, "sharding=full_shard"),
         "hf_sgd_ddp": (HF, "strategy=ddp", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
         "hf_full_shard_checkpointed": (HF, "sharding=full_shard", "train.activation_checkpointing=true"),
         "hf_shard_grad_op_offload": (HF, "sharding=shard_grad_op", "offload=true"),
         "hf_gpt_hybrid_shard": (HF, "sharding=hybrid_shard", "model=gpt_tiny"),
         "hf_bf16_full_shard": (HF, "sharding=full_shard", "precision=bf16"),
+        "hf_targets_zero2": (HF, TARGETS, "zero_stage=2"),
+        "hf_zero0": (HF, "zero_stage=0"),
+        "hf_gpt_zero1": (HF, "zero_stage=1", "model=gpt_tiny"),
+        "hf_zero2_offload": (HF, "zero_stage=2", "offload=true"),
+        "hf_bf16_zero0": (HF, "zero_stage=0", "precision=bf16"),
+        "hf_bf16_zero2": (HF, "zero_stage=2", "precision=bf16"),
     },
     ("torch", 4): {
         "hybrid_2x2": ("sharding=hybrid_shard", "fsdp.replicas=2"),
@@ -88,13 +96,7 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest 
         "bf16_zero2": ("zero_stage=2", "precision=bf16"),
         "bf16_zero3": ("zero_stage=3", "precision=bf16"),
         "targets_zero3": (TARGETS, "zero_stage=3"),
-        "hf_targets_zero2": (HF, TARGETS, "zero_stage=2"),
-        "hf_zero0": (HF, "zero_stage=0"),
-        "hf_gpt_zero1": (HF, "zero_stage=1", "model=gpt_tiny"),
-        "hf_zero2_offload": (HF, "zero_stage=2", "offload=true"),
         "hf_zero3_offload": (HF, "zero_stage=3", "offload=true"),
-        "hf_bf16_zero0": (HF, "zero_stage=0", "precision=bf16"),
-        "hf_bf16_zero2": (HF, "zero_stage=2", "precision=bf16"),
     },
     ("deepspeed", 3): {
         "ddp_3": ("strategy=ddp",),
@@ -104,6 +106,7 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest 
     },
     ("deepspeed", 6): {"hybrid_3x2": HYBRID_3X2, "zero3_6": ("zero_stage=3",)},
 }
+ORDINARY = {("torch", 2), ("deepspeed", 2)}
 EVALUATED = {
     ("deepspeed", 3): evaluated(
         ddp_3=("strategy=ddp",),
@@ -126,9 +129,9 @@ REFERENCES = {
 
 
 def parameters(cells: Iterable[tuple[tuple[str, int], Iterable[str]]]) -> list[Any]:
-    """Each cell by its name; two workers show most of what can go wrong, other numbers take their time."""
+    """Each cell by its name; those of ORDINARY show most of what can go wrong, the others take their time."""
     return [
-        pytest.param(*key, name, id=name, marks=() if key[1] == 2 else pytest.mark.slow)
+        pytest.param(*key, name, id=name, marks=() if key in ORDINARY else pytest.mark.slow)
         for key, names in cells
         for name in names
     ]
