@@ -38,7 +38,7 @@ def learn(config: Config, steps: int) -> tuple[float, float, float]:
     model.train()
     for _ in range(steps):
         chosen = torch.randint(len(data.train), (2 * config.train.micro_batch_size,)).tolist()
-        batch = data.collate([data.train[index] for index in chosen])
+        batch = data.collate([data.train[index] for index in chosen]).to(torch.device("cpu"))
         optimizer.zero_grad()
         (loss_sum(data.task, model(**batch.inputs), batch) / batch.targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -49,7 +49,7 @@ def learn(config: Config, steps: int) -> tuple[float, float, float]:
 @torch.no_grad()
 def evaluate(model: nn.Module, data: TaskData) -> tuple[float, float]:
     model.eval()
-    batch = data.collate([data.evaluation[index] for index in range(len(data.evaluation))])
+    batch = data.collate([data.evaluation[index] for index in range(len(data.evaluation))]).to(torch.device("cpu"))
     outputs = model(**batch.inputs)
     hits = correct_count(outputs, batch)
     return float(loss_sum(data.task, outputs, batch)) / batch.targets, float(hits) / batch.targets
