@@ -1,7 +1,7 @@
 # make demo   installs into .venv and trains a tiny BLOOM: the shortest way to see distexp work
 # make test   installs the test tools too and runs every test; those of cluster=slurm need root and Slurm's packages,
 #             and say which: make test TESTS="-m 'not slow and not slurm'" leaves them out
-# make test-slow  runs the tests that make test leaves out: more workers, every exercise
+# make test-slow  runs the tests that make test leaves out: what is killed and goes on, more workers, every exercise
 # make setup  installs only
 # make pins   resolves the versions in requirements.txt anew
 

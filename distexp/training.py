@@ -53,6 +53,8 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     """Joins, builds, trains and, on rank 0, writes the record; ``started`` is the process' start."""
     # DeepSpeed and FSDP call what torch will rename one day, thousands of times a run.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    # Gradients of convolutions lie as images do, channels last, and DDP tells the axes of length 1 apart.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime", on a CPU
     spec = RunSpec.read(run_dir)
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)

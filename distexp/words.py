@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
 from distexp.config import ConfigError
 from distexp.schema import known_keys
+
+ACTIONS = ("run", "multirun", "cfg", "info")
+"""What Hydra can be asked to do, by its options' names."""
 
 
 def refuse_odd_words(words: Sequence[str]) -> None:
@@ -15,12 +19,21 @@ def refuse_odd_words(words: Sequence[str]) -> None:
 
     Hydra's own parser tells its options from overrides; what it would print on its own is a page of usage.
     """
-    known, unknown = get_args_parser().parse_known_args(list(words))
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    known, unknown = parser.parse_known_intermixed_args(list(words))
     faults = [_no_option(word, words) for word in unknown if word.startswith("-")]
+    actions = [f"--{name}" for name in ACTIONS if getattr(known, name)]
+    if len(actions) > 1:
+        faults.append(f"{' and '.join(actions)} exclude each other: give one of them")
     if not faults:
         faults = [f"{' '.join(torn)} has a blank too many: write {_mended(torn)}" for torn in _torn(known.overrides)]
     if faults:
         raise ConfigError(faults)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message}: --help shows how")
 
 
 def _no_option(word: str, words: Sequence[str]) -> str:
@@ -63,4 +76,4 @@ def _goes_on(before: str, word: str, keys: set[str]) -> bool:
 
 def _mended(torn: Sequence[str]) -> str:
     whole = "".join(torn)
-    return whole if "=" in whole else "=".join(torn)
+    return whole if "=" in whole else f"{torn[0]}={''.join(torn[1:])}"

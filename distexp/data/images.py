@@ -123,8 +123,17 @@ def _statistics(where: device) -> tuple[Tensor, Tensor]:
 
 
 def collate_images(samples: Sequence[Sample]) -> ImageBatch:
-    """Stacks images and classes."""
+    """Stacks images and classes.
+
+    Raises:
+        DataError: images that are not pixels any more; a data set that normalises itself collates itself too.
+    """
     labels = torch.stack([sample["labels"] for sample in samples])
     counted = int((labels != IGNORE).sum())
     images = torch.stack([sample["images"] for sample in samples])
+    if images.dtype != torch.uint8:
+        raise DataError(
+            f"images are {images.dtype}, and collate_images takes pixels from 0 to 255 as torch.uint8, which are "
+            "normalised on the device: leave them so, or collate them into a Batch of your own"
+        )
     return ImageBatch({"images": images}, labels, samples=counted, targets=counted, tokens=0)

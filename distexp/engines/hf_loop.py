@@ -131,7 +131,8 @@ class Steps:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Step]:
-        return self.work.journal.timed(self.work.training.epoch(self.epoch))
+        work = self.work
+        return work.journal.timed(work.training.epoch(self.epoch, work.plan.steps_of(self.epoch, work.journal.steps)))
 
 
 class TrainerModel:

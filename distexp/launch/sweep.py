@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -121,16 +121,17 @@ def placed(
     keep: Callable[[EarlierRun], bool],
     tell: Callable[[str], None],
     snapshot: str | None = None,
+    active: Collection[int] = (),
 ) -> Iterator[tuple[Cell, RunInfo, Path]]:
     """Each cell that is to run, numbered, with its directory, claimed when its turn comes.
 
     A cell that a resumed sweep has already keeps number and directory; it is left out where ``keep`` says so.
-    ``tell`` hears first of runs that would go on, had they not become others.
+    ``tell`` hears first of runs that would go on, had they not become others; not of ``active`` ones, by number.
     """
     earlier = EarlierRuns.of(sweep_dir) if resume else EarlierRuns()
     infos = [run_info(cell, 0, code, snapshot) for cell in cells]
     matches = [earlier.take(info.id, info.overrides) for info in infos]
-    left = left_alone(earlier.unfinished(below=sweep_dir))
+    left = left_alone([run for run in earlier.unfinished(below=sweep_dir) if run.number not in active])
     if left is not None:
         tell(left)
     free = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,11 +107,13 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
 
 
 def add_scale(groups: Sequence[Group]) -> Group | None:
-    """Fills in the scale factor against the first completed row, which it returns; of its own task alone."""
-    measured = [group for group in groups if group.completed and group.figure(SPEED)]
-    measured = [group for group in measured if group.task == measured[0].task]
-    if len(measured) < 2:
+    """Fills in the scale factor against the first completed row of a task that others have too; returns its group."""
+    known = [group for group in groups if group.completed and group.figure(SPEED)]
+    tasks = Counter(group.task for group in known)
+    task = next((group.task for group in known if tasks[group.task] > 1), None)
+    if task is None:
         return None
+    measured = [group for group in known if group.task == task]
     reference = measured[0]
     base = reference.figure(SPEED)
     assert base is not None

@@ -163,6 +163,13 @@ def test_a_batch_counts_what_counts(sample: DatasetConfig) -> None:
     assert (batch.samples, batch.targets, batch.tokens) == (2, 2, 0)
 
 
+def test_images_that_are_not_pixels_any_more_are_refused(sample: DatasetConfig) -> None:
+    data = tinyimagenet.load(sample, IMAGE_MODEL, 0)
+    floats = {**data.train[0], "images": data.train[0]["images"] / 255}
+    with pytest.raises(DataError, match=r"images are torch.float32, and collate_images takes pixels from 0 to 255"):
+        data.collate([floats])
+
+
 def remove_folder(root: Path) -> None:
     (root / "train" / "n90000003" / "images").rename(root / "elsewhere")
 

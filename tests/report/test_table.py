@@ -183,6 +183,8 @@ def test_scale_and_efficiency_name_their_reference() -> None:
     assert "1.80 90" in text
     assert "3.20 80" in text
     assert "Scale is samples/s against run 1 (" in text
+    flat = unwrapped(printed([record(0, model__name="resnet_tiny"), record(1), record(2, strategy="fsdp")]))
+    assert "Scale is samples/s against run 1 (" in flat, "the first task that two have"
     flat = printed([record(0), record(1, strategy="fsdp")])
     assert "effi" not in header(flat)
 

@@ -29,6 +29,9 @@ from distexp.launch.sweep import Cell, compose_cells, placed, save_master, sweep
 from distexp.results import RunError, write_json
 from distexp.spec import RunSpec
 
+NOT_CONFIGURED = "configuration source"
+"""Of what Slurm's commands say where Slurm is installed, and no more."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -56,10 +59,12 @@ def run_sweep(
     try:
         longest = client.max_array_size()
     except client.SlurmError as error:
-        raise ConfigError(
-            f"cluster=slurm needs a Slurm that answers, and this machine's does not ({error}): log in to a node of the "
-            "cluster, or set cluster=local; python -m distexp.doctor says more"
-        ) from None
+        if NOT_CONFIGURED in str(error):
+            raise ConfigError(
+                f"cluster=slurm needs a configured Slurm, which this machine has not ({error}): log in to a node of "
+                "the cluster, or set cluster=local; python -m distexp.doctor says more"
+            ) from None
+        raise OSError(f"Slurm does not answer ({error}), nothing was submitted: try it again later") from None
     sweep_dir = sweep_directory(master).absolute()
     save_master(master, sweep_dir)
     snapshot, code = take(sweep_dir, list(cells[0].composed.trusted_packages))
@@ -88,7 +93,7 @@ def prepare(
     tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     snapshot = str(code[1].relative_to(sweep_dir))
     for cell, info, directory in placed(
-        cells, sweep_dir, code[0], resume=resume, keep=keep, tell=tell, snapshot=snapshot
+        cells, sweep_dir, code[0], resume=resume, keep=keep, tell=tell, snapshot=snapshot, active=active
     ):
         write_hydra(cell, directory)
         if cell.config is None:

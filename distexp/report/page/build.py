@@ -119,7 +119,7 @@ def _tiles(overview: Overview) -> list[dict[str, str]]:
             (figure.mean, group) for group in overview.groups
             if name and group.completed and (figure := group.figure(name))
         ]  # fmt: skip
-        if len(known) > 1:
+        if len(known) > 1 and len({group.task for _, group in known}) == 1:
             value, best = (max if largest else min)(known, key=lambda pair: pair[0])
             unit = "samples/s" if largest else "MiB"
             number = FIGURE[name].text(value)

@@ -182,4 +182,10 @@ async function fill() {
   document.documentElement.dataset.ready = "yes";
 }
 
-fill();
+// Older browsers cannot unpack.
+fill().catch((error) => {
+  const where = "The charts are also in the folder plots, the table in results.md.";
+  const said = element("p", `This browser cannot show the table and the charts (${error}). ${where}`, { class: "card" });
+  document.querySelector(".tiles").before(said);
+  throw error;
+});
