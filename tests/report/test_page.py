@@ -117,6 +117,26 @@ def test_a_request_would_be_seen(browser: Browser) -> None:
     page.close()
 
 
+def test_a_browser_that_cannot_unpack_says_so(browser: Browser, zero: Path) -> None:
+    page = browser.new_page()
+    page.add_init_script("delete window.DecompressionStream")
+    page.goto(zero.as_uri())
+    page.get_by_text("This browser cannot show the table and the charts").wait_for(timeout=10_000)
+    assert page.locator("#exercise table, .tiles li").count() > 0, "what needs no script is there"
+    page.close()
+
+
+def test_the_tiles_rank_only_what_trains_the_same(browser: Browser, tmp_path: Path) -> None:
+    for models, ranked in ((("bloom_tiny", "bloom_tiny"), True), (("bloom_tiny", "gpt_tiny"), False)):
+        made = tmp_path / "-".join(models)
+        for number, model in enumerate(models):
+            write(made, record(number, model__name=model, cluster__workers_per_node=1 + number))
+        assert main([str(made)]) == 0
+        page = watch(browser, made / "report" / "report.html").page
+        assert ("fastest" in page.locator(".tiles").inner_text()) == ranked
+        page.context.close()
+
+
 def test_a_message_of_a_run_is_never_markup(opened: Page) -> None:
     assert opened.locator("img").count() == 0
     assert EVIL in opened.locator(".notes").inner_text()
