@@ -22,7 +22,11 @@ NOBODY = "http://127.0.0.1:9"  # discard: refused
     ("words", "said"),
     [
         (("dataset=squad",), "dataset.path=rajpurkar/squad is neither a local folder, nor in the local cache"),
-        (("model=hf", "model.name=nobody/nothing"), "model.tokenizer=nobody/nothing is neither a folder"),
+        pytest.param(
+            ("model=hf", "model.name=nobody/nothing"),
+            "model.tokenizer=nobody/nothing is neither a folder",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_hub_that_is_not_there_is_given_up_soon_and_quietly(

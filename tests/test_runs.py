@@ -94,6 +94,7 @@ def test_the_demo_says_what_it_does(demo: tuple[Path, str]) -> None:
     assert len(screen.splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_a_worker_runs_again_by_hand_from_a_copy(demo: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     shutil.copy(demo[0] / "spec.json", tmp_path / "copy")

@@ -62,7 +62,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_exception_on_one_rank_is_the_cause_and_ends_the_others(rank: int, tmp_path: Path) -> None:
     done = run_distexp(*sabotage("fails", rank), *QUICK, cwd=tmp_path, env=ENV)
     ended = time.time()
@@ -205,7 +205,9 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.parametrize("attempt", range(REPEATS))
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_a_stopped_launcher_leaves_a_record_and_no_process(
     number: signal.Signals, attempt: int, tmp_path: Path
 ) -> None:
