@@ -36,7 +36,7 @@ HF = "engine=hf_trainer"
 TARGETS = "train.logits=targets"
 SHARDINGS = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard")
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
-CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by what their workers import, and how many there are
+CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest library that the workers import
     ("torch", 2): {
         "ddp": ("strategy=ddp",),
         "ddp_checkpointed": ("strategy=ddp", "train.activation_checkpointing=true"),
@@ -60,7 +60,7 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by what their wo
         "targets_gpt_full_shard": (TARGETS, "sharding=full_shard", "model=gpt_tiny"),
         "hf_ddp": (HF, "strategy=ddp"),
     },
-    ("trainer", 2): {
+    ("deepspeed_trainer", 2): {
         "hf_targets_full_shard": (HF, TARGETS, "sharding=full_shard"),
         "hf_sgd_ddp": (HF, "strategy=ddp", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
         "hf_full_shard_checkpointed": (HF, "sharding=full_shard", "train.activation_checkpointing=true"),
