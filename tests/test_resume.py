@@ -21,6 +21,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     # The last cell cannot be: single has one worker.

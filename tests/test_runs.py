@@ -198,6 +198,7 @@ def test_an_experiment_carries_its_sweep_and_the_command_line_wins(tmp_path: Pat
     assert len(list(tmp_path.glob("two/*/record.json"))) == 2
 
 
+@pytest.mark.slow
 def test_a_strategy_of_ones_own_is_a_yaml_and_a_file(tmp_path: Path) -> None:
     (tmp_path / "conf" / "strategy").mkdir(parents=True)
     (tmp_path / "conf" / "strategy" / "mine.yaml").write_text(
