@@ -95,6 +95,7 @@ def prepare(words: Sequence[str]) -> list[str]:
     refuse_odd_words(words)
     quoted = [quote_choice(word, config_groups()) if is_override(word) else word for word in words]
     if any(word.split("=")[0] in PASSED_ON for word in quoted):
+        refuse_sweep_of_one([word for word in quoted if is_override(word)])
         return quoted
     multirun = any(word in ("-m", "--multirun") for word in quoted)
     overrides = parse([word for word in quoted if is_override(word)])
@@ -126,6 +127,13 @@ def refuse_traps(overrides: Sequence[Override], *, multirun: bool) -> None:
     faults += [f"{key} is not for the command line: {mend}" for key, mend in RESERVED.items() if key in by_key]
     if faults:
         raise ConfigError(faults)
+
+
+def refuse_sweep_of_one(words: Sequence[str]) -> None:
+    """Several values where one configuration is to be shown; Hydra would call them ambiguous."""
+    swept = [word.replace("'", "") for word in words if any(part.is_sweep_override() for part in parse([word]))]
+    if swept:
+        raise ConfigError([f"{word} is a sweep, and --cfg and --info show one run: give one value" for word in swept])
 
 
 def _as_sweep_dir(word: str) -> list[str]:

@@ -186,16 +186,18 @@ class Screen:
 
 
 def describe(spec: RunSpec) -> str:
-    """``bloom_tiny on squad_sample, fsdp full_shard, 2 cpu workers``."""
+    """``bloom_tiny on squad_sample, fsdp full_shard, 2 cpu workers``, or what is measured without a training."""
     config = spec.config
+    workers = f"{spec.world_size} {config.cluster.device} worker{'s' if spec.world_size > 1 else ''}"
+    nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
+    if config.preflight.only:
+        return f"preflight of {workers}{nodes}"
     knob = {
         "fsdp": f" {config.fsdp.sharding}",
         "deepspeed": f" ZeRO-{config.deepspeed.zero_stage}",
     }.get(config.strategy.name, "")
     offload = ", offloaded" if config.offload.enabled else ""
     engine = "" if config.engine.name == "native" else f" by {config.engine.name}"
-    workers = f"{spec.world_size} {config.cluster.device} worker{'s' if spec.world_size > 1 else ''}"
-    nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
     return (
         f"{_model_label(config.model.name)} on {config.dataset.name}, {config.strategy.name}{knob}{offload}{engine}, "
         f"{config.precision.name}, {workers}{nodes}"

@@ -55,6 +55,7 @@ WRONG = {  # a wrong command line: what its message must name
     "--config x": "distexp: ambiguous option: --config could match",
     "--multirun=true": "ignored explicit argument 'true': --help shows how\n",
     "--multirun zero_stage=1,2 --cfg job": "distexp: --multirun and --cfg exclude each other: give one of them\n",
+    "zero_stage=1,2 --cfg job": "zero_stage=1,2 is a sweep, and --cfg and --info show one run: give one value\n",
     "+foo=1": "foo",
     "name=a/b": "name=a/b",
     "strategy=ddp offload=true": "choose strategy=fsdp",

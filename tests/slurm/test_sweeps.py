@@ -205,17 +205,23 @@ def test_what_waits_says_why_and_can_be_cancelled(slurm: Cluster, tmp_path: Path
     words = ("--multirun", "cluster=slurm", "zero_stage=1,2", *HELD, f"hydra.sweep.dir={sweep}")
     assert run_distexp(*words, cwd=tmp_path, env=slurm.env).returncode == 0
     assert "JobHeldUser" in status(slurm, sweep)
+    more = run_module("distexp.resume", str(sweep), "zero_stage=3", env=slurm.env)
+    assert more.returncode == 0, more.stdout + more.stderr
+    assert "stay as they are" not in more.stdout, "what waits goes on by itself"
     blind = run_module("distexp.status", str(sweep), env={"PATH": "/nowhere"})
     assert "unknown" in blind.stdout, "there is no Slurm on that machine, and nothing is made up"
     done = run_module("distexp.cancel", str(sweep), env=slurm.env)
-    assert (done.returncode, done.stdout.strip()) == (0, "2 runs cancelled")
-    for number in (0, 1):
+    assert (done.returncode, done.stdout.strip()) == (0, "3 runs cancelled")
+    for number in (0, 1, 2):
         found = record(sweep, number)
         assert found.status == "killed"
         assert found.error is not None
         assert "was cancelled before it began" in found.error.message
         assert found.run.attempts[0]["hosts"] == []
-    assert "2 killed" in status(slurm, sweep)
+    assert "3 killed" in status(slurm, sweep)
+    other = run_module("distexp.resume", str(sweep), "zero_stage=0", env=slurm.env)
+    assert "runs 0 (killed), 1 (killed), 2 (killed) stay as they are" in " ".join(other.stdout.split())
+    run_module("distexp.cancel", str(sweep), env=slurm.env)
 
 
 @pytest.mark.slow
