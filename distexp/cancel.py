@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from distexp.exits import while_read
 from distexp.launch import ledger
 from distexp.launch.slurm import client
 from distexp.launch.slurm.states import ACTIVE, look
@@ -51,4 +52,4 @@ def _wait(sweep_dir: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))

@@ -15,7 +15,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from distexp.config import ConfigError, register_schema
-from distexp.exits import InterruptedRunError, SweepFailedError, WatcherLeftError
+from distexp.exits import InterruptedRunError, SweepFailedError, WatcherLeftError, while_read
 from distexp.overrides import parse, quote_choice, suggest, suggest_key
 from distexp.paths import conf_dir, config_groups, options_of
 from distexp.schema import known_keys, values_of
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; the exit code is 0, 1 where a run failed, 2 where it was refused."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if any(word in ("-h", "--help") for word in words):
-        return _help()
+        return while_read(_help)
     wants_trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and the faults are put into words here
     try:
@@ -79,10 +79,7 @@ def _run(words: list[str]) -> int:
 def _help() -> int:
     from distexp.help import help_text
 
-    try:
-        print(help_text(), flush=True)
-    except BrokenPipeError:  # "| head" has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(help_text())
     return 0
 
 

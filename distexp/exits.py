@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+from collections.abc import Callable
 
 
 class SweepFailedError(Exception):
@@ -19,3 +22,14 @@ class InterruptedRunError(BaseException):
 
 class WatcherLeftError(BaseException):
     """Ctrl-C while jobs were watched, which go on."""
+
+
+def while_read(command: Callable[[], int]) -> int:
+    """The exit code of a command that prints; the shell's for SIGPIPE where its reader, as ``head``, had enough."""
+    try:
+        code = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
+        return 128 + signal.SIGPIPE
+    return code

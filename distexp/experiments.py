@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 
 from distexp.cli import is_override
+from distexp.exits import while_read
 from distexp.paths import conf_dir, options_of
 
 INDENT = 4 * " "
@@ -71,6 +72,6 @@ def _run_all(names: Sequence[str], overrides: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(while_read(main))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distexp.exits import while_read
 from distexp.measure.foreign_logs import EXPECTED, read_any
 from distexp.measure.summary import Statistics
 from distexp.measure.trace import CPU, GPU, Sample, Trace
@@ -110,4 +111,4 @@ def _modes(statistics: Statistics) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from distexp.exits import SweepFailedError, WatcherLeftError
+from distexp.exits import SweepFailedError, WatcherLeftError, while_read
 from distexp.launch import ledger
 from distexp.launch.earlier import EarlierRuns, no_sweep
 from distexp.launch.slurm.follow import causes, follow, summary, table
@@ -76,4 +76,4 @@ def sweep_states(sweep_dir: Path) -> tuple[list[RunState], dict[int, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import run_distexp
+from conftest import REPOSITORY, run_distexp
 
 WRONG = {  # a wrong command line: what its message must name
     "stratgy=ddp": "did you mean strategy?",
@@ -125,6 +126,19 @@ def test_help_is_ours_and_quick() -> None:
     assert done.returncode == 0
     for word in ("groups:", "hybrid_shard", "--multirun zero_stage=1,2,3 offload=true,false", "--cfg job"):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize("module", ["distexp.experiments", "distexp"])
+def test_a_reader_may_have_seen_enough(module: str) -> None:
+    command = [sys.executable, "-m", module, *(["--help"] if module == "distexp" else [])]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as reading:
+        assert reading.stdout is not None
+        assert reading.stderr is not None
+        reading.stdout.close()  # as head does
+        assert reading.stderr.read() == ""
+    assert reading.returncode == 128 + signal.SIGPIPE
 
 
 def test_cfg_job_shows_what_would_run(tmp_path: Path) -> None:

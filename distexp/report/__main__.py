@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from distexp.exits import while_read
 from distexp.report.compare import Comparison, ComparisonTable
 from distexp.report.files import PAGE, write_files
 from distexp.report.frame import Row, load_rows
@@ -131,4 +132,4 @@ def _nothing(sentence: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))
