@@ -87,7 +87,7 @@ class Environment:
     gpu_total_mib: float | None = None
     cpu_count: int | None = None
     hostname: str | None = None
-    variables: dict[str, str] = field(default_factory=dict)  # NCCL's and gloo's, as the workers had them
+    variables: dict[str, str] = field(default_factory=dict)  # those that steer NCCL, gloo, CUDA and torch
 
 
 @dataclass

@@ -45,8 +45,11 @@ from distexp.spec import RunSpec
 from distexp.strategies.base import Wrapped
 from distexp.targets import load_engine, locate
 
-COMMUNICATION = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_")
-"""How variables begin that change how workers talk to each other."""
+STEERING = (
+    *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"),  # how workers talk to each other
+    *("PYTORCH_", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_", "NVIDIA_TF32_OVERRIDE"),
+)
+"""How variables begin that change speed or memory without a trace in the configuration."""
 
 
 def run(run_dir: Path, events: Events, started: float) -> None:
@@ -211,7 +214,7 @@ def environment(device: torch.device) -> Environment:
         gpu_total_mib=gpu.total_memory / 2**20 if gpu else None,
         cpu_count=cpu_count(),
         hostname=socket.gethostname(),
-        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(COMMUNICATION)},
+        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)},
     )
 
 

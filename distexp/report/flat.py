@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distexp.report.frame import Row
-from distexp.report.settings import flatten
+from distexp.report.names import flatten
 
 Flat = dict[str, Any]
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distexp.report.conditions import is_condition, knows_machine, of_machine
 from distexp.report.figures import SCALE, SPEED, Figure
 from distexp.report.frame import Row
-from distexp.report.settings import identity
+from distexp.report.settings import differing, identity, setting_text
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def spread_texts(groups: Sequence[Group], figure: Figure) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one training: equal by ``run.id``, or in all settings but the seed."""
+    """The runs of one training under equal conditions: equal by ``run.id``, or in all settings but the seed."""
 
     rows: tuple[Row, ...]
 
@@ -84,8 +85,9 @@ class Group:
 def grouped(rows: Sequence[Row]) -> list[Group]:
     """Rows joined where they are repeats, in the order of their first runs.
 
-    Runs on different kinds of GPU are never repeats of each other; one that broke before it knew its
-    GPU belongs to the first kind that the others ran on.
+    Runs under other conditions are never repeats of each other: on another GPU, with other variables, or
+    with a key set to something else, as ``cluster.cpus_per_worker=1,2`` does. A run that broke before it
+    knew its machine is taken to have had that of the first that knows.
     """
     by_id: dict[str, str] = {}
     trainings: dict[str, list[Row]] = {}
@@ -94,16 +96,22 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
         if row.record.status != "invalid":
             key = by_id.setdefault(row.record.run.id, key)
         trainings.setdefault(key, []).append(row)
-    members: dict[tuple[str, Any], list[Row]] = {}
+    apart = differing([row.record for row in rows], [row.settings for row in rows])
+    conditions = [name for name in apart if is_condition(name)]
+    members: dict[tuple[str, ...], list[Row]] = {}
     for key, each in trainings.items():
-        kinds = [row.settings["gpu"] for row in each if row.completed or row.settings["gpu"]]
+        witness = next((row for row in each if knows_machine(row.record)), None)
         for row in each:
-            known = row.completed or row.settings["gpu"] or not kinds
-            gpu = row.settings["gpu"] if known else kinds[0]
-            members.setdefault((key, gpu), []).append(row)
+            under = (setting_text(_condition(row, name, witness)) for name in conditions)
+            members.setdefault((key, *under), []).append(row)
     positions = {id(row): position for position, row in enumerate(rows)}
     groups = [Group(tuple(each)) for each in members.values()]
     return sorted(groups, key=lambda group: positions[id(group.rows[0])])
+
+
+def _condition(row: Row, name: str, witness: Row | None) -> Any:
+    unknown = of_machine(name) and not knows_machine(row.record)
+    return (witness if unknown and witness else row).settings.get(name)
 
 
 def add_scale(groups: Sequence[Group]) -> Group | None:

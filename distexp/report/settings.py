@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distexp.report.conditions import (
+    counts,
+    is_condition,
+    is_condition_key,
+    knows_machine,
+    of_machine,
+    read_conditions,
+)
+from distexp.report.names import flatten, short_name, swept_names
 from distexp.results import RunRecord
 
-SHORT = {
-    "strategy.name": "strategy",
-    "fsdp.sharding": "sharding",
-    "deepspeed.zero_stage": "zero_stage",
-    "precision.name": "precision",
-    "engine.name": "engine",
-    "scaling.name": "scaling",
-    "model.name": "model",
-    "dataset.name": "dataset",
-    "offload.enabled": "offload",
-    "offload.pin_memory": "offload",
-    "cluster.nodes": "nodes",
-    "cluster.workers_per_node": "workers",
-    "cluster.device": "device",
-}
 ORDER = (
     "model", "dataset", "engine", "strategy", "sharding", "zero_stage", "offload", "precision", "scaling",
     "device", "gpu", "nodes", "workers",
@@ -36,29 +30,20 @@ STRATEGY_SECTIONS = ("ddp", "fsdp", "deepspeed")
 FOLLOWS = {"sharding": "strategy", "zero_stage": "strategy"} | dict.fromkeys(STRATEGY_SECTIONS, "strategy")
 """What is given by another setting as a rule: such a column is shown only where it adds something."""
 
-NOT_A_SETTING = ("name", "exercise", "scale", "sweep", "trusted_packages", "tracker", "measure", "cluster")
-"""Places, times and bookkeeping: they do not make it another training."""
+NOT_A_SETTING = ("name", "exercise", "scale", "sweep", "trusted_packages", "cluster")
+"""Places and bookkeeping; what matters of ``cluster`` is added by name."""
 
 SEED = "seed"
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; an empty mapping has none."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def read_settings(record: RunRecord) -> dict[str, Any]:
-    """The settings of a run under their short names; KeyError where a section is missing."""
+    """The settings of a run under their short names, then its conditions; KeyError where a section is missing."""
     config = record.config
     strategy = config["strategy"]["name"]
     found: dict[str, Any] = {}
     for key, value in flatten(config):
         section, _, rest = key.partition(".")
-        if section in NOT_A_SETTING or section == "offload" or rest in ("_target_", "keys", "profile_steps"):
+        if section in NOT_A_SETTING or section == "offload" or rest in ("_target_", "keys") or is_condition_key(key):
             continue
         foreign = section in STRATEGY_SECTIONS and section != strategy
         found[short_name(key)] = None if foreign else value
@@ -66,7 +51,7 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
     found["offload"] = "pinned" if offload["pin_memory"] else offload["enabled"]
     found["device"], found["nodes"] = cluster["device"], cluster["nodes"]
     found["workers"] = world_size(record)
-    found["gpu"] = record.environment.gpu_name if record.environment else None
+    found |= read_conditions(record)
     first = {name: found.pop(name) for name in ORDER if name in found}
     return {**first, **found}
 
@@ -86,17 +71,6 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
     return math.prod(int(part) for part in parts if part) if all(parts) else None
 
 
-def short_name(key: str) -> str:
-    """``train.seed`` -> ``seed``, ``fsdp.sharding`` -> ``sharding``, ``model.num_layers`` as it is."""
-    return SHORT.get(key) or key.removeprefix("train.").removeprefix("cluster.")
-
-
-def swept_names(records: Sequence[RunRecord]) -> set[str]:
-    """Short names of what the overrides of some runs set."""
-    keys = {text.split("=", 1)[0].lstrip("+~") for record in records for text in record.run.overrides}
-    return {short_name(key) for key in keys}
-
-
 def differing(records: Sequence[RunRecord], settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The settings that tell these runs apart, without those that follow from another one.
 
@@ -107,9 +81,11 @@ def differing(records: Sequence[RunRecord], settings: Sequence[Mapping[str, Any]
     typed = swept_names(records)
     kept = []
     for name in names:
+        if is_condition(name) and not counts(name, typed):
+            continue
         decided = [
-            (each[name], each) for record, each in zip(records, settings, strict=True)
-            if name in each and not _undecided(record, name, each[name])
+            (each.get(name), each) for record, each in zip(records, settings, strict=True)
+            if not _undecided(record, name, each)
         ]  # fmt: skip
         if len({_key(value) for value, _ in decided}) < 2:
             continue
@@ -130,10 +106,13 @@ def _follows(decided: Sequence[tuple[Any, Mapping[str, Any]]], leader: str) -> b
     return all(given.setdefault(_key(each.get(leader)), _key(value)) == _key(value) for value, each in decided)
 
 
-def _undecided(record: RunRecord, name: str, value: Any) -> bool:
+def _undecided(record: RunRecord, name: str, settings: Mapping[str, Any]) -> bool:
     """A refused cell was never resolved, a broken run may not know its GPU: that is no difference."""
-    if name == "gpu":
-        return value is None and record.status != "completed"
+    value = settings.get(name)
+    if of_machine(name):
+        return value is None and not knows_machine(record)
+    if name not in settings:
+        return True
     if record.status != "invalid":
         return False
     return value in (None, "auto") or (_rescaled(record) and name not in swept_names([record]))
@@ -152,8 +131,8 @@ def _key(value: Any) -> str:
 
 
 def identity(settings: Mapping[str, Any]) -> str:
-    """Equal for runs that differ by their seed, or the GPU they ran on, at most."""
-    return _key({name: value for name, value in settings.items() if name not in (SEED, "gpu")})
+    """Equal for runs that differ by their seed, or by conditions, at most."""
+    return _key({name: value for name, value in settings.items() if name != SEED and not is_condition(name)})
 
 
 def setting_text(value: Any, limit: int | None = None) -> str:

@@ -172,6 +172,40 @@ def test_a_run_that_broke_before_it_knew_its_gpu_is_still_a_repeat() -> None:
     assert "gpu" in header(printed(records))
 
 
+def test_runs_under_other_conditions_are_no_repeats() -> None:
+    """One training, so one run.id, but what was set otherwise, or found otherwise, may be why figures differ."""
+
+    def swept(key: str, *values: object) -> list[RunRecord]:
+        section, name = key.split("__")
+        typed = [(f"{section}.{name}={value}",) for value in values]
+        return [record(n, run_id="a", overrides=typed[n], **{key: value}) for n, value in enumerate(values)]
+
+    for key, values in {
+        "cluster__cpus_per_worker": (1, 4),
+        "cluster__srun": (["--cpu-bind=none"], []),
+        "measure__enabled": (True, False),
+        "train__checkpoint_every": (None, "epoch"),
+    }.items():
+        text = printed(swept(key, *values))
+        assert "±" not in text, key
+        assert text.count("completed") == 2, key
+    assert "cpus_" in header(printed(swept("cluster__cpus_per_worker", 1, 4)))
+    assert "±" in printed(swept("cluster__timeout_min", 10.0, 20.0)), "how long a run may take changes no figure"
+    unset = [record(n, run_id="a", cluster__cpus_per_worker=n) for n in (1, 2)]
+    assert "±" in printed(unset), "the share of the cores that a machine gives by itself"
+
+
+def test_a_variable_that_steers_is_a_condition() -> None:
+    records = [record(n, run_id="a", peak=9.0) for n in range(4)]
+    for each in records[1:]:
+        assert each.environment is not None
+        each.environment.variables = {"NCCL_ALGO": "Ring", "NCCL_VERSION": f"2.{each.run.number}"}
+    text = printed(records)
+    assert "NCCL_" in header(text)
+    rows = [line.split()[:4] for line in text.splitlines() if "completed" in line]
+    assert rows == [["0", "1", "-", "completed"], ["1", "+2", "3", "Ring"]]
+
+
 def test_scale_and_efficiency_name_their_reference() -> None:
     records = [
         record(0, status="failed", error=RunError("ValueError", "no"), strategy="fsdp"),

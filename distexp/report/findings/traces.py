@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
+from distexp.report.conditions import is_condition
 from distexp.report.findings.base import Finding, listed
 from distexp.report.settings import STRATEGY_SECTIONS, global_batch
 from distexp.report.traces import Traced
@@ -14,7 +15,7 @@ from distexp.report.traces import Traced
 SAME_TRAINING = "Is it the same training?"
 AGREES = 1e-4  # relative; strategies that sum in another order differ by less in fp32
 PLACEMENT = frozenset(
-    {"strategy", "sharding", "zero_stage", "offload", "engine", "device", "gpu", "nodes", "workers"}
+    {"strategy", "sharding", "zero_stage", "offload", "engine", "device", "nodes", "workers"}
     | {"micro_batch_size", "gradient_accumulation_steps", "eval_batch_size", "log_every", "measure_after_step"}
 )
 """What distributes a training without being meant to change it, given the global batch."""
@@ -88,7 +89,7 @@ def _training(traced: Traced) -> str:
     """Equal where two runs ought to follow the same losses: same settings, but for how they are distributed."""
     settings: dict[str, Any] = {
         name: value for name, value in traced.row.settings.items()
-        if name not in PLACEMENT and name.split(".")[0] not in STRATEGY_SECTIONS
+        if name not in PLACEMENT and name.split(".")[0] not in STRATEGY_SECTIONS and not is_condition(name)
     }  # fmt: skip
     return json.dumps([settings, global_batch(traced.row.settings)], sort_keys=True, default=str)
 
