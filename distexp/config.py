@@ -174,6 +174,7 @@ class ClusterConfig:
     timeout_min: float | None = None  # minutes a run may take; null: no limit, on Slurm the partition's
     hang_timeout_min: float = 30.0  # minutes without a step or a new phase, after which a run has hung
     debug: bool = False  # NCCL's and torch.distributed's own accounts in the logs
+    environment: dict[str, str] = field(default_factory=dict)  # variables of the workers alone, as NCCL's
     # On Slurm only: what is asked of it ...
     gpus_per_node: int | None = None  # null: one a worker with device=cuda, none with device=cpu
     memory_gb: float | None = None  # of a node; null: the cluster's default, with exclusive all of it
@@ -190,7 +191,6 @@ class ClusterConfig:
     # ... what a job does before it starts a run ...
     modules: list[str] = field(default_factory=list)  # loaded by `module load`
     setup: list[str] = field(default_factory=list)  # lines of shell, after the modules
-    environment: dict[str, str] = field(default_factory=dict)  # variables of the job alone, as NCCL's
     python: str | None = None  # Python of the jobs, a container's too; null: the one that submits
     # ... and how the sweep is submitted.
     array_parallelism: int | None = None  # runs of one shape at the same time; null: as many as there are

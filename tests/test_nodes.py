@@ -32,6 +32,7 @@ def losses(folder: Path) -> list[float]:
 def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nodes") / "run"
     words = ("cluster.nodes=2", "cluster.workers_per_node=2", "strategy=fsdp", "sharding=hybrid_shard")
+    words += ("+cluster.environment.GLOO_SOCKET_IFNAME=lo",)
     done = run_distexp(*words, *COMMON, "train.micro_batch_size=2", f"hydra.run.dir={folder}")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -47,6 +48,12 @@ def test_the_mesh_is_nodes_by_workers(two_by_two: Path) -> None:
     built = RunRecord.read(two_by_two / "record.json").built
     assert built is not None
     assert (built.world_size, built.mesh) == (4, [2, 2])
+
+
+def test_variables_for_the_workers_reach_them(two_by_two: Path) -> None:
+    environment = RunRecord.read(two_by_two / "record.json").environment
+    assert environment is not None
+    assert environment.variables["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_ranks_are_numbered_by_node_and_say_where_they_are(two_by_two: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import run_distexp, run_module
 
+from distexp.launch.earlier import EarlierRun, EarlierRuns
 from distexp.results import RunRecord
 from distexp.resume import merge
 
@@ -52,6 +53,20 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (sweep / "1/attempts/0/metrics.jsonl").exists()
     assert sorted(path.parent.name for path in sweep.rglob("record.json")) == ["0", "1", "2", "3"]
     assert json.loads((sweep / "2/record.json").read_text())["status"] == "invalid"
+
+
+def test_cells_of_one_training_keep_their_own_runs(tmp_path: Path) -> None:
+    """What differs in conditions alone has one run.id; run 0 is gone, and run 1 is not taken for it."""
+    one, two, seven = ([f"cluster.cpus_per_worker={n}"] for n in (1, 2, 7))
+    first, second, refused = (
+        EarlierRun(1, tmp_path / "1", "a", two, "completed"),
+        EarlierRun(2, tmp_path / "2", "a", seven, "killed"),
+        EarlierRun(3, tmp_path / "3", "invalid", one, "invalid"),
+    )
+    earlier = EarlierRuns([first, second, refused])
+    assert earlier.match([("a", two), ("b", one), ("c", two)]) == [first, refused, None]
+    assert earlier.match([("a", one)]) == [second], "in other words, but the same training"
+    assert earlier.runs == []
 
 
 @pytest.mark.slow

@@ -184,10 +184,11 @@ def torchrun_arguments(spec: RunSpec, node: int, where: Rendezvous, own_address:
 
 
 def worker_environment(spec: RunSpec, node: int) -> dict[str, str]:
-    """This process' environment, with the workers' threads, devices and accelerator."""
+    """This process' environment, with what was set for the workers, their threads, devices and accelerator."""
     cluster = spec.config.cluster
     environment = {
         **os.environ,
+        **cluster.environment,
         "OMP_NUM_THREADS": str(cluster.cpus_per_worker),
         "DS_ACCELERATOR": cluster.device,
         "TOKENIZERS_PARALLELISM": "false",

@@ -34,7 +34,7 @@ class EarlierRun:
 
 @dataclass
 class EarlierRuns:
-    """The runs of a sweep by identity; each is taken once, for two cells may be the same training."""
+    """The runs of a sweep, less those that a cell has been given."""
 
     runs: list[EarlierRun] = field(default_factory=list)
 
@@ -43,24 +43,37 @@ class EarlierRuns:
         """Reads every run directory below a sweep's."""
         return cls(sorted(_runs(sweep_dir), key=lambda run: run.number))
 
-    def take(self, identity: str, overrides: Sequence[str]) -> EarlierRun | None:
-        """The run of a cell: the one of its ``run.id``, or that was invalid with the same overrides."""
-        for run in self.runs:
-            if run.id == identity and (identity != "invalid" or run.overrides == list(overrides)):
-                return self._taken(run)
-        for run in self.runs:
-            if run.id == "invalid" and run.overrides == list(overrides):
-                return self._taken(run)
-        return None
+    def match(self, cells: Sequence[tuple[str, list[str]]]) -> list[EarlierRun | None]:
+        """The run of each cell, given as its ``run.id`` and overrides; each run is taken once.
+
+        It is the one with both; else with that id, for the same training may be asked for in other words; else one
+        that was invalid with these overrides. Cells that are the same training, as under
+        ``cluster.cpus_per_worker=1,2``, so keep their own runs.
+        """
+        found: list[EarlierRun | None] = [None] * len(cells)
+        for fits in (_is_same, _is_same_training, _was_invalid):
+            for position, (identity, overrides) in enumerate(cells):
+                if found[position] is None:
+                    found[position] = next((run for run in self.runs if fits(run, identity, overrides)), None)
+                    self.runs = [run for run in self.runs if run is not found[position]]
+        return found
 
     def unfinished(self, below: Path) -> list[EarlierRun]:
         """What nothing has taken and would go on; without the run that has the sweep's directory for its own."""
         over = {*DONE, "invalid"}
         return [run for run in self.runs if run.status not in over and run.directory != below.absolute()]
 
-    def _taken(self, run: EarlierRun) -> EarlierRun:
-        self.runs.remove(run)
-        return run
+
+def _is_same(run: EarlierRun, identity: str, overrides: list[str]) -> bool:
+    return run.id == identity and run.overrides == overrides
+
+
+def _is_same_training(run: EarlierRun, identity: str, overrides: list[str]) -> bool:
+    return run.id == identity != "invalid"
+
+
+def _was_invalid(run: EarlierRun, identity: str, overrides: list[str]) -> bool:
+    return run.id == "invalid" and run.overrides == overrides
 
 
 def left_alone(runs: Sequence[EarlierRun]) -> str | None:

@@ -130,7 +130,7 @@ def placed(
     """
     earlier = EarlierRuns.of(sweep_dir) if resume else EarlierRuns()
     infos = [run_info(cell, 0, code, snapshot) for cell in cells]
-    matches = [earlier.take(info.id, info.overrides) for info in infos]
+    matches = earlier.match([(info.id, info.overrides) for info in infos])
     left = left_alone([run for run in earlier.unfinished(below=sweep_dir) if run.number not in active])
     if left is not None:
         tell(left)

@@ -21,7 +21,6 @@ SLURM_ONLY = (
     "srun",
     "modules",
     "setup",
-    "environment",
     "python",
     "array_parallelism",
     "dry_run",
