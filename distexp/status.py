@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
         return 0
     _print_unpadded(table(runs, console.width, what), console)
-    for line in [*causes(runs), summary(runs)]:
+    for line in [*causes(runs, console.width, what), summary(runs)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 

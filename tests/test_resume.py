@@ -38,6 +38,10 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert all(line == line.rstrip() for line in shown.stdout.splitlines())
     narrow = run_module("distexp.status", str(sweep), cwd=tmp_path, env={"COLUMNS": "60"}).stdout.splitlines()
     assert all(line == line.rstrip() and len(line) <= 60 for line in narrow[:4])
+    wide = run_module("distexp.status", str(sweep), cwd=tmp_path, env={"COLUMNS": "400"}).stdout
+    cause = RunRecord.read(sweep / "2/record.json").error
+    assert cause is not None
+    assert [wide.count(cause.message), "\n".join(narrow).count(cause.message)] == [1, 1], "in full, and once"
     below = run_module("distexp.resume", str(sweep / "0"), cwd=tmp_path)
     assert below.returncode == 2
     assert below.stderr == f"distexp: {sweep / '0'} is not a sweep but lies in one: give {sweep}\n"

@@ -102,10 +102,8 @@ def summary(runs: Sequence[RunState]) -> str:
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
-def table(runs: Sequence[RunState], width: int, what: dict[int, str] | None = None) -> Table:
-    """All runs of a sweep, a row each, in so many columns of characters."""
-    what = what or {}
-    grid = Table(box=None, padding=(0, 2, 0, 0))
+def widths(runs: Sequence[RunState], width: int, what: dict[int, str]) -> dict[str, int]:
+    """Characters of each column of the table, in so many in all; the last has what is left."""
     wide = {
         "run": max(len(str(run.number)) for run in runs),
         "job": max(len(run.job or "") for run in runs),
@@ -113,7 +111,14 @@ def table(runs: Sequence[RunState], width: int, what: dict[int, str] | None = No
         "what": min(max((len(text) for text in what.values()), default=0), width // 3),
     }
     wide = {name: max(len(name), size) for name, size in wide.items() if size}
-    wide["detail"] = max(20, width - sum(wide.values()) - 2 * (len(wide) + 1))
+    return {**wide, "detail": max(20, width - sum(wide.values()) - 2 * (len(wide) + 1))}
+
+
+def table(runs: Sequence[RunState], width: int, what: dict[int, str] | None = None) -> Table:
+    """All runs of a sweep, a row each, in so many columns of characters."""
+    what = what or {}
+    grid = Table(box=None, padding=(0, 2, 0, 0))
+    wide = widths(runs, width, what)
     for name, size in wide.items():
         grid.add_column(name, no_wrap=True, width=size, justify="right" if name == "run" else "left")
     for run in runs:
@@ -129,11 +134,12 @@ def table(runs: Sequence[RunState], width: int, what: dict[int, str] | None = No
     return grid
 
 
-def causes(runs: Sequence[RunState]) -> list[str]:
-    """Why runs did not complete, in full, those of one cause together."""
+def causes(runs: Sequence[RunState], width: int, what: dict[int, str]) -> list[str]:
+    """Why runs did not complete, in full where the table has no room for it, those of one cause together."""
+    room = widths(runs, width, what)["detail"]
     groups: dict[str, list[int]] = {}
     for run in runs:
-        if run.record is not None and run.record.error is not None:
+        if run.record is not None and run.record.error is not None and (len(run.why) > room or "\n" in run.why):
             groups.setdefault(f"{run.state}, {run.why}", []).append(run.number)
     return [f"run{'s' if len(numbers) > 1 else ''} {some(numbers)}: {why}" for why, numbers in groups.items()]
 
