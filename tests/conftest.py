@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
-from slurm.cluster import Cluster, missing
+from slurm.cluster import Cluster, missing, standing
 
 from distexp.config import Config, register_schema
 from distexp.overrides import quote_choice
@@ -36,12 +36,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     fault = missing()
     if fault is not None:
         pytest.fail(f"no Slurm cluster for the tests: {fault}", pytrace=False)
-    cluster = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
-    try:
-        cluster.start()
+    with standing(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 def compose_cell(*overrides: str) -> tuple[DictConfig, dict[str, str | None]]:

@@ -13,7 +13,8 @@ import signal
 import subprocess
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -38,6 +39,17 @@ def missing() -> str | None:
             "by -m 'not slow and not slurm'"
         )
     return None
+
+
+@contextmanager
+def standing(root: Path) -> Iterator[Cluster]:
+    """A cluster that stands as long as it is used."""
+    cluster = Cluster(root)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 class Cluster:
@@ -87,6 +99,10 @@ class Cluster:
         for process in self.processes(node):
             process.kill()
         self.daemons.pop(f"slurmd-{node}").wait(timeout=30)
+
+    def cut_off(self, node: str) -> None:
+        """A node's network goes, for good; what runs there runs on, on the file system that all share."""
+        self._ip("-n", self._space(node), "link", "set", "eth0", "down")
 
     def mend_node(self, node: str) -> None:
         """Brings back a node that crashed or was set down, and waits until it is idle."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, run_distexp
-from slurm.cluster import Cluster
+from slurm.cluster import Cluster, standing
 from slurm.test_going_on import lines, start_at_once
 from slurm.test_sweeps import agents, jobs, record, settled, status, wait_for
 
@@ -179,6 +179,30 @@ def test_an_agent_that_is_lost_costs_no_more_either(slurm: Cluster, tmp_path: Pa
     first, second = record(sweep, 0).run.attempts
     assert (first["reason"], second["reason"]) == ("killed", "completed")
     assert second["resumed_from_step"] >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm")  # which says why there can be none
+def test_a_node_that_is_cut_off_ends_what_goes_on_elsewhere(tmp_path: Path) -> None:
+    """It hears nothing of Slurm, but both attempts would write into one directory. On a cluster that nobody mends."""
+    sweep = tmp_path / "sweep"
+    with standing(tmp_path / "cluster") as own:
+        submit(own, sweep, "train.max_steps=900", "train.checkpoint_every=20")
+        wait_for(lambda: steps(sweep) > 30)
+        (node,) = hosts(sweep)
+        workers = [process for process in own.processes(node) if "distexp.worker" in " ".join(process.cmdline())]
+        assert workers
+        own.cut_off(node)
+        start_at_once(own, jobs(sweep)[0])
+        wait_for(lambda: hosts(sweep) != [node])
+        wait_for(lambda: not any(worker.is_running() for worker in workers), 60)
+        assert lines(sweep / "0/attempts/0/metrics.jsonl")[-1]["step"] < 900, "it did not come to its end by itself"
+        assert not (sweep / "0/record.json").exists(), "the run goes on"
+        wait_for(settled(own, sweep), 240)
+    assert_whole(sweep, 0, 900)
+    attempts = record(sweep, 0).run.attempts
+    assert [attempt["reason"] for attempt in attempts] == ["ended without a record", "completed"]
+    assert attempts[1]["resumed_from_step"] >= 20
 
 
 @pytest.mark.slow
