@@ -72,7 +72,14 @@ def offered(folder: Path) -> list[Path]:
     """The checkpoints to start from that a folder names: itself, or those of a run, the newest first."""
     if step_of(folder) is not None:
         return [folder] if folder.is_dir() else []
-    return in_run(folder)
+    return in_run(folder.parent if folder.name == FOLDER else folder)
+
+
+def offered_instead(folder: Path) -> list[Path]:
+    """What may have been meant by a folder that names none: checkpoints beside it, or runs below it."""
+    if folder.parent.name == FOLDER:
+        return in_run(folder.parent.parent)
+    return sorted(path.parent for path in folder.glob(f"*/{FOLDER}") if in_run(path.parent))
 
 
 def write_manifest(folder: Path, meta: Meta, sums: Sums) -> None:

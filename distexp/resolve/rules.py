@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from distexp.checkpoints.folder import offered
+from distexp.checkpoints.folder import offered, offered_instead
 from distexp.config import Config
 from distexp.keys import reads_source, source, source_key
 
@@ -69,7 +69,9 @@ def _file_faults(config: Config) -> Iterator[str]:
             yield f"{key}={path} is not a {kind} here: correct the path"
     resume = config.train.resume
     if resume is not None and not offered(Path(resume)):
-        yield f"train.resume={resume} holds no checkpoint: give the folder of one, or of a run that wrote some"
+        near = ", ".join(map(str, offered_instead(Path(resume))))
+        mend = near or "the folder of one, or of a run that wrote some"
+        yield f"train.resume={resume} holds no checkpoint: give {mend}"
     # Where the model needs another data set, it is not said yet that this one stays.
     if dataset.root is None and "root" in dataset.keys and _is_of_one_task(config):
         yield f"dataset={dataset.name} reads a folder: set dataset.root to one in TinyImageNet's official layout"

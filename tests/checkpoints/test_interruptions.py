@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -149,6 +150,17 @@ def test_impossible_intervals_are_refused(every: str) -> None:
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         resolve_cell(f"train.resume={tmp_path}")
+
+
+def test_a_checkpoint_named_a_little_wrong_is_found(tmp_path: Path) -> None:
+    for step in (4, 12):
+        disk.place(tmp_path / "0", step).mkdir(parents=True)
+    run, folder = tmp_path / "0", tmp_path / "0" / "checkpoints"
+    newest_first = [folder / "step-00000012", folder / "step-00000004"]
+    assert disk.offered(run) == disk.offered(folder) == newest_first
+    for wrong, said in ((folder / "step-12", f"give {newest_first[0]}, {newest_first[1]}"), (tmp_path, f"give {run}")):
+        with pytest.raises(ConfigError, match=re.escape(f"train.resume={wrong} holds no checkpoint: {said}")):
+            resolve_cell(f"train.resume={wrong}")
 
 
 def test_what_a_run_goes_on_from_is_part_of_its_identity(tmp_path: Path) -> None:
