@@ -13,7 +13,7 @@ class SweepFailedError(Exception):
 
 
 class InterruptedRunError(BaseException):
-    """Ctrl-C or SIGTERM: the run is ended and recorded, and no further one starts."""
+    """Ctrl-C, SIGTERM, or a notice by SIGUSR1: the run is ended and recorded, and no further one starts."""
 
     def __init__(self, number: int) -> None:
         self.number = number

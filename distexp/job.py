@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from distexp import notice
 from distexp.exits import InterruptedRunError
 from distexp.launch import oom
 from distexp.launch.outcome import HANG_CODE, prepare, settle
@@ -29,14 +30,15 @@ def run_here(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
     """Runs a spec on this machine, each node by an agent of its own, and returns its record.
 
     Raises:
-        InterruptedRunError: after the record is written, where this process was told to stop.
+        InterruptedRunError: after the record is written, where this process was told to stop: at once, or by
+            SIGUSR1 or SIGUSR2, after a checkpoint.
     """
     started = time.time()
     prepare(spec, directory)
     oom.remember(directory)
     stopped: InterruptedRunError | None = None
     agents: list[subprocess.Popen[bytes]] = []
-    with tracked(spec, directory) as tracking, signals_raised():
+    with tracked(spec, directory) as tracking, signals_raised(), notice_given(directory) as noticed:
         try:
             for node in range(spec.nodes):
                 agents.append(_start_agent(directory, node))
@@ -49,6 +51,8 @@ def run_here(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 record = settle(spec, directory, codes, started, str(stopped) if stopped else None)
     screen.done(record, tracking.told)
+    if stopped is None and noticed:
+        stopped = InterruptedRunError(noticed[0])
     if stopped is not None:
         raise stopped
     return record
@@ -93,20 +97,35 @@ def signals_raised() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise InterruptedRunError(number)
 
-    with _handled(stop):
+    with _handled(stop, signal.SIGINT, signal.SIGTERM):
         yield
+
+
+@contextmanager
+def notice_given(directory: Path) -> Iterator[list[int]]:
+    """SIGUSR1 and SIGUSR2 ask the run to end after a checkpoint; those that came are in the list."""
+    came: list[int] = []
+
+    def give(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        notice.give(directory, signal.Signals(number).name)
+
+    with _handled(give, *notice.SIGNALS):
+        yield came
 
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
     """A second Ctrl-C does not tear what is being written."""
-    with _handled(signal.SIG_IGN):
+    with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
         yield
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+def _handled(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: signal.Signals
+) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

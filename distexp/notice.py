@@ -1,13 +1,14 @@
-"""Word that a run will have to end soon: an agent leaves it in the run directory, rank 0 looks for it.
+"""Word that a run will have to end soon: it is left in the run directory, and rank 0 looks for it.
 
 A file, and not a signal, tells the workers: it waits for those that are still starting, and serves all
-nodes. The agent takes SIGUSR1 or SIGUSR2 for such a word (a worker's SIGUSR1 asks for its stacks); SIGTERM
-still ends a run at once.
+nodes. The command and its agents take SIGUSR1 or SIGUSR2 for such a word (a worker's SIGUSR1 asks for its
+stacks); SIGTERM still ends a run at once.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from distexp.results import write_json
 
 FILE = "notice.json"
 """{unix_time_s, reason: time_limit, preemption, or the name of a signal}."""
+
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""By which a command or a node is told that its machine will be taken away soon."""
 
 LOOK_S = 1.0  # no oftener: on a cluster's file system each look is a message
 CLOCK_S = 2.0  # by which the kernel's account of a process' start may be off

@@ -32,9 +32,6 @@ from distexp.spec import RunSpec
 
 POLL_S = 0.1
 GRACE_S = 4.0
-NOTICE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""By which a node is told that it will be taken away soon: the run writes a checkpoint, and ends as preempted."""
-
 DUMP_S = 2.0
 RENDEZVOUS_S = 120.0
 
@@ -48,7 +45,7 @@ def main() -> None:
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
-    for number in NOTICE_SIGNALS:
+    for number in notice.SIGNALS:
         signal.signal(number, lambda number, _: notice.give(run_dir, signal.Signals(number).name))
     die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(run_dir)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from conftest import REPOSITORY, make_spec, resolve_cell, run_distexp
 
@@ -105,17 +104,19 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_agent_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_signal_to_the_command_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "a"
     words = (*QUICK, "strategy=ddp", "train.num_epochs=8", "dataset._target_=saboteur.slow", f"hydra.run.dir={run_dir}")
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     command = subprocess.Popen(
-        [sys.executable, "-m", "distexp", *words], cwd=tmp_path, env={**os.environ, **ENV}, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "distexp", *words], cwd=tmp_path, env={**os.environ, **ENV}, **pipes
     )
     try:
         wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(lines(run_dir)) >= 2, 120)
-        (agent,) = [p for p in psutil.Process(command.pid).children() if "distexp.launch.agent" in p.cmdline()]
-        agent.send_signal(signal.SIGUSR1)
-        assert command.wait(60) == 0
+        command.send_signal(signal.SIGUSR1)
+        assert command.wait(60) == 128 + signal.SIGUSR1
+        assert command.stderr is not None
+        assert command.stderr.read() == "distexp: stopped by SIGUSR1; no further run was started\n"
     finally:
         if command.poll() is None:
             command.terminate()
