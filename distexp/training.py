@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import platform
 import socket
 import time
@@ -22,7 +21,7 @@ from torch import nn
 
 from distexp import attempts
 from distexp.answers import check_answerable, score_answers
-from distexp.config import Config
+from distexp.config import Config, ConfigError
 from distexp.context import Context
 from distexp.data.base import TaskData
 from distexp.data.shards import ShardedLoader, Share
@@ -41,15 +40,11 @@ from distexp.models.transforms import transform
 from distexp.preflight.run import run_preflight
 from distexp.results import PREDICTIONS, Environment, RunRecord, write_json
 from distexp.seeding import seed_everything
+from distexp.sizes import share_fault
 from distexp.spec import RunSpec
 from distexp.strategies.base import Wrapped
 from distexp.targets import load_engine, locate
-
-STEERING = (
-    *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"),  # how workers talk to each other
-    *("PYTORCH_", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_", "NVIDIA_TF32_OVERRIDE"),
-)
-"""How variables begin that change speed or memory without a trace in the configuration."""
+from distexp.variables import GIVEN
 
 
 def run(run_dir: Path, events: Events, started: float) -> None:
@@ -179,6 +174,8 @@ def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
 def loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
     """This rank's shares of the training and the evaluation set."""
     train, place = config.train, (context.rank, context.world_size)
+    if fault := share_fault(len(data.train), context.world_size, train.micro_batch_size):
+        raise ConfigError(fault)
     shares = (
         Share(*place, train.micro_batch_size, train.gradient_accumulation_steps),
         Share(*place, train.eval_batch_size or train.micro_batch_size),
@@ -214,7 +211,7 @@ def environment(device: torch.device) -> Environment:
         gpu_total_mib=gpu.total_memory / 2**20 if gpu else None,
         cpu_count=cpu_count(),
         hostname=socket.gethostname(),
-        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)},
+        variables=GIVEN,
     )
 
 

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, Sample
+from distexp.sizes import length_fault
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +97,6 @@ def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
     longest = dataset.max_length or model.seq_length
     if longest is None:
         raise ConfigError("dataset.max_length is null, and texts need a longest length: set it, in tokens")
-    if model.seq_length is not None and longest > model.seq_length:
-        raise ConfigError(
-            f"dataset.max_length={longest} exceeds model.seq_length={model.seq_length}, the positions that "
-            f"model={model.name} has: lower the first or raise the second"
-        )
+    if fault := length_fault(dataset, model):
+        raise ConfigError(fault)
     return longest

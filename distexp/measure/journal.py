@@ -192,6 +192,7 @@ class Journal:
             eval_accuracy=accuracy,
             eval_top5_accuracy=top5_accuracy,
         )
+        self._judge(evaluation.loss, f"the evaluation after step {self.steps}")
 
     def finish(self) -> Metrics:
         """The figures of the whole training."""
@@ -258,15 +259,12 @@ class Journal:
         self.window = []
         self.losses += losses
         self.accuracies += accuracies
-        self._judge_losses(losses)
-
-    def _judge_losses(self, losses: list[float]) -> None:
-        """Stops a training whose loss is not finite, unless such losses are to be recorded."""
-        if self.plan.train.on_nan == "record":
-            return
         for position, loss in enumerate(losses, start=len(self.losses) - len(losses) + 1):
-            if not math.isfinite(loss):
-                raise DivergedError(
-                    f"the loss of step {position} is {loss}: lower train.learning_rate, or set "
-                    "train.on_nan=record to go on"
-                )
+            self._judge(loss, f"step {position}")
+
+    def _judge(self, loss: float, what: str) -> None:
+        """Stops a training whose loss is not finite, unless such losses are to be recorded."""
+        if self.plan.train.on_nan != "record" and not math.isfinite(loss):
+            raise DivergedError(
+                f"the loss of {what} is {loss}: lower train.learning_rate, or set train.on_nan=record to go on"
+            )

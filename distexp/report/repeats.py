@@ -12,7 +12,8 @@ from typing import Any
 from distexp.report.conditions import is_condition, knows_machine, of_machine
 from distexp.report.figures import SCALE, SPEED, Figure
 from distexp.report.frame import Row
-from distexp.report.settings import differing, identity, setting_text
+from distexp.report.names import short_name
+from distexp.report.settings import SEED, differing, identity, setting_text
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,9 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
     trainings: dict[str, list[Row]] = {}
     for row in rows:
         key = identity(row.settings)
-        if row.record.status != "invalid":
+        if row.record.status == "invalid":  # what is not decided yet may be what tells two of them apart
+            key += str(sorted(text for text in row.record.run.overrides if short_name(text.split("=")[0]) != SEED))
+        else:
             key = by_id.setdefault(row.record.run.id, key)
         trainings.setdefault(key, []).append(row)
     apart = differing([row.record for row in rows], [row.settings for row in rows])
@@ -110,8 +113,10 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
 
 
 def _condition(row: Row, name: str, witness: Row | None) -> Any:
-    unknown = of_machine(name) and not knows_machine(row.record)
-    return (witness if unknown and witness else row).settings.get(name)
+    known = row.settings.get(name)
+    if known is None and witness is not None and of_machine(name) and not knows_machine(row.record):
+        return witness.settings.get(name)
+    return known
 
 
 def add_scale(groups: Sequence[Group]) -> Group | None:

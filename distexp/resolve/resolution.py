@@ -48,7 +48,8 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     try:
         config = _as_dataclasses(composed)
     except MissingMandatoryValue as error:
-        missing = ", ".join(sorted(key for key in OmegaConf.missing_keys(composed) if not key.startswith("hydra.")))
+        own = without_hydra(composed) if "hydra" in composed else composed
+        missing = ", ".join(sorted(OmegaConf.missing_keys(own)))
         raise ConfigError(f"Nothing is said of {missing}: set it, or choose an option of its group") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error

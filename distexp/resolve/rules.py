@@ -13,6 +13,7 @@ from pathlib import Path
 from distexp.checkpoints.folder import offered, offered_instead
 from distexp.config import Config
 from distexp.keys import reads_source, source, source_key
+from distexp.sizes import length_fault, share_fault
 
 LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
 """Trackers of ours, each of the name of its library, which need not be installed."""
@@ -27,7 +28,7 @@ DATASETS = {
 
 def faults_together(config: Config) -> Iterator[str]:
     """A sentence for each fault of a configuration whose device is decided."""
-    rules = (_task_faults, _file_faults, _tracker_faults, _model_source_faults, _device_faults)
+    rules = (_task_faults, _size_faults, _file_faults, _tracker_faults, _model_source_faults, _device_faults)
     for rule in rules:
         yield from rule(config)
 
@@ -50,6 +51,15 @@ def _task_faults(config: Config) -> Iterator[str]:
             f"train.score_answers=true scores answers against references, and dataset={dataset.name} has none: "
             "choose dataset=squad or squad_sample, or leave it out"
         )
+
+
+def _size_faults(config: Config) -> Iterator[str]:
+    samples, cluster = config.dataset.train_size, config.cluster
+    faults = [length_fault(config.dataset, config.model)]
+    if samples is not None:
+        workers = cluster.nodes * (cluster.workers_per_node or 1)
+        faults.append(share_fault(samples, workers, config.train.micro_batch_size))
+    yield from filter(None, faults)
 
 
 def _is_of_one_task(config: Config) -> bool:
