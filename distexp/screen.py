@@ -7,6 +7,7 @@ that the workers draw nothing, and a run on another machine can be followed in t
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class Live:
     progress: Progress | None = None
     task: TaskID | None = None
     total: int | None = None
+    resumed_from: int = 0  # the step up to which the lines are of an earlier attempt
     latest: str = ""
 
     def refresh(self) -> None:
@@ -73,8 +75,10 @@ class Live:
         events = self.events.records()
         for event in events:
             self.total = event.get("total_steps", self.total)
+            self.resumed_from = event.get("resumed_from_step", self.resumed_from)
         for metrics in self.metrics.records():
-            self._step(metrics)
+            if metrics["step"] > self.resumed_from:
+                self._step(metrics)
         for event in events:
             self._event(event)
 
@@ -117,7 +121,11 @@ class Screen:
         self.begun += 1
         if self.total > 1:
             what = " ".join(cell.varied).replace("'", "")
-            self.console.rule(f"run {self.begun} of {self.total}: {escape(what)}", align="left")
+            title = f"run {self.begun} of {self.total}: {escape(what)}"
+            if len(title) + 4 > self.console.width:  # a rule would cut it
+                self.console.print(title, highlight=False, soft_wrap=True)
+            else:
+                self.console.rule(title, align="left")
 
     @contextmanager
     def follow(self, spec: RunSpec, directory: Path) -> Iterator[Live]:
@@ -174,6 +182,12 @@ class Screen:
         self.console.print(Panel(grid, title=title, title_align="left", border_style=color, expand=False))
         for sentence in told:
             self.console.print(escape(sentence), highlight=False, soft_wrap=True)
+
+    def interrupted(self) -> None:
+        """How an interrupted sweep goes on, and what it lacks."""
+        left = self.total - self.begun
+        rest = f"{left} run{'s were' if left > 1 else ' was'} not started; " if left else ""
+        self.tell(f"{rest}to go on: python -m distexp.resume {shlex.quote(str(self.sweep_dir))}")
 
     def compare(self) -> None:
         """The table after a sweep; for a single run that of its exercise, if it is one."""

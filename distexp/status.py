@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +15,14 @@ from rich.table import Table
 
 from distexp.exits import SweepFailedError, WatcherLeftError, while_read
 from distexp.launch import ledger
-from distexp.launch.earlier import EarlierRuns, no_sweep
+from distexp.launch.earlier import COMMAND, EarlierRun, EarlierRuns, no_sweep
+from distexp.launch.progress import last_trace, progress
 from distexp.launch.slurm.follow import causes, follow, summary, table
 from distexp.launch.slurm.states import RunState, look
 from distexp.results import RECORD, RunRecord
+
+FRESH_S = 15.0
+"""A run on this machine whose files are younger goes on: memory is sampled all the time, and steps leave a sign."""
 
 PLAIN_WIDTH = 160
 """Columns where the output is no terminal, and COLUMNS does not say."""
@@ -42,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
         return 0
     _print_unpadded(table(runs, console.width, what), console)
-    for line in [*causes(runs, console.width, what), summary(runs)]:
+    rest = not_started(options.directory, len(runs))
+    for line in [*causes(runs, console.width, what), summary(runs), *([rest] if rest else [])]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
@@ -64,7 +71,7 @@ def sweep_states(sweep_dir: Path) -> tuple[list[RunState], dict[int, str]]:
         if run.number in in_ledger:
             runs.append(in_ledger.pop(run.number))
         elif run.status is None:
-            runs.append(RunState(run.number, run.directory, None, "no record", "it goes on here, or it was ended hard"))
+            runs.append(_without_record(run))
         else:
             record = RunRecord.read(run.directory / RECORD)
             why = record.error.message if record.error is not None else ""
@@ -73,6 +80,23 @@ def sweep_states(sweep_dir: Path) -> tuple[list[RunState], dict[int, str]]:
     shared = set.intersection(*(set(run.overrides) for run in earlier.runs)) if len(earlier.runs) > 1 else set()
     what = {run.number: " ".join(text for text in run.overrides if text not in shared) for run in earlier.runs}
     return sorted(runs, key=lambda run: run.number), what if shared or len(earlier.runs) > 1 else {}
+
+
+def _without_record(run: EarlierRun) -> RunState:
+    """What its files tell of a run on this machine, or on one that shares them."""
+    age = time.time() - last_trace(run.directory)
+    if age < FRESH_S and progress(run.directory).phase != "done":
+        return RunState(run.number, run.directory, None, "running")
+    return RunState(run.number, run.directory, None, "no record", f"ended hard: its last sign is {age:,.0f} s old")
+
+
+def not_started(sweep_dir: Path, runs: int) -> str:
+    """``8 not started, ...`` where a sweep's command asks for more runs than there are; else empty."""
+    try:
+        wanted = int(json.loads((sweep_dir / COMMAND).read_text())["cells"])
+    except (OSError, ValueError, KeyError):
+        return ""
+    return f"{wanted - runs} not started: python -m distexp.resume {sweep_dir}" if wanted > runs else ""
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from hydra.core.utils import JobReturn, run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from distexp.exits import SweepFailedError
+from distexp.exits import InterruptedRunError, SweepFailedError
 from distexp.job import run_here
 from distexp.launch.earlier import DONE, EarlierRun
 from distexp.launch.snapshot import git_root, git_state
@@ -25,7 +25,7 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
     """Runs every cell, whatever becomes of the others; SweepFailedError at the end where one failed."""
     cells = compose_cells(context, master, overrides)
     sweep_dir = sweep_directory(master)
-    save_master(master, sweep_dir)
+    save_master(master, sweep_dir, len(cells))
     screen = Screen(total=len(cells), sweep_dir=sweep_dir)
 
     def keep(run: EarlierRun) -> bool:
@@ -34,12 +34,12 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
         return run.status in DONE
 
     code = git_state(git_root(PACKAGE))
-    returns = [
-        _as_job(context, cell, info, directory, screen=screen)
-        for cell, info, directory in placed(
-            cells, sweep_dir, code, resume=master.sweep.resume, keep=keep, tell=screen.tell
-        )
-    ]
+    runs = placed(cells, sweep_dir, code, resume=master.sweep.resume, keep=keep, tell=screen.tell)
+    try:
+        returns = [_as_job(context, cell, info, directory, screen=screen) for cell, info, directory in runs]
+    except InterruptedRunError:
+        screen.interrupted()
+        raise
     screen.compare()
     if any(record.status in FAILURES for record in screen.records):
         raise SweepFailedError

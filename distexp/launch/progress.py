@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distexp.measure.heartbeat import last_sign
 from distexp.measure.phases import read_marks
 
 END_BYTES = 4096
@@ -39,6 +40,12 @@ def progress(directory: Path) -> Progress:
         steps=_total(directory / "events.jsonl"),
         loss=last.get("loss"),
     )
+
+
+def last_trace(directory: Path) -> float:
+    """Unix time in seconds at which a run last wrote down anything; 0 before any."""
+    paths = (directory / "spec.json", *directory.glob("memory/*.csv"))
+    return max([last_sign(directory), *(path.stat().st_mtime for path in paths if path.exists())])
 
 
 def _last_line(path: Path) -> dict[str, Any]:

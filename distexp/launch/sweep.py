@@ -178,10 +178,10 @@ def _taken(directory: Path, *, resume: bool) -> str:
     )
 
 
-def save_master(master: DictConfig, sweep_dir: Path) -> None:
-    """Hydra's own record of a sweep, where its users look for it, and the command that resumes it."""
+def save_master(master: DictConfig, sweep_dir: Path, cells: int) -> None:
+    """Hydra's own record of a sweep, where its users look for it, and the command that resumes it, with its runs."""
     path = sweep_dir / "multirun.yaml"
     if not path.exists():
         OmegaConf.save(master, path)
     if not (sweep_dir / COMMAND).exists():
-        write_json(sweep_dir / COMMAND, {"words": sys.argv[1:], "directory": os.getcwd()})
+        write_json(sweep_dir / COMMAND, {"words": sys.argv[1:], "directory": os.getcwd(), "cells": cells})

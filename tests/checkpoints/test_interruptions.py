@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, make_spec, resolve_cell, run_distexp
+from conftest import REPOSITORY, make_spec, resolve_cell, run_distexp, run_module
 
 from distexp.checkpoints import folder as disk
 from distexp.config import ConfigError
@@ -113,10 +113,13 @@ def test_a_signal_to_the_command_ends_the_run_with_a_checkpoint(tmp_path: Path) 
     )
     try:
         wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(lines(run_dir)) >= 2, 120)
+        shown = run_module("distexp.status", str(run_dir)).stdout
+        assert re.search(r"0 +running +train step \d+/40, loss", shown), shown
         command.send_signal(signal.SIGUSR1)
         assert command.wait(60) == 128 + signal.SIGUSR1
         assert command.stderr is not None
         assert command.stderr.read() == "distexp: stopped by SIGUSR1; no further run was started\n"
+        assert "running" not in run_module("distexp.status", str(run_dir)).stdout
     finally:
         if command.poll() is None:
             command.terminate()

@@ -87,7 +87,7 @@ def phase(run: RunState) -> str:
 def detail(run: RunState) -> str:
     """Why it waits, how far it is, or what it came to."""
     if run.state in ("running", "ending"):
-        return f"{progress(run.directory)} on {run.nodes}"
+        return f"{progress(run.directory)}" + (f" on {run.nodes}" if run.nodes else "")
     if run.record is not None and run.record.status == "completed":
         speed = run.record.metrics.train_samples_per_second
         loss = run.record.metrics.train_loss
@@ -100,6 +100,11 @@ def summary(runs: Sequence[RunState]) -> str:
     """``3 completed, 1 pending``."""
     counts = Counter(run.state for run in runs)
     return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+
+def _end(text: str, size: int) -> str:
+    """As much of a text as fits: its end, for what is typed last varies first."""
+    return text if len(text) <= size else "…" + text[len(text) - size + 1 :]
 
 
 def widths(runs: Sequence[RunState], width: int, what: dict[int, str]) -> dict[str, int]:
@@ -127,7 +132,7 @@ def table(runs: Sequence[RunState], width: int, what: dict[int, str] | None = No
             "run": str(run.number),
             "job": run.job or "",
             "state": f"[{color}]{run.state}[/{color}]",
-            "what": escape(what.get(run.number, "")),
+            "what": escape(_end(what.get(run.number, ""), wide.get("what", 0))),
             "detail": escape(detail(run)),
         }
         grid.add_row(*(cells[name] for name in wide))

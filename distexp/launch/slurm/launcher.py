@@ -66,7 +66,7 @@ def run_sweep(
             ) from None
         raise OSError(f"Slurm does not answer ({error}), nothing was submitted: try it again later") from None
     sweep_dir = sweep_directory(master).absolute()
-    save_master(master, sweep_dir)
+    save_master(master, sweep_dir, len(cells))
     snapshot, code = take(sweep_dir, list(cells[0].composed.trusted_packages))
     prepared = list(prepare(cells, sweep_dir, master.sweep.resume, (code, snapshot), console))
     submit(prepared, sweep_dir, snapshot, longest, console)
