@@ -148,8 +148,7 @@ def explain(error: Exception) -> list[str]:
     lines = str(error).strip().splitlines()
     text = lines[0]
     if isinstance(error, OverrideParseException):
-        bare = "=" not in str(error.override)
-        return [f"{error.override} is not KEY=VALUE: {'write one, as in strategy=fsdp' if bare else text}"]
+        return [_unreadable(str(error.override), text)]
     for pattern in (r"Could not override '([^']+)'", r"Key '([^']+)' not in 'Config'"):
         wrong = re.match(pattern, text)
         if wrong:
@@ -160,6 +159,16 @@ def explain(error: Exception) -> list[str]:
     if isinstance(error.__cause__, OmegaConfBaseException):
         text = f"{text.rstrip('.')}: {str(error.__cause__).splitlines()[0]}"
     return [text]
+
+
+def _unreadable(word: str, why: str) -> str:
+    """Of a word that Hydra's grammar refuses; a value that is a plain text may stand in quotes there."""
+    key, equals, value = word.partition("=")
+    if not equals:
+        return f"{word} is not KEY=VALUE: write one, as in strategy=fsdp"
+    if re.search(r"[^\x20-\x7e]|[~()&;]", value) and not re.search(r"['\"\[\]{}]", value):
+        return f"{word} has letters that Hydra takes in quotes only: write \"{key}='{value}'\""
+    return f"{word} cannot be read: {why}"
 
 
 def _missing_option(error: MissingConfigException) -> str:

@@ -13,7 +13,7 @@ from distexp.report.conditions import is_condition, knows_machine, of_machine
 from distexp.report.figures import SCALE, SPEED, Figure
 from distexp.report.frame import Row
 from distexp.report.names import short_name
-from distexp.report.settings import SEED, differing, identity, setting_text
+from distexp.report.settings import SEED, differing, identity, setting_text, task_of
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Group:
 
     @property
     def task(self) -> str:
-        """The model on its data: speed and memory of others are no better or worse."""
-        return f"{self.setting('model')} on {self.setting('dataset')}"
+        """The model on its data."""
+        return task_of(self.rows[0].settings)
 
     def setting(self, name: str) -> Any:
         """A setting, which all of the runs share."""

@@ -7,18 +7,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from distexp.report.figures import MEMORIES, SPEED
+from distexp.report.frame import Row
 from distexp.report.overview import Overview
 from distexp.report.repeats import Group, Spread, within_spread
 from distexp.report.settings import global_batch
 
 MOST_TASKS = 4  # in sentences
 SAME_MEMORY = 0.005  # relative: less than that is chance
+FEW_STEPS = 5
+HEAVY = 1.25  # times the peak of all other phases
 
 
 def sentences(overview: Overview) -> Iterator[str]:
     """The sentences under a table."""
     yield from _fastest(overview)
     yield from _smallest(overview)
+    yield from _heavy_setups(overview)
+    yield from _few_steps(overview)
     yield from _batches(overview)
     yield from _scaling(overview)
     yield from _repeats(overview)
@@ -98,9 +103,45 @@ def _smallest(overview: Overview) -> Iterator[str]:
         )
 
 
+def _heavy_setups(overview: Overview) -> Iterator[str]:
+    """Where memory on the CPU was at its peak before the training, as while DeepSpeed compiles a part of itself."""
+    if memory_figure(overview) != "cpu_peak_mib":
+        return
+    for row in (row for group in overview.groups for row in group.counted if row.completed):
+        phases = [entry.get("phases") or {} for entry in row.record.memory.get("cpu") or []]
+        before = max((peaks.get("setup") or 0.0 for peaks in phases), default=0.0)
+        after = max((peak for peaks in phases for phase, peak in peaks.items() if phase != "setup"), default=0.0)
+        if after and before > HEAVY * after:
+            compiled = ": DeepSpeed compiles a part of itself where that is missing" if _is_deepspeed(row) else ""
+            yield f"Run {row.label} was at its peak during setup, and at {after:,.0f} MiB at most after it{compiled}."
+
+
+def _is_deepspeed(row: Row) -> bool:
+    return bool(row.settings.get("strategy") == "deepspeed")
+
+
+def _few_steps(overview: Overview) -> Iterator[str]:
+    """Which speeds are of so few steps that the next run may have others."""
+    few = [group.label for group in overview.groups if group.completed and 0 < _measured(group.rows[0]) < FEW_STEPS]
+    if few:
+        yield (
+            f"The speed of run {_few(few)} is that of fewer than {FEW_STEPS} steps: raise train.max_steps or "
+            "train.num_epochs for one that holds."
+        )
+
+
+def _measured(row: Row) -> int:
+    """Steps that a speed comes from; 0 where there is none."""
+    total, figure = row.record.metrics.total_steps, row.figures[SPEED]
+    if total is None or figure is None:
+        return 0
+    return total - int(row.settings.get("measure_after_step") or 0) - int(row.settings.get("profile_steps") or 0)
+
+
 def _batches(overview: Overview) -> Iterator[str]:
     """Where the runs of a task are not the same training, since their steps are of different sizes."""
-    for groups in _by_task([group for group in overview.groups if group.completed]).values():
+    tasks = _by_task([group for group in overview.groups if group.completed])
+    for task, groups in list(tasks.items())[:MOST_TASKS]:
         batches: dict[int, list[str]] = {}
         for group in groups:
             if batch := global_batch(group.rows[0].settings):
@@ -108,11 +149,11 @@ def _batches(overview: Overview) -> Iterator[str]:
         if len(batches) > 1:
             each = "; ".join(f"{batch} in run {_few(labels)}" for batch, labels in list(batches.items())[:MOST_TASKS])
             more = "; …" if len(batches) > MOST_TASKS else ""
+            of = f" of {task}" if len(tasks) > 1 else ""
             yield (
-                f"Global batches differ (samples a step: {each}{more}), so these are not the same training: "
+                f"Global batches{of} differ (samples a step: {each}{more}), so these are not the same training: "
                 "train.gradient_accumulation_steps makes losses comparable."
             )
-            return
 
 
 def _few(labels: Sequence[str]) -> str:
@@ -129,7 +170,9 @@ def _chance(one: Spread, other: Spread) -> str:
 
 def _scaling(overview: Overview) -> Iterator[str]:
     if overview.reference is not None:
-        yield f"Scale is samples/s against {overview.name(overview.reference)}."
+        tasks = _by_task([group for group in overview.groups if group.completed])
+        alone = f", for runs of {overview.reference.task}" if len(tasks) > 1 else ""
+        yield f"Scale is samples/s against {overview.name(overview.reference)}{alone}."
     if overview.series:
         yield "Efficiency is ideal time over real time, against the fewest workers of the same configuration."
 

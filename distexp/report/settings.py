@@ -65,6 +65,11 @@ def world_size(record: RunRecord) -> int | None:
     return None if per_node is None else int(cluster["nodes"]) * int(per_node)
 
 
+def task_of(settings: Mapping[str, Any]) -> str:
+    """The model on its data: speed, memory and losses of others are no better or worse."""
+    return f"{settings.get('model')} on {settings.get('dataset')}"
+
+
 def global_batch(settings: Mapping[str, Any]) -> int | None:
     """Samples of an optimizer step over all workers; None where one of its factors is not known."""
     parts = [settings.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", "workers")]

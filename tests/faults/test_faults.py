@@ -167,6 +167,19 @@ def test_a_loss_that_is_not_a_number_stops_or_is_recorded(tmp_path: Path) -> Non
     assert recorded.metrics.train_loss is None, "JSON has no nan"
 
 
+@pytest.mark.slow
+def test_an_evaluation_that_is_not_a_number_stops_too(tmp_path: Path) -> None:
+    """The only step's loss is judged before its update, which divides by nothing."""
+    words = ("strategy=single", "train.eps=0", "train.warmup_steps=0", "train.max_steps=1", "train.save_model=true")
+    done = run_distexp(*words, *QUICK, cwd=tmp_path, env=ENV)
+    assert done.returncode == 1
+    record = only_record(tmp_path)
+    assert (record.status, record.error and record.error.type) == ("failed", "DivergedError")
+    assert record.error is not None
+    assert "the loss of the evaluation after step 1 is nan" in record.error.message
+    assert not list(tmp_path.rglob("model.safetensors")), "nobody takes such weights for a model"
+
+
 class Started:
     """A command that goes on in the background, stopped when the block ends."""
 

@@ -195,6 +195,50 @@ def test_runs_under_other_conditions_are_no_repeats() -> None:
     assert "±" in printed(unset), "the share of the cores that a machine gives by itself"
 
 
+def test_cells_that_cannot_be_are_no_repeats_of_each_other() -> None:
+    """A refused cell is not resolved, so that its settings may be equal where its words are not."""
+    refused = [invalid(n, "no", overrides=("strategy=ddp", f"zero_stage={n}")) for n in (1, 2)]
+    assert printed([*refused, record(0)]).count(" invalid") == 4, "two rows, cause and outcome"
+    seeds = [invalid(n, "no", overrides=("strategy=ddp", f"train.seed={n}")) for n in (1, 2)]
+    assert "1 +1" in printed([*seeds, record(0)])
+
+
+def test_a_killed_run_keeps_the_variables_that_it_was_given() -> None:
+    gone = RunError("WorkerDied", "gone", "setup")
+    given = {"cluster__environment": {"OMP_WAIT_POLICY": "passive"}, "run_id": "a"}
+    runs = [
+        record(0, run_id="a", cluster__environment={"OMP_WAIT_POLICY": "active"}),
+        record(1, status="failed", error=gone, **given),
+    ]
+    rows = [line.split()[:3] for line in printed(runs).splitlines() if line.startswith(("  0", "  1"))]
+    assert rows == [["0", "active", "completed"], ["1", "passive", "failed"]]
+
+
+def test_it_says_what_a_setup_and_few_steps_made_of_figures() -> None:
+    runs = [record(n, strategy=name, train__measure_after_step=5) for n, name in enumerate(("ddp", "deepspeed"))]
+    for run, setup in zip(runs, (900.0, 4300.0), strict=True):
+        run.memory["cpu"] = [{"node": 0, "peak_mib": setup, "phases": {"setup": setup, "train": 1400.0}}]
+        run.metrics.total_steps = 30
+    text = unwrapped(printed(runs))
+    assert "Run 1 was at its peak during setup, and at 1,400 MiB at most after it: DeepSpeed compiles" in text
+    assert "Run 0 was" not in text
+    assert "fewer than 5 steps" not in text
+    runs[1].metrics.total_steps = 6
+    assert "The speed of run 1 is that of fewer than 5 steps" in unwrapped(printed(runs))
+
+
+def test_sentences_keep_models_apart() -> None:
+    runs = [
+        record(2 * n + m, model__name=name, strategy=strategy, train__micro_batch_size=4 + 4 * m)
+        for n, name in enumerate(("gpt_tiny", "bloom_tiny"))
+        for m, strategy in enumerate(("ddp", "fsdp"))
+    ]
+    text = unwrapped(printed(runs))
+    assert "Global batches of gpt_tiny on squad_sample differ" in text
+    assert "Global batches of bloom_tiny on squad_sample differ" in text
+    assert ", for runs of gpt_tiny on squad_sample." in text
+
+
 def test_a_variable_that_steers_is_a_condition() -> None:
     records = [record(n, run_id="a", peak=9.0) for n in range(4)]
     for each in records[1:]:

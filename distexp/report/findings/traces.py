@@ -9,7 +9,7 @@ from typing import Any
 
 from distexp.report.conditions import is_condition
 from distexp.report.findings.base import Finding, listed
-from distexp.report.settings import STRATEGY_SECTIONS, global_batch
+from distexp.report.settings import STRATEGY_SECTIONS, global_batch, task_of
 from distexp.report.traces import Traced
 
 SAME_TRAINING = "Is it the same training?"
@@ -65,20 +65,29 @@ def loss_findings(traces: Sequence[Traced]) -> Iterator[Finding]:
     for each in traces:
         if _curve(each):
             trainings.setdefault(_training(each), []).append(each)
+    tasks: dict[str, list[tuple[float, Traced]]] = {}
+    for each in traces:
+        loss = each.row.figures["eval_loss"]
+        if each.row.completed and loss is not None:
+            tasks.setdefault(task_of(each.row.settings), []).append((loss, each))
     for alike in trainings.values():
         if len(alike) > 1:
-            yield _agreement(alike)
-    ended = [
-        (loss, each) for each in traces if each.row.completed and (loss := each.row.figures["eval_loss"]) is not None
-    ]
-    if len(ended) > 1:
-        (low, best), (high, worst) = min(ended, key=lambda pair: pair[0]), max(ended, key=lambda pair: pair[0])
-        if f"{low:.4f}" == f"{high:.4f}":
-            yield Finding(f"All {len(ended)} end with an eval loss of {low:.4f}.")
-        else:
-            yield Finding(
-                f"Lowest last eval loss: {_run(best)} with {low:.4f}; highest: {_run(worst)} with {high:.4f}."
-            )
+            yield _agreement(alike, f" of {task_of(alike[0].row.settings)}" if len(tasks) > 1 else "")
+    for task, ended in tasks.items():
+        yield from _ends(ended, f" of {task}" if len(tasks) > 1 else "")
+
+
+def _ends(ended: Sequence[tuple[float, Traced]], of: str) -> Iterator[Finding]:
+    """The last losses of what trains the same model on the same data."""
+    if len(ended) < 2:
+        return
+    (low, best), (high, worst) = min(ended, key=lambda pair: pair[0]), max(ended, key=lambda pair: pair[0])
+    if f"{low:.4f}" == f"{high:.4f}":
+        yield Finding(f"All {len(ended)}{of} end with an eval loss of {low:.4f}.")
+    else:
+        yield Finding(
+            f"Lowest last eval loss{of}: {_run(best)} with {low:.4f}; highest: {_run(worst)} with {high:.4f}."
+        )
 
 
 def _curve(traced: Traced) -> dict[int, float]:
@@ -94,7 +103,7 @@ def _training(traced: Traced) -> str:
     return json.dumps([settings, global_batch(traced.row.settings)], sort_keys=True, default=str)
 
 
-def _agreement(alike: Sequence[Traced]) -> Finding:
+def _agreement(alike: Sequence[Traced], of: str) -> Finding:
     """The largest distance between any two curves at a step that both have."""
     widest, where, pair = 0.0, 0, (alike[0], alike[1])
     for one, other in combinations(alike, 2):
@@ -104,7 +113,7 @@ def _agreement(alike: Sequence[Traced]) -> Finding:
             if gap > widest:
                 widest, where, pair = gap, step, (one, other)
     batch = global_batch(alike[0].row.settings)
-    names = f"The {len(alike)} runs with a global batch of {batch}" if batch else f"{len(alike)} runs"
+    names = f"The {len(alike)} runs{of} with a global batch of {batch}" if batch else f"{len(alike)} runs{of}"
     if widest <= AGREES:
         apart = f"at most {widest:.1e} apart (relative)" if widest else "equal in every digit"
         return Finding(f"{names} follow the same losses: at each step drawn they are {apart}.", SAME_TRAINING)
