@@ -24,6 +24,12 @@ from distexp.words import refuse_odd_words
 PASSED_ON = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help", "--version")
 """Hydra's own commands, which run nothing."""
 
+OPEN_SECTIONS = (
+    *("model.options.", "dataset.options.", "strategy.options."),
+    *("cluster.environment.", "cluster.sbatch."),
+)
+"""Sections whose keys are the user's own."""
+
 RESERVED = {
     "hydra/launcher": "cluster= chooses the launcher",
     "hydra.launcher": "cluster= chooses the launcher",
@@ -90,7 +96,7 @@ def _never_called(config: Any) -> None:
 def prepare(words: Sequence[str]) -> list[str]:
     """The words that Hydra gets: choices quoted, and every run a sweep, of one cell at the least."""
     refuse_odd_words(words)
-    quoted = [quote_choice(word, config_groups()) if is_override(word) else word for word in words]
+    quoted = [quote_choice(_added(word), config_groups()) if is_override(word) else word for word in words]
     if any(word.split("=")[0] in PASSED_ON for word in quoted):
         refuse_sweep_of_one([word for word in quoted if is_override(word)])
         return quoted
@@ -99,6 +105,11 @@ def prepare(words: Sequence[str]) -> list[str]:
     refuse_traps(overrides, multirun=multirun)
     rest = [word for word in quoted if word not in ("-m", "--multirun", "-r", "--run")]
     return ["--multirun", *[mended for word in rest for mended in _as_sweep_dir(word)]]
+
+
+def _added(word: str) -> str:
+    """Keys of an open section are new to Hydra, which wants a plus before such."""
+    return f"++{word}" if word.startswith(OPEN_SECTIONS) else word
 
 
 def is_override(word: str) -> bool:

@@ -32,7 +32,7 @@ def losses(folder: Path) -> list[float]:
 def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nodes") / "run"
     words = ("cluster.nodes=2", "cluster.workers_per_node=2", "strategy=fsdp", "sharding=hybrid_shard")
-    words += ("+cluster.environment.GLOO_SOCKET_IFNAME=lo",)
+    words += ("cluster.environment.GLOO_SOCKET_IFNAME=lo",)
     done = run_distexp(*words, *COMMON, "train.micro_batch_size=2", f"hydra.run.dir={folder}")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
