@@ -150,6 +150,8 @@ def _samples(
     kind: str, examples: list[Example], size: int | None, tokenizer: Tokenizer, max_length: int
 ) -> tuple[QASamples, list[str]]:
     name = "training" if kind == "train" else "evaluation"
+    if not examples:
+        raise ConfigError(f"There are no {name} examples: name data that has some")
     if size is not None and size > len(examples):
         raise ConfigError(
             f"dataset.{kind}_size={size} is more than the {len(examples)} {name} examples that there are: "

@@ -282,6 +282,13 @@ def test_an_unreachable_hub_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     assert "\n" not in str(caught.value)
 
 
+def test_data_without_a_question_is_refused(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    (tmp_path / "train.json").write_text('{"data": []}')
+    with pytest.raises(ConfigError, match=r"^There are no training examples: name data that has some$"):
+        squad.load(config, TEXT_MODEL, 0)
+
+
 def test_no_place_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"dataset.path is null: set a hub id"):
         squad.load(dataset_config("squad", max_length=64), TEXT_MODEL, 0)
