@@ -7,20 +7,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from distexp.exits import SweepFailedError, WatcherLeftError, while_read
 from distexp.launch import ledger
 from distexp.launch.earlier import COMMAND, EarlierRun, EarlierRuns, no_sweep
 from distexp.launch.progress import last_trace, progress
-from distexp.launch.slurm.follow import causes, follow, summary, table
-from distexp.launch.slurm.states import RunState, look
-from distexp.results import RECORD, RunRecord
+from distexp.launch.slurm.follow import QUICK_EVERY_S, causes, follow, summary, table
+from distexp.launch.slurm.states import ACTIVE, RunState, look
+from distexp.results import FAILURES, RECORD, RunRecord
 
+RUNNING = "running"
 FRESH_S = 15.0
 """A run on this machine whose files are younger goes on: memory is sampled all the time, and steps leave a sign."""
 
@@ -47,11 +49,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except WatcherLeftError:
             return 130
         return 0
+    if options.watch:
+        runs, what = _follow_here(options.directory, console)
     _print_unpadded(table(runs, console.width, what), console)
-    rest = not_started(options.directory, len(runs))
-    for line in [*causes(runs, console.width, what), summary(runs), *([rest] if rest else [])]:
+    for line in [*causes(runs, console.width, what), summary(runs), *not_started(options.directory, runs)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return 0
+    return 1 if options.watch and any(run.state in FAILURES for run in runs) else 0
+
+
+def _follow_here(directory: Path, console: Console) -> tuple[list[RunState], dict[int, str]]:
+    """The runs of this machine's own launcher once none goes on; on a terminal their table until then."""
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        while True:
+            runs, what = sweep_states(directory)
+            if all(run.state != RUNNING for run in runs):
+                return runs, what
+            if console.is_terminal:
+                live.update(table(runs, console.width, what), refresh=True)
+            time.sleep(QUICK_EVERY_S)
 
 
 def _print_unpadded(grid: Table, console: Console) -> None:
@@ -86,17 +101,19 @@ def _without_record(run: EarlierRun) -> RunState:
     """What its files tell of a run on this machine, or on one that shares them."""
     age = time.time() - last_trace(run.directory)
     if age < FRESH_S and progress(run.directory).phase != "done":
-        return RunState(run.number, run.directory, None, "running")
+        return RunState(run.number, run.directory, None, RUNNING)
     return RunState(run.number, run.directory, None, "no record", f"ended hard: its last sign is {age:,.0f} s old")
 
 
-def not_started(sweep_dir: Path, runs: int) -> str:
-    """``8 not started, ...`` where a sweep's command asks for more runs than there are; else empty."""
+def not_started(sweep_dir: Path, runs: Sequence[RunState]) -> Iterator[str]:
+    """``8 not started`` where a sweep's command asks for more runs than there are, and what starts them."""
     try:
-        wanted = int(json.loads((sweep_dir / COMMAND).read_text())["cells"])
+        left = int(json.loads((sweep_dir / COMMAND).read_text())["cells"]) - len(runs)
     except (OSError, ValueError, KeyError):
-        return ""
-    return f"{wanted - runs} not started: python -m distexp.resume {sweep_dir}" if wanted > runs else ""
+        return
+    if left > 0:
+        going_on = any(run.state in ACTIVE for run in runs)
+        yield f"{left} not started" + (" yet" if going_on else f": python -m distexp.resume {sweep_dir}")
 
 
 if __name__ == "__main__":
