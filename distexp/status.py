@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -113,7 +114,7 @@ def not_started(sweep_dir: Path, runs: Sequence[RunState]) -> Iterator[str]:
         return
     if left > 0:
         going_on = any(run.state in ACTIVE for run in runs)
-        yield f"{left} not started" + (" yet" if going_on else f": python -m distexp.resume {sweep_dir}")
+        yield f"{left} not started" + (" yet" if going_on else f": python -m distexp.resume {shlex.quote(str(sweep_dir))}")
 
 
 if __name__ == "__main__":

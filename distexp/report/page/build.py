@@ -131,5 +131,7 @@ def _tiles(overview: Overview) -> list[dict[str, str]]:
         best_series = max(grown, key=lambda series: series.points[-1].efficiency)
         last = best_series.points[-1]
         detail = f"{last.workers} workers" + (f", {best_series.name}" if best_series.name else "")
-        tiles.append({"what": "best efficiency", "value": f"{last.efficiency:.0%}", "detail": detail, "mood": ""})
+        tiles.append(
+            {"what": "efficiency at the most workers", "value": f"{last.efficiency:.0%}", "detail": detail, "mood": ""}
+        )
     return tiles
