@@ -114,7 +114,8 @@ def not_started(sweep_dir: Path, runs: Sequence[RunState]) -> Iterator[str]:
         return
     if left > 0:
         going_on = any(run.state in ACTIVE for run in runs)
-        yield f"{left} not started" + (" yet" if going_on else f": python -m distexp.resume {shlex.quote(str(sweep_dir))}")
+        command = f"python -m distexp.resume {shlex.quote(str(sweep_dir))}"
+        yield f"{left} not started" + (" yet" if going_on else f": {command}")
 
 
 if __name__ == "__main__":
