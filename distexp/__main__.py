@@ -2,6 +2,6 @@
 
 import sys
 
-from distexp.cli import main
+from distexp.cli.main import main
 
 sys.exit(main())

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from distexp.exits import while_read
+from distexp.exceptions import while_read
 from distexp.launch import ledger
 from distexp.launch.slurm import client
-from distexp.launch.slurm.states import ACTIVE, look
+from distexp.launch.slurm.status import ACTIVE, look
 
 WAIT_S = 60.0
 """How long Slurm may take to end them: its KillWait is half of that by default."""

@@ -16,9 +16,9 @@ import textwrap
 from collections.abc import Sequence
 from fnmatch import fnmatch
 
-from distexp.cli import is_override
-from distexp.exits import while_read
-from distexp.paths import conf_dir, options_of
+from distexp.cli.main import is_override
+from distexp.config.paths import conf_dir, options_of
+from distexp.exceptions import while_read
 
 INDENT = 4 * " "
 

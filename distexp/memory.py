@@ -11,10 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distexp.exits import while_read
-from distexp.measure.foreign_logs import EXPECTED, read_any
-from distexp.measure.summary import Statistics
-from distexp.measure.trace import CPU, GPU, Sample, Trace
+from distexp.exceptions import while_read
+from distexp.measure.memory.foreign_logs import EXPECTED, read_any
+from distexp.measure.memory.summary import Statistics
+from distexp.measure.memory.trace import CPU, GPU, Sample, Trace
 
 ALL_READ, SOME_READ, NONE_READ = 0, 1, 2
 

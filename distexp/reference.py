@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from distexp import config
-from distexp.help import GROUPS
-from distexp.paths import conf_dir
+from distexp.cli.help import GROUPS
+from distexp.config.paths import conf_dir
 
 HEAD = """# Configuration
 

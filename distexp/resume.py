@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distexp.cli import is_override
-from distexp.cli import main as distexp
+from distexp.cli.main import is_override
+from distexp.cli.main import main as distexp
 from distexp.config import ConfigError
-from distexp.launch.earlier import COMMAND, no_sweep
+from distexp.runs.existing import COMMAND, no_sweep
 
 USAGE = """usage: python -m distexp.resume DIR [KEY=VALUE ...]
 

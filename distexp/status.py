@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from distexp.exits import SweepFailedError, WatcherLeftError, while_read
+from distexp.exceptions import SweepFailedError, WatcherLeftError, while_read
 from distexp.launch import ledger
-from distexp.launch.earlier import COMMAND, EarlierRun, EarlierRuns, no_sweep
-from distexp.launch.progress import last_trace, progress
 from distexp.launch.slurm.follow import QUICK_EVERY_S, causes, follow, summary, table
-from distexp.launch.slurm.states import ACTIVE, RunState, look
-from distexp.results import FAILURES, RECORD, RunRecord
+from distexp.launch.slurm.status import ACTIVE, RunState, look
+from distexp.runs.existing import COMMAND, EarlierRun, EarlierRuns, no_sweep
+from distexp.runs.progress import last_trace, progress
+from distexp.runs.record import FAILURES, RECORD, RunRecord
 
 RUNNING = "running"
 FRESH_S = 15.0

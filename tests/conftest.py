@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
-from slurm.cluster import Cluster, missing, standing
 
-from distexp.config import Config, register_schema
-from distexp.overrides import quote_choice
-from distexp.paths import conf_dir, config_groups
-from distexp.resolve import resolve, without_hydra
-from distexp.resolve.identity import run_id
-from distexp.results import RunInfo
-from distexp.spec import RunSpec
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.helpers.slurm_cluster import Cluster, missing, standing
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,72 +24,3 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.fail(f"no Slurm cluster for the tests: {fault}", pytrace=False)
     with standing(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
         yield cluster
-
-
-def compose_cell(*overrides: str) -> tuple[DictConfig, dict[str, str | None]]:
-    """What Hydra composes of a command line, without its own node, and the choices of the groups."""
-    register_schema()
-    quoted = [quote_choice(text, config_groups()) for text in overrides]
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = compose("config", quoted, return_hydra_config=True)
-    return without_hydra(composed), dict(composed.hydra.runtime.choices)
-
-
-def resolve_cell(*overrides: str) -> Config:
-    """A resolved configuration; ConfigError where it is judged impossible."""
-    content, choices = compose_cell(*overrides)
-    return resolve(content, choices)
-
-
-def make_spec(*overrides: str) -> RunSpec:
-    """The spec of a single run."""
-    config = resolve_cell(*overrides)
-    return RunSpec(config, RunInfo(id=run_id(config), name=config.name, number=0, overrides=list(overrides)))
-
-
-def run_distexp(
-    *words: str, cwd: Path = REPOSITORY, timeout: float = 300, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """``python -m distexp`` as a user starts it."""
-    return run_module("distexp", *words, cwd=cwd, timeout=timeout, env=env)
-
-
-def run_module(
-    module: str,
-    *words: str,
-    cwd: Path = REPOSITORY,
-    timeout: float = 300,
-    env: dict[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """``python -m module`` in a directory of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", module, *words],
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-
-
-def torchrun(workers: int, script: Path, *arguments: str, timeout: float = 900) -> None:
-    """A script on some local gloo workers; its output in the assertion where it fails."""
-    command: Sequence[str] = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={workers}",
-        str(script),
-        *arguments,
-    ]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -9,15 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 
-from distexp.paths import options_of
+from distexp.config.paths import options_of
+from tests.helpers.runs import REPOSITORY
 
-LAUNCHER = ("distexp.cli", "distexp.help", "distexp.job", "distexp.launch.agent", "distexp.launch.local")
+LAUNCHER = (
+    "distexp.cli.main",
+    "distexp.cli.help",
+    "distexp.launch.agent",
+    "distexp.launch.local.run",
+    "distexp.launch.local.sweep",
+)
 LIGHT = (
     *LAUNCHER,
     "distexp.cancel",
-    "distexp.launch.slurm.task",
+    "distexp.launch.slurm.node_task",
     "distexp.report",
     "distexp.resume",
     "distexp.status",
@@ -38,7 +44,7 @@ def test_the_launcher_layer_never_imports_torch(module: str) -> None:
 
 def test_judging_every_engine_and_strategy_never_imports_torch() -> None:
     program = (
-        "import sys; sys.path.insert(0, 'tests'); from conftest import resolve_cell\n"
+        "import sys; from tests.helpers.runs import resolve_cell\n"
         "for e in ('native', 'hf_trainer'):\n"
         "    for s in ('single', 'ddp', 'fsdp', 'deepspeed'): resolve_cell(f'engine={e}', f'strategy={s}')\n"
         "print('torch' in sys.modules)"
@@ -48,7 +54,7 @@ def test_judging_every_engine_and_strategy_never_imports_torch() -> None:
 
 
 def test_report_knows_nothing_of_the_worker() -> None:
-    allowed = {"distexp.results", "distexp.report", "distexp.config", "distexp.exits"}
+    allowed = {"distexp.runs", "distexp.report", "distexp.config", "distexp.exceptions"}
     for path in (REPOSITORY / "distexp" / "report").rglob("*.py"):
         for name in imports(path):
             if name.startswith("distexp"):
@@ -56,7 +62,7 @@ def test_report_knows_nothing_of_the_worker() -> None:
 
 
 def test_the_loop_is_on_a_page_and_names_no_strategy() -> None:
-    text = (REPOSITORY / "distexp" / "loop.py").read_text()
+    text = (REPOSITORY / "distexp" / "training" / "loop.py").read_text()
     assert len(text.splitlines()) <= 80
     for strategy in options_of("strategy"):
         assert not re.search(rf"\b{strategy}\b", text, re.IGNORECASE), strategy

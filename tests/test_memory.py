@@ -105,5 +105,5 @@ def test_as_a_command_without_torch(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    loaded = "import sys, distexp.memory, distexp.measure.sampler; sys.exit('torch' in sys.modules)"
+    loaded = "import sys, distexp.memory, distexp.measure.memory.sampler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0

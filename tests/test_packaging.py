@@ -12,9 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 
-from distexp.results import RunRecord
+from distexp.runs.record import RunRecord
+from tests.helpers.runs import REPOSITORY
 
 UV = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
 SHORT = (
@@ -88,7 +88,9 @@ def test_the_source_distribution_holds_nothing_else(built: tuple[Path, Path]) ->
 
 def test_an_installed_wheel_runs_anywhere(installed: Path, tmp_path: Path) -> None:
     python = str(installed / "bin" / "python")
-    places = "import distexp, distexp.paths as p, hydra_plugins.distexp_plugin as h; print(p.conf_dir(), *h.__path__)"
+    places = (
+        "import distexp, distexp.config.paths as p, hydra_plugins.distexp_plugin as h; print(p.conf_dir(), *h.__path__)"
+    )
     for place in run(python, "-c", places, cwd=tmp_path).split():
         assert Path(place).is_relative_to(installed), "this is not what the wheel brought"
     assert "zero_stage: 3" in run(python, "-m", "distexp", "--cfg", "job", "zero_stage=3", cwd=tmp_path)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from conftest import REPOSITORY
-
 from distexp.reference import page
+from tests.helpers.runs import REPOSITORY
 
 
 def test_the_page_is_up_to_date() -> None:

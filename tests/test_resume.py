@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import run_distexp, run_module
 
-from distexp.launch.earlier import EarlierRun, EarlierRuns
-from distexp.results import RunRecord
 from distexp.resume import merge
+from distexp.runs.existing import EarlierRun, EarlierRuns
+from distexp.runs.record import RunRecord
+from tests.helpers.runs import run_distexp, run_module
 
 SMALL = (
     "model=gpt_tiny",

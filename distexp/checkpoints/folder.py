@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.results import write_json
+from distexp.runs.record import write_json
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"

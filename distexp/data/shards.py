@@ -15,7 +15,7 @@ from torch import Tensor, device
 from torch.utils.data import DataLoader, Dataset
 
 from distexp.data.base import IGNORE, Batch, Sample, Samples, TaskData
-from distexp.distributed import sum_over_ranks
+from distexp.distributed.process_group import sum_over_ranks
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from distexp.data.base import TaskData
 from distexp.data.qa import Example, QASamples, corpus, one_line, tokenise
 from distexp.data.text import TextCollate, sequence_length
 from distexp.data.tokenization import Tokenizer, load_tokenizer
-from distexp.hub import offline_if_unreachable
+from distexp.system.hub import offline_if_unreachable
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:

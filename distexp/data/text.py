@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.config.size_checks import length_fault
 from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, Sample
-from distexp.sizes import length_fault
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,9 @@ import tokenizers
 from numpy.typing import NDArray
 
 from distexp.config import ConfigError, ModelConfig
+from distexp.config.model_checks import reads_source, source
 from distexp.data.cache import build_once, cache_dir
-from distexp.hub import offline_if_unreachable
-from distexp.keys import reads_source, source
+from distexp.system.hub import offline_if_unreachable
 
 # A forked loader worker never tokenises; without a choice made here, every fork would warn of it.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -28,8 +28,8 @@ from distexp.doctor.machine import (
 from distexp.doctor.software import check_conf, check_libraries, check_python, check_torch, probe_torch
 from distexp.doctor.tools import check_compiler, check_ninja, check_slurm, check_toolkit
 from distexp.doctor.verdict import Verdict, judge, spoken
-from distexp.exits import while_read
-from distexp.hardware import visible_gpus
+from distexp.exceptions import while_read
+from distexp.system.hardware import visible_gpus
 
 STYLES = {"ok": "green", "warning": "yellow", "missing": "red"}
 

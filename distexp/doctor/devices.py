@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from distexp.doctor.finding import Finding, ask, missing, ok, warning
 from distexp.doctor.software import Torch
-from distexp.hardware import visible_gpus
+from distexp.system.hardware import visible_gpus
 
 COLLECTIVE_TIMEOUT_S = 60.0
 

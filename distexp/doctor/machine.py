@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distexp.data.cache import cache_dir
 from distexp.doctor.finding import GIB, Finding, missing, ok, warning
-from distexp.hardware import cpu_count
+from distexp.system.hardware import cpu_count
 
 LEAST_SHM, LEAST_DISK, LEAST_RAM, LEAST_FILES = 1 * GIB, 10 * GIB, 4 * GIB, 4096
 

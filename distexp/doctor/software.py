@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from distexp.config import ConfigError
+from distexp.config.paths import conf_dir
 from distexp.doctor.finding import Answer, Finding, ask, missing, ok, warning
-from distexp.paths import conf_dir
 
 IMPORT_TIMEOUT_S = 180.0  # a cold network file system is slow
 LIBRARIES = ("torchvision", "transformers", "accelerate", "datasets", "deepspeed")

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distexp.config import Config
-from distexp.context import Context
-from distexp.results import Built
+from distexp.distributed.context import Context
+from distexp.runs.record import Built
 from distexp.strategies.base import Wrapped
 
 if TYPE_CHECKING:
     from distexp.data.shards import ShardedLoader
-    from distexp.measure.journal import Journal, Plan
     from distexp.models.blueprint import Blueprint
+    from distexp.training.metrics_logger import Journal, Plan
 
 
 Build = Callable[[], "Blueprint"]

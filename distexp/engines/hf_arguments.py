@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from distexp.config import Config
-from distexp.context import Context
+from distexp.distributed.context import Context
 from distexp.strategies.ds_config import autocasts
 from distexp.strategies.engine import DTYPES
 from distexp.strategies.fsdp import mesh_shape

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from distexp.results import Built
+from distexp.runs.record import Built
 from distexp.strategies import ds_model
 from distexp.strategies.engine import DTYPES, Distribution
 from distexp.strategies.engine import describe as describe_torch

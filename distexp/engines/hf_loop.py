@@ -10,22 +10,22 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from distexp.config import Config
-from distexp.context import Context
+from distexp.config.targets import load_strategy
 from distexp.data.base import Batch
 from distexp.data.shards import Step
+from distexp.distributed.context import Context
 from distexp.engines.base import Work, check_built
 from distexp.engines.hf_arguments import training_arguments
 from distexp.engines.hf_built import describe, innermost
-from distexp.loop import end_epoch
-from distexp.models.anatomy import blocks
 from distexp.models.blueprint import Blueprint
+from distexp.models.introspection import blocks
 from distexp.models.objective import loss_sum, shares
-from distexp.optim import build_optimizer, clip_gradients
-from distexp.results import Built
-from distexp.seeding import seed_everything
+from distexp.runs.record import Built
 from distexp.strategies import ds_model
 from distexp.strategies.engine import whole_weights
-from distexp.targets import load_strategy
+from distexp.strategies.optimizer import build_optimizer, clip_gradients
+from distexp.system.seeding import seed_everything
+from distexp.training.loop import end_epoch
 
 
 class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no types

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distexp.config import Config
-from distexp.context import Context
+from distexp.distributed.context import Context
 from distexp.engines.base import Build, Work
-from distexp.results import Built
+from distexp.runs.record import Built
 from distexp.strategies.base import Wrapped
 from distexp.strategies.fsdp import mesh_shape
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from distexp.config import Config
-from distexp.context import Context
+from distexp.distributed.context import Context
 from distexp.engines.base import Build, Work, check_built
-from distexp.results import Built
+from distexp.runs.record import Built
 from distexp.strategies.base import Wrapped
 
 
 class Native:
-    """``distexp.loop.fit``."""
+    """``distexp.training.loop.fit``."""
 
     def validate(self, config: Config) -> list[str]:
         """Does whatever the strategy can."""
@@ -22,12 +22,12 @@ class Native:
 
     def train(self, build: Build, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
         """Sets the strategy up, checks what came of it, and runs the loop from the newest checkpoint."""
-        from distexp.checkpoints.keeper import Keeper
+        from distexp.checkpoints.manager import Keeper
+        from distexp.config.targets import load_strategy
         from distexp.data.shards import StopRequestedError
-        from distexp.loop import fit
-        from distexp.notice import Notice
-        from distexp.seeding import seed_everything
-        from distexp.targets import load_strategy
+        from distexp.runs.stop_request import Notice
+        from distexp.system.seeding import seed_everything
+        from distexp.training.loop import fit
 
         strategy = load_strategy(config)
         engine = strategy.setup(build(), config, context)

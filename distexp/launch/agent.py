@@ -19,16 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from distexp import notice
-from distexp.hardware import Gpu, cpu_count, visible_gpus
-from distexp.launch.logs import fault_path, node_logs
 from distexp.launch.outcome import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, settle
-from distexp.launch.processes import descendants, die_with_parent, end_tree, orphaned, start_module
 from distexp.launch.rendezvous import Rendezvous, await_head, reserve
-from distexp.measure.heartbeat import last_sign
-from distexp.measure.sampler import Sampler
-from distexp.results import RunError, write_json
-from distexp.spec import RunSpec
+from distexp.measure.memory.sampler import Sampler
+from distexp.runs import stop_request
+from distexp.runs.heartbeat import last_sign
+from distexp.runs.record import RunError, write_json
+from distexp.runs.run_dir import fault_path, node_logs
+from distexp.runs.spec import RunSpec
+from distexp.system.hardware import Gpu, cpu_count, visible_gpus
+from distexp.system.processes import descendants, die_with_parent, end_tree, orphaned, start_module
 
 POLL_S = 0.1
 GRACE_S = 4.0
@@ -45,8 +45,8 @@ def main() -> None:
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
-    for number in notice.SIGNALS:
-        signal.signal(number, lambda number, _: notice.give(run_dir, signal.Signals(number).name))
+    for number in stop_request.SIGNALS:
+        signal.signal(number, lambda number, _: stop_request.give(run_dir, signal.Signals(number).name))
     die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(run_dir)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from distexp.results import write_json
+from distexp.runs.record import write_json
 
 FILE = "oom_kills.json"
 

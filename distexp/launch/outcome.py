@@ -19,14 +19,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from distexp import attempts
-from distexp.hardware import cpu_count, visible_gpus
 from distexp.launch.oom import killed_for_memory
-from distexp.measure.events import last_figure
-from distexp.measure.phases import read_marks
-from distexp.measure.summary import energy_j, run_traces, summarize_run
-from distexp.results import RECORD, Environment, RunError, RunInfo, RunRecord
-from distexp.spec import RunSpec
+from distexp.measure.memory.summary import energy_j, run_traces, summarize_run
+from distexp.runs import attempts
+from distexp.runs.events import last_figure
+from distexp.runs.phases import read_marks
+from distexp.runs.record import RECORD, Environment, RunError, RunInfo, RunRecord
+from distexp.runs.spec import RunSpec
+from distexp.system.hardware import cpu_count, visible_gpus
 
 TIMEOUT_CODE = 124
 HANG_CODE = 75

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distexp.results import write_json
+from distexp.runs.record import write_json
 
 FILE = "rendezvous.json"
 

@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 
 from distexp.config import ConfigError
-from distexp.paths import PACKAGE
-from distexp.results import SNAPSHOT_MARKER, write_json
+from distexp.config.paths import PACKAGE
+from distexp.runs.record import SNAPSHOT_MARKER, write_json
 
 NAME = "snapshot"
 LIMIT_MB = 500

@@ -16,12 +16,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
-from distexp.launch.earlier import COMMAND, EarlierRun, EarlierRuns, left_alone
 from distexp.launch.outcome import invalid_record
 from distexp.launch.snapshot import GitState
 from distexp.resolve import resolve, without_hydra
-from distexp.resolve.identity import run_id
-from distexp.results import RunInfo, RunRecord, write_json
+from distexp.resolve.run_id import run_id
+from distexp.runs.existing import COMMAND, EarlierRun, EarlierRuns, left_alone
+from distexp.runs.record import RunInfo, RunRecord, write_json
 
 
 @dataclass

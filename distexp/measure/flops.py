@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from distexp.config import Config
+from distexp.config.targets import locate
 from distexp.data.base import TaskData
-from distexp.models.anatomy import forward_flops
-from distexp.targets import locate
+from distexp.models.introspection import forward_flops
 
 BACKWARD = 2
 """A backward pass is two matrix products for each of the forward's."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.keys import check_model, vocabulary
+from distexp.config.model_checks import check_model, vocabulary
 from distexp.models.pretrained import read_config, read_weights, weightless
 
 

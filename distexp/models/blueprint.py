@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distexp.context import Context
+from distexp.distributed.context import Context
 
 Owner = tuple[nn.Module, str]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from distexp.config import ModelConfig
-from distexp.keys import check_model, vocabulary
+from distexp.config.model_checks import check_model, vocabulary
 
 INIT_STD = 0.02
 

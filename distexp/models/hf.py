@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.keys import check_model
+from distexp.config.model_checks import check_model
 from distexp.models.pretrained import read_config, read_weights, weightless
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distexp.config import ConfigError
-from distexp.hub import offline_if_unreachable
+from distexp.system.hub import offline_if_unreachable
 
 
 def read_config(key: str, source: str) -> Any:

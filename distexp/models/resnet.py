@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from distexp.config import ModelConfig
-from distexp.keys import check_model
+from distexp.config.model_checks import check_model
 
 STANDARD_WIDTH = 64
 

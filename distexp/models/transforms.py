@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from distexp.config import Config
-from distexp.models.anatomy import blocks
+from distexp.models.introspection import blocks
 
 
 def transform(model: nn.Module, config: Config) -> None:

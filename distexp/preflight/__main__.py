@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from distexp.cli import main
+from distexp.cli.main import main
 
 FORCED = ("preflight.enabled=true", "preflight.only=true", "name=preflight", "measure.enabled=false")
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from distexp.config import PreflightConfig
-from distexp.context import Context
-from distexp.distributed import gather_to_all
-from distexp.hardware import visible_gpus
+from distexp.distributed.context import Context
+from distexp.distributed.process_group import gather_to_all
 from distexp.launch.outcome import PREFLIGHT
 from distexp.preflight.fabric import Measurement, groups, host_copies, measure
 from distexp.preflight.health import complaints
-from distexp.results import write_json
+from distexp.runs.record import write_json
+from distexp.system.hardware import visible_gpus
 
 CPU_BYTES, GPU_BYTES = 64 * 2**20, 4 * 2**30
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distexp.exits import while_read
+from distexp.exceptions import while_read
 from distexp.report.compare import Comparison, ComparisonTable
+from distexp.report.data.overview import Overview
+from distexp.report.data.rows import Row, load_rows
 from distexp.report.files import PAGE, write_files
-from distexp.report.frame import Row, load_rows
-from distexp.report.overview import Overview
 from distexp.report.table import OverviewTable
-from distexp.results import RECORD
+from distexp.runs.record import RECORD
 
 PIPED_WIDTH = 240  # characters; a file or a pager has no edge
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from distexp.report.figures import FIGURE, MEMORIES, SPEED, Figure
-from distexp.report.frame import Row
-from distexp.report.overview import reason
-from distexp.report.repeats import Group, Spread, grouped, spread_texts, within_spread
-from distexp.report.settings import SEED, differing, setting_text
+from distexp.report.data.metrics import FIGURE, MEMORIES, SPEED, Figure
+from distexp.report.data.overview import reason
+from distexp.report.data.repeats import Group, Spread, grouped, spread_texts, within_spread
+from distexp.report.data.rows import Row
+from distexp.report.data.settings import SEED, differing, setting_text
 from distexp.report.table import ALWAYS, LONGEST_VALUE, Column, drawn, fitted, heading
 
 SLOWER = 0.95

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distexp.report.data.flat import Flat, columns_of, flat
+from distexp.report.data.metrics import FIGURES
+from distexp.report.data.overview import Overview
 from distexp.report.exercises import exercise_tables
-from distexp.report.figures import FIGURES
-from distexp.report.flat import Flat, columns_of, flat
-from distexp.report.overview import Overview
-from distexp.report.sentences import sentences
+from distexp.report.findings.summary import sentences
 from distexp.report.table import overview_columns
 
 if TYPE_CHECKING:

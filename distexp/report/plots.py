@@ -16,12 +16,12 @@ from distexp.report.charts.growth import growth
 from distexp.report.charts.theme import LIGHT, config, painted
 from distexp.report.charts.timeline import timelines
 from distexp.report.charts.tradeoff import tradeoff
-from distexp.report.extras import Table
+from distexp.report.data.overview import Overview
+from distexp.report.data.text_table import Table
 from distexp.report.findings.base import Finding
 from distexp.report.findings.growth import growth_findings, growth_table, pairs_table
 from distexp.report.findings.traces import loss_findings, memory_findings, step_findings
 from distexp.report.findings.tradeoff import tradeoff_findings
-from distexp.report.overview import Overview
 from distexp.report.traces import Traced
 
 VEGALITE = "6.4"  # what altair writes and vl_convert draws

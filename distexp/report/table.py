@@ -12,13 +12,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from distexp.report.data.overview import Overview, rows_of
+from distexp.report.data.repeats import Group, spread_texts
+from distexp.report.data.settings import setting_text
+from distexp.report.data.text_table import Table as Exercise
 from distexp.report.exercises import exercise_tables
-from distexp.report.extras import Table as Exercise
-from distexp.report.overview import Overview, rows_of
-from distexp.report.repeats import Group, spread_texts
-from distexp.report.sentences import sentences
-from distexp.report.settings import setting_text
-from distexp.results import FAILURES, RunRecord
+from distexp.report.findings.summary import sentences
+from distexp.runs.record import FAILURES, RunRecord
 
 GAP = 2  # blanks between two columns, one of them the box's own
 MOST_ROWS = 200  # on a terminal

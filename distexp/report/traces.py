@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distexp.report.figures import MEMORIES, SPEED
-from distexp.report.frame import Row
-from distexp.report.overview import Overview
-from distexp.report.repeats import Group
+from distexp.report.data.metrics import MEMORIES, SPEED
+from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import Group
+from distexp.report.data.rows import Row
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,14 +12,14 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
-from distexp.keys import model_faults, reads_source, source_key, unused_keys
-from distexp.resolve.placement import decide_placement
-from distexp.resolve.request import request_faults
-from distexp.resolve.rules import faults_together
-from distexp.resolve.scale import shrink, too_many_workers
+from distexp.config.model_checks import model_faults, reads_source, source_key, unused_keys
+from distexp.config.targets import check_target, load_engine, load_strategy
+from distexp.resolve.cross_checks import faults_together
+from distexp.resolve.local_resources import decide_placement
 from distexp.resolve.scaling import scale_work
-from distexp.resolve.values import bad_values
-from distexp.targets import check_target, load_engine, load_strategy
+from distexp.resolve.shrink import shrink, too_many_workers
+from distexp.resolve.slurm_resources import request_faults
+from distexp.resolve.value_ranges import bad_values
 
 Choices = Mapping[str, str | None]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from distexp.config import Config
-from distexp.resolve.counting import parameter_count, ties_embeddings
+from distexp.resolve.parameter_count import parameter_count, ties_embeddings
 
 
 def scale_work(config: Config) -> list[str]:

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distexp.config import Config
-from distexp.results import Built
+from distexp.runs.record import Built
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor, nn
 
-    from distexp.context import Context
     from distexp.data.base import Batch
+    from distexp.distributed.context import Context
     from distexp.models.blueprint import Blueprint
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
-from distexp.context import Context
+from distexp.distributed.context import Context
 from distexp.strategies.base import Engine
 from distexp.strategies.single import offload_faults
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
-from distexp.context import Context
-from distexp.results import Built
+from distexp.distributed.context import Context
+from distexp.runs.record import Built
 from distexp.strategies import ds_model
 from distexp.strategies.base import Engine
 from distexp.strategies.ds_config import BUCKETS, at, conflicts, read_or_empty
@@ -157,7 +157,7 @@ class DeepSpeedEngine:
 
     def load(self, folder: Path) -> None:
         """Reads it again; the fp32 masters are the saved ones too."""
-        from distexp.optim import own_hyperparameters
+        from distexp.strategies.optimizer import own_hyperparameters
 
         with own_hyperparameters(self.model.optimizer.param_groups):
             found, _ = self.model.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)

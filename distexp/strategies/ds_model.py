@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
-from distexp.context import Context
-from distexp.results import Built, write_json
+from distexp.distributed.context import Context
+from distexp.runs.record import Built, write_json
 from distexp.strategies.ds_config import autocasts, effective_config, fit_buckets
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def keeps_plain_gradients(config: Config) -> bool:
 
 def unpartitioned_norm(wrapped: Any) -> Tensor:
     """The norm of gradients that are in place."""
-    from distexp.optim import clip_gradients
+    from distexp.strategies.optimizer import clip_gradients
 
     return clip_gradients(wrapped.module.parameters(), limit=None)
 
@@ -121,7 +121,7 @@ def materialise(blueprint: Blueprint, config: Config, settings: dict[str, Any]) 
 
 def optimizer_for(model: nn.Module, config: Config, context: Context) -> torch.optim.Optimizer:
     """The same AdamW or SGD as everywhere, or DeepSpeed's kernel of it where the states are on the CPU."""
-    from distexp.optim import build_optimizer, parameter_groups
+    from distexp.strategies.optimizer import build_optimizer, parameter_groups
 
     train = config.train
     if config.offload.enabled and config.deepspeed.cpu_optimizer == "deepspeed":

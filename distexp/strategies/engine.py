@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from distexp.config import Config
-from distexp.context import Context
 from distexp.data.base import Batch
+from distexp.distributed.context import Context
 from distexp.models.objective import loss_sum, shares
-from distexp.optim import build_optimizer, clip_gradients, own_hyperparameters
-from distexp.results import Built
+from distexp.runs.record import Built
+from distexp.strategies.optimizer import build_optimizer, clip_gradients, own_hyperparameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from distexp.config import Config
-from distexp.context import Context
+from distexp.distributed.context import Context
 from distexp.strategies.base import Engine
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _shard(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Mo
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    from distexp.models.anatomy import blocks, embeddings, tied
+    from distexp.models.introspection import blocks, embeddings, tied
     from distexp.strategies.engine import DTYPES
 
     policy: dict[str, Any] = {

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
-from distexp.context import Context
+from distexp.distributed.context import Context
 from distexp.strategies.base import Engine
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ import sys
 import threading
 from pathlib import Path
 
-from distexp.launch.processes import die_with_parent
-from distexp.results import RECORD, RunRecord
-from distexp.screen import Tail
-from distexp.spec import RunSpec
-from distexp.targets import locate
+from distexp.config.targets import locate
+from distexp.console.screen import Tail
+from distexp.runs.record import RECORD, RunRecord
+from distexp.runs.spec import RunSpec
+from distexp.system.processes import die_with_parent
 from distexp.tracking.base import END, Tracker, artifacts, evaluation_values, step_values, summary
 
 POLL_S = 0.5

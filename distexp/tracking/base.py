@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
 
-from distexp.results import RunRecord
-from distexp.spec import RunSpec
+from distexp.runs.record import RunRecord
+from distexp.runs.spec import RunSpec
 
 END = "logs/.tracker_end"
 """A file in the run directory that tells a tracker to finish. A signal might come before it can be heard."""

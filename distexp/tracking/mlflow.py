@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from distexp.results import RunRecord
-from distexp.spec import RunSpec
+from distexp.runs.record import RunRecord
+from distexp.runs.spec import RunSpec
 from distexp.tracking.base import flat_config, run_name
 
 LONGEST_PARAM = 500

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distexp.launch.processes import end_tree, start_module
-from distexp.spec import RunSpec
+from distexp.runs.spec import RunSpec
+from distexp.system.processes import end_tree, start_module
 from distexp.tracking.base import END
 
 FINISH_S = 60.0

@@ -1,4 +1,4 @@
-"""Hydra's door to the local launcher: everything behind it is in ``distexp.launch.local``."""
+"""Hydra's door to the local launcher: everything behind it is in ``distexp.launch.local.sweep``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LocalLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Composes, judges and runs all cells."""
-        from distexp.launch.local import run_sweep
+        from distexp.launch.local.sweep import run_sweep
 
         return run_sweep(self.hydra_context, self.config, job_overrides)
 

@@ -15,9 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
+from distexp.cli.overrides import quote_choice
 from distexp.config import ConfigError
-from distexp.overrides import quote_choice
-from distexp.paths import config_groups
+from distexp.config.paths import config_groups
 
 CELLS_KEY = "sweep.cells"
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, make_spec, resolve_cell, run_distexp, run_module
 
 from distexp.checkpoints import folder as disk
 from distexp.config import ConfigError
-from distexp.resolve.identity import run_id
-from distexp.results import RunRecord
+from distexp.resolve.run_id import run_id
+from distexp.runs.record import RunRecord
+from tests.helpers.runs import HELPERS, REPOSITORY, make_spec, resolve_cell, run_distexp, run_module
 
-ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "faults")])}
+ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HELPERS)])}
 QUICK = (
     "model=gpt_tiny",
     "model.dropout=0.1",
@@ -31,7 +31,7 @@ QUICK = (
     "train.micro_batch_size=4",
     "train.log_every=1",
     "cluster.device=cpu",
-    "trusted_packages=[saboteur]",
+    "trusted_packages=[failing_runs]",
     "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options,answer_tokens]",
 )
 
@@ -66,7 +66,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
     """The worker kills itself on its 29th sample, in step 8; what is left after step 4 has fewer samples."""
     words = (*QUICK, "strategy=single", "train.max_steps=10", "train.checkpoint_every=2", f"hydra.run.dir={tmp_path}/a")
-    killed = "dataset._target_=saboteur.killed", "+dataset.options.rank=0"
+    killed = "dataset._target_=failing_runs.killed", "+dataset.options.rank=0"
     done = run_distexp(*words, *killed, "+dataset.options.at=29", cwd=tmp_path, env=ENV)
     assert done.returncode == 1
     run_dir = tmp_path / "a"
@@ -106,7 +106,13 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_signal_to_the_command_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "a"
-    words = (*QUICK, "strategy=ddp", "train.num_epochs=8", "dataset._target_=saboteur.slow", f"hydra.run.dir={run_dir}")
+    words = (
+        *QUICK,
+        "strategy=ddp",
+        "train.num_epochs=8",
+        "dataset._target_=failing_runs.slow",
+        f"hydra.run.dir={run_dir}",
+    )
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     command = subprocess.Popen(
         [sys.executable, "-m", "distexp", *words], cwd=tmp_path, env={**os.environ, **ENV}, **pipes

@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from grid import Cells, Runs, lines, once_each, run_grid
 
 from distexp.checkpoints import folder as disk
-from distexp.results import RunRecord
+from distexp.runs.record import RunRecord
+from tests.helpers.grid import Cells, Runs, lines, once_each, run_grid
+from tests.helpers.runs import HELPERS
 
-SCRIPT = Path(__file__).with_name("interrupted_runs.py")
+SCRIPT = HELPERS / "interrupted_runs.py"
 COMMON = (
     "model=gpt_tiny",
     "model.dropout=0.1",

@@ -10,13 +10,13 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from pieces import TEXT_MODEL, real_squad
-from pieces import dataset as dataset_config
 
 from distexp.config import ConfigError, DatasetConfig
 from distexp.data import qa, squad
 from distexp.data.base import IGNORE, TaskData
 from distexp.data.qa import Example, QASamples, one_line
+from tests.helpers.datasets import TEXT_MODEL, real_squad
+from tests.helpers.datasets import dataset as dataset_config
 
 
 def questions(path: str | None) -> list[tuple[str, str, list[str]]]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from pieces import REPOSITORY, TEXT_MODEL, dataset
 
 from distexp.config import ConfigError, DatasetConfig
 from distexp.data import squad_sample
 from distexp.data.squad_sample import FORMAT, generate, sample_file
+from tests.helpers.datasets import REPOSITORY, TEXT_MODEL, dataset
 
 SAMPLE = dataset("squad_sample", max_length=64)
 

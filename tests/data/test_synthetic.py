@@ -6,10 +6,10 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from pieces import IMAGE_MODEL, TEXT_MODEL, dataset
 
 from distexp.config import ConfigError, DatasetConfig
 from distexp.data import synthetic
+from tests.helpers.datasets import IMAGE_MODEL, TEXT_MODEL, dataset
 
 CONFIG = dataset("synthetic", train_size=50, eval_size=5, max_length=16, image_size=8, num_classes=7)
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from pieces import IMAGE_MODEL, REPOSITORY, dataset, real_images
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -22,6 +21,7 @@ from distexp.data import tinyimagenet, tinyimagenet_sample
 from distexp.data.base import IGNORE
 from distexp.data.images import DataError, ImageFiles, decode
 from distexp.data.tinyimagenet_sample import write
+from tests.helpers.datasets import IMAGE_MODEL, REPOSITORY, dataset, real_images
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pieces import TEXT_MODEL
 
 from distexp.config import ConfigError
 from distexp.data import tokenization
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
+from tests.helpers.datasets import TEXT_MODEL
 
 CORPUS = ["Ada is a baker from Oslo.", "Hugo keeps two goats.", "Where is Ada from? Oslo."] * 3
 HOSTILE = ["", " ", "naïve café 東京 🐐\n\ttabs", "a </s> in a text <pad>", "\x00\x7f", "  two  spaces  "]
@@ -117,7 +117,8 @@ def test_byte_runs_never_import_transformers_or_datasets() -> None:
 import sys
 from distexp.config import DatasetConfig, ModelConfig
 from distexp.data import squad_sample
-from distexp.models import anatomy, gpt, objective
+from distexp.models import gpt, objective
+from distexp.models import introspection
 model = ModelConfig(name="gpt_tiny", tokenizer="byte", task="causal_lm")
 squad_sample.load(DatasetConfig(name="squad_sample", max_length=64), model, 0)
 print([name for name in ("transformers", "datasets", "torchvision") if name in sys.modules])

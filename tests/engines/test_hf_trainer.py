@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, resolve_cell, run_distexp
 
 from distexp.config import ConfigError
-from distexp.results import RunRecord
+from distexp.runs.record import RunRecord
+from tests.helpers.runs import HELPERS, REPOSITORY, resolve_cell, run_distexp
 
 SHORT = ("dataset.train_size=32", "dataset.eval_size=8", "train.num_epochs=1", "train.measure_after_step=1")
 REFUSED = {  # what the Trainer would leave out, and what to do instead
@@ -66,8 +66,8 @@ def test_both_engines_in_one_sweep(tmp_path: Path) -> None:
 def test_a_trainer_that_wraps_something_else_fails(tmp_path: Path) -> None:
     """As it does on a CPU by itself: plain DDP where FSDP was asked for."""
     words = ("engine=hf_trainer", "strategy=fsdp", "cluster.workers_per_node=1", *SHORT, "cluster.device=cpu")
-    own = ("dataset._target_=saboteur.unsharded", "trusted_packages=[saboteur]")
-    path = os.pathsep.join([str(Path(__file__).parent), str(REPOSITORY)])
+    own = ("dataset._target_=failing_trainer.unsharded", "trusted_packages=[failing_trainer]")
+    path = os.pathsep.join([str(HELPERS), str(REPOSITORY)])
     done = run_distexp(*words, *own, cwd=tmp_path, env={"PYTHONPATH": path})
     assert done.returncode == 1
     (written,) = tmp_path.rglob("record.json")

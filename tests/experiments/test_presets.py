@@ -6,16 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import resolve_cell, run_module
-from presets import cells_of, finished
 
 from distexp.config import Config, ConfigError
-from distexp.paths import options_of
+from distexp.config.paths import options_of
+from distexp.report.data.overview import Overview, rows_of
 from distexp.report.exercises import exercise_tables
 from distexp.report.exercises.filling import PRINTED
 from distexp.report.exercises.layouts import LAYOUTS
-from distexp.report.overview import Overview, rows_of
-from distexp.results import RunError, RunRecord
+from distexp.runs.record import RunError, RunRecord
+from tests.helpers.presets import cells_of, finished
+from tests.helpers.runs import resolve_cell, run_module
 
 ONE = [(1, 1)]
 GPUS_1_TO_8 = [(1, 1), (1, 2), (1, 4), (1, 8)]

@@ -6,18 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, make_spec, run_distexp, torchrun
-from presets import cells_of
 
-from distexp.paths import options_of
+from distexp.config.paths import options_of
+from distexp.report.data.overview import Overview
+from distexp.report.data.rows import load_rows
+from distexp.report.data.text_table import Table
 from distexp.report.exercises import exercise_tables
-from distexp.report.extras import Table
-from distexp.report.frame import load_rows
-from distexp.report.overview import Overview
-from distexp.results import RunRecord
+from distexp.runs.record import RunRecord
+from tests.helpers.presets import cells_of
+from tests.helpers.runs import HELPERS, make_spec, run_distexp, torchrun
 
 SHEETS = ("deepspeed/baseline", "fsdp/baseline", "fsdp/custom_single")
-MANY_RUNS = REPOSITORY / "tests" / "parity" / "many_runs.py"
+MANY_RUNS = HELPERS / "many_runs.py"
 
 
 SHORT = ("scale.train_size=16", "scale.eval_size=4", "train.max_steps=2", "train.measure_after_step=1")

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import resolve_cell
 
 from distexp.config import ConfigError
-from distexp.models.anatomy import blocks, embeddings, tied
 from distexp.models.bloom import build
+from distexp.models.introspection import blocks, embeddings, tied
+from tests.helpers.runs import resolve_cell
 
 
 def test_bloom_560m_has_its_published_size() -> None:

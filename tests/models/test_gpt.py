@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import resolve_cell
 from torch import Tensor
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.models.anatomy import embeddings, tied
 from distexp.models.gpt import GPT, build
+from distexp.models.introspection import embeddings, tied
+from tests.helpers.runs import resolve_cell
 
 LENGTH, VOCABULARY = 12, 50
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import resolve_cell, run_distexp
 from torch import nn
 
 from distexp.config import ConfigError
+from distexp.console.screen import describe
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
 from distexp.models import bloom, hf
-from distexp.models.anatomy import blocks, embeddings, forward_flops, tied
-from distexp.resolve.identity import run_id
-from distexp.screen import describe
-from distexp.spec import RunSpec
+from distexp.models.introspection import blocks, embeddings, forward_flops, tied
+from distexp.resolve.run_id import run_id
+from distexp.runs.spec import RunSpec
+from tests.helpers.runs import resolve_cell, run_distexp
 
 VOCABULARY, HIDDEN, INNER, HEADS = 320, 16, 32, 2
 LLAMA: dict[str, Any] = {
@@ -276,7 +276,7 @@ def test_a_folder_is_known_by_content_and_told_by_its_last_part(
     assert describe(RunSpec(relative, None)).startswith("first on squad_sample, ")  # type: ignore[arg-type]
 
     def identity(folder: Path, *words: str) -> str:
-        from distexp.resolve.identity import model_fingerprint
+        from distexp.resolve.run_id import model_fingerprint
 
         model_fingerprint.cache_clear()
         return run_id(resolve_cell("model=hf", f"model.name={folder}", *words))

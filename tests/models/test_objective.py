@@ -6,17 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import resolve_cell
 from torch import Tensor, nn
 from torch.nn import functional
 
 from distexp.config import ConfigError
+from distexp.config.targets import locate
 from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, Sample
 from distexp.data.images import collate_images
 from distexp.data.text import TargetLogits, TextCollate
-from distexp.models.anatomy import check_chooses_logits
+from distexp.models.introspection import check_chooses_logits
 from distexp.models.objective import correct_count, evaluation_sums, loss_sum
-from distexp.targets import locate
+from tests.helpers.runs import resolve_cell
 
 VOCABULARY = 13
 COLLATE = TextCollate(pad_id=0, length=10)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import resolve_cell
 from torchvision.models import resnet50
 
 from distexp.config import ConfigError
-from distexp.models.anatomy import blocks, embeddings, tied
+from distexp.models.introspection import blocks, embeddings, tied
 from distexp.models.resnet import build
+from tests.helpers.runs import resolve_cell
 
 
 def test_resnet50_is_torchvisions_with_200_classes() -> None:

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from conftest import resolve_cell
-from test_loop_speed import Bare, Ours
-
-from distexp.context import Context
-from distexp.training import load_data
+from distexp.distributed.context import Context
+from distexp.worker.rank import load_data
+from tests.helpers.runs import resolve_cell
+from tests.perf.test_loop_speed import Bare, Ours
 
 SAMPLES, REPEATS = 480, 5  # of an epoch; turns
 

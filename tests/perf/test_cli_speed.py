@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from pairs import assert_ratio, paired_ratios
+from tests.helpers.paired_timing import assert_ratio, paired_ratios
 
 HELLO = """
 import hydra

@@ -12,8 +12,9 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from conftest import run_distexp
-from pairs import assert_ratio, paired_ratios
+
+from tests.helpers.paired_timing import assert_ratio, paired_ratios
+from tests.helpers.runs import run_distexp
 
 WORKERS = 2
 WORDS = (

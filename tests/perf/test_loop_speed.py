@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import resolve_cell
-from pairs import assert_ratio, paired_ratios
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from distexp.config import Config
-from distexp.context import Context
+from distexp.config.targets import load_strategy
 from distexp.data.base import TaskData
 from distexp.data.shards import ShardedBatches, Share
-from distexp.loop import fit
+from distexp.distributed.context import Context
 from distexp.measure.clock import synchronize
-from distexp.measure.events import Events
-from distexp.measure.journal import Journal, Plan
-from distexp.seeding import seed_everything
-from distexp.targets import load_strategy
-from distexp.training import build_model, builder, load_data, loaders
+from distexp.runs.events import Events
+from distexp.system.seeding import seed_everything
+from distexp.training.loop import fit
+from distexp.training.metrics_logger import Journal, Plan
+from distexp.worker.rank import build_model, builder, load_data, loaders
+from tests.helpers.paired_timing import assert_ratio, paired_ratios
+from tests.helpers.runs import resolve_cell
 
 STEPS = 10  # of an epoch
 EPOCHS = 6  # of each loop in one ratio, turn by turn: what disturbs one disturbs the other
@@ -51,7 +51,7 @@ SETTINGS = (
 
 
 class Ours:
-    """``distexp.loop.fit``, timed from its first step to the start of its evaluation."""
+    """``distexp.training.loop.fit``, timed from its first step to the start of its evaluation."""
 
     def __init__(self, config: Config, data: TaskData, context: Context) -> None:
         self.config, self.context = config, context

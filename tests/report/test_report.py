@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from factory import record, write
-from sweeps import enrich, with_traces
 
 from distexp.report.__main__ import main
-from distexp.results import RunError, RunRecord
+from distexp.runs.record import RunError, RunRecord
+from tests.helpers.records import record, write
+from tests.helpers.report_sweeps import enrich, with_traces
 
 
 @dataclass

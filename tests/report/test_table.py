@@ -6,11 +6,11 @@ import io
 import itertools
 
 import pytest
-from factory import invalid, record
 from rich.console import Console
 
 from distexp.report.table import comparison
-from distexp.results import RunError, RunRecord
+from distexp.runs.record import RunError, RunRecord
+from tests.helpers.records import invalid, record
 
 
 def printed(records: list[RunRecord], width: int = 140) -> str:

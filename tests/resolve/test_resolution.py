@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import compose_cell, make_spec, resolve_cell
 
+from distexp.cli.overrides import quote_choice
 from distexp.config import ConfigError
-from distexp.overrides import quote_choice
-from distexp.paths import config_groups, options_of
-from distexp.resolve.identity import run_id
-from distexp.spec import RunSpec
+from distexp.config.paths import config_groups, options_of
+from distexp.resolve.run_id import run_id
+from distexp.runs.spec import RunSpec
 from distexp.strategies.ds_config import effective_config
+from tests.helpers.runs import compose_cell, make_spec, resolve_cell
 
 NEEDED = {  # what an option cannot do without on a machine like this
     ("dataset", "tinyimagenet"): ("model=resnet_tiny", "dataset.root=/tmp"),

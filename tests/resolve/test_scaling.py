@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import resolve_cell
 
 from distexp.config import Config, ConfigError
-from distexp.resolve.counting import parameter_count
-from distexp.targets import locate
+from distexp.config.targets import locate
+from distexp.resolve.parameter_count import parameter_count
+from tests.helpers.runs import resolve_cell
 
 GPT = ("model=gpt", "dataset=squad", "train.micro_batch_size=8", "cluster.device=cpu")
 TIED = (*GPT, "model.tie_embeddings=true", "sharding=full_shard")

@@ -7,12 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from conftest import resolve_cell
 from torch import Tensor, nn
 
-from distexp.context import Context
 from distexp.data.base import Batch
+from distexp.distributed.context import Context
 from distexp.strategies.engine import Distribution, TorchEngine
+from tests.helpers.runs import resolve_cell
 
 
 class Recording(nn.Module):

@@ -12,11 +12,11 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from distexp.exits import SweepFailedError, WatcherLeftError
-from distexp.launch.progress import progress
-from distexp.launch.slurm.states import ACTIVE, Known, RunState, look
-from distexp.results import FAILURES, load_all
-from distexp.screen import COLORS, Screen
+from distexp.console.screen import COLORS, Screen
+from distexp.exceptions import SweepFailedError, WatcherLeftError
+from distexp.launch.slurm.status import ACTIVE, Known, RunState, look
+from distexp.runs.progress import progress
+from distexp.runs.record import FAILURES, load_all
 
 EARLY_S, QUICK_EVERY_S, EVERY_S = 120.0, 2.0, 10.0
 """The queue is asked every two seconds at first, and every ten after two minutes: others ask it too."""

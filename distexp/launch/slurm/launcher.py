@@ -14,20 +14,20 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from distexp import attempts
 from distexp.config import ConfigError
 from distexp.launch import ledger
-from distexp.launch.earlier import DONE, EarlierRun
 from distexp.launch.outcome import failed_record
 from distexp.launch.slurm import client
 from distexp.launch.slurm.follow import follow, some
-from distexp.launch.slurm.keys import adopt
 from distexp.launch.slurm.script import FOLDER, Array, shape
-from distexp.launch.slurm.states import ACTIVE, look
+from distexp.launch.slurm.status import ACTIVE, look
+from distexp.launch.slurm.submitit_keys import adopt
 from distexp.launch.snapshot import NAME, GitState, take
 from distexp.launch.sweep import Cell, compose_cells, placed, save_master, sweep_directory, write_invalid
-from distexp.results import RunError, write_json
-from distexp.spec import RunSpec
+from distexp.runs import attempts
+from distexp.runs.existing import DONE, EarlierRun
+from distexp.runs.record import RunError, write_json
+from distexp.runs.spec import RunSpec
 
 NOT_CONFIGURED = "configuration source"
 """Of what Slurm's commands say where Slurm is installed, and no more."""

@@ -15,7 +15,7 @@ from distexp.config import ClusterConfig, Config
 FOLDER = "slurm"
 """Where in a sweep's directory the sbatch files, the lists of their runs and the jobs' own logs are."""
 
-TASK = "distexp.launch.slurm.task"
+TASK = "distexp.launch.slurm.node_task"
 CPU_OPTIONS = ("cpus-per-gpu",)
 EXIT_SETUP = 1
 

@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from distexp.report.charts.theme import CATEGORIES, colour, values
-from distexp.report.scaling import Point, Series
+from distexp.report.data.scaling import Point, Series
 
 KINDS = {"strong": "Strong scaling", "weak": "Weak scaling", "mixed": "Scaling of neither kind"}
 

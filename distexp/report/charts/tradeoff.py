@@ -8,11 +8,11 @@ from typing import Any
 import altair as alt
 
 from distexp.report.charts.theme import CATEGORIES, colour, values
-from distexp.report.figures import MEMORIES, SPEED
-from distexp.report.overview import Overview
-from distexp.report.repeats import Group
-from distexp.report.sentences import memory_figure, pareto_fronts
-from distexp.report.settings import setting_text
+from distexp.report.data.metrics import MEMORIES, SPEED
+from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import Group
+from distexp.report.data.settings import setting_text
+from distexp.report.findings.summary import memory_figure, pareto_fronts
 
 MOST_LABELLED = 16
 CROWD = 200  # points from which on they are drawn small and pale

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from distexp.report.data.overview import Overview
+from distexp.report.data.text_table import Table
 from distexp.report.exercises.filling import fill
 from distexp.report.exercises.layouts import LAYOUTS
-from distexp.report.extras import Table
-from distexp.report.overview import Overview
 
 
 def exercise_tables(overview: Overview) -> Iterator[Table]:

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distexp.report.overview import reason
-from distexp.report.repeats import Group
-from distexp.report.settings import setting_text
+from distexp.report.data.overview import reason
+from distexp.report.data.repeats import Group
+from distexp.report.data.settings import setting_text
 
 Read = Callable[[Group, Group | None], list[float]]
 """The values of a training's runs; its second argument is the training that others are measured against."""

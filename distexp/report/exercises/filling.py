@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import Group
+from distexp.report.data.settings import setting_text
+from distexp.report.data.text_table import Table
 from distexp.report.exercises.cells import Measure, worded
-from distexp.report.extras import Table
-from distexp.report.overview import Overview
-from distexp.report.repeats import Group
-from distexp.report.settings import setting_text
 
 PRINTED = "printed in the workshop"
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from distexp.report.data.metrics import EFFICIENCY, SPEED
+from distexp.report.data.repeats import Group
 from distexp.report.exercises.cells import (
     MIB_IN_GB,
     MIB_IN_GIB,
@@ -18,8 +20,6 @@ from distexp.report.exercises.cells import (
     setting,
 )
 from distexp.report.exercises.filling import Layout
-from distexp.report.figures import EFFICIENCY, SPEED
-from distexp.report.repeats import Group
 
 OVERALL = "train_samples_per_second_overall"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from distexp.report.repeats import Group
+from distexp.report.data.repeats import Group
 
 MOST = 6  # of one kind
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distexp.report.extras import Table
-from distexp.report.figures import COMMUNICATION, EXPOSED, MEMORIES, SPEED
+from distexp.report.data.metrics import COMMUNICATION, EXPOSED, MEMORIES, SPEED
+from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import within_spread
+from distexp.report.data.scaling import Point, Series
+from distexp.report.data.text_table import Table
 from distexp.report.findings.base import Finding, capital, first_few
-from distexp.report.overview import Overview
-from distexp.report.repeats import within_spread
-from distexp.report.scaling import Point, Series
 
 MOST_ROWS = 40
 STABLE = 0.05  # relative

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-from distexp.report.conditions import is_condition
+from distexp.report.data.environment_settings import is_condition
+from distexp.report.data.settings import STRATEGY_SECTIONS, global_batch, task_of
 from distexp.report.findings.base import Finding, listed
-from distexp.report.settings import STRATEGY_SECTIONS, global_batch, task_of
 from distexp.report.traces import Traced
 
 SAME_TRAINING = "Is it the same training?"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from distexp.report.figures import MEMORIES, SPEED
+from distexp.report.data.metrics import MEMORIES, SPEED
+from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import Group, within_spread
+from distexp.report.data.settings import SEED, setting_text
 from distexp.report.findings.base import Finding, capital, first_few, listed, mean_of
-from distexp.report.overview import Overview
-from distexp.report.repeats import Group, within_spread
-from distexp.report.sentences import memory_figure, pareto_fronts
-from distexp.report.settings import SEED, setting_text
+from distexp.report.findings.summary import memory_figure, pareto_fronts
 
 OOM = ("oom_gpu", "oom_host")
 

@@ -19,14 +19,14 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from distexp.report.charts.theme import DARK, LIGHT, PHASES
+from distexp.report.data.metrics import FIGURE, MEMORIES, SPEED
+from distexp.report.data.overview import Overview
 from distexp.report.exercises import exercise_tables
-from distexp.report.figures import FIGURE, MEMORIES, SPEED
-from distexp.report.overview import Overview
+from distexp.report.findings.summary import memory_figure, sentences
 from distexp.report.page.provenance import provenance
 from distexp.report.page.runs import configurations, run_table
 from distexp.report.plots import VEGALITE, Plot
-from distexp.report.sentences import memory_figure, sentences
-from distexp.results import FAILURES, finite
+from distexp.runs.record import FAILURES, finite
 
 MOST_NOTES = 20
 HERE = files("distexp.report.page")

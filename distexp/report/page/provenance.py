@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 
-from distexp.report.extras import Table
-from distexp.report.frame import Row
+from distexp.report.data.rows import Row
+from distexp.report.data.text_table import Table
 
 MOST_COMMANDS = 200
 Cells = tuple[str, ...]

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from distexp.report.figures import Figure
-from distexp.report.flat import flat
-from distexp.report.frame import Row
-from distexp.report.overview import Overview, reason
-from distexp.report.settings import setting_text
+from distexp.report.data.flat import flat
+from distexp.report.data.metrics import Figure
+from distexp.report.data.overview import Overview, reason
+from distexp.report.data.rows import Row
+from distexp.report.data.settings import setting_text
 
 FILES = ("record.json", "metrics.jsonl", "memory", "logs")
 COMPARED = ("config.", "built.", "environment.")

@@ -1,0 +1,156 @@
+"""Every number of a record that a report shows: its name with unit, its header, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from distexp.report.data.zero_memory import ideal_states_mib
+from distexp.runs.record import RunRecord
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of a run."""
+
+    name: str  # column of the files, the unit in it
+    read: Callable[[RunRecord], float | None]
+    title: str = ""  # header on a terminal; without one it is in the files alone
+    form: str = "{:,.1f}"
+    factor: float = 1.0  # from the unit of the files to that of the terminal
+    importance: int = 0  # what goes last when a terminal is narrow
+
+    def text(self, value: float, deviation: float | None = None) -> str:
+        """The value in the terminal's unit, with its spread where one is known."""
+        text = self.form.format(value * self.factor)
+        return text if deviation is None else f"{text} ± {self.form.format(deviation * self.factor)}"
+
+
+def _metric(name: str) -> Callable[[RunRecord], float | None]:
+    return lambda record: _number(getattr(record.metrics, name))
+
+
+def _last_percent(name: str) -> Callable[[RunRecord], float | None]:
+    def read(record: RunRecord) -> float | None:
+        fractions = getattr(record.metrics, name)
+        return 100 * float(fractions[-1]) if fractions else None
+
+    return read
+
+
+def _step_time(quantile: str) -> Callable[[RunRecord], float | None]:
+    return lambda record: _number((record.metrics.step_time_s or {}).get(quantile))
+
+
+def _communication(name: str) -> Callable[[RunRecord], float | None]:
+    def read(record: RunRecord) -> float | None:
+        share = _number((record.metrics.communication or {}).get(name))
+        return None if share is None else 100 * share
+
+    return read
+
+
+def _largest(kind: str, key: str) -> Callable[[RunRecord], float | None]:
+    return lambda record: max(_present(record.memory.get(kind), key), default=None)
+
+
+def _gpu_peak(record: RunRecord) -> float | None:
+    """As NVML saw it; where a run ran out of memory between two samples, what torch had reserved by then."""
+    seen = _largest("gpu", "peak_mib")(record)
+    return None if seen is None else max(seen, _largest("torch", "peak_reserved_mib")(record) or 0.0)
+
+
+def _mean_utilization(kind: str) -> Callable[[RunRecord], float | None]:
+    def read(record: RunRecord) -> float | None:
+        values = _present(record.utilization.get(kind), "average_pct")
+        return sum(values) / len(values) if values else None
+
+    return read
+
+
+def _present(entries: Iterable[dict[str, Any]] | None, key: str) -> list[float]:
+    return [float(entry[key]) for entry in entries or () if entry.get(key) is not None]
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _ideal_states(record: RunRecord) -> float | None:
+    """What model states must take, where it was measured what they do take."""
+    measured = any(entry.get("states_mib") is not None for entry in record.memory["torch"])
+    return ideal_states_mib(record) if measured else None
+
+
+def _unknown(record: RunRecord) -> float | None:
+    """Of figures that come from the comparison with another run."""
+    return None
+
+
+SPEED = "train_samples_per_second"
+SCALE = "scale_factor"
+EFFICIENCY = "efficiency_pct"
+COMMUNICATION = "communication_pct"
+EXPOSED = "communication_exposed_pct"
+MEMORIES = {
+    "gpu_peak_mib": "GPU memory at peak",
+    "torch_peak_allocated_mib": "GPU memory allocated by torch at peak",
+    "cpu_peak_mib": "CPU memory at peak",
+}
+"""What stands for a run's memory, the first that was measured."""
+
+SHOWN = (
+    Figure("train_loss", _metric("train_loss"), "train\nloss", "{:.4f}", importance=60),
+    Figure("eval_loss", _metric("eval_loss"), "eval\nloss", "{:.4f}", importance=85),
+    Figure("eval_accuracy_pct", _last_percent("eval_accuracies"), "accu-\nracy %", importance=55),
+    Figure("eval_top5_accuracy_pct", _last_percent("eval_top5_accuracies"), "top-5\naccu. %", importance=53),
+    Figure("exact_match_pct", _metric("exact_match"), "EM %", importance=50),
+    Figure("f1_pct", _metric("f1"), "F1 %", importance=52),
+    Figure(SPEED, _metric(SPEED), "samples/s", importance=95),
+    Figure("tokens_per_second", _metric("tokens_per_second"), "tokens/s", "{:,.0f}", importance=40),
+    Figure("step_time_p50_s", _step_time("p50"), "step\nms", factor=1000, importance=35),
+    Figure(COMMUNICATION, _communication("share"), "commu-\nnication %", "{:.0f}", importance=65),
+    Figure("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:,.0f}", importance=90),
+    Figure("gpu_average_mib", _largest("gpu", "average_mib"), "GPU avg\nMiB", "{:,.0f}", importance=22),
+    Figure("gpu_mode_mib", _largest("gpu", "mode_mib"), "GPU mode\nMiB", "{:,.0f}", importance=20),
+    Figure("torch_peak_allocated_mib", _largest("torch", "peak_allocated_mib"), "torch\npeak MiB", "{:,.0f}",
+           importance=45),
+    Figure("model_states_mib", _largest("torch", "states_mib"), "model\nst. MiB", "{:,.0f}", importance=28),
+    Figure("model_states_ideal_mib", _ideal_states, "by arith-\nmetic MiB", "{:,.0f}", importance=27),
+    Figure("cpu_peak_mib", _largest("cpu", "peak_mib"), "CPU peak\nMiB", "{:,.0f}", importance=70),
+    Figure("gpu_utilization_pct", _mean_utilization("gpu"), "GPU\nutil %", "{:.0f}", importance=38),
+    Figure("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:.0f}", importance=15),
+    Figure("train_runtime_s", _metric("train_runtime"), "run-\ntime s", importance=48),
+    Figure("energy_j_per_sample", _metric("energy_j_per_sample"), "J per\nsample", "{:,.2f}", importance=30),
+    Figure(SCALE, _unknown, "scale", "{:.2f}", importance=75),
+    Figure(EFFICIENCY, _unknown, "effi-\nciency %", "{:.0f}", importance=80),
+)  # fmt: skip
+
+_FILES_ALONE = (
+    "train_samples_per_second_overall", "train_steps_per_second", "eval_samples_per_second",
+    "steps_per_epoch", "total_steps", "data_wait_s", "tflops_per_device", "mfu",
+)  # fmt: skip
+
+FIGURES = (
+    *SHOWN,
+    *(Figure(name, _metric(name)) for name in _FILES_ALONE),
+    Figure(EXPOSED, _communication("exposed_share")),
+    Figure("eval_runtime_s", _metric("eval_runtime")),
+    Figure("step_time_p90_s", _step_time("p90")),
+    Figure("step_time_max_s", _step_time("max")),
+    Figure("torch_average_allocated_mib", _largest("torch", "average_allocated_mib")),
+    Figure("torch_peak_reserved_mib", _largest("torch", "peak_reserved_mib")),
+    Figure("torch_alloc_retries", _largest("torch", "alloc_retries")),
+    Figure("cpu_average_mib", _largest("cpu", "average_mib")),
+    Figure("cpu_mode_mib", _largest("cpu", "mode_mib")),
+    Figure("duration_s", lambda record: _number(record.run.duration_s)),
+)
+"""Memory is that of the fullest GPU, rank or node; utilisation the mean over them."""
+
+FIGURE = {figure.name: figure for figure in FIGURES}
+
+
+def read_figures(record: RunRecord) -> dict[str, float | None]:
+    """All figures of a record by name; TypeError or ValueError where one is no number."""
+    return {figure.name: figure.read(record) for figure in FIGURES}

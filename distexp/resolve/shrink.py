@@ -1,0 +1,99 @@
+"""``scale=tiny``: any preset, made small enough for a CPU within the limits of the section ``scale``."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from distexp.config import Config, DatasetConfig, ModelConfig
+from distexp.config.paths import conf_dir
+
+UNITS, CHANNELS = 4, 8
+"""The narrowest head, and the narrowest convolution."""
+
+
+def shrink(config: Config) -> list[str]:
+    """Applies the limits; a sentence where the model has no sizes to shrink."""
+    scale, train = config.scale, config.train
+    if scale.name == "full":
+        return []
+    faults = _shrink_model(config)
+    _shrink_data(config)
+    train.micro_batch_size = _at_most(train.micro_batch_size, scale.micro_batch_size)
+    train.gradient_accumulation_steps = _at_most(train.gradient_accumulation_steps, scale.gradient_accumulation_steps)
+    if config.precision.name == "fp16" and config.cluster.device == "cpu":
+        config.precision.name = "fp32"  # a CPU has no fp16 worth the name
+    return faults
+
+
+def too_many_workers(config: Config) -> list[str]:
+    """The fault of a cell that is larger than the scale allows, or of one that this machine is too small for."""
+    cluster, most = config.cluster, config.scale.workers
+    wanted = cluster.nodes * (cluster.workers_per_node or 1)
+    if most is not None and wanted > most:
+        return [
+            f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} makes {wanted} "
+            f"workers, and scale={config.scale.name} has at most {most}: raise scale.workers, or leave scale out"
+        ]
+    if config.exercise and config.scale.name == "full" and cluster.device == "cpu" and config.precision.name == "fp16":
+        return [
+            f"experiment={config.exercise} is sized for GPUs, and none is used here: add scale=tiny to see it on "
+            "CPUs, or cluster=slurm to run it on a cluster"
+        ]
+    return []
+
+
+def _shrink_model(config: Config) -> list[str]:
+    model, scale = config.model, config.scale
+    if model.hidden_size is None and model.width is None:
+        return [f"scale={scale.name} cannot shrink model={model.name}, which has no sizes here: choose another model"]
+    model.init = "random"
+    if "path" in model.keys:
+        model.path = ModelConfig().path
+    model.tokenizer = None if model.tokenizer is None else "byte"
+    for key in ("num_layers", "num_heads", "vocab_size", "seq_length"):
+        limit = {"num_layers": scale.layers, "num_heads": scale.heads, "vocab_size": scale.vocab_size,
+                 "seq_length": scale.max_length}[key]  # fmt: skip
+        if getattr(model, key) is not None:
+            setattr(model, key, _at_most(getattr(model, key), limit))
+    if scale.shrink is not None:
+        step = UNITS * model.num_heads if model.num_heads else CHANNELS
+        for key in ("hidden_size", "ff_dim", "width"):
+            if getattr(model, key) is not None:
+                setattr(model, key, _narrower(getattr(model, key), scale.shrink, step))
+    if model.depths is not None:
+        model.depths = [_at_most(depth, scale.layers) for depth in model.depths]
+    return []
+
+
+def _shrink_data(config: Config) -> None:
+    scale = config.scale
+    sample = conf_dir() / "dataset" / f"{config.dataset.name}_sample.yaml"
+    if sample.is_file():
+        asked = config.dataset
+        typed: Any = OmegaConf.merge(OmegaConf.structured(DatasetConfig), OmegaConf.load(sample))
+        config.dataset = cast(DatasetConfig, OmegaConf.to_object(typed))
+        for key in ("train_size", "eval_size", "padding"):
+            setattr(config.dataset, key, getattr(asked, key))
+        for key in ("max_length", "image_size"):
+            if key in config.dataset.keys:
+                setattr(config.dataset, key, getattr(asked, key))
+    data, scaling = config.dataset, config.scaling
+    for key, limit in (("max_length", scale.max_length), ("image_size", scale.image_size)):
+        if getattr(data, key) is not None:
+            setattr(data, key, _at_most(getattr(data, key), limit))
+    data.eval_size = scale.eval_size if data.eval_size is None else _at_most(data.eval_size, scale.eval_size)
+    if scaling.samples_per_worker is not None:
+        scaling.samples_per_worker = _at_most(scaling.samples_per_worker, scale.train_size)
+    else:
+        data.train_size = scale.train_size if data.train_size is None else _at_most(data.train_size, scale.train_size)
+
+
+def _narrower(size: int, divisor: int, step: int) -> int:
+    """A fraction of a size, as a multiple of a step."""
+    return max(step, size // divisor // step * step)
+
+
+def _at_most(value: int, limit: int | None) -> int:
+    return value if limit is None else min(value, limit)

@@ -1,0 +1,78 @@
+"""The training loop: the same for every strategy, model and data set."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from distexp.data.shards import ShardedLoader, Step
+from distexp.distributed.process_group import sum_over_ranks
+from distexp.measure.clock import synchronize
+from distexp.models.objective import evaluation_sums
+from distexp.strategies.base import Engine, Wrapped
+from distexp.training.metrics_logger import Evaluation, Journal, Plan
+
+
+def fit(
+    engine: Engine,
+    training: ShardedLoader,
+    evaluation: ShardedLoader,
+    plan: Plan,
+    journal: Journal,
+    *,
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Trains from ``journal.steps`` to ``plan.total_steps``, evaluating after each epoch and the last step."""
+    journal.begin()
+    for epoch in plan.epochs(journal.steps):
+        engine.model.train()
+        journal.begin_steps()
+        for data in journal.timed(training.epoch(epoch, plan.steps_of(epoch, journal.steps))):
+            shares = train_step(engine, data)
+            journal.allocator.before_update()
+            rate = plan.learning_rate(journal.steps)
+            norm = engine.step(rate)
+            journal.step(data, shares, norm, rate)
+            after_step()
+        end_epoch(engine, training, evaluation, plan, journal)
+
+
+def train_step(engine: Engine, data: Step) -> torch.Tensor:
+    """Forward and backward over a step's micro-batches; this rank's shares of mean loss and accuracy."""
+    shares = []
+    for position, batch in enumerate(data.micro_batches, start=1):
+        last = position == len(data.micro_batches)
+        shares.append(engine.forward_backward(batch, normalizer=data.normalizer, last_micro=last))
+    return torch.stack(shares).sum(dim=0)
+
+
+def end_epoch(
+    engine: Wrapped, training: ShardedLoader, evaluation: ShardedLoader, plan: Plan, journal: Journal
+) -> None:
+    """Evaluates, while loader workers read what the next epoch begins with."""
+    if journal.steps < plan.total_steps:
+        epoch = journal.steps // plan.steps_per_epoch
+        training.begin(epoch, plan.steps_of(epoch, journal.steps))
+    journal.end_epoch(evaluate(engine, evaluation, journal))
+
+
+def evaluate(engine: Wrapped, data: ShardedLoader, journal: Journal) -> Evaluation:
+    """Mean loss and accuracies over the whole set, each sample counted once for any number of ranks."""
+    journal.events.enter("eval")
+    engine.model.eval()
+    synchronize(data.device)
+    started = time.perf_counter()
+    totals = torch.zeros(4, dtype=torch.float64, device=data.device)
+    for step in data.epoch(0):
+        journal.heartbeat.beat()
+        for batch in step.micro_batches:
+            totals += evaluation_sums(data.task, engine.forward(batch), batch)
+    loss, targets, first, among_five = sum_over_ranks(totals).tolist()
+    return Evaluation(
+        loss=loss / targets,
+        accuracies=(first / targets, among_five / targets) if data.task == "image_classification" else None,
+        samples=len(data.samples),
+        seconds=time.perf_counter() - started,
+    )

@@ -1,0 +1,270 @@
+"""What a training tells while it runs, and what it adds up to afterwards.
+
+``metrics.jsonl`` gets a line every ``train.log_every`` steps; rank 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distexp.config import TrainConfig
+from distexp.data.shards import Step
+from distexp.distributed.context import Context
+from distexp.distributed.process_group import sum_over_ranks
+from distexp.measure.clock import StepClock, quantiles, synchronize
+from distexp.measure.memory.allocator import AllocatorWatch
+from distexp.measure.profiling.profiler import StepProfiler, Window
+from distexp.runs.events import Events, write_line
+from distexp.runs.heartbeat import Heartbeat
+from distexp.runs.record import Metrics, RunError
+from distexp.strategies.optimizer import learning_rate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many steps there are, and each one's learning rate."""
+
+    train: TrainConfig
+    steps_per_epoch: int
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        steps = self.train.num_epochs * self.steps_per_epoch
+        return min(steps, self.train.max_steps or steps)
+
+    def epochs(self, done: int) -> range:
+        """The epochs that have a step, or their evaluation, left after ``done`` steps."""
+        return range(max(done - 1, 0) // self.steps_per_epoch, -(-self.total_steps // self.steps_per_epoch))
+
+    def steps_of(self, epoch: int, done: int) -> range:
+        """What is left of an epoch's steps, counted from its first."""
+        before = epoch * self.steps_per_epoch
+        return range(max(0, done - before), min(self.steps_per_epoch, self.total_steps - before))
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return learning_rate(self.train, step, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation over the whole set, all ranks together."""
+
+    loss: float
+    accuracies: tuple[float, float] | None  # top-1 and top-5, from 0 to 1; None for text
+    samples: int
+    seconds: float
+
+
+class DivergedError(RuntimeError):
+    """The loss is not a number any more."""
+
+
+class Journal:
+    """The records of one rank's training; every rank calls all of it, for there are reductions inside.
+
+    Losses, counts and run time are those of the whole training, the attempts before this one included;
+    speed is measured on the steps of this attempt.
+    """
+
+    def __init__(self, plan: Plan, context: Context, events: Events) -> None:
+        self.plan, self.device, self.events = plan, context.device, events
+        self.clock = StepClock(context.device)
+        self.steps = self.samples = self.measured_steps = self.measured_samples = self.measured_tokens = 0
+        self.stopped: RunError | None = None  # why the training ended before its last step
+        self.resumed_at = 0  # the step that this attempt went on from
+        self.logged = 0  # steps that lines of metrics.jsonl have told of
+        self.runtime_s = 0.0  # of earlier attempts, as far as they count
+        self.data_wait_s = 0.0
+        self.window: list[Tensor] = []
+        self.losses: list[float] = []  # of all steps, filled a window at a time
+        self.accuracies: list[float] = []  # likewise
+        self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
+        self.started = time.perf_counter()
+        self.allocator = AllocatorWatch(context.device, context.rank)
+        self.heartbeat = Heartbeat(context.run_dir, writes=context.rank == 0)
+        self.profiler = StepProfiler(context, plan.train.profile_steps)
+        self.path = context.run_dir / "metrics.jsonl"
+        self._file = self.path.open("w") if context.rank == 0 else None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, of plain numbers and texts; ``restore`` takes it up."""
+        self._reduce_window()
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "losses": self.losses,
+            "accuracies": self.accuracies,
+            "logged": self.logged,
+            "data_wait_s": self.data_wait_s,
+            "runtime_s": self._runtime(),
+            "metrics": asdict(self.metrics),
+            "lines": self.path.read_text() if self._file is not None else "",
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint; what metrics.jsonl told of later steps is dropped."""
+        self.steps = self.resumed_at = state["steps"]
+        self.samples, self.logged = state["samples"], state["logged"]
+        self.losses, self.accuracies = state["losses"], state["accuracies"]
+        self.data_wait_s, self.runtime_s = state["data_wait_s"], state["runtime_s"]
+        planned = {"steps_per_epoch": self.plan.steps_per_epoch, "total_steps": self.plan.total_steps}
+        self.metrics = Metrics(**state["metrics"] | planned)
+        self.events.tell(resumed_from_step=self.steps)
+        if self._file is not None:
+            self._file.write(state["lines"])
+            self._file.flush()
+
+    def begin(self) -> None:
+        """The first step is about to start."""
+        total, per_epoch = self.plan.total_steps, self.plan.steps_per_epoch
+        self.profiler.window = Window.of(self.plan.train, total=total, per_epoch=per_epoch, done=self.steps)
+        self.started = time.perf_counter() - self.runtime_s
+
+    def begin_steps(self) -> None:
+        """Steps follow; warm-up ones first, where they are not over."""
+        self.clock.restart()
+        self.profiler.interrupted("a checkpoint was written")
+        self._enter("profile" if self.profiler.running else "train" if self._warm() else "warmup")
+
+    def timed(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The same steps; the time spent waiting for each is counted."""
+        while True:
+            started = time.perf_counter()
+            step = next(steps, None)
+            self.data_wait_s += time.perf_counter() - started
+            if step is None:
+                return
+            yield step
+
+    def step(self, step: Step, shares: Tensor, norm: Tensor, rate: float) -> None:
+        """A step is done: this rank's shares of loss and accuracy, and the global gradient norm."""
+        self.clock.mark()
+        measured = self._warm() and not self.profiler.running
+        self.profiler.step()
+        self.heartbeat.beat()
+        self.allocator.sample()
+        self.steps += 1
+        self.samples += step.samples
+        self.window.append(shares)
+        if measured:
+            self.measured_steps += 1
+            self.measured_samples += step.samples
+            self.measured_tokens += sum(batch.tokens for batch in step.micro_batches)
+        if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
+            self._log(step, norm, rate)
+        if self.profiler.window is not None and self.steps == self.profiler.window.begin:
+            self._enter("profile")
+            self.profiler.begin()
+            self.clock.restart()
+        elif self.steps - self.resumed_at == self.plan.train.measure_after_step:
+            self._enter("train")
+
+    def end_epoch(self, evaluation: Evaluation) -> None:
+        """Steps and evaluation of an epoch are done."""
+        self._reduce_window()
+        metrics = self.metrics
+        starts_at = len(metrics.eval_losses) * self.plan.steps_per_epoch
+        epoch_losses = self.losses[starts_at:]
+        metrics.train_losses.append(sum(epoch_losses) / len(epoch_losses))
+        metrics.eval_losses.append(evaluation.loss)
+        metrics.eval_loss = evaluation.loss
+        metrics.eval_runtime = evaluation.seconds
+        metrics.eval_samples_per_second = evaluation.samples / evaluation.seconds
+        accuracy, top5_accuracy = evaluation.accuracies or (None, None)
+        if accuracy is not None and top5_accuracy is not None:
+            epoch_accuracies = self.accuracies[starts_at:]
+            metrics.train_accuracies.append(sum(epoch_accuracies) / len(epoch_accuracies))
+            metrics.eval_accuracies.append(accuracy)
+            metrics.eval_top5_accuracies.append(top5_accuracy)
+        self.events.tell(
+            epoch=len(metrics.eval_losses),
+            train_loss=metrics.train_losses[-1],
+            eval_loss=evaluation.loss,
+            eval_accuracy=accuracy,
+            eval_top5_accuracy=top5_accuracy,
+        )
+        self._judge(evaluation.loss, f"the evaluation after step {self.steps}")
+
+    def finish(self) -> Metrics:
+        """The figures of the whole training."""
+        synchronize(self.device)
+        runtime = self._runtime()
+        first = self.plan.train.measure_after_step
+        durations = self.clock.durations()[first : first + self.measured_steps]
+        self.events.tell(measured_samples=self.measured_samples)
+        tokens = sum_over_ranks(torch.tensor(self.measured_tokens, device=self.device)).item()
+        metrics = self.metrics
+        self._reduce_window()
+        metrics.train_loss = sum(self.losses) / len(self.losses)
+        metrics.train_runtime = runtime
+        metrics.train_samples_per_second_overall = self.samples / runtime
+        metrics.step_time_s = quantiles(durations)
+        metrics.data_wait_s = self.data_wait_s
+        if durations:
+            metrics.train_samples_per_second = self.measured_samples / sum(durations)
+            metrics.train_steps_per_second = len(durations) / sum(durations)
+            metrics.tokens_per_second = tokens / sum(durations) if tokens else None
+        if self._file is not None:
+            self._file.close()
+        if self.profiler.began:
+            self.events.enter("profile")
+        metrics.communication = self.profiler.summary()
+        return metrics
+
+    def _warm(self) -> bool:
+        return self.steps - self.resumed_at >= self.plan.train.measure_after_step
+
+    def _enter(self, phase: str) -> None:
+        self.events.enter(phase, step=self.steps, total_steps=self.plan.total_steps)
+
+    def _runtime(self) -> float:
+        """Seconds of the training so far, without what the profiler did beside it."""
+        return time.perf_counter() - self.started - self.profiler.overhead_s
+
+    def _log(self, step: Step, norm: Tensor, rate: float) -> None:
+        self._reduce_window()
+        told = self.losses[self.logged :]
+        self.logged = self.steps
+        if self._file is None:
+            return
+        recent = self.clock.durations(last=self.plan.train.log_every)
+        seconds = sum(recent) / len(recent)
+        write_line(
+            self._file,
+            {
+                "step": self.steps,
+                "epoch": self.steps / self.plan.steps_per_epoch,
+                "loss": sum(told) / len(told),
+                "grad_norm": norm.item(),
+                "learning_rate": rate,
+                "step_time_s": seconds,
+                "samples_per_second": step.samples / seconds,
+            },
+        )
+
+    def _reduce_window(self) -> None:
+        """Takes up the losses of the steps since the last time; one reduction for all of them."""
+        if not self.window:
+            return
+        losses, accuracies = sum_over_ranks(torch.stack(self.window, dim=1)).tolist()
+        self.window = []
+        self.losses += losses
+        self.accuracies += accuracies
+        for position, loss in enumerate(losses, start=len(self.losses) - len(losses) + 1):
+            self._judge(loss, f"step {position}")
+
+    def _judge(self, loss: float, what: str) -> None:
+        """Stops a training whose loss is not finite, unless such losses are to be recorded."""
+        if self.plan.train.on_nan != "record" and not math.isfinite(loss):
+            raise DivergedError(
+                f"the loss of {what} is {loss}: lower train.learning_rate, or set train.on_nan=record to go on"
+            )

@@ -1,0 +1,191 @@
+"""The command line as a user types it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import REPOSITORY, run_distexp
+
+WRONG = {  # a wrong command line: what its message must name
+    "stratgy=ddp": "did you mean strategy?",
+    "strateggy=fsdp": "did you mean strategy?",
+    "experment=x": "did you mean experiment?",
+    "train.epochs=0": "did you mean train.num_epochs?",
+    "epochs=0": "did you mean train.num_epochs?",
+    "train.hidden_size=8": "did you mean model.hidden_size?",
+    "strategy=fdsp": "did you mean fsdp",
+    "zero_stage=4": "options: 0, 1, 2, 3",
+    "model=bloom": "did you mean bloom_",
+    "experiment=deepspeed/zero_stage": "deepspeed/zero_stages",
+    "train.learning_rat=1": "did you mean train.learning_rate?",
+    "train.max_steps=abc": "train.max_steps=abc must be a whole number or null",
+    "train.micro_batch_size=abc": "distexp: train.micro_batch_size=abc must be a whole number\n",
+    "train.micro_batch_size=2.5": "train.micro_batch_size=2.5 must be a whole number",
+    "train.learning_rate=abc": "train.learning_rate=abc must be a number",
+    "train.seed=null": "train.seed=null must be a whole number",
+    "offload.enabled=maybe": "offload.enabled=maybe must be true or false",
+    "train.checkpoint_every=[1]": "train.checkpoint_every=[1] must be a whole number or a text or null",
+    "model.depths=[a]": "model.depths=[a] must be a list of whole numbers, as in [1,2], or null",
+    "cluster.sbatch=3": "cluster.sbatch=3 must be a mapping",
+    "train.max_steps=-3": "train.max_steps=-3 must be at least 1",
+    "train.micro_batch_size=0": "train.micro_batch_size=0 must be at least 1",
+    "train.schedule=cosine": "train.schedule=cosine is not one of linear, step, constant",
+    "train.optimizer=lion": "train.optimizer=lion is not one of",
+    "train.betas=[0.9]": "train.betas=[0.9] must be two numbers",
+    "train.betas=[0.9,1.5]": "must be two numbers from 0 to below 1",
+    "train.gradient_clipping=0": "null switches clipping off",
+    "train=5": "train=5 must be a section: set one of its keys, num_epochs",
+    "train.micro_batch_size=[": "train.micro_batch_size=[",
+    "foo": "foo is not KEY=VALUE: write one, as in strategy=fsdp",
+    "--strategy fsdp": "distexp: --strategy is no option: write strategy=fsdp\n",
+    "--strategy=fsdp --multirun": "distexp: --strategy is no option: write strategy=fsdp\n",
+    "strategy=ddp --learning-rate 0.1": "--learning-rate is no option: write train.learning_rate=0.1",
+    "--offload": "--offload is no option: write offload=VALUE",
+    "--nonsense": "--nonsense is no option: keys are set by KEY=VALUE",
+    "strategy fsdp": "distexp: strategy fsdp has a blank too many: write strategy=fsdp\n",
+    "strategy= fsdp": "distexp: strategy= fsdp has a blank too many: write strategy=fsdp\n",
+    "strategy = fsdp zero_stage=1": "strategy = fsdp has a blank too many: write strategy=fsdp\n",
+    "--multirun zero_stage=1, 2": "zero_stage=1, 2 has a blank too many: write zero_stage=1,2\n",
+    "strategy=ddp --multirun offload=true, false": "offload=true, false has a blank too many: write offload=true,",
+    "zero_stage 1, 2": "zero_stage 1, 2 has a blank too many: write zero_stage=1,2\n",
+    "--cfg": "distexp: argument --cfg/-c: expected one argument: --help shows how\n",
+    "--config x": "distexp: ambiguous option: --config could match",
+    "--multirun=true": "ignored explicit argument 'true': --help shows how\n",
+    "--multirun zero_stage=1,2 --cfg job": "distexp: --multirun and --cfg exclude each other: give one of them\n",
+    "zero_stage=1,2 --cfg job": "zero_stage=1,2 is a sweep, and --cfg and --info show one run: give one value\n",
+    "+foo=1": "foo",
+    "name=a/b": "name=a/b",
+    "strategy=ddp offload=true": "choose strategy=fsdp",
+    "strategy=single offload=true": "offload=true",
+    "zero_stage=0 offload=true": "zero_stage=0 partitions none",
+    "precision=fp16 cluster.device=cpu": "precision=fp16 needs a GPU",
+    "zero_stage=2 offload=pinned cluster.device=cpu": "offload=pinned needs a GPU",
+    "zero_stage=1 sharding=full_shard": "sharding=full_shard belongs to strategy=fsdp",
+    "strategy=ddp zero_stage=1": "zero_stage=1 belongs to strategy=deepspeed",
+    "strategy=single cluster.workers_per_node=2": "cluster.workers_per_node=2",
+    "sharding=hybrid_shard fsdp.replicas=3": "fsdp.replicas=3 must divide",
+    "sharding=full_shard fsdp.replicas=2": "choose sharding=hybrid_shard",
+    "fsdp.sharding=half strategy=fsdp": "fsdp.sharding=half is not one of",
+    "zero_stage=3 train.compile=true": "train.compile=true",
+    "model=resnet_tiny dataset=squad_sample": "or dataset=tinyimagenet_sample, tinyimagenet or synthetic",
+    "dataset=tinyimagenet": "choose model=resnet_tiny or resnet50, or dataset=squad_sample, squad or synthetic",
+    "model=hf": "Nothing is said of model.name: set it",
+    "name=condé": "name=condé has letters that Hydra takes in quotes only: write \"name='condé'\"\n",
+    "dataset=squad dataset.train_path=~/x.json": "write \"dataset.train_path='~/x.json'\"",
+    "model=gpt_tiny dataset=synthetic dataset.max_length=256": "max_length=256 exceeds model.seq_length=128",
+    "dataset.train_size=9 train.micro_batch_size=6": "train.micro_batch_size=6 is more than the 5 of 9 samples",
+    "model.hidden_size=63": "multiple of model.num_heads=4",
+    "model.ff_dim=64": "model.ff_dim=64 is no key of model=bloom_tiny",
+    "dataset.image_size=32": "dataset.image_size=32 is no key of dataset=squad_sample",
+    "dataset=squad dataset.train_path=/nowhere.json dataset.eval_path=/nowhere.json": "/nowhere.json",
+    "dataset=squad dataset.train_path=/etc/hostname": "dataset.eval_path",
+    "model=resnet_tiny dataset=tinyimagenet": "dataset.root",
+    "+nonsense=1": "nonsense is no key of the configuration",
+    "+model.nonsense=1": "model.nonsense is no key",
+    "model._target_=os.system": "trusted_packages=[os]",
+    "deepspeed.config_file=/etc/hostname zero_stage=2": "is not a JSON object",
+    "zero_stage=1,2": "zero_stage=1,2 is a sweep: add --multirun",
+    "--multirun experiment=deepspeed/zero_stages,x": "cannot be swept",
+    "--multirun cluster=local,slurm": "cluster=local,slurm cannot be swept",
+    "--multirun strategy=ddp,fsdp hydra.run.dir=here": "set hydra.sweep.dir instead",
+    "--multirun strategy=ddp,fdsp": "did you mean fsdp",
+    "hydra/launcher=basic": "cluster= chooses the launcher",
+    "sweep.cells=[1]": "each cell must be a list of overrides",
+    "--config-dir /nowhere": "/nowhere",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_is_refused_in_a_sentence(line: str, tmp_path: Path) -> None:
+    done = run_distexp(*line.split(), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert WRONG[line] in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == [], "something was left behind"
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    done = run_distexp("train.max_steps=0", "train.schedule=cosine", "model.hidden_size=63", cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 3
+
+
+def test_a_data_set_of_another_task_is_one_fault(tmp_path: Path) -> None:
+    done = run_distexp("dataset=tinyimagenet", "model=gpt_tiny", cwd=tmp_path)
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("distexp: dataset=tinyimagenet is for image_classification, and model=gpt_tiny")
+
+
+def test_the_user_may_ask_for_the_trace(tmp_path: Path) -> None:
+    done = run_distexp("train.max_steps=0", cwd=tmp_path, env={"HYDRA_FULL_ERROR": "1"})
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_help_is_ours_and_quick() -> None:
+    done = run_distexp("--help")
+    assert done.returncode == 0
+    for word in ("groups:", "hybrid_shard", "--multirun zero_stage=1,2,3 offload=true,false", "--cfg job"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize("module", ["distexp.experiments", "distexp"])
+def test_a_reader_may_have_seen_enough(module: str) -> None:
+    command = [sys.executable, "-m", module, *(["--help"] if module == "distexp" else [])]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as reading:
+        assert reading.stdout is not None
+        assert reading.stderr is not None
+        reading.stdout.close()  # as head does
+        assert reading.stderr.read() == ""
+    assert reading.returncode == 128 + signal.SIGPIPE
+
+
+def test_cfg_job_shows_what_would_run(tmp_path: Path) -> None:
+    done = run_distexp("--cfg", "job", "zero_stage=3", "offload=true", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "zero_stage: 3" in done.stdout
+    assert "name: deepspeed" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_of_one_package_and_info() -> None:
+    assert "learning_rate" in run_distexp("--cfg", "job", "--package", "train").stdout
+    assert "zero_stage: null" in run_distexp("--info", "defaults-tree").stdout
+
+
+def test_tab_completion_knows_groups_options_and_keys() -> None:
+    def complete(line: str) -> list[str]:
+        env = {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+        return run_distexp("-sc", "query=bash", env=env).stdout.split()
+
+    assert "strategy=" in complete("distexp strat")
+    assert {"sharding=full_shard", "sharding=hybrid_shard"} <= set(complete("distexp sharding="))
+    assert "zero_stage=3" in complete("distexp zero_stage=")
+    assert "train.learning_rate=" in complete("distexp train.lear")
+
+
+def test_options_of_ones_own_by_config_dir(tmp_path: Path) -> None:
+    folder = tmp_path / "conf" / "model"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(
+        "# @package model\n_target_: mypackage.build\nname: mine\ntask: causal_lm\nkeys: [tokenizer]\ntokenizer: byte\n"
+    )
+    words = ("--config-dir", str(tmp_path / "conf"), "model=mine")
+    assert "_target_: mypackage.build" in run_distexp("--cfg", "job", *words).stdout
+    refused = run_distexp(*words, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "trusted_packages=[mypackage]" in refused.stderr
+
+
+def test_the_console_script_is_the_same_program(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("distexp")
+    done = subprocess.run([script, "strategy=fdsp"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "did you mean fsdp" in done.stderr

@@ -1,0 +1,122 @@
+"""Which rank sees which sample: each once, in the same global batches for any number of ranks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from distexp.config import TrainConfig
+from distexp.data.base import Batch, Sample, TaskData
+from distexp.data.images import collate_images
+from distexp.data.shards import ShardedBatches, ShardedLoader, Share
+from distexp.training.loop import end_epoch
+from distexp.training.metrics_logger import Plan
+
+
+def steps_of(length: int, world: int, micro: int, accumulation: int, epoch: int = 0) -> list[list[int]]:
+    """The positions of each global batch, all ranks together; filling ones negative."""
+    ranks = []
+    for rank in range(world):
+        batches = ShardedBatches(length, Share(rank, world, micro, accumulation), seed=7, shuffle=True)
+        batches.epoch = epoch
+        rows = list(batches)
+        assert len(rows) == len(batches)
+        assert all(len(row) == micro for row in rows)
+        ranks.append(rows)
+    return [
+        [index for rows in ranks for row in rows[at : at + accumulation] for index in row]
+        for at in range(0, len(ranks[0]), accumulation)
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("length", [1, 5, 24, 100])
+def test_every_sample_counts_once(world: int, length: int) -> None:
+    seen = Counter(index for step in steps_of(length, world, 2, 2) for index in step if index >= 0)
+    assert seen == Counter(range(length))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3), (3, 4, 2), (4, 3, 2), (6, 4, 1), (24, 1, 1)])
+def test_a_global_batch_is_the_same_for_any_number_of_ranks(shape: tuple[int, int, int]) -> None:
+    def counted(world: int, micro: int, accumulation: int) -> list[set[int]]:
+        return [{i for i in step if i >= 0} for step in steps_of(113, world, micro, accumulation)]
+
+    assert counted(*shape) == counted(1, 4, 6)
+
+
+def test_epochs_are_shuffled_apart_and_repeatably() -> None:
+    assert steps_of(50, 2, 2, 2, epoch=0) != steps_of(50, 2, 2, 2, epoch=1)
+    assert steps_of(50, 2, 2, 2, epoch=1) == steps_of(50, 2, 2, 2, epoch=1)
+
+
+class Watched:
+    """Twelve samples whose labels are their positions, and how often each was read, by whatever process."""
+
+    def __init__(self) -> None:
+        self.reads = torch.zeros(12, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    def __getitem__(self, index: int) -> Sample:
+        self.reads[index] += 1
+        return {"images": torch.zeros(3, 2, 2, dtype=torch.uint8), "labels": torch.tensor(index)}
+
+    def are_read(self, seconds: float = 20.0) -> bool:
+        """Whether one of them is, until then."""
+        until = time.monotonic() + seconds
+        while not self.reads.any() and time.monotonic() < until:
+            time.sleep(0.01)
+        return bool(self.reads.any())
+
+
+def loader_of(samples: Watched, num_workers: int) -> ShardedLoader:
+    data = TaskData("image_classification", samples, samples, collate_images, num_classes=len(samples))
+    share = Share(rank=0, world_size=1, micro_batch_size=2)
+    return ShardedLoader(samples, data, share, torch.device("cpu"), seed=1, shuffle=True, num_workers=num_workers)
+
+
+def order_of(loader: ShardedLoader, epoch: int, steps: range | None = None) -> list[list[int]]:
+    return [batch.labels.tolist() for step in loader.epoch(epoch, steps) for batch in step.micro_batches]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_that_was_begun_has_its_own_samples(num_workers: int) -> None:
+    plain = loader_of(Watched(), 0)
+    samples = Watched()
+    loader = loader_of(samples, num_workers)
+    order_of(loader, 0)
+    samples.reads.zero_()
+    loader.begin(1, range(loader.steps))
+    assert samples.are_read() if num_workers else not samples.reads.any()
+    assert order_of(loader, 1) == order_of(plain, 1)
+    assert samples.reads.tolist() == [1] * 12
+    loader.begin(2, range(loader.steps))
+    assert order_of(loader, 3, range(2, 4)) == order_of(plain, 3)[2:4], "another than was begun"
+
+
+def test_the_next_epoch_is_read_while_the_last_is_evaluated() -> None:
+    samples, seen = Watched(), []
+    training, evaluation = loader_of(samples, 1), loader_of(Watched(), 0)
+    order_of(training, 0)
+    plan = Plan(TrainConfig(num_epochs=2), steps_per_epoch=training.steps)
+
+    class Patient:
+        model: Any = torch.nn.Identity()
+
+        def forward(self, batch: Batch) -> Tensor:
+            seen.append(samples.are_read(20.0 if waits else 0.5))
+            return torch.zeros(len(batch.labels), 12)
+
+    for waits, steps in ((True, 6), (False, 12)):
+        samples.reads.zero_()
+        seen.clear()
+        end_epoch(Patient(), training, evaluation, plan, MagicMock(steps=steps))  # type: ignore[arg-type]
+        assert seen == [waits] * 6, "after the last epoch nothing is read"
+        order_of(training, 1)

@@ -1,0 +1,109 @@
+"""Data sets that misbehave on purpose, reached as a user's own package: ``_target_=failing_runs.<fault>``.
+
+Each loads the generated SQuAD sample, and does its damage when rank ``options.rank`` draws its sample
+number ``options.at``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distexp.config import DatasetConfig, ModelConfig
+from distexp.data import squad_sample
+from distexp.data.base import Sample, Samples, TaskData
+
+
+class Sabotaged:
+    """Samples of which one does damage when it is drawn."""
+
+    def __init__(self, samples: Samples, at: int, damage: Callable[[Sample], Sample]) -> None:
+        self.samples, self.left, self.damage = samples, at, damage
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        self.left -= 1
+        sample = self.samples[index]
+        return self.damage(sample) if self.left == 0 else sample
+
+
+def sabotaged(damage: Callable[[Sample], Sample]) -> Callable[..., TaskData]:
+    def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
+        options: dict[str, Any] = dict(dataset.options)
+        data = squad_sample.load(replace(dataset, options={}), model, seed)
+        if int(os.environ["RANK"]) != options.get("rank", 0):
+            return data
+        return replace(data, train=Sabotaged(data.train, options.get("at", 40), damage))
+
+    return load
+
+
+def _raise(sample: Sample) -> Sample:
+    raise ValueError("this sample is rotten")
+
+
+def _kill(sample: Sample) -> Sample:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+def _segfault(sample: Sample) -> Sample:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return sample
+
+
+def _hang(sample: Sample) -> Sample:
+    time.sleep(600)
+    return sample
+
+
+def _eat_memory(sample: Sample) -> Sample:
+    """All that the process may have, in steps that an allocator must refuse."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    held = []
+    while True:
+        held.append(torch.ones(64 << 20))
+
+
+def _eat_until_killed(sample: Sample) -> Sample:
+    held = []
+    while True:
+        held.append(torch.ones(8 << 20))
+        time.sleep(0.01)
+
+
+class Slow:
+    """Samples that take 25 ms each."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        time.sleep(0.025)
+        return self.samples[index]
+
+
+def slow(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
+    data = squad_sample.load(replace(dataset, options={}), model, seed)
+    return replace(data, train=Slow(data.train))
+
+
+fails = sabotaged(_raise)
+killed = sabotaged(_kill)
+segfaults = sabotaged(_segfault)
+hangs = sabotaged(_hang)
+eats_memory = sabotaged(_eat_memory)
+eats_until_killed = sabotaged(_eat_until_killed)

@@ -1,0 +1,77 @@
+"""Runs many specs in one process group: ``torchrun many_runs.py DIR`` for every DIR/<cell>/spec.json.
+
+A worker's start costs seconds, a cell's training a fraction of one. What is called of the libraries
+is counted, so that the tests can hold ``built`` against what was really made.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from distexp.distributed.process_group import join
+from distexp.runs.events import Events
+from distexp.runs.spec import RunSpec
+from distexp.worker.rank import train
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cells = sorted(path.parent for path in Path(sys.argv[1]).glob("*/spec.json"))
+    context = join(RunSpec.read(cells[0]), cells[0])
+    for cell in cells:
+        calls: Counter[str] = Counter()
+        writes = context.rank == 0
+        with counted(calls):
+            record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, writes=writes))
+        if writes:
+            record.write(cell)
+            (cell / "calls.json").write_text(json.dumps(calls))
+        gc.collect()
+    dist.destroy_process_group()
+
+
+def counted(calls: Counter[str]) -> Any:
+    """Counts the calls by which each library distributes a model."""
+    from torch.distributed import fsdp
+    from torch.nn import parallel
+
+    patches = {"fully_shard": (fsdp, "fully_shard"), "DDP": (parallel.DistributedDataParallel, "__init__")}
+    if "deepspeed" in sys.argv[1]:
+        import deepspeed
+
+        patches["deepspeed.initialize"] = (deepspeed, "initialize")
+    return patch_all({name: (*where, counting(calls, name, *where)) for name, where in patches.items()})
+
+
+def counting(calls: Counter[str], name: str, owner: Any, attribute: str) -> Callable[..., Any]:
+    original = getattr(owner, attribute)
+
+    def counted_call(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return original(*args, **kwargs)
+
+    return counted_call
+
+
+def patch_all(patches: dict[str, tuple[Any, str, Callable[..., Any]]]) -> Any:
+    from contextlib import ExitStack
+
+    stack = ExitStack()
+    for module, attribute, replacement in patches.values():
+        stack.enter_context(patch.object(module, attribute, replacement))
+    return stack
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Records as runs leave them, made without running anything."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distexp.config import Config
+from distexp.runs.record import Built, Environment, Metrics, RunError, RunInfo, RunRecord
+
+GPU = "NVIDIA H200"
+
+
+def config(**settings: Any) -> dict[str, Any]:
+    """A resolved configuration: ``strategy`` by its name, else dotted keys with two underscores."""
+    content = asdict(Config())
+    content["model"].update(name="bloom_tiny", task="causal_lm", _target_="distexp.models.bloom.build")
+    content["dataset"].update(name="squad_sample", task="causal_lm", _target_="distexp.data.squad_sample.load")
+    content["cluster"].update(device="cpu", workers_per_node=2, cpus_per_worker=1)
+    settings.setdefault("strategy", "ddp")
+    for key, value in settings.items():
+        if key == "strategy":
+            content["strategy"].update(name=value, _target_=f"distexp.strategies.{value}.X")
+        else:
+            section, name = key.split("__")
+            content[section][name] = value
+    if settings["strategy"] == "fsdp":
+        content["fsdp"]["sharding"] = content["fsdp"]["sharding"] or "full_shard"
+    if settings["strategy"] == "deepspeed" and content["deepspeed"]["zero_stage"] is None:
+        content["deepspeed"]["zero_stage"] = 2
+    return content
+
+
+def record(
+    number: int,
+    *,
+    status: str = "completed",
+    speed: float | None = 100.0,
+    loss: float | None = 2.0,
+    peak: float | None = None,
+    overrides: tuple[str, ...] = (),
+    run_id: str | None = None,
+    error: RunError | None = None,
+    **settings: Any,
+) -> RunRecord:
+    """A run: ``speed`` in samples/s, ``peak`` in MiB of GPU memory."""
+    chosen = config(**settings)
+    world = chosen["cluster"]["nodes"] * (chosen["cluster"]["workers_per_node"] or 1)
+    done = status == "completed"
+    metrics = Metrics(train_loss=loss, eval_loss=loss, train_samples_per_second=speed, train_runtime=3.0)
+    name = chosen["strategy"]["name"]
+    types = ("float32", "float32", "AdamW", 1000)
+    built = Built(name, "native", "X", world, [1, world], 0, None, "none", *types)
+    memory: dict[str, Any] = {"gpu": [], "torch": [], "cpu": []}
+    if peak is not None:
+        memory["gpu"] = [
+            {
+                "node": 0,
+                "index": index,
+                "peak_mib": peak - index,
+                "average_mib": peak / 2,
+                "mode_mib": peak / 3,
+            }
+            for index in range(2)
+        ]
+    return RunRecord(
+        status=status,
+        run=RunInfo(run_id or f"id{number}-{sorted(settings.items())}", "distexp", number, list(overrides)),
+        config=chosen,
+        error=error,
+        built=built if done else None,
+        environment=Environment("3.11", gpu_name=GPU if peak else None, gpu_total_mib=143771 if peak else None),
+        metrics=metrics if done else Metrics(),
+        memory=memory,
+    )
+
+
+def invalid(number: int, message: str, **settings: Any) -> RunRecord:
+    """A cell that was refused, and so never resolved."""
+    refused = record(number, status="invalid", error=RunError("ConfigError", message), run_id="invalid", **settings)
+    refused.config["cluster"].update(device="auto", workers_per_node=None, cpus_per_worker=None)
+    return refused
+
+
+def write(sweep: Path, *records: RunRecord) -> Path:
+    """Writes runs as a sweep does, and returns its folder."""
+    for each in records:
+        directory = sweep / str(each.run.number)
+        directory.mkdir(parents=True)
+        copy.deepcopy(each).write(directory)
+    return sweep

@@ -1,0 +1,92 @@
+"""What the tests share: composing as the command line does, and starting real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from distexp.cli.overrides import quote_choice
+from distexp.config import Config, register_schema
+from distexp.config.paths import conf_dir, config_groups
+from distexp.resolve import resolve, without_hydra
+from distexp.resolve.run_id import run_id
+from distexp.runs.record import RunInfo
+from distexp.runs.spec import RunSpec
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HELPERS = REPOSITORY / "tests" / "helpers"
+
+
+def compose_cell(*overrides: str) -> tuple[DictConfig, dict[str, str | None]]:
+    """What Hydra composes of a command line, without its own node, and the choices of the groups."""
+    register_schema()
+    quoted = [quote_choice(text, config_groups()) for text in overrides]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = compose("config", quoted, return_hydra_config=True)
+    return without_hydra(composed), dict(composed.hydra.runtime.choices)
+
+
+def resolve_cell(*overrides: str) -> Config:
+    """A resolved configuration; ConfigError where it is judged impossible."""
+    content, choices = compose_cell(*overrides)
+    return resolve(content, choices)
+
+
+def make_spec(*overrides: str) -> RunSpec:
+    """The spec of a single run."""
+    config = resolve_cell(*overrides)
+    return RunSpec(config, RunInfo(id=run_id(config), name=config.name, number=0, overrides=list(overrides)))
+
+
+def run_distexp(
+    *words: str, cwd: Path = REPOSITORY, timeout: float = 300, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``python -m distexp`` as a user starts it."""
+    return run_module("distexp", *words, cwd=cwd, timeout=timeout, env=env)
+
+
+def run_module(
+    module: str,
+    *words: str,
+    cwd: Path = REPOSITORY,
+    timeout: float = 300,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """``python -m module`` in a directory of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def torchrun(workers: int, script: Path, *arguments: str, timeout: float = 900) -> None:
+    """A script on some local gloo workers; its output in the assertion where it fails."""
+    command: Sequence[str] = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={workers}",
+        str(script),
+        *arguments,
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

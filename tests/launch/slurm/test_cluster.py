@@ -1,0 +1,52 @@
+"""The tests' own cluster: quick to start, and gone without a trace; and how fast its nodes talk to each other."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distexp.runs.record import RunRecord
+from tests.helpers.runs import run_module
+from tests.helpers.slurm_cluster import Cluster
+from tests.launch.slurm.test_sweeps import wait_for
+
+pytestmark = pytest.mark.slurm
+
+
+def test_it_starts_within_20_s_and_leaves_nothing(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "cluster")
+    began = time.monotonic()
+    try:
+        cluster.start()
+        assert time.monotonic() - began < 20
+        cluster.command("sbatch", "-N4", "-o", "/dev/null", "--wrap", "trap '' TERM; srun sleep 600")
+        wait_for(lambda: cluster.command("squeue", "-h", "-t", "RUNNING") != "", 20)
+        inside = cluster.processes()
+        assert len(inside) > 2 + len(cluster.nodes), "two daemons at the head, one on each node, and the job"
+    finally:
+        cluster.stop()
+    assert psutil.wait_procs(inside, timeout=5)[1] == []
+    assert all(daemon.poll() is not None for daemon in cluster.daemons.values())
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    assert f"dxbr{cluster.slot}" not in links
+    assert not list(Path("/run/netns").glob(f"dx{cluster.slot}*"))
+
+
+@pytest.mark.slow
+def test_its_nodes_are_measured_before_any_training(slurm: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=1", "cluster.device=cpu")
+    small = ("preflight.max_bytes=65536", "preflight.rounds=3", "preflight.warmup_rounds=1")
+    done = run_module("distexp.preflight", *words, *small, f"hydra.run.dir={run}", cwd=tmp_path, env=slurm.env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = RunRecord.read(run / "record.json")
+    assert (record.status, len(record.run.hosts)) == ("completed", 2)
+    assert record.preflight is not None
+    across = [one for one in record.preflight["measurements"] if one["group"] == "all"]
+    assert {one["operation"] for one in across} == {"all_reduce", "all_gather", "reduce_scatter", "send_receive"}
+    assert all(one["correct"] for one in across)
+    assert "bus bandwidth" in done.stdout

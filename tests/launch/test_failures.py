@@ -1,0 +1,325 @@
+"""Whatever happens to a run: one record with the true cause, and no process left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distexp.launch.outcome import signal_deaths
+from distexp.runs.record import RunRecord
+from tests.helpers.runs import HELPERS, run_distexp
+
+QUICK = (
+    "model=gpt_tiny",  # needs no transformers, which take seconds to import
+    "dataset.train_size=256",
+    "dataset.eval_size=8",
+    "train.num_epochs=2",
+    "train.log_every=1",
+    "cluster.device=cpu",
+    "trusted_packages=[failing_runs]",
+    "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options]",
+)
+ENV = {"PYTHONPATH": str(HELPERS)}
+REPEATS = int(os.environ.get("DISTEXP_KILL_REPEATS", "1"))
+"""How often each kill is tried; ten times before a release."""
+
+
+def sabotage(kind: str, rank: int = 0, at: int = 40) -> tuple[str, ...]:
+    return f"dataset._target_=failing_runs.{kind}", f"+dataset.options.rank={rank}", f"+dataset.options.at={at}"
+
+
+def only_record(folder: Path) -> RunRecord:
+    (path,) = folder.rglob("record.json")
+    assert not (path.parent / ".reserve").exists()
+    return RunRecord.read(path)
+
+
+def left_behind(folder: Path) -> list[list[str]]:
+    """Processes that still work in a folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if any(str(folder) in word for word in command):
+            found.append(command)
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_an_exception_on_one_rank_is_the_cause_and_ends_the_others(rank: int, tmp_path: Path) -> None:
+    done = run_distexp(*sabotage("fails", rank), *QUICK, cwd=tmp_path, env=ENV)
+    ended = time.time()
+    assert done.returncode == 1
+    record = only_record(tmp_path)
+    assert record.status == "failed"
+    assert record.error is not None
+    assert record.error.type == "ValueError"
+    assert "this sample is rotten" in record.error.message
+    assert record.error.rank == rank
+    assert record.error.phase in ("warmup", "train")
+    (error_file,) = tmp_path.rglob(f"rank{rank}.error.json")
+    assert ended - error_file.stat().st_mtime < 15
+    assert left_behind(tmp_path) == []
+
+
+def test_the_victim_may_be_seen_first(tmp_path: Path) -> None:
+    """torchrun's account of a rank that was killed, where its peer's loss of it came to light before it did."""
+    account = """E1121 failed (exitcode: 1) local_rank: 0 (pid: 566) of binary: python
+Failures:
+[1]:
+  time      : 2026-11-21_03:35:48
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 567)  (SIGKILL)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 566)
+"""
+    (tmp_path / "logs" / "node0").mkdir(parents=True)
+    (tmp_path / "logs" / "node0" / "torchrun.log").write_text(account)
+    assert signal_deaths(tmp_path) == [(1, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("attempt", range(REPEATS))
+def test_a_killed_worker_is_killed_and_not_its_victims_fault(attempt: int, tmp_path: Path) -> None:
+    done = run_distexp(*sabotage("killed", rank=1), *QUICK, cwd=tmp_path, env=ENV)
+    assert done.returncode == 1
+    record = only_record(tmp_path)
+    assert (record.status, record.error and record.error.type) == ("killed", "SIGKILL")
+    assert record.error is not None
+    assert record.error.rank == 1
+    assert left_behind(tmp_path) == []
+
+
+def test_a_crash_is_named_by_its_signal(tmp_path: Path) -> None:
+    run_distexp(*sabotage("segfaults", rank=1), *QUICK, cwd=tmp_path, env=ENV)
+    record = only_record(tmp_path)
+    assert (record.status, record.error and record.error.type) == ("failed", "SIGSEGV")
+    (log,) = tmp_path.rglob("rank1.log")
+    assert "Segmentation fault" in log.read_text(), "faulthandler is on"
+
+
+@pytest.mark.slow
+def test_an_allocator_that_is_refused_is_oom_host_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    words = ("--multirun", *sabotage("eats_memory"), *QUICK, "train.seed=1,2", "train.max_steps=3,12")
+    done = run_distexp(*words, "cluster.workers_per_node=1", "strategy=single", cwd=tmp_path, env=ENV)
+    records = [RunRecord.read(path) for path in sorted(tmp_path.rglob("record.json"))]
+    assert [record.status for record in records] == ["completed", "oom_host"] * 2
+    for record in records[1::2]:
+        assert record.error is not None
+        assert record.error.phase in ("warmup", "train")
+        assert record.memory["cpu"][0]["peak_mib"] > 500
+    assert done.returncode == 0, "running out of memory is a result"
+
+
+@pytest.mark.slow
+def test_a_hang_is_noticed_and_every_stack_is_in_the_log(tmp_path: Path) -> None:
+    words = (*sabotage("hangs", rank=1), *QUICK, "cluster.hang_timeout_min=0.4")
+    done = run_distexp(*words, cwd=tmp_path, env=ENV, timeout=120)
+    assert done.returncode == 1
+    record = only_record(tmp_path)
+    assert (record.status, record.error and record.error.type) == ("failed", "Hang")
+    (sleeping,) = tmp_path.rglob("rank1.log")
+    (waiting,) = tmp_path.rglob("rank0.log")
+    assert "failing_runs.py" in sleeping.read_text()
+    assert "most recent call first" in waiting.read_text()
+    assert left_behind(tmp_path) == []
+
+
+def test_a_run_over_its_time_is_a_timeout(tmp_path: Path) -> None:
+    words = (*sabotage("hangs"), *QUICK, "cluster.timeout_min=0.3")
+    done = run_distexp(*words, cwd=tmp_path, env=ENV, timeout=120)
+    assert done.returncode == 1
+    record = only_record(tmp_path)
+    assert record.status == "timeout"
+    assert record.error is not None
+    assert "cluster.timeout_min=0.3" in record.error.message
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_a_number_stops_or_is_recorded(tmp_path: Path) -> None:
+    words = ("--multirun", "train.on_nan=stop,record", "train.learning_rate=1e30", "train.gradient_clipping=null")
+    words += ("strategy=single", "train.warmup_steps=0", "train.schedule=constant", "train.max_steps=12")
+    done = run_distexp(*words, *QUICK, cwd=tmp_path, env=ENV)
+    assert done.returncode == 1
+    stopped, recorded = (RunRecord.read(path) for path in sorted(tmp_path.rglob("record.json")))
+    assert (stopped.status, stopped.error and stopped.error.type) == ("failed", "DivergedError")
+    assert recorded.status == "completed"
+    assert recorded.metrics.train_loss is None, "JSON has no nan"
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_is_not_a_number_stops_too(tmp_path: Path) -> None:
+    """The only step's loss is judged before its update, which divides by nothing."""
+    words = ("strategy=single", "train.eps=0", "train.warmup_steps=0", "train.max_steps=1", "train.save_model=true")
+    done = run_distexp(*words, *QUICK, cwd=tmp_path, env=ENV)
+    assert done.returncode == 1
+    record = only_record(tmp_path)
+    assert (record.status, record.error and record.error.type) == ("failed", "DivergedError")
+    assert record.error is not None
+    assert "the loss of the evaluation after step 1 is nan" in record.error.message
+    assert not list(tmp_path.rglob("model.safetensors")), "nobody takes such weights for a model"
+
+
+class Started:
+    """A command that goes on in the background, stopped when the block ends."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "distexp", *words],
+            cwd=folder,
+            env={**os.environ, **ENV},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def until_training(self) -> Path:
+        """Waits for the first steps; the run directory."""
+        assert wait_for(lambda: any(p.stat().st_size for p in self.folder.rglob("metrics.jsonl")), 90)
+        (found,) = self.folder.rglob("metrics.jsonl")
+        return found.parent
+
+
+def tree_of(pid: int) -> list[psutil.Process]:
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+@pytest.mark.parametrize("attempt", range(REPEATS))
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
+def test_a_stopped_launcher_leaves_a_record_and_no_process(
+    number: signal.Signals, attempt: int, tmp_path: Path
+) -> None:
+    words = ("--multirun", "train.seed=1,2", *sabotage("hangs", rank=1, at=100), *QUICK)
+    with Started(tmp_path, *words) as command:
+        run_dir = command.until_training()
+        family = tree_of(command.process.pid)
+        assert len(family) >= 4
+        command.process.send_signal(number)
+        assert wait_for(lambda: gone(family[1:]), 10), "workers outlived their launcher"
+        assert wait_for((run_dir / "record.json").exists, 10)
+        command.process.wait(10)
+    record = only_record(tmp_path)
+    assert record.status == "killed"
+    assert record.error is not None
+    if number != signal.SIGKILL:
+        assert number.name in record.error.message
+        assert command.process.returncode == 128 + number
+    assert len(list(tmp_path.rglob("spec.json"))) == 1, "no further run was started"
+
+
+@pytest.mark.parametrize("attempt", range(REPEATS))
+def test_a_killed_agent_takes_its_workers_along(attempt: int, tmp_path: Path) -> None:
+    with Started(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK) as command:
+        command.until_training()
+        family = tree_of(command.process.pid)
+        (agent,) = [p for p in family if "distexp.launch.agent" in p.cmdline()]
+        agent.kill()
+        assert command.process.wait(20) == 1
+        assert wait_for(lambda: gone(family[1:]), 10)
+    record = only_record(tmp_path)
+    assert (record.status, record.error and record.error.type) == ("killed", "SIGKILL")
+    assert record.error is not None
+    assert "agent of node 0" in record.error.message
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_still_takes_the_record(small_disk: Path, tmp_path: Path) -> None:
+    filler = small_disk / "filler"
+
+    def fill() -> bool:
+        if not any(small_disk.rglob("metrics.jsonl")):
+            return False
+        with filler.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(b"x" * 4096)
+            except OSError:
+                return True
+
+    words = (*QUICK, "strategy=single", "train.num_epochs=400", f"hydra.sweep.dir={small_disk}/sweep")
+    with Started(tmp_path, *words) as command:
+        assert wait_for(fill, 90)
+        assert command.process.wait(90) == 1
+    record = RunRecord.read(small_disk / "sweep" / "0" / "record.json")
+    assert record.status == "failed"
+    assert record.error is not None
+    assert "No space left on device" in record.error.message
+    assert list(small_disk.rglob("*.json.*")) == [], "a torn file was left"
+
+
+def cgroup_with_memory_limit(mib: int) -> Path | None:
+    """A memory cgroup of this test's own, of either version; None where the kernel gives none."""
+    for root, limit, procs in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "cgroup.procs"),
+        (Path("/sys/fs/cgroup"), "memory.max", "cgroup.procs"),
+    ):
+        group = root / f"distexp-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(mib << 20))
+        except OSError:
+            if group.exists():
+                group.rmdir()
+            continue
+        assert (group / procs).exists()
+        return group
+    return None
+
+
+def test_a_worker_that_the_kernel_kills_for_memory_is_oom_host(tmp_path: Path) -> None:
+    group = cgroup_with_memory_limit(2500)
+    assert group is not None, "no memory cgroup can be made here: run as root on a kernel with the controller"
+    try:
+        script = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} -m distexp " + " ".join(
+            (*sabotage("eats_until_killed"), *QUICK, "strategy=single")
+        )
+        env = {**os.environ, **ENV}
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, check=False)
+        record = only_record(tmp_path)
+        assert (record.status, record.error and record.error.type) == ("oom_host", "OutOfMemoryKilled")
+        assert done.returncode == 0
+    finally:
+        assert wait_for(lambda: not (group / "cgroup.procs").read_text().strip(), 10)
+        group.rmdir()

@@ -1,0 +1,83 @@
+"""Several simulated nodes on one machine: the same training, with an agent, logs and a trace for each."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from distexp.launch.agent import torchrun_arguments, worker_environment
+from distexp.launch.rendezvous import Rendezvous
+from distexp.runs.record import RunRecord
+from tests.helpers.runs import make_spec, run_distexp
+
+COMMON = (
+    "train.max_steps=12",
+    "train.measure_after_step=1",
+    "train.log_every=1",
+    "dataset.eval_size=16",
+    "cluster.device=cpu",
+    "train.seed=3",
+)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nodes") / "run"
+    words = ("cluster.nodes=2", "cluster.workers_per_node=2", "strategy=fsdp", "sharding=hybrid_shard")
+    words += ("cluster.environment.GLOO_SOCKET_IFNAME=lo",)
+    done = run_distexp(*words, *COMMON, "train.micro_batch_size=2", f"hydra.run.dir={folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_two_nodes_of_two_train_as_one_worker_does(two_by_two: Path, tmp_path: Path) -> None:
+    words = ("strategy=single", *COMMON, "train.micro_batch_size=8", f"hydra.run.dir={tmp_path}/single")
+    assert run_distexp(*words).returncode == 0
+    assert losses(two_by_two) == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
+
+
+def test_the_mesh_is_nodes_by_workers(two_by_two: Path) -> None:
+    built = RunRecord.read(two_by_two / "record.json").built
+    assert built is not None
+    assert (built.world_size, built.mesh) == (4, [2, 2])
+
+
+def test_variables_for_the_workers_reach_them(two_by_two: Path) -> None:
+    environment = RunRecord.read(two_by_two / "record.json").environment
+    assert environment is not None
+    assert environment.variables["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_ranks_are_numbered_by_node_and_say_where_they_are(two_by_two: Path) -> None:
+    for rank, node in ((0, 0), (1, 0), (2, 1), (3, 1)):
+        first = (two_by_two / "logs" / f"node{node}" / f"rank{rank}.log").read_text().splitlines()[0]
+        assert re.fullmatch(rf"rank {rank}: \S+, cpu, head 127\.0\.0\.1:\d+", first)
+
+
+def test_each_node_has_its_trace_in_the_record(two_by_two: Path) -> None:
+    record = RunRecord.read(two_by_two / "record.json")
+    assert [entry["node"] for entry in record.memory["cpu"]] == [0, 1]
+    assert [entry["node"] for entry in record.utilization["cpu"]] == [0, 1]
+    for node, entry in enumerate(record.memory["cpu"]):
+        with (two_by_two / "memory" / f"node{node}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        used = [float(row["used_mib"]) for row in rows if row["kind"] == "cpu" and row["used_mib"]]
+        assert entry["peak_mib"] == pytest.approx(max(used), abs=0.01)
+        assert entry["peak_mib"] > 300, "two workers that have imported torch"
+        assert {"setup", "train"} <= {row["phase"] for row in rows}, "twelve steps take longer than a sample"
+
+
+def test_an_agent_asks_for_static_ranks_and_debugging_only_when_told() -> None:
+    spec = make_spec("cluster.nodes=2", "cluster.workers_per_node=2", "cluster.device=cpu", "cluster.debug=true")
+    arguments = torchrun_arguments(spec, 1, Rendezvous("head", 1234))
+    assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=2", "--master-addr=head"} <= set(arguments)
+    assert worker_environment(spec, 0)["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert "TORCH_DISTRIBUTED_DEBUG" not in worker_environment(make_spec("cluster.device=cpu"), 0)

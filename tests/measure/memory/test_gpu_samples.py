@@ -1,0 +1,133 @@
+"""Rows of GPUs, by a stand-in for NVML: what it tells, what it refuses, and what becomes of that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distexp.measure.memory.sampler import Sampler
+from distexp.measure.memory.summary import summarize
+from distexp.measure.memory.trace import Sample, read_trace
+
+MIB = 2**20
+
+
+class NVMLError(Exception):
+    pass
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise NVMLError("Not Supported")
+
+
+@pytest.fixture
+def worker() -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = ModuleType("pynvml")
+    module.NVMLError, module.nvmlMemory_v2 = NVMLError, 0x02000028
+    module.nvmlInit = module.nvmlShutdown = lambda: None
+    module.nvmlDeviceGetHandleByIndex = lambda index: index
+    module.nvmlDeviceGetMemoryInfo = lambda handle, version=None: SimpleNamespace(
+        used=(1000 * (handle + 1) + (0 if version else 600)) * MIB, total=143771 * MIB
+    )
+    module.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=87, memory=40)
+    module.nvmlDeviceGetPowerUsage = lambda handle: 412_345
+    module.nvmlDeviceGetTotalEnergyConsumption = refuse
+    module.nvmlDeviceGetComputeRunningProcesses = refuse
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return module
+
+
+def process(pid: int, mib: int | None) -> SimpleNamespace:
+    return SimpleNamespace(pid=pid, usedGpuMemory=None if mib is None else mib * MIB)
+
+
+def gpu_rows(directory: Path, indices: list[int]) -> list[Sample]:
+    path = directory / "memory/node0.csv"
+    with Sampler(path=path, gpu_indices=indices, interval_s=0.05):
+        time.sleep(0.2)
+    return [sample for sample in read_trace(path).samples if sample.kind == "gpu"]
+
+
+@pytest.mark.usefixtures("worker")
+def test_rows_of_two_gpus(tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = gpu_rows(tmp_path, [2, 3])
+    assert [row.index for row in rows[:4]] == [2, 3, 2, 3]
+    first = rows[0]
+    assert (first.used_mib, first.total_mib, first.source) == (3000.0, 143771.0, "nvml")
+    assert (first.utilization_pct, first.power_w) == (87.0, 412.345)
+    assert first.job_mib is None
+    assert first.energy_j is None
+    refused = capsys.readouterr().err.splitlines()
+    assert len(refused) == 4  # energy and processes, of each GPU, once
+    summary = summarize([tmp_path / "memory/node0.csv"])
+    assert summary.memory["gpu"][1] == {
+        "node": 0,
+        "index": 3,
+        "peak_mib": 4000.0,
+        "average_mib": 4000.0,
+        "mode_mib": 4000,
+        "job_peak_mib": None,
+        "phases": {},
+        "source": "nvml",
+    }
+    assert summary.utilization["gpu"][0] == {"node": 0, "index": 2, "average_pct": 87.0, "phases": {}}
+
+
+def test_this_jobs_part(tmp_path: Path, nvml: Any, worker: int) -> None:
+    foreign = os.getpid()  # not below itself: not ours
+    listed = {0: [process(worker, 700), process(foreign, 200)], 1: [process(foreign, 900)]}
+    nvml.nvmlDeviceGetComputeRunningProcesses = listed.__getitem__
+    rows = gpu_rows(tmp_path, [0, 1])
+    assert [row.job_mib for row in rows[:2]] == [700.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [[], [(1_999_999_999, 700)], [("worker", None)]],
+    ids=["nothing listed", "pids of another namespace", "memory not told"],
+)
+def test_an_unknown_part_is_empty(tmp_path: Path, nvml: Any, worker: int, listed: list[Any]) -> None:
+    found = [process(worker if pid == "worker" else pid, mib) for pid, mib in listed]
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda handle: found
+    assert {row.job_mib for row in gpu_rows(tmp_path, [0])} == {None}
+
+
+@pytest.mark.usefixtures("worker")
+def test_an_older_nvml_counts_the_reserve_and_it_is_said(
+    tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def memory(handle: int, version: int | None = None) -> SimpleNamespace:
+        if version is not None:
+            raise NVMLError("Function Not Found")
+        return SimpleNamespace(used=1600 * MIB, total=143771 * MIB)
+
+    nvml.nvmlDeviceGetMemoryInfo = memory
+    rows = gpu_rows(tmp_path, [0])
+    assert (rows[0].used_mib, rows[0].source) == (1600.0, "nvml_with_reserve")
+    assert "memory without the driver's reserve of GPU 0" in capsys.readouterr().err
+
+
+def test_no_nvml_leaves_empty_rows(tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    nvml.nvmlInit = refuse
+    rows = gpu_rows(tmp_path, [0])
+    assert {row.used_mib for row in rows} == {None}
+    assert capsys.readouterr().err.count("NVML is not available") == 1
+    (entry,) = summarize([tmp_path / "memory/node0.csv"]).memory["gpu"]
+    assert entry["peak_mib"] is None
+    assert entry["mode_mib"] is None

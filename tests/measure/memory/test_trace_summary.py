@@ -1,0 +1,141 @@
+"""Summary, phases and energy of traces that are written by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distexp.measure.memory.summary import Statistics, energy_j, summarize
+from distexp.measure.memory.trace import REQUIRED, Sample, TraceFile, read_trace
+from distexp.runs.phases import Mark, PhaseTail, join_phases, phase_at, read_marks, windows
+
+
+def mark(path: Path, time_s: float, phase: str) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps({"unix_time_s": time_s, "phase": phase}) + "\n")
+
+
+def gpu(time_s: float, used: float, power: float | None = None, energy: float | None = None) -> Sample:
+    return Sample(time_s, "", "gpu", 0, used, power_w=power, energy_j=energy, source="nvml")
+
+
+def write(path: Path, samples: list[Sample]) -> Path:
+    file = TraceFile(path)
+    file.append(samples)
+    file.close()
+    return path
+
+
+def test_the_contract_columns_come_first(tmp_path: Path) -> None:
+    path = write(tmp_path / "node0.csv", [gpu(1.5, 2.0)])
+    assert path.read_text() == (
+        "unix_time_s,phase,kind,index,used_mib,total_mib,utilization_pct,power_w,job_mib,energy_j,source\n"
+        "1.500,,gpu,0,2.000,,,,,,nvml\n"
+    )
+    assert read_trace(path).samples == [gpu(1.5, 2.0)]
+
+
+def test_a_trace_with_the_contract_columns_alone_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "node3.csv"
+    path.write_text(",".join(REQUIRED) + "\n1.0,train,cpu,0,5.5,100,12.5,\n")
+    assert read_trace(path).samples == [Sample(1.0, "train", "cpu", 0, 5.5, 100.0, 12.5)]
+    assert summarize([path]).memory["cpu"][0]["node"] == 3
+
+
+def test_statistics_as_the_seeds_define_them() -> None:
+    found = Statistics.of([2145.2, 2144.6, 2177.4, 2177.0, 3892.0, 100.0])
+    assert found is not None
+    assert (found.peak, found.modes) == (3892.0, (2145, 2177))
+    assert found.average == pytest.approx(2106.03, abs=0.01)
+    assert Statistics.of([]) is None
+
+
+def test_the_record_has_the_smallest_of_tied_modes(tmp_path: Path) -> None:
+    path = write(tmp_path / "node0.csv", [gpu(t, used) for t, used in enumerate([7.0, 5.0, 7.0, 5.0, 6.0])])
+    (entry,) = summarize([path]).memory["gpu"]
+    assert entry["mode_mib"] == 5
+
+
+def test_what_a_profiler_takes_is_in_no_total(tmp_path: Path) -> None:
+    """On a GPU it keeps that until the process ends."""
+    events = tmp_path / "events.jsonl"
+    for time_s, phase in ((0, "train"), (2, "profile"), (4, "eval")):
+        mark(events, time_s, phase)
+    used = [5.0, 7.0, 9.0, 9.0, 8.0]
+    samples = [replace(gpu(t, mib), kind=kind, utilization_pct=10 * mib) for t, mib in enumerate(used)
+               for kind in ("gpu", "cpu")]  # fmt: skip
+    found = summarize([write(tmp_path / "node0.csv", samples)], events)
+    assert found.memory["gpu"][0]["peak_mib"] == 7
+    assert found.memory["cpu"][0]["peak_mib"] == 8
+    assert found.memory["gpu"][0]["phases"] == {"train": 7, "profile": 9, "eval": 8}
+    assert found.utilization["gpu"][0]["average_pct"] == pytest.approx(200 / 3)
+
+
+def test_phases_by_time(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    mark(events, 10, "setup")
+    mark(events, 20, "train")
+    with events.open("a") as file:
+        file.write('{"unix_time_s": 25, "epoch": 1}\n')
+        file.write('{"unix_time_s": 30, "pha')  # torn
+    marks = read_marks(events)
+    assert marks == [Mark(10, "setup"), Mark(20, "train")]
+    assert [phase_at(marks, t) for t in (9, 10, 19.9, 20, 99)] == ["", "setup", "setup", "train", "train"]
+    early = Sample(5, "written", "cpu", 0, 1.0)
+    assert [s.phase for s in join_phases([early, gpu(21, 1.0)], marks)] == ["written", "train"]
+    assert windows(marks, {"setup"}) == [(10, 20)]
+
+
+def test_the_tail_reads_on_and_begins_anew(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    tail = PhaseTail(events)
+    assert tail.at(100) == ""
+    mark(events, 10, "setup")
+    assert tail.at(100) == "setup"
+    with events.open("a") as file:
+        file.write('{"unix_time_s": 20, ')
+    assert tail.at(100) == "setup"
+    with events.open("a") as file:
+        file.write('"phase": "train"}\n')
+    assert tail.at(100) == "train"
+    assert tail.at(15) == "setup"
+    events.unlink()
+    mark(events, 50, "warmup")
+    assert tail.at(100) == "warmup"
+    assert tail.at(15) == ""
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    path = tmp_path / "events.jsonl"
+    for time_s, phase in ((0, "warmup"), (2.25, "train"), (4, "eval"), (6, "train"), (8, "done")):
+        mark(path, time_s, phase)
+    return path
+
+
+def test_energy_of_a_phase_by_power(tmp_path: Path, events: Path) -> None:
+    """Power grows by 10 W a second; between two samples their mean counts, at marks as well."""
+    path = write(tmp_path / "node0.csv", [gpu(t / 2, 1.0, power=5.0 * t) for t in range(20)])
+    expected = 5 * (4**2 - 2.25**2) + 5 * (8**2 - 6**2)
+    assert energy_j([path], events) == pytest.approx(expected, rel=0.003)
+    assert energy_j([path, path], events) == pytest.approx(2 * expected, rel=0.003)
+    assert energy_j([path], events, {"eval"}) == pytest.approx(5 * (6**2 - 4**2))
+
+
+def test_energy_by_the_counter_where_there_is_one(tmp_path: Path, events: Path) -> None:
+    path = write(tmp_path / "node0.csv", [gpu(t, 1.0, power=1.0, energy=1000 + 100.0 * t) for t in range(10)])
+    assert energy_j([path], events) == pytest.approx(100 * (1.75 + 2))
+
+
+def test_energy_that_is_not_known_is_none(tmp_path: Path, events: Path) -> None:
+    torn = write(tmp_path / "node0.csv", [gpu(t / 2, 1.0, power=100.0) for t in range(9)])  # ends at 4 s
+    silent = write(tmp_path / "node1.csv", [gpu(t, 1.0) for t in range(10)])
+    no_gpu = write(tmp_path / "node2.csv", [Sample(1.0, "", "cpu", 0, 1.0)])
+    assert energy_j([torn], events) is None
+    assert energy_j([silent], events) is None
+    assert energy_j([no_gpu], events) is None
+    assert energy_j([tmp_path / "missing.csv"], events) is None
+    assert energy_j([], events) is None

@@ -1,0 +1,271 @@
+"""The share of communication: arithmetic on intervals, traces as a GPU leaves them, and real trainings over gloo."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distexp.config import TrainConfig
+from distexp.console.screen import summary
+from distexp.measure.profiling.chrome_trace import read_timeline
+from distexp.measure.profiling.communication import Interval, Timeline, merged, overlap, shares
+from distexp.measure.profiling.profiler import TRACE, Window
+from distexp.resolve.run_id import run_id
+from distexp.runs.phases import read_marks
+from distexp.runs.record import RunRecord
+from tests.helpers.runs import HELPERS, make_spec, torchrun
+
+MANY_RUNS = HELPERS / "many_runs.py"
+
+
+@pytest.mark.parametrize(
+    ("intervals", "joined"),
+    [
+        ([], []),
+        ([(1, 1), (3, 2)], []),
+        ([(4, 6), (1, 2)], [(1, 2), (4, 6)]),
+        ([(1, 3), (2, 5), (5, 6)], [(1, 6)]),
+        ([(1, 9), (2, 3), (4, 8), (8.5, 9.5)], [(1, 9.5)]),
+    ],
+)
+def test_overlapping_nested_and_touching_intervals_count_once(
+    intervals: list[Interval], joined: list[Interval]
+) -> None:
+    assert merged(intervals) == joined
+
+
+def test_overlap_is_the_time_in_both() -> None:
+    one, other = [(0.0, 4.0), (6.0, 7.0), (9.0, 12.0)], [(1.0, 2.0), (3.0, 6.5), (10.0, 20.0)]
+    assert overlap(one, other) == overlap(other, one) == 1 + 1 + 0.5 + 2
+    assert overlap(one, []) == 0
+
+
+def test_shares_of_a_rank() -> None:
+    """Two steps of 5 s: reductions in two streams, a gather that begins before, kernels over a part of both."""
+    timeline = Timeline(
+        steps=2,
+        window=(10.0, 20.0),
+        collectives={"all_reduce": [(12.0, 14.0), (13.0, 15.0)], "all_gather": [(8.0, 11.0), (14.5, 15.5)], "none": []},
+        kernels=[(10.0, 13.0), (12.5, 12.7), (15.0, 30.0)],
+    )
+    found = shares(timeline)
+    assert found.step_s == 5
+    assert found.share == pytest.approx((1 + 3.5) / 10)
+    assert found.exposed_share == pytest.approx(2 / 10)
+    assert found.by_collective == pytest.approx({"all_gather": 1.0, "all_reduce": 1.5})
+    assert shares(replace(timeline, kernels=None)).exposed_share is None
+    assert shares(replace(timeline, kernels=[])).exposed_share == pytest.approx(found.share)
+    silent = shares(replace(timeline, collectives={}))
+    assert (silent.share, silent.exposed_share, silent.by_collective) == (0.0, 0.0, {})
+    with pytest.raises(ValueError, match="hold nothing"):
+        shares(replace(timeline, window=(1.0, 1.0)))
+
+
+def event(category: str, name: str, begin: float, end: float, **arguments: Any) -> dict[str, Any]:
+    """A complete event, in milliseconds."""
+    when = {"ts": 4.39e12 + 1000 * begin, "dur": 1000 * (end - begin)}
+    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": 7, **when, "args": {"stream": 7, **arguments}}
+
+
+STEPS = [event("user_annotation", f"ProfilerStep#{n}", 10 * n, 10 * n + 10) for n in (1, 2)]
+HOST = [
+    {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
+    event("cpu_op", "c10d::allreduce_", 11, 18),
+    event("user_annotation", "nccl:all_reduce", 11, 18),
+    event("cuda_runtime", "cudaLaunchKernel", 11, 18),
+]
+DEVICE = [
+    event("gpu_user_annotation", "ProfilerStep#1", 10, 20),  # they lie over everything, and are no work
+    event("gpu_user_annotation", "nccl:all_reduce", 12, 19),
+    event("kernel", "void cutlass::Kernel2<cutlass_80_tensorop_bf16>(Params)", 10, 15),
+    event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 14, 17),
+    event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 15, 17),
+    event("kernel", "ncclSymkDevKernel_ReduceScatter_LD_sum_bf16(ncclSymkDevWorkArgs4K)", 20, 21),
+    event("kernel", "ncclKernel_Broadcast_RING_LL_Sum_int8_t(ncclDevComm*)", 22, 22.5),
+    event("kernel", "ncclDevKernel_Generic_1(ncclDevKernelArgs)", 23, 24, **{"Collective name": "_allgather_base"}),
+    event("kernel", "ncclDevKernel_Generic(ncclDevKernelArgs)", 25, 25.5),
+]
+
+
+def trace(folder: Path, *events: dict[str, Any]) -> Path:
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"distributedInfo": {"backend": "nccl"}, "traceEvents": list(events), "traceName": "x"}))
+    return path
+
+
+def test_a_gpus_trace_has_nccls_kernels_and_what_computes_beside_them(tmp_path: Path) -> None:
+    found = shares(read_timeline(trace(tmp_path, *STEPS, *HOST, *DEVICE), on_gpu=True))
+    assert found.step_s == pytest.approx(0.010)
+    assert found.share == pytest.approx((3 + 1 + 0.5 + 1 + 0.5) / 20)
+    assert found.exposed_share == pytest.approx((2 + 1 + 0.5 + 1 + 0.5) / 20), "a copy hides nothing"
+    kinds = {"all_gather": 0.5, "all_reduce": 1.5, "broadcast": 0.25, "other": 0.25, "reduce_scatter": 0.5}
+    assert found.by_collective == pytest.approx({kind: each / 1000 for kind, each in kinds.items()})
+
+
+@pytest.mark.parametrize(
+    ("events", "fault"),
+    [
+        ([*STEPS, *HOST], "saw no kernel on the GPU"),
+        ([*HOST, *DEVICE], "has no step"),
+        ([], "has no step"),
+    ],
+)
+def test_what_was_not_seen_is_no_share_of_zero(tmp_path: Path, events: list[dict[str, Any]], fault: str) -> None:
+    path = trace(tmp_path, *events)
+    with pytest.raises(ValueError, match=fault):
+        read_timeline(path, on_gpu=True)
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(ValueError, match="no JSON"):
+        read_timeline(path, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "total", "per_epoch", "done", "window"),
+    [
+        (3, 64, 32, 0, Window(60, 3)),
+        (0, 64, 32, 0, None),
+        (30, 64, 32, 0, Window(35, 28)),  # as many remain to be measured
+        (3, 40, 5, 0, Window(36, 3)),
+        (4, 40, 5, 0, Window(36, 3)),  # the evaluation before the last epoch stays out
+        (3, 41, 5, 0, None),
+        (3, 64, 32, 55, Window(62, 1)),
+        (3, 64, 32, 56, None),
+        (3, 5, 32, 0, None),
+    ],
+)
+def test_the_last_steps_are_profiled_and_enough_is_measured(
+    asked: int, total: int, per_epoch: int, done: int, window: Window | None
+) -> None:
+    train = TrainConfig(profile_steps=asked, measure_after_step=5)
+    assert Window.of(train, total=total, per_epoch=per_epoch, done=done) == window
+
+
+def test_profiling_makes_no_other_training() -> None:
+    plain, profiled = (make_spec("cluster.device=cpu", f"train.profile_steps={n}") for n in (0, 3))
+    assert run_id(plain.config) == run_id(profiled.config)
+
+
+COMMON = (
+    "dataset.train_size=64", "dataset.eval_size=8", "train.num_epochs=2", "train.micro_batch_size=4",
+    "train.log_every=1", "train.measure_after_step=1", "cluster.device=cpu",
+)  # fmt: skip
+PROFILED = "train.profile_steps=3"
+HALVES = ("train.micro_batch_size=2", "train.gradient_accumulation_steps=2")  # of the same global batch
+CELLS: dict[str, tuple[str, ...]] = {
+    "plain": ("strategy=ddp",),
+    "ddp": ("strategy=ddp", PROFILED),
+    "full_shard": ("sharding=full_shard", PROFILED),
+    "hf_full_shard": ("engine=hf_trainer", "sharding=full_shard", PROFILED),
+    "shard_grad_op": ("sharding=shard_grad_op", PROFILED, *HALVES),
+    "interrupted": ("strategy=ddp", PROFILED, "train.checkpoint_every=7"),
+    "short": ("strategy=ddp", PROFILED, "train.max_steps=3"),
+}
+DEEPSPEED = {
+    **{f"zero{stage}": (f"zero_stage={stage}", PROFILED) for stage in (0, 1, 2, 3)},
+    "hf_zero3": ("engine=hf_trainer", "zero_stage=3", PROFILED),
+}
+
+
+def trained(folder: Path, cells: dict[str, tuple[str, ...]]) -> Path:
+    for name, words in cells.items():
+        (folder / name).mkdir()
+        make_spec(*COMMON, "cluster.workers_per_node=2", *words).write(folder / name)
+    torchrun(2, MANY_RUNS, str(folder))
+    return folder
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("two"), CELLS)
+
+
+def communication(run_dir: Path) -> dict[str, Any]:
+    found = RunRecord.read(run_dir / "record.json").metrics.communication
+    assert found is not None
+    return found
+
+
+def is_measured(run_dir: Path, *kinds: str) -> None:
+    found = communication(run_dir)
+    assert 0 < found["share"] < 1
+    assert set(found["by_collective"]) == set(kinds)
+    assert all(0 < seconds < found["step_s"] for seconds in found["by_collective"].values())
+    assert max(found["by_collective"].values()) <= found["share"] * found["step_s"] * 1.5, "means over two ranks"
+    assert found["exposed_share"] is None, "of a CPU nobody knows"
+    assert (found["profiled_steps"], found["first_step"], found["note"]) == (3, 13, None)
+    assert found["share"] == pytest.approx(sum(rank["share"] for rank in found["ranks"]) / 2)
+    packed = json.loads(gzip.decompress((run_dir / TRACE).read_bytes()))
+    assert sum(str(one.get("name")).startswith("ProfilerStep#") for one in packed["traceEvents"]) == 3
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard", "hf_full_shard"])
+def test_collectives_over_gloo_are_seen_and_named(runs: Path, name: str) -> None:
+    is_measured(runs / name, "all_reduce", *(["all_gather"] if "shard" in name else []))
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard", "shard_grad_op", "hf_full_shard"])
+def test_the_training_is_that_of_an_unprofiled_run(runs: Path, name: str) -> None:
+    plain, profiled = (lines(runs / each / "metrics.jsonl") for each in ("plain", name))
+    assert [line["step"] for line in profiled] == list(range(1, 17))
+    assert [line["loss"] for line in profiled] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
+    before, after = (RunRecord.read(runs / each / "record.json").metrics for each in ("plain", name))
+    assert after.eval_losses == pytest.approx(before.eval_losses, rel=1e-5)
+    assert before.communication is None
+    assert not (runs / "plain" / TRACE).exists()
+
+
+@pytest.mark.parametrize(("name", "gathers"), [("full_shard", 2 + 2 + 1), ("shard_grad_op", 3)])
+def test_parameters_are_gathered_as_often_as_they_must(runs: Path, name: str, gathers: int) -> None:
+    """Two blocks and the root: each block in both passes, or all three once for both micro-batches of a step."""
+    trace = json.loads(gzip.decompress((runs / name / TRACE).read_bytes()))
+    assert sum(one.get("name") == "gloo:all_gather" for one in trace["traceEvents"]) == 3 * gathers
+
+
+def test_profiled_steps_are_not_measured(runs: Path) -> None:
+    """Of 16 steps of 8 samples the first warms up, and the last four are the profiler's."""
+    marks = [mark.phase for mark in read_marks(runs / "ddp" / "events.jsonl")]
+    assert marks == ["setup", "warmup", "train", "eval", "train", "profile", "eval", "profile"]
+    measured = {}
+    for name in ("plain", "ddp"):
+        told = lines(runs / name / "events.jsonl")
+        (measured[name],) = (line["measured_samples"] for line in told if "measured_samples" in line)
+    assert measured == {"plain": 15 * 8, "ddp": 11 * 8}
+    metrics = RunRecord.read(runs / "ddp" / "record.json").metrics
+    times = [line["step_time_s"] for line in lines(runs / "ddp" / "metrics.jsonl")[1:12]]
+    assert metrics.step_time_s is not None
+    assert metrics.step_time_s["max"] == pytest.approx(max(times))
+    assert metrics.train_steps_per_second == pytest.approx(11 / sum(times))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("interrupted", "a checkpoint was written between the profiled steps"),
+        ("short", "too few steps to measure speed and to profile as well (train.profile_steps=3): train for more"),
+    ],
+)
+def test_what_could_not_be_measured_is_null_and_says_why(runs: Path, name: str, why: str) -> None:
+    found = communication(runs / name)
+    assert found["share"] is None
+    assert found["ranks"] == []
+    assert why in found["note"]
+    record = RunRecord.read(runs / name / "record.json")
+    assert record.metrics.train_samples_per_second is not None
+    record.run.duration_s = 1.0  # many runs share their processes, and none of them has its own time
+    assert f"not measured: {why}" in dict(summary(record))["communication"]
+
+
+@pytest.mark.slow
+def test_deepspeeds_collectives_are_seen_too(tmp_path: Path) -> None:
+    folder = trained(tmp_path, DEEPSPEED)
+    for name in DEEPSPEED:
+        is_measured(folder / name, "all_reduce", *([] if name == "zero0" else ["all_gather"]))

@@ -1,0 +1,102 @@
+"""Blocks, embeddings and floating point operations of models, ours and others'."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from distexp.config import ConfigError
+from distexp.models import bloom, gpt, resnet
+from distexp.models.introspection import blocks, forward_flops
+from tests.helpers.runs import resolve_cell
+
+SAMPLES, LENGTH = 3, 10
+
+
+class Experts(nn.Module):
+    """A block with a list of smaller parts of one class inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(8))
+        self.wide = nn.Linear(4, 400)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+
+def test_the_blocks_are_the_largest_repeated_parts() -> None:
+    assert [name for name, _ in blocks(Nested())] == ["layers.0", "layers.1"]
+
+
+def test_what_hugging_face_declares_comes_first() -> None:
+    model = Nested()
+    model._no_split_modules = {"Linear"}  # type: ignore[assignment]
+    assert len(blocks(model)) == 2 + 2 * 9
+    model._no_split_modules = []  # type: ignore[assignment]
+    assert len(blocks(model)) == 2
+
+
+def test_blocks_of_other_hugging_face_models() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=3, n_head=2, n_positions=16)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    assert [name for name, _ in blocks(model)] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
+    model._no_split_modules = None
+    assert [name for name, _ in blocks(model)] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
+
+
+def test_classes_can_be_named() -> None:
+    model = gpt.build(resolve_cell("model=gpt_tiny").model, 300)
+    assert [name for name, _ in blocks(model, "Block")] == ["blocks.0", "blocks.1"]
+    named = [name for name, _ in blocks(model, "MLP, Embedding")]
+    assert named == ["tokens", "positions", "blocks.0.mlp", "blocks.1.mlp"]
+
+
+@pytest.mark.parametrize(("wrap", "absent"), [("BloomBlock", "BloomBlock"), ("Block,Nope", "Nope"), (",", "nothing")])
+def test_a_class_that_is_not_there_is_refused(wrap: str, absent: str) -> None:
+    model = gpt.build(resolve_cell("model=gpt_tiny").model, 300)
+    message = f"fsdp.wrap names {absent}, which this model does not have: choose auto, or from Attention, Block"
+    with pytest.raises(ConfigError, match=message):
+        blocks(model, wrap)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Linear has no repeated blocks to treat apart: name their classes"):
+        blocks(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["gpt_tiny", "bloom_tiny"])
+def test_flops_of_a_transformer_are_those_of_its_products(name: str) -> None:
+    config = resolve_cell(f"model={name}").model
+    build = {"gpt_tiny": gpt.build, "bloom_tiny": bloom.build}[name]
+    with torch.device("meta"):
+        model = build(config, 1024)
+    ids = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
+    hidden, tokens = 64, SAMPLES * LENGTH
+    layer = 2 * tokens * (4 * hidden * hidden + 2 * hidden * 256) + 2 * (2 * tokens * LENGTH * hidden)
+    expected = 2 * layer + 2 * tokens * hidden * 1024
+    assert forward_flops(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}) == expected
+
+
+def test_flops_of_a_resnet_are_those_of_its_convolutions() -> None:
+    with torch.device("meta"):
+        model = resnet.build(resolve_cell("model=resnet_tiny").model, 10)
+
+    def convolution(channels: int, outputs: int, kernel: int, side: int) -> int:
+        return 2 * channels * outputs * kernel * kernel * side * side
+
+    expected = convolution(3, 16, 7, 16) + 2 * convolution(16, 16, 3, 8)
+    for width, side in ((16, 4), (32, 2), (64, 1)):
+        first, second = convolution(width, 2 * width, 3, side), convolution(2 * width, 2 * width, 3, side)
+        expected += first + second + convolution(width, 2 * width, 1, side)
+    expected += 2 * 128 * 10
+    images = torch.zeros(SAMPLES, 3, 32, 32)
+    assert forward_flops(model, {"images": images}) == SAMPLES * expected

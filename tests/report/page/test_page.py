@@ -1,0 +1,307 @@
+"""``report.html`` in a real browser: it asks nothing of any network, it sorts, filters, compares and prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from distexp.report.__main__ import main
+from distexp.report.charts.theme import DARK, LIGHT
+from distexp.runs.record import RunError
+from tests.helpers.records import record, write
+from tests.helpers.report_sweeps import enrich, growing_sweep, leave_traces, zero_sweep
+
+MISSING = "\u2013"
+EVIL = "</script><img src=http://example.invalid/x onerror=alert(1)>"
+PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+
+
+@dataclass
+class Watched:
+    """A page, and all that the browser said about it."""
+
+    page: Page
+    requests: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium")
+    assert path, "chromium is missing: apt-get install chromium"
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=path)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a sweep on GPUs, moved elsewhere after it was made."""
+    made = tmp_path_factory.mktemp("made") / "sweep"
+    zero_sweep(made)
+    broken = record(
+        12, strategy="deepspeed", deepspeed__zero_stage=0, model__name="bloom_560m", cluster__device="cuda",
+        precision__name="bf16", status="failed", error=RunError("ValueError", EVIL, "eval", 1),
+    )  # fmt: skip
+    write(made, enrich(broken))
+    assert main([str(made)]) == 0
+    moved = tmp_path_factory.mktemp("moved") / "else where"
+    shutil.move(made, moved)
+    return moved / "report" / "report.html"
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = growing_sweep(tmp_path_factory.mktemp("grown") / "sweep")
+    assert main([str(made)]) == 0
+    return made / "report" / "report.html"
+
+
+def watch(browser: Browser, path: Path, *, scheme: str = "light", viewport: dict[str, int] = DESK) -> Watched:
+    """The page in a fresh context, once its table and charts are there."""
+    context = browser.new_context(color_scheme=scheme, viewport=viewport)  # type: ignore[arg-type]
+    seen = Watched(context.new_page())
+    seen.page.on("request", lambda request: seen.requests.append(request.url))
+    seen.page.on("console", lambda message: seen.complaints.append(message.text))
+    seen.page.on("pageerror", lambda error: seen.complaints.append(str(error)))
+    seen.page.goto(path.as_uri())
+    seen.page.wait_for_selector("html[data-ready=yes]", timeout=60_000)
+    return seen
+
+
+@pytest.fixture
+def opened(browser: Browser, zero: Path) -> Iterator[Page]:
+    page = watch(browser, zero).page
+    yield page
+    page.context.close()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "viewport"), [("light", DESK), ("dark", DESK), ("light", PHONE)], ids=["light", "dark", "phone"]
+)
+def test_it_asks_nothing_complains_of_nothing_and_fits(
+    browser: Browser, zero: Path, grown: Path, scheme: str, viewport: dict[str, int]
+) -> None:
+    palette = {"light": LIGHT, "dark": DARK}[scheme]
+    for path, charts in ((zero, 1 + 8 + 8 + 1 + 1), (grown, 1 + 2 + 6 + 6 + 1 + 1)):
+        seen = watch(browser, path, scheme=scheme, viewport=viewport)
+        assert {url.split(":")[0] for url in seen.requests} == {"file", "blob"}
+        assert [url for url in seen.requests if url.startswith("file")] == [path.as_uri()]
+        assert seen.complaints == []
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+        drawn = seen.page.locator(".chart svg")
+        assert drawn.count() == charts
+        assert all(drawn.nth(n).locator("path, text").count() > 5 for n in range(charts))
+        assert _computed(seen.page, "body", "background-color") == _rgb(palette["page"])
+        assert _computed(seen.page, ".chart svg .mark-text.role-axis-title text", "fill") == _rgb(palette["muted"])
+        assert _computed(seen.page, "#runs-table tbody td", "color") == _rgb(palette["ink"])
+        seen.page.context.close()
+
+
+def test_a_request_would_be_seen(browser: Browser) -> None:
+    page = browser.new_page()
+    seen: list[str] = []
+    page.on("request", lambda request: seen.append(request.url))
+    page.set_content("<img src='http://127.0.0.1:9/x.png'>")
+    assert seen == ["http://127.0.0.1:9/x.png"]
+    page.close()
+
+
+def test_a_browser_that_cannot_unpack_says_so(browser: Browser, zero: Path) -> None:
+    page = browser.new_page()
+    page.add_init_script("delete window.DecompressionStream")
+    page.goto(zero.as_uri())
+    page.get_by_text("This browser cannot show the table and the charts").wait_for(timeout=10_000)
+    assert page.locator("#exercise table, .tiles li").count() > 0, "what needs no script is there"
+    page.close()
+
+
+def test_the_tiles_rank_only_what_trains_the_same(browser: Browser, tmp_path: Path) -> None:
+    for models, ranked in ((("bloom_tiny", "bloom_tiny"), True), (("bloom_tiny", "gpt_tiny"), False)):
+        made = tmp_path / "-".join(models)
+        for number, model in enumerate(models):
+            write(made, record(number, model__name=model, cluster__workers_per_node=1 + number))
+        assert main([str(made)]) == 0
+        page = watch(browser, made / "report" / "report.html").page
+        assert ("fastest" in page.locator(".tiles").inner_text()) == ranked
+        page.context.close()
+
+
+def test_a_message_of_a_run_is_never_markup(opened: Page) -> None:
+    assert opened.locator("img").count() == 0
+    assert EVIL in opened.locator(".notes").inner_text()
+    opened.get_by_placeholder("Search all columns").fill("onerror=alert")
+    _expect(opened, ["12"])
+
+
+def test_rows_sort_as_numbers(opened: Page) -> None:
+    _expect(opened, [str(n) for n in range(13)])
+    head = opened.locator("#runs-table thead th", has_text="samples/s")
+    head.click()
+    opened.wait_for_selector("#runs-table thead th[aria-sort=ascending]")
+    speeds = [float(text) for text in _column(opened, "samples/s") if text != MISSING]
+    assert len(speeds) == 11
+    assert speeds == sorted(speeds)
+    head.click()
+    opened.wait_for_selector("#runs-table thead th[aria-sort=descending]")
+    assert _column(opened, "samples/s")[0] == "120.0"
+    assert _column(opened, "run")[0] == "0"
+    assert _column(opened, "samples/s")[-2:] == [MISSING, MISSING]  # last, either way
+
+
+def test_rows_filter_by_any_text_and_by_column(opened: Page) -> None:
+    search = opened.get_by_placeholder("Search all columns")
+    search.fill("oom_gpu")
+    _expect(opened, ["6"])
+    search.fill("phase train")  # the reason, which shows on the status
+    _expect(opened, ["6"])
+    search.fill("")
+    _filter(opened, "model", "560m")
+    _expect(opened, [*map(str, range(6)), "12"])
+    _filter(opened, "zero_stage", "3")
+    _expect(opened, ["4", "5"])
+    _filter(opened, "model", "")
+    _expect(opened, ["4", "5", "10", "11"])
+
+
+def test_two_configurations_differ_in_what_was_chosen(opened: Page) -> None:
+    def compared(one: str, other: str) -> dict[str, list[str]]:
+        opened.fill("#run-a", one)
+        opened.fill("#run-b", other)
+        rows = opened.locator("#difference-table tbody tr")
+        texts = [rows.nth(n).locator("th, td").all_inner_texts() for n in range(rows.count())]
+        return {key: values for key, *values in texts}
+
+    found = compared("0", "5")
+    assert found["config.deepspeed.zero_stage"] == ["1", "3"]
+    assert found["config.offload.enabled"] == ["false", "true"]
+    assert set(found) == {"config.deepspeed.zero_stage", "config.offload.enabled", "overrides"}
+    assert set(compared("5", "11 · model=bloom_3b, zero_stage=3, offload=true")) == {"config.model.name", "overrides"}
+    assert compared("3", "3") == {}
+    assert re.fullmatch(r"All \d+ keys are equal\.", opened.inner_text("#difference-note"))
+    assert compared("3", "no such run") == {}
+    assert "Choose two runs" in opened.inner_text("#difference-note")
+
+
+def test_links_are_relative_and_lead_somewhere(opened: Page, zero: Path) -> None:
+    links = opened.locator("a[href]").evaluate_all("all => all.map(one => one.getAttribute('href'))")
+    files = [link for link in links if not link.startswith("#")]
+    assert len(files) > 13 * 3
+    assert [link for link in files if not (zero.parent / unquote(link)).exists()] == []
+    assert any(link.endswith("0/record.json") for link in files)
+    assert any(link.endswith("0/logs/") for link in files)
+    targets = [link[1:] for link in links if link.startswith("#")]
+    assert [name for name in targets if opened.locator(f"[id='{name}']").count() != 1] == []
+    assert "/tmp" not in zero.read_text()
+
+
+def test_figures_show_the_front_out_of_memory_phases_and_the_ideal(browser: Browser, grown: Path, opened: Page) -> None:
+    tradeoff = opened.locator("#memory_throughput svg")
+    assert "OOM" in (tradeoff.text_content() or "")
+    assert tradeoff.locator(".mark-line path[stroke-dasharray]").count() == 2  # a front for each model
+    panel = opened.locator("[data-chart=gpu_memory-6] svg")
+    fills = panel.locator(".mark-rect path").evaluate_all("all => all.map(one => getComputedStyle(one).fill)")
+    assert fills == [_rgb(LIGHT[f"phase-{phase}"]) for phase in ("setup", "warmup", "train", "eval")]
+    scaling = watch(browser, grown).page
+    drawn = scaling.locator("[data-chart=scaling-0] svg").text_content() or ""
+    assert "ideal" in drawn
+    assert "one node" in drawn
+    assert "2 x 2" in scaling.locator("#scaling table").last.inner_text()
+    scaling.context.close()
+
+
+def test_it_prints_light_and_whole(browser: Browser, zero: Path) -> None:
+    page = watch(browser, zero, scheme="dark").page
+    page.get_by_role("combobox", name="rows").select_option("10")
+    assert len(_column(page, "run")) == 10
+    pdf = page.pdf(format="A4")
+    assert pdf.startswith(b"%PDF")
+    assert 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 15
+    page.emulate_media(media="print")
+    assert _computed(page, "body", "color") == _rgb(LIGHT["ink"])
+    assert not page.locator("header nav").is_visible()
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert len(_column(page, "run")) == 13
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert len(_column(page, "run")) == 10
+    page.context.close()
+
+
+def test_the_button_switches_between_light_and_dark(opened: Page) -> None:
+    for palette in (DARK, LIGHT):
+        opened.click("#theme")
+        assert _computed(opened, "body", "background-color") == _rgb(palette["page"])
+
+
+def test_five_thousand_runs(tmp_path: Path, browser: Browser) -> None:
+    template = asdict(enrich(record(0, peak=20000.0)))
+    for number in range(5000):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        template["run"].update(id=f"{number:012x}", number=number)
+        template["config"]["train"].update(learning_rate=(1 + number) / 1e7)
+        template["metrics"]["train_samples_per_second"] = 100 + number * 7919 % 1000
+        template["memory"]["gpu"][0]["peak_mib"] = 20000 + number * 104729 % 9000
+        (directory / "record.json").write_text(json.dumps(template))
+        if number % 100 == 0:
+            leave_traces(directory, record(number, peak=20000.0), samples=2000)
+    before = _own_seconds()
+    assert main([str(tmp_path)]) == 0
+    assert _own_seconds() - before < 20
+    path = tmp_path / "report" / "report.html"
+    assert path.stat().st_size < 6e6
+    page = watch(browser, path).page
+    assert page.locator("#runs-table tbody tr").count() == 25
+    page.get_by_placeholder("Search all columns").fill("1,098.0")
+    page.wait_for_function("document.querySelectorAll('#runs-table tbody tr').length < 25", timeout=5000)
+    page.locator("#runs-table thead th", has_text="GPU peak").click(timeout=5000)
+    page.fill("#run-b", "4999")
+    assert page.locator("#difference-table tbody tr").count() > 0
+    page.context.close()
+
+
+def _own_seconds() -> float:
+    """CPU time of this process: the clock on the wall tells of its neighbours too."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _column(page: Page, title: str) -> list[str]:
+    """The texts of a column of the rows that are shown."""
+    titles = [text.strip() for text in page.locator("#runs-table thead tr").first.locator("th").all_inner_texts()]
+    rows = page.locator("#runs-table tbody tr").evaluate_all(
+        "all => all.map(row => [...row.cells].map(c => c.innerText))"
+    )
+    return [row[titles.index(title)] for row in rows]
+
+
+def _expect(page: Page, runs: list[str]) -> None:
+    """Waits until these runs are shown: the table draws when it finds the time."""
+    for _ in range(50):
+        if (shown := _column(page, "run")) == runs:
+            return
+        page.wait_for_timeout(100)
+    assert shown == runs
+
+
+def _filter(page: Page, title: str, text: str) -> None:
+    titles = [each.strip() for each in page.locator("#runs-table thead tr").first.locator("th").all_inner_texts()]
+    page.locator("#runs-table thead tr").nth(1).locator("th, td").nth(titles.index(title)).locator("input").fill(text)
+
+
+def _computed(page: Page, selector: str, name: str) -> str:
+    return str(page.locator(selector).first.evaluate(f"one => getComputedStyle(one).getPropertyValue('{name}')"))
+
+
+def _rgb(colour: str) -> str:
+    return f"rgb({', '.join(str(int(colour[n : n + 2], 16)) for n in (1, 3, 5))})"

@@ -1,0 +1,309 @@
+"""Every way of distributing is the same training: loss and gradient norm of each step against ``single``.
+
+The reference runs on one worker; the others on 2, 3, 4 and 6, on the same global batch of 24 samples with
+answers of unequal length, accumulation, clipping, warm-up, and a last step of each epoch that no number
+of workers divides. Evaluation, whose sets no number of workers divides either, gives the same numbers too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distexp.data import squad_sample
+from distexp.models.objective import loss_sum
+from distexp.runs.record import RunRecord
+from distexp.runs.spec import RunSpec
+from tests.helpers.evaluation_cells import ANSWERS, EXACT_MATCH, F1, IMAGES, LEARNT, SWAPPED, evaluated, write_questions
+from tests.helpers.grid import Cells, Runs, lines, once_each, run_grid
+from tests.helpers.runs import HELPERS
+
+SCRIPT = HELPERS / "many_runs.py"
+COMMON = (
+    "train.max_steps=12",
+    "train.gradient_clipping=0.5",
+    "train.weight_decay=0.1",
+    "dataset.train_size=113",
+    "dataset.eval_size=31",
+    "train.save_model=true",
+)
+HF = "engine=hf_trainer"
+TARGETS = "train.logits=targets"
+SHARDINGS = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard")
+HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
+CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest library that the workers import
+    ("torch", 2): {
+        "ddp": ("strategy=ddp",),
+        "ddp_checkpointed": ("strategy=ddp", "train.activation_checkpointing=true"),
+        "ddp_sgd": ("strategy=ddp", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
+        "gpt_ddp": ("strategy=ddp", "model=gpt_tiny"),
+        "gpt_full_shard": ("sharding=full_shard", "model=gpt_tiny"),
+        "full_shard_checkpointed": ("sharding=full_shard", "train.activation_checkpointing=true"),
+        "full_shard_prefetch": ("sharding=full_shard", "fsdp.forward_prefetch=1", "fsdp.backward_prefetch=2"),
+        "bf16_ddp": ("strategy=ddp", "precision=bf16"),
+        "bf16_full_shard": ("sharding=full_shard", "precision=bf16"),
+        "gpt_ddp_compiled": ("strategy=ddp", "model=gpt_tiny", "train.compile=true"),
+        **{
+            f"{sharding}{'_offload' if offload == 'true' else ''}": (
+                f"sharding={sharding}",
+                f"offload={offload}",
+            )
+            for sharding in SHARDINGS
+            for offload in ("false", "true")
+        },
+        "targets_ddp": (TARGETS, "strategy=ddp"),
+        "targets_gpt_full_shard": (TARGETS, "sharding=full_shard", "model=gpt_tiny"),
+        "hf_ddp": (HF, "strategy=ddp"),
+    },
+    ("deepspeed_trainer", 2): {
+        "hf_targets_full_shard": (HF, TARGETS, "sharding=full_shard"),
+        "hf_sgd_ddp": (HF, "strategy=ddp", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
+        "hf_full_shard_checkpointed": (HF, "sharding=full_shard", "train.activation_checkpointing=true"),
+        "hf_shard_grad_op_offload": (HF, "sharding=shard_grad_op", "offload=true"),
+        "hf_gpt_hybrid_shard": (HF, "sharding=hybrid_shard", "model=gpt_tiny"),
+        "hf_bf16_full_shard": (HF, "sharding=full_shard", "precision=bf16"),
+        "hf_targets_zero2": (HF, TARGETS, "zero_stage=2"),
+        "hf_zero0": (HF, "zero_stage=0"),
+        "hf_gpt_zero1": (HF, "zero_stage=1", "model=gpt_tiny"),
+        "hf_zero2_offload": (HF, "zero_stage=2", "offload=true"),
+        "hf_bf16_zero0": (HF, "zero_stage=0", "precision=bf16"),
+        "hf_bf16_zero2": (HF, "zero_stage=2", "precision=bf16"),
+    },
+    ("torch", 4): {
+        "hybrid_2x2": ("sharding=hybrid_shard", "fsdp.replicas=2"),
+        "hybrid_2x2_offload": ("sharding=hybrid_shard", "fsdp.replicas=2", "offload=true"),
+        "full_shard_4": ("sharding=full_shard",),
+        "hf_hybrid_2x2": (HF, "sharding=hybrid_shard", "fsdp.replicas=2"),
+    },
+    ("deepspeed", 2): {
+        "zero0": ("zero_stage=0",),
+        **{
+            f"zero{stage}{'_offload' if offload == 'true' else ''}": (
+                f"zero_stage={stage}",
+                f"offload={offload}",
+            )
+            for stage in (1, 2, 3)
+            for offload in ("false", "true")
+        },
+        "zero2_checkpointed": ("zero_stage=2", "train.activation_checkpointing=true"),
+        "zero1_sgd": ("zero_stage=1", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
+        "gpt_zero3": ("zero_stage=3", "model=gpt_tiny"),
+        "bf16_zero2": ("zero_stage=2", "precision=bf16"),
+        "bf16_zero3": ("zero_stage=3", "precision=bf16"),
+        "targets_zero3": (TARGETS, "zero_stage=3"),
+        "hf_zero3_offload": (HF, "zero_stage=3", "offload=true"),
+    },
+    ("deepspeed", 3): {
+        "ddp_3": ("strategy=ddp",),
+        "full_shard_3": ("sharding=full_shard",),
+        "zero2_3": ("zero_stage=2",),
+        "zero3_3": ("zero_stage=3",),
+    },
+    ("deepspeed", 6): {"hybrid_3x2": HYBRID_3X2, "zero3_6": ("zero_stage=3",)},
+}
+ORDINARY = {("torch", 2), ("deepspeed", 2)}
+EVALUATED = {
+    ("deepspeed", 3): evaluated(
+        ddp_3=("strategy=ddp",),
+        full_shard_3=("sharding=full_shard",),
+        zero3_3=("zero_stage=3",),
+        hf_full_shard_3=(HF, "sharding=full_shard"),
+    ),
+    ("deepspeed", 6): evaluated(ddp_6=("strategy=ddp",), hybrid_3x2=HYBRID_3X2, zero3_6=("zero_stage=3",)),
+}
+REFERENCES = {
+    "bloom": (),
+    "gpt": ("model=gpt_tiny",),
+    "sgd": ("train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
+    "bf16": ("precision=bf16",),
+    "hf": (HF,),
+    "answers": ANSWERS,
+    "answers_swapped": SWAPPED,
+    "images": IMAGES,
+}
+
+
+def parameters(cells: Iterable[tuple[tuple[str, int], Iterable[str]]]) -> list[Any]:
+    """Each cell by its name; those of ORDINARY show most of what can go wrong, the others take their time."""
+    return [
+        pytest.param(*key, name, id=name, marks=() if key in ORDINARY else pytest.mark.slow)
+        for key, names in cells
+        for name in names
+    ]
+
+
+NAMES = parameters(CELLS.items())
+
+
+def run_cells(folder: Path, workers: int, cells: Cells) -> Path:
+    write_questions(folder / "questions")
+    located = {
+        name: tuple(text.replace("QUESTIONS", str(folder / "questions")) for text in (*COMMON, *overrides))
+        for name, overrides in cells.items()
+    }
+    return run_grid(SCRIPT, folder, workers, located)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cells = {name: ("strategy=single", *overrides) for name, overrides in REFERENCES.items()}
+    return run_cells(tmp_path_factory.mktemp("references") / "torch", 1, cells)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    def run(folder: Path, library: str, workers: int) -> None:
+        key = library, workers
+        run_cells(folder, workers, CELLS[key] | EVALUATED.get(key, {}))
+
+    return once_each(tmp_path_factory, run)
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return lines(folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(("library", "workers", "name"), NAMES)
+def test_same_training_as_single(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
+    reference = next((kind for kind in ("gpt", "sgd", "bf16") if kind in name), "bloom")
+    tolerance = {"bf16": 1e-2}.get(reference, 1e-5)
+    expected = steps(references / reference)
+    actual = steps(runs(library, workers) / name)
+    assert len(expected) == len(actual) == 12
+    for theirs, ours in zip(expected, actual, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance), ours["step"]
+        assert ours["grad_norm"] == pytest.approx(
+            theirs["grad_norm"], rel=tolerance if reference != "bf16" else 5e-2
+        ), ours["step"]
+        assert ours["learning_rate"] == theirs["learning_rate"]
+    single = RunRecord.read(references / reference / "record.json").metrics
+    metrics = RunRecord.read(runs(library, workers) / name / "record.json").metrics
+    assert metrics.eval_losses == pytest.approx(single.eval_losses, rel=tolerance)
+    assert metrics.train_losses == pytest.approx(single.train_losses, rel=tolerance)
+
+
+@pytest.mark.parametrize(("library", "workers", "name"), NAMES)
+def test_saved_weights_are_those_of_single(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
+    reference = next((kind for kind in ("gpt", "sgd", "bf16") if kind in name), "bloom")
+    theirs, ours = saved_model(references / reference), saved_model(runs(library, workers) / name)
+    expected = theirs.state_dict()
+    assert expected.keys() == ours.state_dict().keys()
+    # An update of Adam is the learning rate, whatever small the gradient: rounding may turn its sign.
+    tolerance = 12 * 0.002 if reference == "bf16" else 1e-4
+    for key, weight in ours.state_dict().items():
+        torch.testing.assert_close(weight, expected[key], atol=tolerance, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_a_saved_model_has_the_loss_that_was_recorded(references: Path) -> None:
+    for name in ("bloom", "gpt"):
+        spec, record = RunSpec.read(references / name), RunRecord.read(references / name / "record.json")
+        data = squad_sample.load(spec.config.dataset, spec.config.model, spec.config.train.seed)
+        model = saved_model(references / name).eval()
+        batch = data.collate([data.evaluation[index] for index in range(len(data.evaluation))])
+        with torch.no_grad():
+            loss = loss_sum("causal_lm", model(**batch.inputs), batch) / batch.targets
+        assert loss.item() == pytest.approx(record.metrics.eval_loss, rel=1e-5)
+        tokenizer = AutoTokenizer.from_pretrained(references / name / "model")
+        assert tokenizer("Who wrote it?")["input_ids"] == data.tokenizer.encode_batch(["Who wrote it?"])[0].tolist()
+
+
+def saved_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("library", "workers", "name"), parameters(EVALUATED.items()))
+def test_each_example_is_evaluated_once(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
+    folder = runs(library, workers) / name
+    kind = name.partition("_")[0]
+    single, metrics = (RunRecord.read(at / "record.json").metrics for at in (references / kind, folder))
+    if kind == "answers":
+        assert metrics.exact_match == pytest.approx(single.exact_match)
+        assert metrics.f1 == pytest.approx(single.f1)
+        assert json.loads((folder / "predictions.json").read_text()) == LEARNT
+    else:
+        assert metrics.eval_losses == pytest.approx(single.eval_losses, rel=1e-5)
+        assert metrics.eval_accuracies == pytest.approx(single.eval_accuracies)
+        assert metrics.eval_top5_accuracies == pytest.approx(single.eval_top5_accuracies)
+
+
+def test_the_reference_scores_what_was_reckoned_by_hand(references: Path) -> None:
+    answers, swapped, images = (
+        RunRecord.read(references / name / "record.json").metrics for name in ("answers", "answers_swapped", "images")
+    )
+    assert json.loads((references / "answers" / "predictions.json").read_text()) == LEARNT
+    assert (answers.exact_match, answers.f1) == (pytest.approx(EXACT_MATCH), pytest.approx(F1))
+    assert (swapped.exact_match, swapped.f1) == (0, 0)
+    assert len(images.eval_accuracies) == len(images.eval_top5_accuracies) > 1
+    for first, among_five in zip(images.eval_accuracies, images.eval_top5_accuracies, strict=True):
+        assert 0 < first < among_five
+        assert (31 * first, 31 * among_five) == (
+            pytest.approx(round(31 * first)),
+            pytest.approx(round(31 * among_five)),
+        )
+    assert answers.eval_accuracies == answers.eval_top5_accuracies == []
+
+
+def test_the_reference_exercises_what_it_claims(references: Path) -> None:
+    trained = steps(references / "bloom")
+    assert all(step["grad_norm"] > 0.5 for step in trained), "clipping was never active"
+    assert len({step["learning_rate"] for step in trained}) > 8, "the schedule did not move"
+    assert trained[-1]["loss"] < trained[0]["loss"]
+
+
+def test_the_trainer_differs_from_our_loop_in_no_bit(references: Path) -> None:
+    ours, theirs = references / "bloom", references / "hf"
+    for key in ("step", "epoch", "loss", "grad_norm", "learning_rate"):
+        assert [line[key] for line in steps(ours)] == [line[key] for line in steps(theirs)]
+    native, trainer = (RunRecord.read(folder / "record.json") for folder in (ours, theirs))
+    assert native.built is not None
+    assert trainer.built is not None
+    assert (native.built.engine, trainer.built.engine) == ("native", "hf_trainer")
+    assert native.metrics.eval_losses == trainer.metrics.eval_losses
+    assert native.run.id != trainer.run.id
+    assert phases(ours) == phases(theirs)
+
+
+def phases(folder: Path) -> list[str]:
+    return [event["phase"] for event in lines(folder / "events.jsonl") if "phase" in event]
+
+
+@pytest.mark.parametrize(("library", "workers", "name"), NAMES)
+def test_built_is_what_was_called(library: str, workers: int, name: str, runs: Runs) -> None:
+    folder = runs(library, workers) / name
+    record = RunRecord.read(folder / "record.json")
+    calls = json.loads((folder / "calls.json").read_text())
+    built, config = record.built, record.config
+    assert built is not None
+    assert built.world_size == workers
+    assert built.engine == ("hf_trainer" if name.startswith("hf") else "native")
+    assert built.compute_dtype == ("bfloat16" if "bf16" in name else "float32")
+    if built.strategy == "ddp":
+        assert calls == {"DDP": 1}
+        assert built.mesh == [workers, 1]
+    elif built.strategy == "fsdp":
+        if built.engine == "native":
+            # A unit for each of two blocks, two for embedding and head where they are not tied, and the root.
+            assert calls == {"fully_shard": 3 if config["model"]["name"] == "bloom_tiny" else 5}
+            assert built.sharded_units == calls["fully_shard"]
+        else:  # what else accelerate shards apart depends on its version
+            assert set(calls) == {"fully_shard"}
+            assert calls["fully_shard"] >= 3
+        sharding = config["fsdp"]["sharding"]
+        replicas = {"no_shard": workers, "hybrid_shard": config["fsdp"]["replicas"] or 1}.get(sharding, 1)
+        assert built.mesh == [replicas, workers // replicas]
+        assert built.wrapper == f"fully_shard(reshard_after_forward={sharding != 'shard_grad_op'})"
+        assert (built.offload != "none") == config["offload"]["enabled"]
+    else:
+        assert calls == {"deepspeed.initialize": 1}
+        stage = config["deepspeed"]["zero_stage"]
+        assert built.zero_stage == stage
+        expected = "none" if not config["offload"]["enabled"] else "optimizer"
+        assert built.offload == (expected + "+parameters" if stage == 3 and expected != "none" else expected)
+        settings = json.loads((folder / "ds_config.json").read_text())
+        assert settings["zero_optimization"]["stage"] == stage

@@ -1,0 +1,103 @@
+"""Trackers, each against the real thing: what its library reads back is what the record says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distexp.config import TrackerConfig
+from distexp.runs.record import RunRecord
+from distexp.runs.spec import RunSpec
+from distexp.tracking.process import tracked
+from tests.helpers.runs import run_distexp
+
+SETTINGS = ("model=gpt_tiny", "strategy=single", "train.max_steps=12", "train.num_epochs=1", "train.log_every=4")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("tracking") / "run"
+    done = run_distexp(*SETTINGS, "tracker=tensorboard", f"hydra.run.dir={folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done
+
+
+def follow(folder: Path, tracker: TrackerConfig) -> list[str]:
+    """Has another tracker follow a run that is done."""
+    spec = RunSpec.read(folder)
+    spec = replace(spec, config=replace(spec.config, tracker=tracker))
+    spec.write(folder)
+    with tracked(spec, folder) as tracking:
+        pass
+    return tracking.told
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_tensorboard_has_every_step_and_the_summary(run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, done = run
+    assert f"tensorboard --logdir {folder}/tensorboard" in done.stdout
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    scalars = events.Scalars("train/loss")
+    assert [scalar.step for scalar in scalars] == [4, 8, 12]
+    assert [scalar.value for scalar in scalars] == pytest.approx(losses(folder))
+    metrics = RunRecord.read(folder / "record.json").metrics
+    (mean,) = events.Scalars("summary/train/samples_per_second_mean")
+    assert mean.value == pytest.approx(metrics.train_samples_per_second)
+    (evaluated,) = events.Scalars("eval/loss")
+    assert evaluated.value == pytest.approx(metrics.eval_loss)
+    assert "config/text_summary" in events.Tags()["tensors"]
+
+
+def test_mlflow_has_parameters_metrics_and_files(
+    run: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    folder, uri = run[0], f"file://{tmp_path}/store"
+    told = follow(folder, TrackerConfig("mlflow", "distexp.tracking.mlflow.MLflow", uri=uri))
+    assert told == [f"mlflow: mlflow ui --backend-store-uri {uri}"]
+    client = MlflowClient(uri)
+    (experiment,) = [found for found in client.search_experiments() if found.name == "distexp"]
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.status == "FINISHED"
+    assert found.data.params["strategy.name"] == "single"
+    assert [metric.value for metric in client.get_metric_history(found.info.run_id, "train/loss")] == pytest.approx(
+        losses(folder)
+    )
+    record = RunRecord.read(folder / "record.json")
+    assert found.data.metrics["summary/train_loss"] == pytest.approx(record.metrics.train_loss)
+    assert {"record.json", "metrics.jsonl"} <= {file.path for file in client.list_artifacts(found.info.run_id)}
+
+
+def test_wandb_is_offline_and_tells_how_to_send(run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder = run[0]
+    (told,) = [
+        line for line in follow(folder, TrackerConfig("wandb", "distexp.tracking.wandb.Wandb")) if "sync" in line
+    ]
+    place = Path(told.removeprefix("wandb: wandb sync "))
+    assert place.parent == folder / "wandb"
+    assert place.name.startswith("offline-run-")
+    (database,) = place.glob("run-*.wandb")
+    content = database.read_bytes()
+    assert b"train/samples_per_second_mean" in content
+    assert b"peak_cpu_mem_MB" in content
+
+
+def test_a_tracker_that_fails_warns_once(
+    run: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    nobody = TrackerConfig("mlflow", "distexp.tracking.mlflow.MLflow", uri="http://127.0.0.1:9")
+    (told,) = follow(run[0], nobody)
+    assert told.startswith("warning: tracker=mlflow failed, and the run went on")

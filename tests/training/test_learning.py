@@ -1,0 +1,76 @@
+"""The small models learn their samples, in a loop without any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from distexp.config import Config
+from distexp.config.targets import locate
+from distexp.data.base import TaskData
+from distexp.models.objective import correct_count, loss_sum
+from tests.helpers.runs import resolve_cell
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small products lose more to threads than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def learn(config: Config, steps: int) -> tuple[float, float, float]:
+    """Evaluation loss before and after some steps, and the accuracy after them."""
+    torch.manual_seed(config.train.seed)
+    data: TaskData = locate(config.dataset._target_)(config.dataset, config.model, config.train.seed)
+    model: nn.Module = locate(config.model._target_)(config.model, data.num_classes)
+    optimizer: torch.optim.Optimizer
+    if config.train.optimizer == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), config.train.learning_rate, momentum=config.train.momentum)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), config.train.learning_rate)
+    before, _ = evaluate(model, data)
+    model.train()
+    for _ in range(steps):
+        chosen = torch.randint(len(data.train), (2 * config.train.micro_batch_size,)).tolist()
+        batch = data.collate([data.train[index] for index in chosen]).to(torch.device("cpu"))
+        optimizer.zero_grad()
+        (loss_sum(data.task, model(**batch.inputs), batch) / batch.targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return before, *evaluate(model, data)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: TaskData) -> tuple[float, float]:
+    model.eval()
+    batch = data.collate([data.evaluation[index] for index in range(len(data.evaluation))]).to(torch.device("cpu"))
+    outputs = model(**batch.inputs)
+    hits = correct_count(outputs, batch)
+    return float(loss_sum(data.task, outputs, batch)) / batch.targets, float(hits) / batch.targets
+
+
+@pytest.mark.parametrize("model", ["bloom_tiny", "gpt_tiny"])
+def test_a_small_language_model_learns_the_sample(model: str) -> None:
+    before, after, _ = learn(resolve_cell(f"model={model}"), steps=60)
+    assert before > 6.5
+    assert after < 2.2
+
+
+def test_a_small_resnet_learns_the_sample() -> None:
+    config = resolve_cell("model=resnet_tiny")
+    assert config.dataset.name == "tinyimagenet_sample"
+    before, after, accuracy = learn(config, steps=60)
+    assert before > 2
+    assert after < 1.2
+    assert accuracy > 0.5, "chance is 0.1"
+
+
+def test_another_data_set_can_be_chosen_for_an_image_model() -> None:
+    config = resolve_cell("model=resnet_tiny", "dataset=synthetic")
+    assert config.dataset.name == "synthetic"
