@@ -1,4 +1,4 @@
-"""The ways in which a command ends that are no fault of the program."""
+"""The ways in which a command ends that are no error of the program."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A Slurm cluster on this machine; where there can be none, an error that says why, and never a skipped test."""
-    fault = missing()
-    if fault is not None:
-        pytest.fail(f"no Slurm cluster for the tests: {fault}", pytrace=False)
+    error = missing()
+    if error is not None:
+        pytest.fail(f"no Slurm cluster for the tests: {error}", pytrace=False)
     with standing(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
         yield cluster

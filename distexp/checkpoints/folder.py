@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> tuple[Meta, Sums] | None:
         return None
 
 
-def fault(folder: Path, sums: Sums) -> str | None:
+def find_damage(folder: Path, sums: Sums) -> str | None:
     """The first file that is not as the manifest says, and how; None where all are."""
     for name, (size, crc) in sums.items():
         path = folder / name

@@ -104,18 +104,18 @@ class Keeper:
         """The first whole one; what is passed over is said aloud. Ranks share out the files that they check."""
         for folder in gather_to_all(candidates)[0]:
             manifest = disk.read_manifest(folder)
-            fault = self._fault(folder, *manifest, own=own) if manifest else "its manifest is missing or torn"
-            faults = [text for text in gather_to_all(fault) if text]
-            if not faults and manifest is not None:
+            damage = self._find_damage(folder, *manifest, own=own) if manifest else "its manifest is missing or torn"
+            errors = [text for text in gather_to_all(damage) if text]
+            if not errors and manifest is not None:
                 return folder, manifest[0]
-            self._tell(f"{folder} is passed over: {faults[0]}")
+            self._tell(f"{folder} is passed over: {errors[0]}")
         return None
 
-    def _fault(self, folder: Path, meta: Meta, sums: Sums, *, own: bool) -> str | None:
+    def _find_damage(self, folder: Path, meta: Meta, sums: Sums, *, own: bool) -> str | None:
         if own and meta.run_id != self.run_id:
             return f"it is of run {meta.run_id}, not of {self.run_id}"
         mine = sorted(sums)[self.context.rank :: self.context.world_size]
-        return disk.fault(folder, {name: sums[name] for name in mine})
+        return disk.find_damage(folder, {name: sums[name] for name in mine})
 
     def _check_fitting(self, theirs: Meta) -> None:
         """Raises ConfigError where another training's position, weights or optimizer mean nothing here."""

@@ -22,14 +22,14 @@ def refuse_odd_words(words: Sequence[str]) -> None:
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     known, unknown = parser.parse_known_intermixed_args(list(words))
-    faults = [_no_option(word, words) for word in unknown if word.startswith("-")]
+    errors = [_no_option(word, words) for word in unknown if word.startswith("-")]
     actions = [f"--{name}" for name in ACTIONS if getattr(known, name)]
     if len(actions) > 1:
-        faults.append(f"{' and '.join(actions)} exclude each other: give one of them")
-    if not faults:
-        faults = [f"{' '.join(torn)} has a blank too many: write {_mended(torn)}" for torn in _torn(known.overrides)]
-    if faults:
-        raise ConfigError(faults)
+        errors.append(f"{' and '.join(actions)} exclude each other: give one of them")
+    if not errors:
+        errors = [f"{' '.join(torn)} has a blank too many: write {_mended(torn)}" for torn in _torn(known.overrides)]
+    if errors:
+        raise ConfigError(errors)
 
 
 def _refuse(message: str) -> NoReturn:

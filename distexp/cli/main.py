@@ -1,4 +1,4 @@
-"""The command line: Hydra's, with choices quoted, traps refused, and faults said in a sentence."""
+"""The command line: Hydra's, with choices quoted, traps refused, and errors said in a sentence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(word in ("-h", "--help") for word in words):
         return while_read(_help)
     wants_trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and the faults are put into words here
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and the errors are put into words here
     try:
         return _run(words)
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
@@ -121,20 +121,20 @@ def refuse_traps(overrides: Sequence[Override], *, multirun: bool) -> None:
     """What Hydra would do silently, and other than it was meant."""
     by_key = {override.get_key_element().lstrip("+~"): override for override in overrides}
     swept = [key for key, override in by_key.items() if override.is_sweep_override()]
-    faults = []
+    errors = []
     for key in sorted({"cluster", "experiment"}.intersection(swept)):
-        faults.append(
+        errors.append(
             f"{by_key[key].input_line} cannot be swept, for it decides how the sweep itself runs: "
             f"start one command for each {key}"
         )
     if swept and not multirun and "experiment" not in by_key:
         shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
-        faults.append(f"{shown} is a sweep: add --multirun, or give one value")
+        errors.append(f"{shown} is a sweep: add --multirun, or give one value")
     if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key):
-        faults.append("hydra.run.dir is the directory of one run, and this is a sweep: set hydra.sweep.dir instead")
-    faults += [f"{key} is not for the command line: {mend}" for key, mend in RESERVED.items() if key in by_key]
-    if faults:
-        raise ConfigError(faults)
+        errors.append("hydra.run.dir is the directory of one run, and this is a sweep: set hydra.sweep.dir instead")
+    errors += [f"{key} is not for the command line: {mend}" for key, mend in RESERVED.items() if key in by_key]
+    if errors:
+        raise ConfigError(errors)
 
 
 def refuse_sweep_of_one(words: Sequence[str]) -> None:
@@ -153,7 +153,7 @@ def _as_sweep_dir(word: str) -> list[str]:
 def explain(error: Exception) -> list[str]:
     """A sentence or several for what was wrong, with what may have been meant."""
     if isinstance(error, ConfigError):
-        return error.faults
+        return error.errors
     if isinstance(error, MissingConfigException):
         return [_missing_option(error)]
     lines = str(error).strip().splitlines()

@@ -29,16 +29,16 @@ def unused_keys(group: str, section: ModelConfig | DatasetConfig) -> list[str]:
     ]
 
 
-def model_faults(model: ModelConfig) -> list[str]:
-    """A sentence for each fault of a model's section: unused, missing and impossible values."""
+def model_errors(model: ModelConfig) -> list[str]:
+    """A sentence for each error of a model's section: unused, missing and impossible values."""
     return [*unused_keys("model", model), *_missing(model), *_impossible(model)]
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raises ConfigError with all of ``model_faults``."""
-    faults = model_faults(model)
-    if faults:
-        raise ConfigError(faults)
+    """Raises ConfigError with all of ``model_errors``."""
+    errors = model_errors(model)
+    if errors:
+        raise ConfigError(errors)
 
 
 def source(model: ModelConfig) -> str | None:

@@ -14,11 +14,11 @@ from omegaconf import MISSING
 
 
 class ConfigError(ValueError):
-    """One or more faults of a configuration, each a sentence with value, constraint and mend."""
+    """One or more errors of a configuration, each a sentence with value, constraint and mend."""
 
-    def __init__(self, faults: list[str] | str) -> None:
-        self.faults = [faults] if isinstance(faults, str) else list(faults)
-        super().__init__("\n".join(self.faults))
+    def __init__(self, errors: list[str] | str) -> None:
+        self.errors = [errors] if isinstance(errors, str) else list(errors)
+        super().__init__("\n".join(self.errors))
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from distexp.config import DatasetConfig, ModelConfig
 
 
-def length_fault(dataset: DatasetConfig, model: ModelConfig) -> str | None:
+def check_sequence_length(dataset: DatasetConfig, model: ModelConfig) -> str | None:
     """What is wrong with texts longer than the positions of a model; None where they fit."""
     if dataset.max_length is None or model.seq_length is None or dataset.max_length <= model.seq_length:
         return None
@@ -15,7 +15,7 @@ def length_fault(dataset: DatasetConfig, model: ModelConfig) -> str | None:
     )
 
 
-def share_fault(samples: int, workers: int, micro_batch_size: int) -> str | None:
+def check_samples_per_rank(samples: int, workers: int, micro_batch_size: int) -> str | None:
     """What is wrong with micro-batches that no worker can fill: they would be filled up, and measure filling."""
     share = -(-samples // workers)
     if micro_batch_size <= share:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_target(target: str, trusted: Sequence[str]) -> str | None:
-    """The fault of a target that lies outside distexp and the packages that the user trusts."""
+    """The error of a target that lies outside distexp and the packages that the user trusts."""
     package = target.split(".", 1)[0]
     if package == "distexp" or package in trusted:
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.config.size_checks import length_fault
+from distexp.config.size_checks import check_sequence_length
 from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, Sample
 
 
@@ -97,6 +97,6 @@ def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
     longest = dataset.max_length or model.seq_length
     if longest is None:
         raise ConfigError("dataset.max_length is null, and texts need a longest length: set it, in tokens")
-    if fault := length_fault(dataset, model):
-        raise ConfigError(fault)
+    if error := check_sequence_length(dataset, model):
+        raise ConfigError(error)
     return longest

@@ -40,7 +40,7 @@ def examine() -> tuple[list[Finding], Verdict]:
     with ThreadPoolExecutor(4) as pool:
         slurm = pool.submit(check_slurm)
         torch = probe_torch()
-        backends = [] if torch.fault else ["gloo"]
+        backends = [] if torch.error else ["gloo"]
         if torch.usable and torch.nccl and gpus > 1:
             backends.append("nccl")
         libraries = pool.submit(check_libraries)

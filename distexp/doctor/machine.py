@@ -63,10 +63,10 @@ def memory_limit() -> int | None:
 def check_disk(path: Path | None = None) -> Finding:
     """Room for runs in the current folder."""
     folder = path or Path.cwd()
-    fault = write_fault(folder)
-    if fault:
+    error = write_error(folder)
+    if error:
         mend = "start elsewhere, or set hydra.sweep.dir to a folder that can be written"
-        return missing("disk here", f"{folder} cannot be written: {fault}", mend)
+        return missing("disk here", f"{folder} cannot be written: {error}", mend)
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {folder}"
     if usage.free < LEAST_DISK:
@@ -94,10 +94,10 @@ def check_hub_cache(scan_s: float = 2.0) -> Finding:
     folder = hub_cache()
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
                if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]  # fmt: skip
-    fault = write_fault(folder)
-    if fault:
+    error = write_error(folder)
+    if error:
         mend = "set HF_HOME to a folder that can be written; the generated samples need no download"
-        return warning("Hugging Face cache", f"{folder} cannot be written: {fault}", mend)
+        return warning("Hugging Face cache", f"{folder} cannot be written: {error}", mend)
     size, whole = folder_size(folder, scan_s)
     found = f"{folder}, {'' if whole else 'more than '}{size / GIB:.1f} GiB"
     if offline:
@@ -129,14 +129,14 @@ def folder_size(folder: Path, limit_s: float) -> tuple[int, bool]:
 def check_own_cache() -> Finding:
     """Where generated samples and tokenised texts are kept."""
     folder = cache_dir()
-    fault = write_fault(folder)
-    if fault:
+    error = write_error(folder)
+    if error:
         mend = "set DISTEXP_CACHE to a folder that can be written"
-        return missing("distexp cache", f"{folder} cannot be written: {fault}", mend)
+        return missing("distexp cache", f"{folder} cannot be written: {error}", mend)
     return ok("distexp cache", str(folder))
 
 
-def write_fault(folder: Path) -> str | None:
+def write_error(folder: Path) -> str | None:
     """Why a file cannot be written in a folder; of one that does not exist yet, in what it will lie in."""
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent

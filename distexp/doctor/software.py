@@ -29,8 +29,8 @@ class Torch:
     nccl: str | None = None
     architectures: tuple[str, ...] = ()
     capabilities: tuple[tuple[int, int], ...] = ()  # of the GPUs
-    gpu_fault: str | None = None  # what the first computation on a GPU said
-    fault: str | None = None  # why it cannot be imported
+    gpu_error: str | None = None  # what the first computation on a GPU said
+    error: str | None = None  # why it cannot be imported
 
 
 def check_python() -> Finding:
@@ -54,14 +54,14 @@ import json, torch
 usable = torch.cuda.is_available()
 count = torch.cuda.device_count() if usable else 0
 nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
-gpu_fault = None
+gpu_error = None
 if usable:
     try:
         torch.ones(8, device="cuda").sum().item()
     except RuntimeError as error:
-        usable, gpu_fault = False, str(error).splitlines()[0]
+        usable, gpu_error = False, str(error).splitlines()[0]
 print(json.dumps(dict(
-    version=torch.__version__, cuda=torch.version.cuda, usable=usable, gpu_fault=gpu_fault,
+    version=torch.__version__, cuda=torch.version.cuda, usable=usable, gpu_error=gpu_error,
     nccl=".".join(map(str, nccl)) if nccl else None, architectures=torch.cuda.get_arch_list(),
     capabilities=[torch.cuda.get_device_capability(i) for i in range(count)],
 )))
@@ -72,9 +72,9 @@ def probe_torch(timeout_s: float = IMPORT_TIMEOUT_S) -> Torch:
     """Imports torch in a process of its own, and computes on a GPU where there is one."""
     answer = ask([sys.executable, "-c", TORCH_PROBE], timeout_s)
     if answer.code is None:
-        return Torch(fault=f"importing it took longer than {timeout_s:g} s")
+        return Torch(error=f"importing it took longer than {timeout_s:g} s")
     if answer.code != 0:
-        return Torch(fault=f"importing it ended with code {answer.code}: {answer.last_words}")
+        return Torch(error=f"importing it ended with code {answer.code}: {answer.last_words}")
     raw = json.loads(answer.output.splitlines()[-1])
     raw["architectures"] = tuple(raw["architectures"])
     raw["capabilities"] = tuple((major, minor) for major, minor in raw["capabilities"])
@@ -83,8 +83,8 @@ def probe_torch(timeout_s: float = IMPORT_TIMEOUT_S) -> Torch:
 
 def check_torch(torch: Torch, gpus: int) -> Finding:
     """Whether torch works, and with the GPUs that are here."""
-    if torch.fault is not None:
-        return missing("torch", torch.fault, f"install it again: {REINSTALL} torch")
+    if torch.error is not None:
+        return missing("torch", torch.error, f"install it again: {REINSTALL} torch")
     built = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
     found = f"{torch.version}, {built}, CUDA {'works' if torch.usable else 'cannot be used'}"
     if gpus and not torch.cuda:
@@ -95,7 +95,7 @@ def check_torch(torch: Torch, gpus: int) -> Finding:
         mend = f"this build knows {', '.join(torch.architectures)}: install one that was built for {names} too"
         return warning("torch", f"{found}, and it was not built for {names}", mend)
     if gpus and not torch.usable:
-        why = f": {torch.gpu_fault}" if torch.gpu_fault else ""
+        why = f": {torch.gpu_error}" if torch.gpu_error else ""
         mend = "compare its CUDA with the driver's (nvidia-smi): update the driver or install an older build"
         return warning("torch", found + why, mend)
     return ok("torch", found)
@@ -119,10 +119,10 @@ for name in sys.argv[1:]:
     print(json.dumps([name, "begun"]), flush=True)
     try:
         importlib.import_module(name)
-        fault = None
+        failure = None
     except BaseException as error:
-        fault = f"{type(error).__name__}: {error}"
-    print(json.dumps([name, fault]), flush=True)
+        failure = f"{type(error).__name__}: {error}"
+    print(json.dumps([name, failure]), flush=True)
 """
 
 

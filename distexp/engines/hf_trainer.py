@@ -31,7 +31,7 @@ class HFTrainer:
             if (value := getattr(config.train, key)) is not None:
                 return [f"train.{key}={value} is for our own loop: leave it out, or choose engine=native"]
         if strategy == "fsdp":
-            return list(_fsdp_faults(config))
+            return list(_fsdp_errors(config))
         workers = config.cluster.nodes * (config.cluster.workers_per_node or 1)
         if strategy == "ddp" and workers == 1 and config.cluster.device == "cuda":
             return ["engine=hf_trainer wraps nothing on one GPU: choose strategy=single, or more workers"]
@@ -47,7 +47,7 @@ class HFTrainer:
         return trainer.wrapped, trainer.built
 
 
-def _fsdp_faults(config: Config) -> Iterator[str]:
+def _fsdp_errors(config: Config) -> Iterator[str]:
     options = config.fsdp
     replicate, shard = mesh_shape(config)
     if options.sharding in ("no_shard", "hybrid_shard") and shard == 1:

@@ -25,7 +25,7 @@ from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
 from distexp.runs.heartbeat import last_sign
 from distexp.runs.record import RunError, write_json
-from distexp.runs.run_dir import fault_path, node_logs
+from distexp.runs.run_dir import node_error_path, node_logs
 from distexp.runs.spec import RunSpec
 from distexp.system.hardware import Gpu, cpu_count, visible_gpus
 from distexp.system.processes import descendants, die_with_parent, end_tree, orphaned, start_module
@@ -37,7 +37,7 @@ RENDEZVOUS_S = 120.0
 
 
 class StoppedError(BaseException):
-    """The agent was told to end; not an Exception, so that nothing takes it for a fault."""
+    """The agent was told to end; not an Exception, so that nothing takes it for a error."""
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
         f"{found}: ask for nodes that have them (cluster.constraint, cluster.partition), or choose cluster.device=cpu"
     )
     cause = RunError("TooFewGpus", sentence, "setup")
-    write_json(fault_path(run_dir, node), {"unix_time_s": time.time(), **asdict(cause)})
+    write_json(node_error_path(run_dir, node), {"unix_time_s": time.time(), **asdict(cause)})
     return True
 
 
@@ -128,7 +128,7 @@ def watch(
             dump_stacks(torchrun.pid)
             return HANG_CODE
         if lost():
-            return 0  # the fault is the other node's, which has told it
+            return 0  # the error is the other node's, which has told it
         time.sleep(POLL_S)
     return code
 

@@ -106,10 +106,10 @@ def judge(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> tuple[str
     if dead_agents:
         node, code = next(iter(dead_agents.items()))
         return _by_signal(directory, -code, f"the agent of node {node}", phase, None)
-    return _worker_fault(directory, phase)
+    return _worker_error(directory, phase)
 
 
-def _worker_fault(directory: Path, phase: str | None) -> tuple[str, RunError]:
+def _worker_error(directory: Path, phase: str | None) -> tuple[str, RunError]:
     """From what the ranks wrote down and torchrun saw: the first cause, and not its victims."""
     told = told_errors(directory)
     died = signal_deaths(directory)
@@ -188,13 +188,13 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
     return record
 
 
-def invalid_record(run: RunInfo, config: dict[str, Any], faults: list[str]) -> RunRecord:
+def invalid_record(run: RunInfo, config: dict[str, Any], errors: list[str]) -> RunRecord:
     """The record of a cell that cannot run."""
     return RunRecord(
         status="invalid",
         run=run,
         config=config,
-        error=RunError("ConfigError", " | ".join(faults)),
+        error=RunError("ConfigError", " | ".join(errors)),
         environment=bare_environment(),
     )
 

@@ -31,7 +31,7 @@ class Cell:
     overrides: list[str]
     composed: DictConfig  # with the hydra node
     config: Config | None = None
-    faults: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     varied: list[str] = field(default_factory=list)  # the overrides that not all cells share
 
 
@@ -52,13 +52,13 @@ def compose_cells(
                 adjust(composed, cell.overrides)
             cell.config = resolve(composed, composed.hydra.runtime.choices)
         except ConfigError as error:
-            cell.faults = error.faults
+            cell.errors = error.errors
         cells.append(cell)
     shared = set.intersection(*(set(cell.overrides) for cell in cells))
     for cell in cells:
         cell.varied = [text for text in cell.overrides if text not in shared]
-    if len(cells) == 1 and cells[0].faults:
-        raise ConfigError(cells[0].faults)
+    if len(cells) == 1 and cells[0].errors:
+        raise ConfigError(cells[0].errors)
     return cells
 
 
@@ -75,9 +75,9 @@ def write_invalid(cell: Cell, info: RunInfo, directory: Path) -> RunRecord:
     composed = without_hydra(cell.composed)
     try:
         content: Any = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException:  # a reference to nothing may be the very fault
+    except OmegaConfBaseException:  # a reference to nothing may be the very error
         content = OmegaConf.to_container(composed)
-    record = invalid_record(info, content, cell.faults)
+    record = invalid_record(info, content, cell.errors)
     record.write(directory)
     return record
 

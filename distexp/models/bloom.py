@@ -61,13 +61,13 @@ def _published(model: ModelConfig, num_classes: int) -> Any:
         "num_layers": config.n_layer,
         "num_heads": config.n_head,
     }
-    faults = [
+    errors = [
         f"model.{key}={getattr(model, key)} is not the {size} of the weights in model.path={model.path}: set "
         f"model.{key}={size}, or correct the path"
         for key, size in sizes.items()
         if getattr(model, key) not in (None, size)
     ]
-    if faults:
-        raise ConfigError(faults)
+    if errors:
+        raise ConfigError(errors)
     vocabulary(replace(model, vocab_size=config.vocab_size), num_classes)
     return config

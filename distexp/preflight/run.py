@@ -51,9 +51,9 @@ def run_preflight(options: PreflightConfig, context: Context) -> None:
     if context.rank == 0:
         write_json(context.run_dir / PREFLIGHT, found)
         show(found)
-    faults = judge(found)
-    if faults:
-        raise PreflightError("; ".join(faults))
+    errors = judge(found)
+    if errors:
+        raise PreflightError("; ".join(errors))
 
 
 def _measure_groups(options: PreflightConfig, context: Context, largest: int) -> list[Measurement]:
@@ -72,21 +72,21 @@ def _measure_groups(options: PreflightConfig, context: Context, largest: int) ->
 
 def judge(found: dict[str, Any]) -> list[str]:
     """A sentence for each reason not to train here."""
-    faults = list(found["complaints"])
+    errors = list(found["complaints"])
     for one in found["measurements"]:
         if not one["correct"]:
-            faults.append(f"{one['operation']} over {one['group']} gave wrong numbers at {one['bytes']} bytes")
+            errors.append(f"{one['operation']} over {one['group']} gave wrong numbers at {one['bytes']} bytes")
     least = found["min_busbw_gbps"]
     reduces = [one for one in found["measurements"] if one["operation"] == "all_reduce" and one["group"] == "all"]
     if least is not None and reduces:
         largest = max(reduces, key=lambda one: int(one["bytes"]))
         if largest["busbw_gbps"] < least:
-            faults.append(
+            errors.append(
                 f"all_reduce of {largest['bytes'] / 2**20:,.0f} MiB reaches a bus bandwidth of "
                 f"{largest['busbw_gbps']:.2f} GB/s, below preflight.min_busbw_gbps={least:g}: have the interconnect "
                 "looked at, or lower the threshold"
             )
-    return faults
+    return errors
 
 
 def show(found: dict[str, Any]) -> None:

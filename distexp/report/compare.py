@@ -70,8 +70,8 @@ class Comparison:
     def regressions(self) -> Iterator[str]:
         """A sentence for each thing that became worse."""
         for pair in self.pairs:
-            for fault in _faults(pair):
-                yield f"{self.name(pair.after)}: {fault}"
+            for error in _errors(pair):
+                yield f"{self.name(pair.after)}: {error}"
 
     def name(self, group: Group) -> str:
         """``strategy=fsdp, offload=true``, else the label of the run."""
@@ -130,7 +130,7 @@ def _throughout(before: Sequence[Row], after: Sequence[Row], varied: Sequence[st
             yield f"{name} {ours.pop()} -> {theirs.pop()}"
 
 
-def _faults(pair: Pair) -> Iterator[str]:
+def _errors(pair: Pair) -> Iterator[str]:
     broken = [row for row in pair.after.rows if not row.completed]
     if pair.before.status == "completed" and broken:
         yield f"completed -> {pair.after.status} ({reason(broken[0])})"

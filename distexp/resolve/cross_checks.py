@@ -13,7 +13,7 @@ from pathlib import Path
 from distexp.checkpoints.folder import offered, offered_instead
 from distexp.config import Config
 from distexp.config.model_checks import reads_source, source, source_key
-from distexp.config.size_checks import length_fault, share_fault
+from distexp.config.size_checks import check_samples_per_rank, check_sequence_length
 
 LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
 """Trackers of ours, each of the name of its library, which need not be installed."""
@@ -26,14 +26,14 @@ DATASETS = {
 """What there is for each task."""
 
 
-def faults_together(config: Config) -> Iterator[str]:
-    """A sentence for each fault of a configuration whose device is decided."""
-    rules = (_task_faults, _size_faults, _file_faults, _tracker_faults, _model_source_faults, _device_faults)
+def cross_field_errors(config: Config) -> Iterator[str]:
+    """A sentence for each error of a configuration whose device is decided."""
+    rules = (_task_errors, _size_errors, _file_errors, _tracker_errors, _model_source_errors, _device_errors)
     for rule in rules:
         yield from rule(config)
 
 
-def _task_faults(config: Config) -> Iterator[str]:
+def _task_errors(config: Config) -> Iterator[str]:
     model, dataset = config.model, config.dataset
     if not _is_of_one_task(config):
         models = f"choose model={MODELS[dataset.task]}, or " if dataset.task in MODELS else "choose "
@@ -53,20 +53,20 @@ def _task_faults(config: Config) -> Iterator[str]:
         )
 
 
-def _size_faults(config: Config) -> Iterator[str]:
+def _size_errors(config: Config) -> Iterator[str]:
     samples, cluster = config.dataset.train_size, config.cluster
-    faults = [length_fault(config.dataset, config.model)]
+    errors = [check_sequence_length(config.dataset, config.model)]
     if samples is not None:
         workers = cluster.nodes * (cluster.workers_per_node or 1)
-        faults.append(share_fault(samples, workers, config.train.micro_batch_size))
-    yield from filter(None, faults)
+        errors.append(check_samples_per_rank(samples, workers, config.train.micro_batch_size))
+    yield from filter(None, errors)
 
 
 def _is_of_one_task(config: Config) -> bool:
     return config.dataset.task in (config.model.task, "any")
 
 
-def _file_faults(config: Config) -> Iterator[str]:
+def _file_errors(config: Config) -> Iterator[str]:
     dataset = config.dataset
     for key, path, kind in (
         ("dataset.train_path", dataset.train_path, "file"),
@@ -95,7 +95,7 @@ def _file_faults(config: Config) -> Iterator[str]:
         )
 
 
-def _tracker_faults(config: Config) -> Iterator[str]:
+def _tracker_errors(config: Config) -> Iterator[str]:
     tracker = config.tracker
     if tracker._target_ is not None and tracker.name in LIBRARIES and find_spec(tracker.name) is None:
         yield f"tracker={tracker.name} needs its library: pip install {tracker.name}, or choose tracker=none"
@@ -108,7 +108,7 @@ def _tracker_faults(config: Config) -> Iterator[str]:
             )
 
 
-def _model_source_faults(config: Config) -> Iterator[str]:
+def _model_source_errors(config: Config) -> Iterator[str]:
     """What can be seen of a local model without transformers; a hub id is judged when it is read."""
     model = config.model
     where = source(model)
@@ -122,7 +122,7 @@ def _model_source_faults(config: Config) -> Iterator[str]:
         yield f"{key}={where} is not a folder here: correct the path, or give a hub id"
 
 
-def _device_faults(config: Config) -> Iterator[str]:
+def _device_errors(config: Config) -> Iterator[str]:
     on_gpu = config.cluster.device == "cuda"
     if config.precision.name == "fp16" and not on_gpu:
         yield "precision=fp16 needs a GPU, and this run is on cpu: choose precision=bf16 or fp32"

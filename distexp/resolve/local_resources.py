@@ -11,7 +11,7 @@ MIN_BUSBW_GBPS = 5.0
 
 
 def decide_placement(config: Config) -> list[str]:
-    """Fills in device, workers and threads; the faults of what the machine cannot give."""
+    """Fills in device, workers and threads; the errors of what the machine cannot give."""
     cluster = config.cluster
     if cluster.launcher == "slurm":
         return decide_request(config)

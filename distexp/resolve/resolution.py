@@ -12,13 +12,13 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
-from distexp.config.model_checks import model_faults, reads_source, source_key, unused_keys
+from distexp.config.model_checks import model_errors, reads_source, source_key, unused_keys
 from distexp.config.targets import check_target, load_engine, load_strategy
-from distexp.resolve.cross_checks import faults_together
+from distexp.resolve.cross_checks import cross_field_errors
 from distexp.resolve.local_resources import decide_placement
 from distexp.resolve.scaling import scale_work
 from distexp.resolve.shrink import shrink, too_many_workers
-from distexp.resolve.slurm_resources import request_faults
+from distexp.resolve.slurm_resources import misplaced_cluster_keys
 from distexp.resolve.value_ranges import bad_values
 
 Choices = Mapping[str, str | None]
@@ -43,7 +43,7 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
         choices: the chosen option of each config group.
 
     Raises:
-        ConfigError: with a sentence for each fault.
+        ConfigError: with a sentence for each error.
     """
     try:
         config = _as_dataclasses(composed)
@@ -53,19 +53,23 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
         raise ConfigError(f"Nothing is said of {missing}: set it, or choose an option of its group") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    faults = [*bad_values(config), *_bad_targets(config), *_misplaced_knobs(config, choices)]
-    faults += [*model_faults(config.model), *unused_keys("dataset", config.dataset), *request_faults(config.cluster)]
-    if faults:
-        raise ConfigError(faults)
-    faults += shrink(config)
+    errors = [*bad_values(config), *_bad_targets(config), *_misplaced_knobs(config, choices)]
+    errors += [
+        *model_errors(config.model),
+        *unused_keys("dataset", config.dataset),
+        *misplaced_cluster_keys(config.cluster),
+    ]
+    if errors:
+        raise ConfigError(errors)
+    errors += shrink(config)
     _make_paths_absolute(config)
     strategy = load_strategy(config)
-    faults += decide_placement(config)
+    errors += decide_placement(config)
     strategy.complete(config)
-    faults += too_many_workers(config) or scale_work(config)
-    faults += [*faults_together(config), *strategy.validate(config), *load_engine(config).validate(config)]
-    if faults:
-        raise ConfigError(list(dict.fromkeys(faults)))
+    errors += too_many_workers(config) or scale_work(config)
+    errors += [*cross_field_errors(config), *strategy.validate(config), *load_engine(config).validate(config)]
+    if errors:
+        raise ConfigError(list(dict.fromkeys(errors)))
     return config
 
 
@@ -96,9 +100,9 @@ def _unknown(section: DictConfig, schema: Any) -> Iterator[str]:
 def _bad_targets(config: Config) -> Iterator[str]:
     targets = [section._target_ for section in (config.model, config.dataset, config.strategy, config.engine)]
     for target in [*targets, *filter(None, [config.tracker._target_])]:
-        fault = check_target(target, config.trusted_packages)
-        if fault:
-            yield fault
+        error = check_target(target, config.trusted_packages)
+        if error:
+            yield error
 
 
 def _misplaced_knobs(config: Config, choices: Choices) -> Iterator[str]:

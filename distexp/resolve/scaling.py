@@ -44,20 +44,20 @@ def _weak_data(config: Config) -> list[str]:
 
 def _weak_model(config: Config) -> list[str]:
     """Parameters per worker are constant, and so is the work of a worker: parameters x samples."""
-    faults = [*_micro_batch_faults(config), *_not_sharded(config)]
+    errors = [*_micro_batch_errors(config), *_not_sharded(config)]
     model, base = config.model, parameter_count(config.model)
     if base is None or model.num_layers is None:
-        faults.append(
+        errors.append(
             f"scaling=weak_model counts parameters, and those of model={model.name} are not known beforehand: "
             "choose model=gpt, or a BLOOM with model.init=random"
         )
     elif not ties_embeddings(model):
-        faults.append(
+        errors.append(
             "scaling=weak_model needs model.tie_embeddings=true: an embedding of its own has parameters and no work, "
             "so not both can be constant (scaling=weak_model_seed does not ask for that)"
         )
-    if faults or base is None or model.num_layers is None:
-        return faults
+    if errors or base is None or model.num_layers is None:
+        return errors
     wanted = base * workers(config) / _base_workers(config)
     one_more = (parameter_count(model, 2) or 0) - (parameter_count(model, 1) or 0)
     layers = model.num_layers + round((wanted - base) / one_more)
@@ -73,19 +73,19 @@ def _weak_model(config: Config) -> list[str]:
 
 def _weak_model_seed(config: Config) -> list[str]:
     """Layers x workers, whatever the embedding holds."""
-    faults = _micro_batch_faults(config)
+    errors = _micro_batch_errors(config)
     layers, share = config.model.num_layers, workers(config)
     if layers is None:
         return [f"scaling=weak_model_seed scales layers, and model={config.model.name} has none: choose model=gpt"]
     if layers * share % _base_workers(config):
-        faults.append(
+        errors.append(
             f"scaling=weak_model_seed makes model.num_layers={layers} x {share} workers / "
             f"scaling.base_workers={_base_workers(config)}, which is no whole number: change one of them"
         )
-    if not faults:
+    if not errors:
         config.model.num_layers = layers * share // _base_workers(config)
         _share_batch(config)
-    return faults
+    return errors
 
 
 def workers(config: Config) -> int:
@@ -102,7 +102,7 @@ def _share_batch(config: Config) -> None:
     config.train.micro_batch_size = config.train.micro_batch_size * _base_workers(config) // workers(config)
 
 
-def _micro_batch_faults(config: Config) -> list[str]:
+def _micro_batch_errors(config: Config) -> list[str]:
     whole = config.train.micro_batch_size * _base_workers(config)
     if whole % workers(config) == 0:
         return []

@@ -18,17 +18,17 @@ def shrink(config: Config) -> list[str]:
     scale, train = config.scale, config.train
     if scale.name == "full":
         return []
-    faults = _shrink_model(config)
+    errors = _shrink_model(config)
     _shrink_data(config)
     train.micro_batch_size = _at_most(train.micro_batch_size, scale.micro_batch_size)
     train.gradient_accumulation_steps = _at_most(train.gradient_accumulation_steps, scale.gradient_accumulation_steps)
     if config.precision.name == "fp16" and config.cluster.device == "cpu":
         config.precision.name = "fp32"  # a CPU has no fp16 worth the name
-    return faults
+    return errors
 
 
 def too_many_workers(config: Config) -> list[str]:
-    """The fault of a cell that is larger than the scale allows, or of one that this machine is too small for."""
+    """The error of a cell that is larger than the scale allows, or of one that this machine is too small for."""
     cluster, most = config.cluster, config.scale.workers
     wanted = cluster.nodes * (cluster.workers_per_node or 1)
     if most is not None and wanted > most:

@@ -55,7 +55,7 @@ CPUS_PER_WORKER = 4
 """What the workshop's scripts ask for; a node of a cluster has at least as many cores to a GPU."""
 
 
-def request_faults(cluster: ClusterConfig) -> Iterator[str]:
+def misplaced_cluster_keys(cluster: ClusterConfig) -> Iterator[str]:
     """Keys that do not belong where they are."""
     if cluster.launcher not in ("local", "slurm"):
         yield f"cluster.launcher={cluster.launcher} is not one of local, slurm"
@@ -75,7 +75,7 @@ def request_faults(cluster: ClusterConfig) -> Iterator[str]:
 
 
 def decide_request(config: Config) -> list[str]:
-    """Fills in device, workers, GPUs and cores of a run on Slurm; the faults of what does not fit together."""
+    """Fills in device, workers, GPUs and cores of a run on Slurm; the errors of what does not fit together."""
     cluster = config.cluster
     if cluster.device == "auto":
         cluster.device = "cuda"

@@ -22,7 +22,7 @@ def error_path(run_dir: Path, node: int, rank: int) -> Path:
     return node_logs(run_dir, node) / f"rank{rank}.error.json"
 
 
-def fault_path(run_dir: Path, node: int) -> Path:
+def node_error_path(run_dir: Path, node: int) -> Path:
     """Why a node's agent started no worker, as JSON."""
     return node_logs(run_dir, node) / "agent.error.json"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import Engine
-from distexp.strategies.single import offload_faults
+from distexp.strategies.single import offload_errors
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
@@ -23,7 +23,7 @@ class DDP:
 
     def validate(self, config: Config) -> list[str]:
         """Nothing to offload."""
-        return offload_faults(config)
+        return offload_errors(config)
 
     def expects(self, config: Config) -> Mapping[str, Any]:
         """A DDP module over all workers."""

@@ -41,32 +41,32 @@ class DeepSpeed:
     def validate(self, config: Config) -> list[str]:
         """A stage that exists and has something to offload, bucket sizes, the user's own file."""
         options, stage = config.deepspeed, config.deepspeed.zero_stage
-        faults = []
+        errors = []
         if stage not in STAGES:
             return [f"deepspeed.zero_stage={stage} is not one of 0, 1, 2, 3"]
         if config.offload.enabled and stage == 0:
-            faults.append(
+            errors.append(
                 "offload=true needs partitioned states, and zero_stage=0 partitions none: "
                 "choose zero_stage=1,2,3 or offload=false"
             )
         if options.cpu_optimizer not in ("torch", "deepspeed"):
-            faults.append(f"deepspeed.cpu_optimizer={options.cpu_optimizer} is not one of auto, torch, deepspeed")
+            errors.append(f"deepspeed.cpu_optimizer={options.cpu_optimizer} is not one of auto, torch, deepspeed")
         if config.offload.enabled and config.train.optimizer != "adamw" and options.cpu_optimizer == "deepspeed":
-            faults.append(
+            errors.append(
                 f"train.optimizer={config.train.optimizer} has no DeepSpeed CPU kernel for offload=true: "
                 "set deepspeed.cpu_optimizer=torch or train.optimizer=adamw"
             )
         if config.train.compile and stage == 3:
-            faults.append(
+            errors.append(
                 "train.compile=true traces through the hooks that gather zero_stage=3's parameters: "
                 "choose zero_stage=0,1,2 or train.compile=false"
             )
-        faults += [
+        errors += [
             f"deepspeed.{key}={value} must be at least 1 element"
             for key in BUCKETS
             if (value := getattr(options, key)) is not None and value < 1
         ]
-        return [*faults, *conflicts(config)]
+        return [*errors, *conflicts(config)]
 
     def expects(self, config: Config) -> Mapping[str, Any]:
         """The stage and the offload that were asked for."""

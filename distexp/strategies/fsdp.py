@@ -39,24 +39,24 @@ class FSDP:
     def validate(self, config: Config) -> list[str]:
         """A sharding that exists, replicas that divide the workers, prefetching that makes sense."""
         options, workers = config.fsdp, _workers(config)
-        faults = []
+        errors = []
         if options.sharding not in SHARDINGS:
-            faults.append(f"fsdp.sharding={options.sharding} is not one of {', '.join(SHARDINGS)}")
+            errors.append(f"fsdp.sharding={options.sharding} is not one of {', '.join(SHARDINGS)}")
         replicas = options.replicas
         if replicas is not None and options.sharding != "hybrid_shard":
-            faults.append(
+            errors.append(
                 f"fsdp.replicas={replicas} splits a hybrid mesh, and this run has "
                 f"sharding={options.sharding}: leave it out, or choose sharding=hybrid_shard"
             )
         elif replicas is not None and (replicas < 1 or workers % replicas):
-            faults.append(
+            errors.append(
                 f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
                 f"{config.cluster.workers_per_node} = {workers} workers"
             )
         for key in ("forward_prefetch", "backward_prefetch"):
             if getattr(options, key) < 0:
-                faults.append(f"fsdp.{key}={getattr(options, key)} must be at least 0 blocks")
-        return faults
+                errors.append(f"fsdp.{key}={getattr(options, key)} must be at least 0 blocks")
+        return errors
 
     def expects(self, config: Config) -> Mapping[str, Any]:
         """Sharded units on the mesh that the sharding means, parameters where they belong."""

@@ -22,15 +22,15 @@ class Single:
 
     def validate(self, config: Config) -> list[str]:
         """One worker only, and nothing to offload."""
-        faults = offload_faults(config)
+        errors = offload_errors(config)
         workers = config.cluster.nodes * (config.cluster.workers_per_node or 1)
         if workers != 1:
-            faults.append(
+            errors.append(
                 f"strategy=single trains on one worker, and cluster.nodes={config.cluster.nodes} x "
                 f"cluster.workers_per_node={config.cluster.workers_per_node} makes {workers}: "
                 "set both to 1, or choose strategy=ddp"
             )
-        return faults
+        return errors
 
     def expects(self, config: Config) -> Mapping[str, Any]:
         """The bare model."""
@@ -52,8 +52,8 @@ class Single:
         )
 
 
-def offload_faults(config: Config) -> list[str]:
-    """The fault of offloading where every worker holds the whole model."""
+def offload_errors(config: Config) -> list[str]:
+    """The error of offloading where every worker holds the whole model."""
     if not config.offload.enabled:
         return []
     return [

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distexp.config import Config, ConfigError
-from distexp.config.size_checks import share_fault
+from distexp.config.size_checks import check_samples_per_rank
 from distexp.config.targets import load_engine, locate
 from distexp.data.base import TaskData
 from distexp.data.shards import ShardedLoader, Share
@@ -174,8 +174,8 @@ def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
 def loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
     """This rank's shares of the training and the evaluation set."""
     train, place = config.train, (context.rank, context.world_size)
-    if fault := share_fault(len(data.train), context.world_size, train.micro_batch_size):
-        raise ConfigError(fault)
+    if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch_size):
+        raise ConfigError(error)
     shares = (
         Share(*place, train.micro_batch_size, train.gradient_accumulation_steps),
         Share(*place, train.eval_batch_size or train.micro_batch_size),

@@ -109,13 +109,13 @@ def test_a_wrong_command_line_is_refused_in_a_sentence(line: str, tmp_path: Path
     assert list(tmp_path.iterdir()) == [], "something was left behind"
 
 
-def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     done = run_distexp("train.max_steps=0", "train.schedule=cosine", "model.hidden_size=63", cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 3
 
 
-def test_a_data_set_of_another_task_is_one_fault(tmp_path: Path) -> None:
+def test_a_dataset_of_another_task_is_one_error(tmp_path: Path) -> None:
     done = run_distexp("dataset=tinyimagenet", "model=gpt_tiny", cwd=tmp_path)
     (sentence,) = done.stderr.splitlines()
     assert sentence.startswith("distexp: dataset=tinyimagenet is for image_classification, and model=gpt_tiny")

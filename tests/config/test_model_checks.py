@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import model_faults, unused_keys, vocabulary
+from distexp.config.model_checks import model_errors, unused_keys, vocabulary
 from distexp.config.paths import options_of
 from tests.helpers.runs import resolve_cell
 
@@ -36,16 +36,16 @@ GPT = ModelConfig(
 
 
 @pytest.mark.parametrize("option", options_of("model"))
-def test_the_models_that_come_with_distexp_have_no_faults(option: str) -> None:
+def test_shipped_models_have_no_errors(option: str) -> None:
     named = ("model.name=someone/a-model",) if option == "hf" else ()
-    assert model_faults(resolve_cell(f"model={option}", *named).model) == []
+    assert model_errors(resolve_cell(f"model={option}", *named).model) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("width", 16), ("depths", [1, 1, 1, 1]), ("bottleneck", False)])
 def test_a_key_of_another_architecture_is_refused(key: str, value: Any) -> None:
-    (fault,) = unused_keys("model", replace(GPT, **{key: value}))
-    assert fault.startswith(f"model.{key}={value} is no key of model=gpt_tiny, which has tokenizer, vocab_size")
-    assert fault.endswith("leave it out")
+    (error,) = unused_keys("model", replace(GPT, **{key: value}))
+    assert error.startswith(f"model.{key}={value} is no key of model=gpt_tiny, which has tokenizer, vocab_size")
+    assert error.endswith("leave it out")
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_a_key_of_another_architecture_is_refused(key: str, value: Any) -> None:
 )
 def test_configured_models_refuse_them_too(model: str, key: str) -> None:
     config = replace(resolve_cell(f"model={model}").model, **{key: 64})
-    assert [fault.split("=")[0] for fault in unused_keys("model", config)] == [f"model.{key}"]
+    assert [error.split("=")[0] for error in unused_keys("model", config)] == [f"model.{key}"]
 
 
 def test_dropout_and_options_are_keys_too() -> None:
     resnet = ModelConfig(name="resnet", keys=["width"], width=8, dropout=0.1, options={"a": 1})
-    assert [fault.split("=")[0] for fault in unused_keys("model", resnet)] == [
+    assert [error.split("=")[0] for error in unused_keys("model", resnet)] == [
         "model.dropout",
         "model.options",
     ]
@@ -87,14 +87,14 @@ def test_dropout_and_options_are_keys_too() -> None:
     ],
 )
 def test_missing_and_impossible_values_are_sentences(changes: dict[str, Any], message: str) -> None:
-    assert model_faults(GPT) == []
-    assert model_faults(replace(GPT, **changes)) == [message]
+    assert model_errors(GPT) == []
+    assert model_errors(replace(GPT, **changes)) == [message]
 
 
 @pytest.mark.parametrize("depths", [[1, 1, 1], [1, 0, 1, 1], []])
 def test_a_resnet_has_four_stages(depths: list[int]) -> None:
     resnet = ModelConfig(name="resnet", keys=["depths"], depths=depths)
-    assert model_faults(resnet) == [f"model.depths={depths} must be four numbers of at least 1, as [3,4,6,3]"]
+    assert model_errors(resnet) == [f"model.depths={depths} must be four numbers of at least 1, as [3,4,6,3]"]
 
 
 def test_a_tokenizer_must_fit_into_the_vocabulary() -> None:

@@ -77,8 +77,8 @@ def test_a_torch_that_crashes_or_hangs(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "torch.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     torch = software.probe_torch(timeout_s=1 if "sleep" in body else 60)
-    assert torch.fault is not None
-    assert said in torch.fault
+    assert torch.error is not None
+    assert said in torch.error
     assert software.check_torch(torch, 0).state == "missing"
 
 
@@ -175,7 +175,7 @@ def test_the_hub_cache_is_measured_and_offline_is_said(tmp_path: Path, monkeypat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "unset HF_HUB_OFFLINE" in (machine.check_hub_cache().mend or "")
     assert not (tmp_path / "absent").exists()
-    assert machine.write_fault(tmp_path / "absent" / "deeper") is None
+    assert machine.write_error(tmp_path / "absent" / "deeper") is None
     assert not (tmp_path / "absent").exists()  # looking leaves nothing behind
 
 
@@ -212,7 +212,7 @@ def test_the_verdict_follows_the_findings() -> None:
     assert (cpu.device, cpu.precisions, cpu.offload) == ("cpu", ["fp32", "bf16"], ["false", "true"])
     hidden = judge(Torch("2", "12.0"), GPUs="ok")
     assert any("cluster.device=cpu" in reason for reason in hidden.not_possible)
-    foreign = Torch("2", "13.0", False, "2.29", ("sm_90",), ((7, 0), (7, 0)), gpu_fault="no kernel image")
+    foreign = Torch("2", "13.0", False, "2.29", ("sm_90",), ((7, 0), (7, 0)), gpu_error="no kernel image")
     assert judge(foreign, nccl="missing").strategies == full.strategies  # on the CPU, through gloo
     old = judge(Torch("2", "12.0", True, "2.20", ("sm_70",), ((7, 0),)))
     assert any("bf16" in reason for reason in old.not_possible)

@@ -57,7 +57,7 @@ def judged(cell: list[str], *words: str) -> Config | str:
     try:
         return resolve_cell(*cell, *words, *(() if "scale=tiny" in words else SLURM), *root)
     except ConfigError as error:
-        return error.faults[0]
+        return error.errors[0]
 
 
 def test_every_preset_of_the_workshop_is_there() -> None:

@@ -1,4 +1,4 @@
-"""Data sets that misbehave on purpose, reached as a user's own package: ``_target_=failing_runs.<fault>``.
+"""Data sets that misbehave on purpose, reached as a user's own package: ``_target_=failing_runs.<error>``.
 
 Each loads the generated SQuAD sample, and does its damage when rank ``options.rank`` draws its sample
 number ``options.at``.

@@ -194,27 +194,27 @@ def test_what_is_no_causal_lm_is_refused(values: dict[str, Any], tmp_path: Path)
             built(tmp_path, f"model.init={init}")
 
 
-def test_faults_are_told_before_anything_starts(tmp_path: Path) -> None:
-    def fault(*words: str) -> str:
+def test_errors_are_reported_before_anything_starts(tmp_path: Path) -> None:
+    def error(*words: str) -> str:
         with pytest.raises(ConfigError) as caught:
             resolve_cell(*words)
         return str(caught.value)
 
     nowhere = tmp_path / "nowhere"
-    assert fault("model=hf") == "Nothing is said of model.name: set it, or choose an option of its group"
-    assert fault("model=hf", f"model.name={nowhere}") == (
+    assert error("model=hf") == "Nothing is said of model.name: set it, or choose an option of its group"
+    assert error("model=hf", f"model.name={nowhere}") == (
         f"model.name={nowhere} is not a folder here: correct the path, or give a hub id"
     )
-    assert "holds no config.json" in fault("model=hf", f"model.name={tmp_path}")
-    assert fault("model=hf", "model.name=a/b", "model.init=other") == (
+    assert "holds no config.json" in error("model=hf", f"model.name={tmp_path}")
+    assert error("model=hf", "model.name=a/b", "model.init=other") == (
         "model.init=other is not one of random, pretrained"
     )
-    assert "model.hidden_size=4 is no key of model=a/b" in fault("model=hf", "model.name=a/b", "model.hidden_size=4")
+    assert "model.hidden_size=4 is no key of model=a/b" in error("model=hf", "model.name=a/b", "model.hidden_size=4")
     pretrained = ("model=bloom_560m", "model.init=pretrained")
-    assert f"model.path={nowhere} is not a folder" in fault(*pretrained, f"model.path={nowhere}")
-    assert "model.path is null" in fault(*pretrained, "model.path=null")
+    assert f"model.path={nowhere} is not a folder" in error(*pretrained, f"model.path={nowhere}")
+    assert "model.path is null" in error(*pretrained, "model.path=null")
     assert resolve_cell("model=bloom_560m", f"model.path={nowhere}").model.init == "random"
-    assert "weights are drawn, not loaded" in fault("model=bloom_tiny", "model.init=pretrained")
+    assert "weights are drawn, not loaded" in error("model=bloom_tiny", "model.init=pretrained")
 
 
 def test_damaged_and_partial_weights_are_sentences(tmp_path: Path) -> None:

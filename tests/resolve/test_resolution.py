@@ -137,4 +137,4 @@ def test_a_ds_config_of_ones_own_is_filled_in_and_held_to_the_rest(tmp_path: Pat
     path.write_text(json.dumps({"optimizer": {"type": "Lamb"}, "scheduler": {}, "gradient_clipping": 9}))
     with pytest.raises(ConfigError) as caught:
         resolve_cell(*words)
-    assert len(caught.value.faults) == 3
+    assert len(caught.value.errors) == 3

@@ -79,7 +79,7 @@ def test_weak_data_keeps_the_samples_of_a_worker() -> None:
 def test_what_does_not_fit_is_refused_in_a_sentence(words: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         on(4, *words)
-    assert any(sentence in fault for fault in caught.value.faults), caught.value.faults
+    assert any(sentence in error for error in caught.value.errors), caught.value.errors
 
 
 def test_the_tiny_scale_shrinks_any_model_and_says_what_it_cannot() -> None:

@@ -75,7 +75,7 @@ def submit(script: Path) -> str:
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """Ends jobs, given as ARRAY_INDEX; those that have ended already are no fault."""
+    """Ends jobs, given as ARRAY_INDEX; those that have ended already are no error."""
     for start in range(0, len(jobs), CHUNK):
         _call(["scancel", "--quiet", *jobs[start : start + CHUNK]], ASK_S)
 

@@ -188,7 +188,7 @@ def show(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
     for number, cell in enumerate(cells):
         if cell.config is None:
             console.print(
-                f"# run {number}: invalid: {' | '.join(cell.faults)}", highlight=False, markup=False, soft_wrap=True
+                f"# run {number}: invalid: {' | '.join(cell.errors)}", highlight=False, markup=False, soft_wrap=True
             )
         else:
             groups.setdefault(shape(cell.config), []).append((number, cell))

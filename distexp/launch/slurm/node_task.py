@@ -27,7 +27,7 @@ from distexp.launch.rendezvous import announced
 from distexp.launch.slurm.client import SlurmError, minutes_left, requeue, states
 from distexp.runs import stop_request
 from distexp.runs.record import RunError, RunRecord, write_json
-from distexp.runs.run_dir import exit_path, fault_path
+from distexp.runs.run_dir import exit_path, node_error_path
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import NOTICE_SIGNAL
 from distexp.tracking.process import tracked
@@ -70,7 +70,7 @@ def own_address() -> str:
 
 
 class SupersededError(BaseException):
-    """A later attempt has begun; not an Exception, so that nothing takes it for a fault."""
+    """A later attempt has begun; not an Exception, so that nothing takes it for a error."""
 
 
 @dataclass
@@ -254,7 +254,7 @@ def _noticing(run_dir: Path, job: Job) -> Callable[[int, FrameType | None], None
 
 
 def _no_head(run_dir: Path, job: Job, error: TimeoutError) -> int:
-    path = fault_path(run_dir, job.node)
+    path = node_error_path(run_dir, job.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     cause = RunError("NoRendezvous", str(error), "setup")
     write_json(path, {"unix_time_s": time.time(), **vars(cause)})

@@ -49,27 +49,27 @@ def adopt(given: Mapping[str, Any], composed: DictConfig, overrides: Sequence[st
         ConfigError: where the two say different things, or where a key cannot be followed.
     """
     typed = {text.partition("=")[0].lstrip("+") for text in overrides}
-    faults: list[str] = []
+    errors: list[str] = []
     with open_dict(composed):
         for key, value in given.items():
             if key in SAME:
-                faults += _set(composed.cluster, SAME[key], key, value, typed)
+                errors += _set(composed.cluster, SAME[key], key, value, typed)
             elif key in FURTHER:
-                faults += _further(composed.cluster.sbatch, FURTHER[key], key, value)
+                errors += _further(composed.cluster.sbatch, FURTHER[key], key, value)
             elif key == "additional_parameters":
                 for option, setting in value.items():
-                    faults += _further(composed.cluster.sbatch, option.replace("_", "-"), f"{key}.{option}", setting)
+                    errors += _further(composed.cluster.sbatch, option.replace("_", "-"), f"{key}.{option}", setting)
             elif key == "cpus_per_task":
-                faults += _threads(composed.cluster, value, typed)
+                errors += _threads(composed.cluster, value, typed)
             elif key in REFUSED:
-                faults.append(f"hydra.launcher.{key}={value} is not followed: {REFUSED[key]}")
+                errors.append(f"hydra.launcher.{key}={value} is not followed: {REFUSED[key]}")
             elif (key, value) not in (("tasks_per_node", 1), ("stderr_to_stdout", True)):
-                faults.append(
+                errors.append(
                     f"hydra.launcher.{key}={value} is not followed: one task a node starts the node's workers, and "
                     "what it prints goes to one file; leave it out"
                 )
-    if faults:
-        raise ConfigError(faults)
+    if errors:
+        raise ConfigError(errors)
 
 
 def _set(cluster: DictConfig, name: str, key: str, value: Any, typed: set[str]) -> list[str]:

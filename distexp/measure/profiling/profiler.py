@@ -154,7 +154,7 @@ def _together(ranks: Sequence[Shares | str], window: Window | None) -> dict[str,
     ``first_step`` (counted from 1) is the first that is not measured otherwise, the profiler's warm-up.
     """
     known = [each for each in ranks if isinstance(each, Shares)]
-    faults = list(dict.fromkeys(each for each in ranks if isinstance(each, str)))
+    errors = list(dict.fromkeys(each for each in ranks if isinstance(each, str)))
     entry: dict[str, Any] = {
         "share": None,
         "exposed_share": None,
@@ -163,9 +163,9 @@ def _together(ranks: Sequence[Shares | str], window: Window | None) -> dict[str,
         "step_s": None,
         "by_collective": {},
         "ranks": [],
-        "note": "; ".join(faults) or None,
+        "note": "; ".join(errors) or None,
     }
-    if faults:
+    if errors:
         return entry
     exposed = [each.exposed_share for each in known if each.exposed_share is not None]
     kinds = sorted({kind for each in known for kind in each.by_collective})

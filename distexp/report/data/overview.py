@@ -75,7 +75,7 @@ def _mixes_seeds(groups: Sequence[Group]) -> bool:
 
 
 def _reasons(row: Row) -> list[str]:
-    """One for each fault of a refused cell, so that cells share the lines that they share."""
+    """One for each error of a refused cell, so that cells share the lines that they share."""
     text = reason(row)
     return text.split(FAULTS_JOINED_BY) if row.record.status == "invalid" else [text]
 

@@ -108,16 +108,16 @@ def test_a_gpus_trace_has_nccls_kernels_and_what_computes_beside_them(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("events", "fault"),
+    ("events", "error"),
     [
         ([*STEPS, *HOST], "saw no kernel on the GPU"),
         ([*HOST, *DEVICE], "has no step"),
         ([], "has no step"),
     ],
 )
-def test_what_was_not_seen_is_no_share_of_zero(tmp_path: Path, events: list[dict[str, Any]], fault: str) -> None:
+def test_what_was_not_seen_is_no_share_of_zero(tmp_path: Path, events: list[dict[str, Any]], error: str) -> None:
     path = trace(tmp_path, *events)
-    with pytest.raises(ValueError, match=fault):
+    with pytest.raises(ValueError, match=error):
         read_timeline(path, on_gpu=True)
     path.write_text(path.read_text()[:-9])
     with pytest.raises(ValueError, match="no JSON"):
