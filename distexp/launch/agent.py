@@ -37,7 +37,7 @@ RENDEZVOUS_S = 120.0
 
 
 class StoppedError(BaseException):
-    """The agent was told to end; not an Exception, so that nothing takes it for a error."""
+    """The agent was told to end; not an Exception, so that nothing takes it for an error."""
 
 
 def main() -> None:

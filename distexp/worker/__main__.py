@@ -55,9 +55,9 @@ def main() -> None:
 
 
 def _tell(error: BaseException) -> None:
-    """What goes to the log: of a error of the user's its sentences and their cause, of any other the traceback."""
+    """What goes to the log: of an error of the user's its sentences and their cause, of any other the traceback."""
     if isinstance(error, ConfigError):
-        print("\n".join(f"{type(error).__name__}: {error}" for error in error.errors), file=sys.stderr)
+        print("\n".join(f"{type(error).__name__}: {message}" for message in error.errors), file=sys.stderr)
         if error.__cause__ is not None:
             print(*traceback.format_exception_only(error.__cause__)[-1].splitlines()[:1], file=sys.stderr)
     else:

@@ -70,7 +70,7 @@ def own_address() -> str:
 
 
 class SupersededError(BaseException):
-    """A later attempt has begun; not an Exception, so that nothing takes it for a error."""
+    """A later attempt has begun; not an Exception, so that nothing takes it for an error."""
 
 
 @dataclass
