@@ -1,27 +1,29 @@
-# make demo   installs into .venv and trains a tiny BLOOM: the shortest way to see distexp work
-# make test   installs the test tools too and runs every test; those of cluster=slurm need root and Slurm's packages,
-#             and say which: make test TESTS="-m 'not slow and not slurm'" leaves them out
-# make test-slow  runs the tests that make test leaves out: what is killed and goes on, more workers, every exercise
-# make setup  installs only
-# make pins   resolves the versions in requirements.txt anew
+# make demo       install into .venv and train a tiny BLOOM: the shortest way to see distexp work
+# make test       install the test tools and run all tests except the slow ones (at most 12 minutes on two cores)
+#                 The Slurm tests need root and Slurm's packages; without: make test TESTS="-m 'not slow and not slurm'"
+# make test-slow  run the slow tests: kill and resume, more workers, every preset
+# make lint       run ruff, mypy and codespell
+# make docs       build the documentation site into site/; a broken link is an error
+# make setup      install only
+# make pins       resolve the versions in requirements.txt again
 
 VENV := .venv
 BIN := $(VENV)/bin
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
-# uv where there is one, else the one that goes into the environment
+# uv if it is installed, else the one that goes into the environment
 UV = $(or $(shell command -v uv),$(BIN)/uv)
 INSTALL = $(UV) pip install --quiet --python $(BIN)/python --constraint requirements.txt
-# DeepSpeed's set-up looks at the installed torch, so torch comes first and the build is not isolated.
+# DeepSpeed's build needs the installed torch, so torch comes first and the build is not isolated.
 FIRST := torch torchvision setuptools ninja wheel
 PROJECT := --no-build-isolation-package deepspeed --editable
 
-.PHONY: setup demo test test-slow pins
+.PHONY: setup demo test test-slow lint docs pins
 setup: $(VENV)/.setup
 
 $(VENV)/.uv:
-	@test -n "$(PYTHON)" || { echo "distexp needs Python 3.11 or 3.12: name one, as in make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "distexp needs Python 3.11 or 3.12. Name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	command -v uv >/dev/null || $(BIN)/python -m pip install --quiet uv
 	touch $@
@@ -35,6 +37,10 @@ $(VENV)/.test: $(VENV)/.setup
 	$(INSTALL) $(PROJECT) '.[test]'
 	touch $@
 
+$(VENV)/.docs: $(VENV)/.setup
+	$(INSTALL) $(PROJECT) '.[docs]'
+	touch $@
+
 demo: setup
 	$(BIN)/python -m distexp
 
@@ -44,9 +50,18 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow $(TESTS)
 
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+docs: $(VENV)/.docs
+	$(BIN)/zensical build --strict --clean
+
 # The versions of torch and torchvision are chosen here; all others follow from them and pyproject.toml.
 pins: $(VENV)/.uv
 	printf '%s\n' torch==2.13.0 torchvision==0.28.0 setuptools ninja wheel | \
 	$(UV) pip compile --quiet --python $(BIN)/python --upgrade --python-version 3.11 --python-platform linux \
 		--no-emit-index-url --no-annotate --custom-compile-command 'make pins' \
-		--extra test --output-file requirements.txt pyproject.toml -
+		--extra test --extra docs --output-file requirements.txt pyproject.toml -
