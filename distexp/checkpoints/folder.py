@@ -37,23 +37,23 @@ class Meta:
     steps_per_epoch: int
     global_batch: int  # samples of a step
     parameters: int
-    form: str  # who wrote the weights, and for whom they are readable: Engine.form
+    checkpoint_format: str  # DistributedModel.checkpoint_format of the writer
     world_size: int
 
 
-def checkpoints_dir(run_dir: Path) -> Path:
+def checkpoints_root(run_dir: Path) -> Path:
     """Where a run keeps its checkpoints."""
     return run_dir / FOLDER
 
 
-def place(run_dir: Path, step: int) -> Path:
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
     """The folder of the checkpoint after a step."""
-    return checkpoints_dir(run_dir) / f"step-{step:08d}"
+    return checkpoints_root(run_dir) / f"step-{step:08d}"
 
 
-def aside(run_dir: Path, step: int) -> Path:
+def tmp_dir(run_dir: Path, step: int) -> Path:
     """Where that checkpoint is while it is written."""
-    return checkpoints_dir(run_dir) / f".step-{step:08d}.tmp"
+    return checkpoints_root(run_dir) / f".step-{step:08d}.tmp"
 
 
 def step_of(folder: Path) -> int | None:
@@ -64,18 +64,18 @@ def step_of(folder: Path) -> int | None:
 
 def in_run(run_dir: Path) -> list[Path]:
     """A run's checkpoints, the newest first; whether one is whole is yet to be seen."""
-    found = [(step, path) for path in checkpoints_dir(run_dir).glob("step-*") if (step := step_of(path)) is not None]
+    found = [(step, path) for path in checkpoints_root(run_dir).glob("step-*") if (step := step_of(path)) is not None]
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def offered(folder: Path) -> list[Path]:
+def candidates(folder: Path) -> list[Path]:
     """The checkpoints to start from that a folder names: itself, or those of a run, the newest first."""
     if step_of(folder) is not None:
         return [folder] if folder.is_dir() else []
     return in_run(folder.parent if folder.name == FOLDER else folder)
 
 
-def offered_instead(folder: Path) -> list[Path]:
+def suggest(folder: Path) -> list[Path]:
     """What may have been meant by a folder that names none: checkpoints beside it, or runs below it."""
     if folder.parent.name == FOLDER:
         return in_run(folder.parent.parent)
@@ -134,10 +134,10 @@ def put_in_place(run_dir: Path, step: int) -> None:
 
     The newest two stay. Later ones, which a run that goes on from here did not find whole, are dropped too.
     """
-    target = place(run_dir, step)
+    target = checkpoint_dir(run_dir, step)
     if target.exists():
         shutil.rmtree(target)
-    aside(run_dir, step).rename(target)
+    tmp_dir(run_dir, step).rename(target)
     _flush(target.parent)
     known = [(number, path) for path in in_run(run_dir) if (number := step_of(path)) is not None]
     kept = [path for number, path in known if number <= step][:KEPT]
@@ -148,7 +148,7 @@ def put_in_place(run_dir: Path, step: int) -> None:
 
 def remove_unfinished(run_dir: Path) -> None:
     """Drops what attempts that died while writing left."""
-    for path in checkpoints_dir(run_dir).glob(".step-*.tmp"):
+    for path in checkpoints_root(run_dir).glob(".step-*.tmp"):
         shutil.rmtree(path)
 
 

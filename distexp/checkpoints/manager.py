@@ -14,20 +14,22 @@ from distexp.checkpoints.folder import Meta, Sums
 from distexp.config import ConfigError, TrainConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.engines.base import Work
+from distexp.engines.base import TrainingInputs
 from distexp.runs.record import Built, RunError
-from distexp.strategies.base import Engine
+from distexp.strategies.base import DistributedModel
 
 ENGINE = "engine"
 
 
-class Keeper:
+class CheckpointManager:
     """The checkpoints of one training; every method is a collective."""
 
-    def __init__(self, work: Work, engine: Engine, built: Built, train: TrainConfig, context: Context) -> None:
+    def __init__(
+        self, inputs: TrainingInputs, engine: DistributedModel, built: Built, train: TrainConfig, context: Context
+    ) -> None:
         self.engine, self.built, self.train, self.context = engine, built, train, context
-        self.journal, self.run_id = work.journal, work.run_id
-        self.global_batch = work.training.share.global_batch
+        self.logger, self.run_id = inputs.logger, inputs.run_id
+        self.global_batch = inputs.training.share.global_batch
         self.newest: int | None = None  # the step of the newest checkpoint that is known to be whole
 
     def after_step(self) -> None:
@@ -35,24 +37,24 @@ class Keeper:
         every = self.train.checkpoint_every
         if every is None:
             return
-        period = self.journal.plan.steps_per_epoch if every == "epoch" else int(every)
-        if self.journal.steps % period == 0:
+        period = self.logger.plan.steps_per_epoch if every == "epoch" else int(every)
+        if self.logger.steps % period == 0:
             self.write()
-            self.journal.begin_steps()
+            self.logger.begin_steps()
 
     def write(self) -> None:
         """Writes a checkpoint of the training as it is now, where there is none yet; returns when it is in place."""
-        step, run_dir = self.journal.steps, self.context.run_dir
+        step, run_dir = self.logger.steps, self.context.run_dir
         if step == self.newest:
             return
-        self.journal.events.enter("save", step=step)
-        unfinished = disk.aside(run_dir, step)
+        self.logger.events.enter("save", step=step)
+        unfinished = disk.tmp_dir(run_dir, step)
         if self.context.rank == 0:
             disk.remove_unfinished(run_dir)
             unfinished.mkdir(parents=True)
         dist.barrier()
         self.engine.save(unfinished / ENGINE)
-        own = {"chance": rng.state(self.context.device), "journal": self.journal.state()}
+        own = {"chance": rng.state(self.context.device), "journal": self.logger.state()}
         torch.save(own, _rank_file(unfinished, self.context.rank))
         dist.barrier()
         sums = self._sums(unfinished)
@@ -63,14 +65,14 @@ class Keeper:
         self.newest = step
 
     def stop(self, reason: str) -> None:
-        """Writes a checkpoint of a training that has to end early; the journal then knows why it ended, and where."""
-        phase = self.journal.events.phase
+        """Writes a checkpoint of a training that has to end early; the logger then knows why it ended, and where."""
+        phase = self.logger.events.phase
         self.write()
-        where = f"stopped after step {self.journal.steps} of {self.journal.plan.total_steps} ({reason})"
+        where = f"stopped after step {self.logger.steps} of {self.logger.plan.total_steps} ({reason})"
         told = f"{where}: the run goes on from its checkpoint of that step"
-        self.journal.stopped = RunError("Preempted", told, phase)
+        self.logger.stopped = RunError("Preempted", told, phase)
 
-    def go_on(self) -> int | None:
+    def resume(self) -> int | None:
         """Takes up the newest whole checkpoint of this very run, else of ``train.resume``; its step, None of none.
 
         Raises:
@@ -78,7 +80,7 @@ class Keeper:
         """
         found = self._newest(disk.in_run(self.context.run_dir), own=True)
         if found is None and self.train.resume is not None:
-            found = self._newest(disk.offered(Path(self.train.resume)), own=False)
+            found = self._newest(disk.candidates(Path(self.train.resume)), own=False)
             if found is None:
                 raise ConfigError(f"train.resume={self.train.resume} holds no whole checkpoint: name another folder")
             self._check_fitting(found[1])
@@ -86,14 +88,14 @@ class Keeper:
             return None
         folder, meta = found
         self._tell(f"goes on from step {meta.step}, by {folder}")
-        self._take_up(folder, meta)
-        self.newest = meta.step if folder.parent == disk.checkpoints_dir(self.context.run_dir) else None
+        self._restore(folder, meta)
+        self.newest = meta.step if folder.parent == disk.checkpoints_root(self.context.run_dir) else None
         return meta.step
 
-    def _take_up(self, folder: Path, meta: Meta) -> None:
+    def _restore(self, folder: Path, meta: Meta) -> None:
         self.engine.load(folder / ENGINE)
         saved = torch.load(_rank_file(folder, 0), map_location="cpu", weights_only=True)
-        self.journal.restore(saved["journal"])
+        self.logger.restore(saved["journal"])
         if meta.world_size != self.context.world_size:
             self._tell(f"{meta.world_size} workers wrote it and {self.context.world_size} read it: chance begins anew")
             return
@@ -122,7 +124,7 @@ class Keeper:
         ours = self._meta(theirs.step)
         wrong = [
             f"{name} {getattr(theirs, name)} where this run has {getattr(ours, name)}"
-            for name in ("form", "parameters", "global_batch", "steps_per_epoch")
+            for name in ("checkpoint_format", "parameters", "global_batch", "steps_per_epoch")
             if getattr(theirs, name) != getattr(ours, name)
         ]
         if wrong:
@@ -130,20 +132,20 @@ class Keeper:
                 f"train.resume={self.train.resume} is of another training: it has {'; '.join(wrong)}: "
                 "make them equal, or start from weights alone by model.init=pretrained"
             )
-        if theirs.step > self.journal.plan.total_steps:
+        if theirs.step > self.logger.plan.total_steps:
             raise ConfigError(
                 f"train.resume={self.train.resume} is at step {theirs.step}, and this run ends at step "
-                f"{self.journal.plan.total_steps}: raise train.num_epochs or train.max_steps"
+                f"{self.logger.plan.total_steps}: raise train.num_epochs or train.max_steps"
             )
 
     def _meta(self, step: int) -> Meta:
         return Meta(
             run_id=self.run_id,
             step=step,
-            steps_per_epoch=self.journal.plan.steps_per_epoch,
+            steps_per_epoch=self.logger.plan.steps_per_epoch,
             global_batch=self.global_batch,
             parameters=self.built.parameters,
-            form=self.engine.form,
+            checkpoint_format=self.engine.checkpoint_format,
             world_size=self.context.world_size,
         )
 

@@ -82,7 +82,7 @@ class StrategyConfig:
 class EngineConfig:
     """Whose training loop runs."""
 
-    _target_: str = "distexp.engines.native.Native"  # class of the TrainingEngine protocol
+    _target_: str = "distexp.engines.native.Native"  # class of the Trainer protocol
     name: str = "native"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distexp.config import Config, ConfigError
 
 if TYPE_CHECKING:
-    from distexp.engines.base import TrainingEngine
+    from distexp.engines.base import Trainer
     from distexp.strategies.base import Strategy
 
 
@@ -39,7 +39,7 @@ def load_strategy(config: Config) -> Strategy:
     return strategy
 
 
-def load_engine(config: Config) -> TrainingEngine:
+def load_trainer(config: Config) -> Trainer:
     """The chosen engine."""
-    engine: TrainingEngine = locate(config.engine._target_)()
+    engine: Trainer = locate(config.engine._target_)()
     return engine

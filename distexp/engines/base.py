@@ -13,35 +13,37 @@ from typing import TYPE_CHECKING, Any, Protocol
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.runs.record import Built
-from distexp.strategies.base import Wrapped
+from distexp.strategies.base import EvaluableModel
 
 if TYPE_CHECKING:
     from distexp.data.shards import ShardedLoader
     from distexp.models.blueprint import Blueprint
-    from distexp.training.metrics_logger import Journal, Plan
+    from distexp.training.metrics_logger import MetricsLogger, Plan
 
 
-Build = Callable[[], "Blueprint"]
+ModelFactory = Callable[[], "Blueprint"]
 
 
 @dataclass(frozen=True)
-class Work:
+class TrainingInputs:
     """What is to be done with a model, and where it is told."""
 
     training: ShardedLoader
     evaluation: ShardedLoader
     plan: Plan
-    journal: Journal
+    logger: MetricsLogger
     run_id: str  # of the run that the checkpoints belong to
 
 
-class TrainingEngine(Protocol):
+class Trainer(Protocol):
     """Distributes a model as the strategy says, and trains it."""
 
     def validate(self, config: Config) -> list[str]:
         """A sentence for each thing that this engine cannot do as asked; the configuration is complete."""
 
-    def train(self, build: Build, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
+    def train(
+        self, build: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
+    ) -> tuple[EvaluableModel, Built]:
         """Trains to the end of the plan; the model as it was distributed, and what that really was.
 
         The model's blueprint is to be let go once it is built: rank 0's holds all weights in the host's memory.

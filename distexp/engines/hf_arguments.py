@@ -17,8 +17,8 @@ from transformers.utils import logging
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.ds_config import autocasts
-from distexp.strategies.engine import DTYPES
 from distexp.strategies.fsdp import mesh_shape
+from distexp.strategies.torch_model import DTYPES
 
 INHERITED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Variables by which ``accelerate launch``, or an earlier training in this process, would change a run."""
@@ -55,7 +55,7 @@ def training_arguments(
             fp16=precision == "fp16",
             use_cpu=context.device.type == "cpu",
             average_tokens_across_devices=True,
-            # Journal and records are ours. The filter would wait for the device after every micro-batch.
+            # MetricsLogger and records are ours. The filter would wait for the device after every micro-batch.
             logging_strategy="no",
             logging_nan_inf_filter=False,
             save_strategy="no",

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
-from distexp.strategies.engine import DTYPES, Distribution
-from distexp.strategies.engine import describe as describe_torch
 from distexp.strategies.fsdp import distribution_of
+from distexp.strategies.torch_model import DTYPES, Distribution
+from distexp.strategies.torch_model import describe as describe_torch
 
 ENGINE = "hf_trainer"
 

@@ -14,7 +14,7 @@ from distexp.config.targets import load_strategy
 from distexp.data.base import Batch
 from distexp.data.shards import Step
 from distexp.distributed.context import Context
-from distexp.engines.base import Work, check_built
+from distexp.engines.base import TrainingInputs, check_built
 from distexp.engines.hf_arguments import training_arguments
 from distexp.engines.hf_built import describe, innermost
 from distexp.models.blueprint import Blueprint
@@ -22,14 +22,14 @@ from distexp.models.introspection import blocks
 from distexp.models.objective import loss_sum, shares
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
-from distexp.strategies.engine import whole_weights
 from distexp.strategies.optimizer import build_optimizer, clip_gradients
+from distexp.strategies.torch_model import whole_weights
 from distexp.system.seeding import seed_everything
 from distexp.training.loop import end_epoch
 
 
-class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
-    """Trains by the plan, and tells the journal what our loop tells it.
+class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
+    """Trains by the plan, and tells the logger what our loop tells it.
 
     Attributes:
         built: what the Trainer made of the model; None before ``train``.
@@ -39,8 +39,8 @@ class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
     optimizer: Any  # the Trainer's own attribute: None, then our optimizer, then what accelerate put around it
     given: Any = None  # our optimizer
 
-    def __init__(self, blueprint: Blueprint, config: Config, context: Context, work: Work) -> None:
-        self.config, self.context, self.work = config, context, work
+    def __init__(self, blueprint: Blueprint, config: Config, context: Context, inputs: TrainingInputs) -> None:
+        self.config, self.context, self.inputs = config, context, inputs
         self.task, self.bare = config.model.task, blueprint.model
         self.units: list[nn.Module] = []
         self.masters: Blueprint | None = None  # what DeepSpeed's fp32 masters are to be, until they are
@@ -62,7 +62,7 @@ class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
         self.built: Built | None = None
         super().__init__(
             model=self.bare,
-            args=training_arguments(config, context, work.plan.total_steps, units=names, settings=settings),
+            args=training_arguments(config, context, inputs.plan.total_steps, units=names, settings=settings),
             compute_loss_func=self._loss,
             callbacks=[_Recorder(self)],
         )
@@ -75,7 +75,7 @@ class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
 
     def get_train_dataloader(self) -> Any:
         """Our loader, which accelerate must not shard once more."""
-        return Steps(self.work)
+        return Steps(self.inputs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Step], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of the next step, and the targets of all ranks in it."""
@@ -110,7 +110,7 @@ class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
         return clip_gradients(model.parameters(), self.config.train.gradient_clipping)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm before clipping, kept for the journal; measured here where nothing is clipped."""
+        """The norm before clipping, kept for the logger; measured here where nothing is clipped."""
         if grad_norm is None:
             grad_norm = self._clip_grad_norm(model)
         self.norm = super()._get_grad_norm(model, grad_norm)
@@ -120,25 +120,27 @@ class JournaledTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
 class Steps:
     """The steps of an epoch; to the Trainer a loader of as many micro-batches."""
 
-    def __init__(self, work: Work) -> None:
-        self.work, self.epoch = work, 0
+    def __init__(self, inputs: TrainingInputs) -> None:
+        self.inputs, self.epoch = inputs, 0
 
     def __len__(self) -> int:
-        return len(self.work.training.batches)
+        return len(self.inputs.training.batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer before each epoch."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Step]:
-        work = self.work
-        return work.journal.timed(work.training.epoch(self.epoch, work.plan.steps_of(self.epoch, work.journal.steps)))
+        inputs = self.inputs
+        return inputs.logger.timed(
+            inputs.training.epoch(self.epoch, inputs.plan.steps_of(self.epoch, inputs.logger.steps))
+        )
 
 
 class TrainerModel:
     """The Trainer's model behind the protocol of what can be evaluated."""
 
-    def __init__(self, trainer: JournaledTrainer) -> None:
+    def __init__(self, trainer: DistexpTrainer) -> None:
         self.trainer = trainer
 
     @property
@@ -165,16 +167,16 @@ class TrainerModel:
 
 
 class _Recorder(TrainerCallback):  # type: ignore[misc]  # likewise
-    """Calls the journal where our loop does."""
+    """Calls the logger where our loop does."""
 
-    def __init__(self, trainer: JournaledTrainer) -> None:
-        self.trainer, self.work = trainer, trainer.work
+    def __init__(self, trainer: DistexpTrainer) -> None:
+        self.trainer, self.inputs = trainer, trainer.inputs
         self.rate = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         trainer = self.trainer
         trainer.built = trainer.wrapped.describe()
-        check_built(trainer.built, load_strategy(trainer.config).expects(trainer.config))
+        check_built(trainer.built, load_strategy(trainer.config).expected_build(trainer.config))
         if innermost(trainer.optimizer) is not trainer.given:
             raise RuntimeError(f"the Trainer put another optimizer in the place of ours: {trainer.built.optimizer}")
         if trainer.config.strategy.name == "deepspeed":
@@ -183,38 +185,38 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]  # likewise
                 trainer.masters = None
             _watch_step(trainer)
         seed_everything(trainer.config.train.seed + trainer.context.rank)
-        self.work.journal.begin()
+        self.inputs.logger.begin()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self.work.journal.begin_steps()
+        self.inputs.logger.begin_steps()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.rate = self.work.plan.learning_rate(state.global_step)
+        self.rate = self.inputs.plan.learning_rate(state.global_step)
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = self.rate
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self.trainer.config.strategy.name != "deepspeed":
-            self.work.journal.allocator.before_update()
+            self.inputs.logger.allocator.before_update()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
         assert trainer.step is not None
         total = torch.stack(trainer.shares).sum(dim=0)
-        self.work.journal.step(trainer.step, total, torch.as_tensor(trainer.norm), self.rate)
+        self.inputs.logger.step(trainer.step, total, torch.as_tensor(trainer.norm), self.rate)
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        work = self.work
-        end_epoch(self.trainer.wrapped, work.training, work.evaluation, work.plan, work.journal)
+        inputs = self.inputs
+        end_epoch(self.trainer.wrapped, inputs.training, inputs.evaluation, inputs.plan, inputs.logger)
 
 
-def _watch_step(trainer: JournaledTrainer) -> None:
+def _watch_step(trainer: DistexpTrainer) -> None:
     """DeepSpeed steps within the Trainer's backward: what comes before a step has to be seen there.
 
     Stage 0 over fp32 weights clips without keeping the norm.
     """
     engine = trainer.model_wrapped
-    step, allocator = engine.step, trainer.work.journal.allocator
+    step, allocator = engine.step, trainer.inputs.logger.allocator
     plain = ds_model.keeps_plain_gradients(trainer.config)
 
     def watched_step() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.engines.base import Build, Work
+from distexp.engines.base import ModelFactory, TrainingInputs
 from distexp.runs.record import Built
-from distexp.strategies.base import Wrapped
+from distexp.strategies.base import EvaluableModel
 from distexp.strategies.fsdp import mesh_shape
 
 STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
@@ -37,11 +37,13 @@ class HFTrainer:
             return ["engine=hf_trainer wraps nothing on one GPU: choose strategy=single, or more workers"]
         return []
 
-    def train(self, build: Build, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
+    def train(
+        self, build: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
+    ) -> tuple[EvaluableModel, Built]:
         """Runs ``Trainer.train`` to the end of the plan."""
-        from distexp.engines.hf_loop import JournaledTrainer
+        from distexp.engines.hf_loop import DistexpTrainer
 
-        trainer = JournaledTrainer(build(), config, context, work)
+        trainer = DistexpTrainer(build(), config, context, inputs)
         trainer.train()
         assert trainer.built is not None, "on_train_begin describes what was built"
         return trainer.wrapped, trainer.built

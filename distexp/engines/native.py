@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.engines.base import Build, Work, check_built
+from distexp.engines.base import ModelFactory, TrainingInputs, check_built
 from distexp.runs.record import Built
-from distexp.strategies.base import Wrapped
+from distexp.strategies.base import EvaluableModel
 
 
 class Native:
@@ -20,9 +20,11 @@ class Native:
         """Does whatever the strategy can."""
         return []
 
-    def train(self, build: Build, config: Config, context: Context, work: Work) -> tuple[Wrapped, Built]:
+    def train(
+        self, build: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
+    ) -> tuple[EvaluableModel, Built]:
         """Sets the strategy up, checks what came of it, and runs the loop from the newest checkpoint."""
-        from distexp.checkpoints.manager import Keeper
+        from distexp.checkpoints.manager import CheckpointManager
         from distexp.config.targets import load_strategy
         from distexp.data.shards import StopRequestedError
         from distexp.runs.stop_request import Notice
@@ -34,15 +36,24 @@ class Native:
         # From here on chance is each rank's own: two ranks that drop the same units would learn less.
         seed_everything(config.train.seed + context.rank)
         built = engine.describe()
-        check_built(built, strategy.expects(config))
-        keeper = Keeper(work, engine, built, config.train, context)
-        keeper.go_on()
-        notice = work.training.stopping = work.evaluation.stopping = Notice(context.run_dir, looks=context.rank == 0)
+        check_built(built, strategy.expected_build(config))
+        checkpoints = CheckpointManager(inputs, engine, built, config.train, context)
+        checkpoints.resume()
+        notice = inputs.training.stopping = inputs.evaluation.stopping = Notice(
+            context.run_dir, looks=context.rank == 0
+        )
         try:
             with set_up_uncollected():
-                fit(engine, work.training, work.evaluation, work.plan, work.journal, after_step=keeper.after_step)
+                fit(
+                    engine,
+                    inputs.training,
+                    inputs.evaluation,
+                    inputs.plan,
+                    inputs.logger,
+                    after_step=checkpoints.after_step,
+                )
         except StopRequestedError:
-            keeper.stop(notice.reason())
+            checkpoints.stop(notice.reason())
         return engine, built
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from distexp.checkpoints.folder import offered, offered_instead
+from distexp.checkpoints.folder import candidates, suggest
 from distexp.config import Config
 from distexp.config.model_checks import reads_source, source, source_key
 from distexp.config.size_checks import check_samples_per_rank, check_sequence_length
@@ -78,8 +78,8 @@ def _file_errors(config: Config) -> Iterator[str]:
         if path is not None and not there(path):
             yield f"{key}={path} is not a {kind} here: correct the path"
     resume = config.train.resume
-    if resume is not None and not offered(Path(resume)):
-        near = ", ".join(map(str, offered_instead(Path(resume))))
+    if resume is not None and not candidates(Path(resume)):
+        near = ", ".join(map(str, suggest(Path(resume))))
         mend = near or "the folder of one, or of a run that wrote some"
         yield f"train.resume={resume} holds no checkpoint: give {mend}"
     # Where the model needs another data set, it is not said yet that this one stays.

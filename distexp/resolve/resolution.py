@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
 from distexp.config.model_checks import model_errors, reads_source, source_key, unused_keys
-from distexp.config.targets import check_target, load_engine, load_strategy
+from distexp.config.targets import check_target, load_strategy, load_trainer
 from distexp.resolve.cross_checks import cross_field_errors
 from distexp.resolve.local_resources import decide_placement
 from distexp.resolve.scaling import scale_work
@@ -65,9 +65,9 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     _make_paths_absolute(config)
     strategy = load_strategy(config)
     errors += decide_placement(config)
-    strategy.complete(config)
+    strategy.set_defaults(config)
     errors += too_many_workers(config) or scale_work(config)
-    errors += [*cross_field_errors(config), *strategy.validate(config), *load_engine(config).validate(config)]
+    errors += [*cross_field_errors(config), *strategy.validate(config), *load_trainer(config).validate(config)]
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
     return config

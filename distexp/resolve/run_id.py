@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from distexp.checkpoints.folder import MANIFEST, offered, read_manifest
+from distexp.checkpoints.folder import MANIFEST, candidates, read_manifest
 from distexp.config import Config
 from distexp.config.model_checks import reads_source, source_key
 
@@ -77,7 +77,7 @@ def model_fingerprint(folder: str, *, weights: bool) -> str:
 
 def checkpoint_fingerprint(folder: Path) -> str | None:
     """The newest checkpoint that a folder names by its manifest, which has a checksum of every file."""
-    for candidate in offered(folder):
+    for candidate in candidates(folder):
         if read_manifest(candidate) is not None:
             return fingerprint(str(candidate / MANIFEST))
     return None

@@ -1,6 +1,6 @@
 """The two protocols of a way of distributing a training.
 
-A Strategy decides before anything runs (and so imports torch only inside ``setup``); an Engine is all
+A Strategy decides before anything runs (and so imports torch only inside ``setup``); an DistributedModel is all
 that the training loop knows afterwards. A new strategy is one file here and one YAML in conf/strategy.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
 
 
-class Wrapped(Protocol):
+class EvaluableModel(Protocol):
     """A model as it is distributed: it can be run, and says what it is."""
 
     @property
@@ -43,7 +43,7 @@ class Wrapped(Protocol):
         """What was really built, read off the live objects."""
 
 
-class Engine(Wrapped, Protocol):
+class DistributedModel(EvaluableModel, Protocol):
     """A model that trains, whatever is behind it."""
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
@@ -58,14 +58,14 @@ class Engine(Wrapped, Protocol):
         """Clips, updates the weights and clears the gradients; the global gradient norm before clipping."""
 
     @property
-    def form(self) -> str:
+    def checkpoint_format(self) -> str:
         """Who writes the weights in ``save``, and what must be the same where they are read."""
 
     def save(self, folder: Path) -> None:
         """Writes weights, optimizer and loss scale into a new folder; a collective."""
 
     def load(self, folder: Path) -> None:
-        """Takes up what an engine of the same ``form`` saved; a collective, before the first step.
+        """Takes up what an engine of the same ``checkpoint_format`` saved; a collective, before the first step.
 
         Hyperparameters stay those of this run.
         """
@@ -74,14 +74,14 @@ class Engine(Wrapped, Protocol):
 class Strategy(Protocol):
     """A way of distributing a training, with its options."""
 
-    def complete(self, config: Config) -> None:
+    def set_defaults(self, config: Config) -> None:
         """Fills in what the user left open in this strategy's section."""
 
     def validate(self, config: Config) -> list[str]:
         """A sentence for each thing that this strategy cannot do as asked."""
 
-    def expects(self, config: Config) -> Mapping[str, Any]:
+    def expected_build(self, config: Config) -> Mapping[str, Any]:
         """The fields of Built that must come out; a difference stops the run."""
 
-    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Brings the model to life where it belongs, distributes it and builds its optimizer."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.strategies.base import Engine
+from distexp.strategies.base import DistributedModel
 from distexp.strategies.single import offload_errors
 
 if TYPE_CHECKING:
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class DDP:
     """The whole model on every worker; gradients are averaged while the backward pass runs."""
 
-    def complete(self, config: Config) -> None:
+    def set_defaults(self, config: Config) -> None:
         """Leaves nothing open."""
 
     def validate(self, config: Config) -> list[str]:
         """Nothing to offload."""
         return offload_errors(config)
 
-    def expects(self, config: Config) -> Mapping[str, Any]:
+    def expected_build(self, config: Config) -> Mapping[str, Any]:
         """A DDP module over all workers."""
         workers = config.cluster.nodes * (config.cluster.workers_per_node or 1)
         return {
@@ -36,11 +36,11 @@ class DDP:
             "offload": "none",
         }
 
-    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Wraps the model on its device."""
         from torch.nn.parallel import DistributedDataParallel
 
-        from distexp.strategies.engine import Distribution, TorchEngine
+        from distexp.strategies.torch_model import Distribution, TorchModel
 
         model = blueprint.model
         blueprint.materialise(model)
@@ -59,6 +59,6 @@ class DDP:
         def distribution() -> Distribution:
             return Distribution(type(wrapped).__name__, mesh=[wrapped.process_group.size(), 1])
 
-        return TorchEngine(
+        return TorchModel(
             wrapped, config, context, synchronising=synchronising, autocast=True, distribution=distribution
         )

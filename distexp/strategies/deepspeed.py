@@ -10,7 +10,7 @@ from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
-from distexp.strategies.base import Engine
+from distexp.strategies.base import DistributedModel
 from distexp.strategies.ds_config import BUCKETS, at, conflicts, read_or_empty
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ DEFAULT_STAGE = 2
 class DeepSpeed:
     """States partitioned over the workers by ZeRO."""
 
-    def complete(self, config: Config) -> None:
+    def set_defaults(self, config: Config) -> None:
         """The stage of the user's file, else 2; offloaded states go to DeepSpeed's CPU Adam on GPUs."""
         options = config.deepspeed
         if options.zero_stage is None:
@@ -68,7 +68,7 @@ class DeepSpeed:
         ]
         return [*errors, *conflicts(config)]
 
-    def expects(self, config: Config) -> Mapping[str, Any]:
+    def expected_build(self, config: Config) -> Mapping[str, Any]:
         """The stage and the offload that were asked for."""
         stage, workers = (
             config.deepspeed.zero_stage,
@@ -85,12 +85,12 @@ class DeepSpeed:
             "offload": offload,
         }
 
-    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Hands the model and our optimizer to DeepSpeed; writes the effective ds_config.json."""
-        return DeepSpeedEngine(blueprint, config, context, ds_model.settings_for(blueprint, config, context))
+        return DeepSpeedModel(blueprint, config, context, ds_model.settings_for(blueprint, config, context))
 
 
-class DeepSpeedEngine:
+class DeepSpeedModel:
     """A deepspeed.DeepSpeedEngine behind the protocol of the loop."""
 
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, settings: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class DeepSpeedEngine:
         return ds_model.whole_weights(self.model)
 
     @property
-    def form(self) -> str:
+    def checkpoint_format(self) -> str:
         """DeepSpeed's own, which only the same engine on as many workers reads."""
         stage, precision = self.model.zero_optimization_stage(), self.config.precision.name
         return f"deepspeed, zero_stage={stage}, {precision}, {self.world_size} workers"

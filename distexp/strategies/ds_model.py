@@ -62,7 +62,7 @@ def unpartitioned_norm(wrapped: Any) -> Tensor:
 
 
 def whole_weights(wrapped: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer of a DeepSpeedEngine, as ``Wrapped.weights`` gives them."""
+    """Every parameter and buffer of a DeepSpeedEngine, as ``EvaluableModel.weights`` gives them."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     partitioned = wrapped.zero_optimization_stage() > 0
@@ -75,7 +75,7 @@ def describe(wrapped: Any, *, engine: str = "native") -> Built:
     """What a deepspeed.DeepSpeedEngine says of itself; ``engine`` is who made it."""
     import torch.distributed as dist
 
-    from distexp.strategies.engine import dtype_name
+    from distexp.strategies.torch_model import dtype_name
 
     stage = wrapped.zero_optimization_stage()
     parameters = list(wrapped.module.parameters())
@@ -108,7 +108,7 @@ def materialise(blueprint: Blueprint, config: Config, settings: dict[str, Any]) 
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    from distexp.strategies.engine import DTYPES
+    from distexp.strategies.torch_model import DTYPES
 
     deepspeed.init_distributed(dist_init_required=False)  # over the process group that stands
     for module in reversed(list(blueprint.model.modules())):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.strategies.base import Engine
+from distexp.strategies.base import DistributedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from distexp.models.blueprint import Blueprint
-    from distexp.strategies.engine import Distribution
+    from distexp.strategies.torch_model import Distribution
 
 SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 
@@ -31,7 +31,7 @@ SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 class FSDP:
     """Parameters, gradients and optimizer states sharded over the workers."""
 
-    def complete(self, config: Config) -> None:
+    def set_defaults(self, config: Config) -> None:
         """full_shard where no sharding was chosen."""
         if config.fsdp.sharding is None:
             config.fsdp.sharding = "full_shard"
@@ -58,7 +58,7 @@ class FSDP:
                 errors.append(f"fsdp.{key}={getattr(options, key)} must be at least 0 blocks")
         return errors
 
-    def expects(self, config: Config) -> Mapping[str, Any]:
+    def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Sharded units on the mesh that the sharding means, parameters where they belong."""
         reshard = config.fsdp.sharding != "shard_grad_op"
         return {
@@ -68,11 +68,11 @@ class FSDP:
             "offload": "parameters+gradients+optimizer" if config.offload.enabled else "none",
         }
 
-    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Shards the model, unit by unit, and builds the optimizer over the shards."""
         from torch.distributed.fsdp import FSDPModule
 
-        from distexp.strategies.engine import TorchEngine
+        from distexp.strategies.torch_model import TorchModel
 
         model = blueprint.model
         inner = _shard(blueprint, config, context)
@@ -86,7 +86,7 @@ class FSDP:
                 wrapped.set_reshard_after_backward(last_micro)
             yield
 
-        return TorchEngine(
+        return TorchModel(
             model,
             config,
             context,
@@ -129,7 +129,7 @@ def _shard(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Mo
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     from distexp.models.introspection import blocks, embeddings, tied
-    from distexp.strategies.engine import DTYPES
+    from distexp.strategies.torch_model import DTYPES
 
     policy: dict[str, Any] = {
         "mesh": _mesh(config, context),
@@ -167,7 +167,7 @@ def distribution_of(model: nn.Module, inner: Sequence[nn.Module]) -> Distributio
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    from distexp.strategies.engine import Distribution
+    from distexp.strategies.torch_model import Distribution
 
     sharding = [module for module in model.modules() if isinstance(module, FSDPModule)]
     parameters = list(model.parameters())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.strategies.base import Engine
+from distexp.strategies.base import DistributedModel
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Single:
     """The reference: plain torch on one device."""
 
-    def complete(self, config: Config) -> None:
+    def set_defaults(self, config: Config) -> None:
         """Leaves nothing open."""
 
     def validate(self, config: Config) -> list[str]:
@@ -32,17 +32,17 @@ class Single:
             )
         return errors
 
-    def expects(self, config: Config) -> Mapping[str, Any]:
+    def expected_build(self, config: Config) -> Mapping[str, Any]:
         """The bare model."""
         return {"wrapper": "none", "world_size": 1, "mesh": [1, 1], "sharded_units": 0, "offload": "none"}
 
-    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> Engine:
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Puts the model on its device."""
-        from distexp.strategies.engine import Distribution, TorchEngine
+        from distexp.strategies.torch_model import Distribution, TorchModel
 
         model = blueprint.model
         blueprint.materialise(model)
-        return TorchEngine(
+        return TorchModel(
             model,
             config,
             context,

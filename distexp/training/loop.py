@@ -11,35 +11,35 @@ from distexp.data.shards import ShardedLoader, Step
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import synchronize
 from distexp.models.objective import evaluation_sums
-from distexp.strategies.base import Engine, Wrapped
-from distexp.training.metrics_logger import Evaluation, Journal, Plan
+from distexp.strategies.base import DistributedModel, EvaluableModel
+from distexp.training.metrics_logger import Evaluation, MetricsLogger, Plan
 
 
 def fit(
-    engine: Engine,
+    engine: DistributedModel,
     training: ShardedLoader,
     evaluation: ShardedLoader,
     plan: Plan,
-    journal: Journal,
+    logger: MetricsLogger,
     *,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Trains from ``journal.steps`` to ``plan.total_steps``, evaluating after each epoch and the last step."""
-    journal.begin()
-    for epoch in plan.epochs(journal.steps):
+    """Trains from ``logger.steps`` to ``plan.total_steps``, evaluating after each epoch and the last step."""
+    logger.begin()
+    for epoch in plan.epochs(logger.steps):
         engine.model.train()
-        journal.begin_steps()
-        for data in journal.timed(training.epoch(epoch, plan.steps_of(epoch, journal.steps))):
+        logger.begin_steps()
+        for data in logger.timed(training.epoch(epoch, plan.steps_of(epoch, logger.steps))):
             shares = train_step(engine, data)
-            journal.allocator.before_update()
-            rate = plan.learning_rate(journal.steps)
+            logger.allocator.before_update()
+            rate = plan.learning_rate(logger.steps)
             norm = engine.step(rate)
-            journal.step(data, shares, norm, rate)
+            logger.step(data, shares, norm, rate)
             after_step()
-        end_epoch(engine, training, evaluation, plan, journal)
+        end_epoch(engine, training, evaluation, plan, logger)
 
 
-def train_step(engine: Engine, data: Step) -> torch.Tensor:
+def train_step(engine: DistributedModel, data: Step) -> torch.Tensor:
     """Forward and backward over a step's micro-batches; this rank's shares of mean loss and accuracy."""
     shares = []
     for position, batch in enumerate(data.micro_batches, start=1):
@@ -49,24 +49,24 @@ def train_step(engine: Engine, data: Step) -> torch.Tensor:
 
 
 def end_epoch(
-    engine: Wrapped, training: ShardedLoader, evaluation: ShardedLoader, plan: Plan, journal: Journal
+    engine: EvaluableModel, training: ShardedLoader, evaluation: ShardedLoader, plan: Plan, logger: MetricsLogger
 ) -> None:
     """Evaluates, while loader workers read what the next epoch begins with."""
-    if journal.steps < plan.total_steps:
-        epoch = journal.steps // plan.steps_per_epoch
-        training.begin(epoch, plan.steps_of(epoch, journal.steps))
-    journal.end_epoch(evaluate(engine, evaluation, journal))
+    if logger.steps < plan.total_steps:
+        epoch = logger.steps // plan.steps_per_epoch
+        training.begin(epoch, plan.steps_of(epoch, logger.steps))
+    logger.end_epoch(evaluate(engine, evaluation, logger))
 
 
-def evaluate(engine: Wrapped, data: ShardedLoader, journal: Journal) -> Evaluation:
+def evaluate(engine: EvaluableModel, data: ShardedLoader, logger: MetricsLogger) -> Evaluation:
     """Mean loss and accuracies over the whole set, each sample counted once for any number of ranks."""
-    journal.events.enter("eval")
+    logger.events.enter("eval")
     engine.model.eval()
     synchronize(data.device)
     started = time.perf_counter()
     totals = torch.zeros(4, dtype=torch.float64, device=data.device)
     for step in data.epoch(0):
-        journal.heartbeat.beat()
+        logger.heartbeat.beat()
         for batch in step.micro_batches:
             totals += evaluation_sums(data.task, engine.forward(batch), batch)
     loss, targets, first, among_five = sum_over_ranks(totals).tolist()

@@ -68,7 +68,7 @@ class DivergedError(RuntimeError):
     """The loss is not a number any more."""
 
 
-class Journal:
+class MetricsLogger:
     """The records of one rank's training; every rank calls all of it, for there are reductions inside.
 
     Losses, counts and run time are those of the whole training, the attempts before this one included;

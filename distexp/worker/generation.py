@@ -22,7 +22,7 @@ from distexp.distributed.process_group import gather_to_all, sum_over_ranks
 from distexp.measure.squad_metric import Score, score
 from distexp.models.introspection import chooses_logits, most_positions
 from distexp.models.objective import logits_of
-from distexp.strategies.base import Wrapped
+from distexp.strategies.base import EvaluableModel
 
 WIDTHS = 64
 """Sequences are padded to a multiple of it, so that the shapes of forward passes repeat."""
@@ -38,7 +38,7 @@ def check_answerable(data: TaskData) -> None:
 
 
 def score_answers(
-    engine: Wrapped, data: ShardedLoader, tokenizer: Tokenizer, most_tokens: int, beat: Callable[[], None]
+    engine: EvaluableModel, data: ShardedLoader, tokenizer: Tokenizer, most_tokens: int, beat: Callable[[], None]
 ) -> tuple[Score, dict[str, str]]:
     """Exact match and F1 over the whole evaluation set, and each question's answer by its id, on every rank.
 
@@ -68,7 +68,7 @@ def score_answers(
 class Writer:
     """Continues prompts, all ranks in step."""
 
-    engine: Wrapped
+    engine: EvaluableModel
     tokenizer: Tokenizer
     most_tokens: int
     device: device

@@ -21,14 +21,14 @@ from torch import nn
 
 from distexp.config import Config, ConfigError
 from distexp.config.size_checks import check_samples_per_rank
-from distexp.config.targets import load_engine, locate
+from distexp.config.targets import load_trainer, locate
 from distexp.data.base import TaskData
 from distexp.data.shards import ShardedLoader, Share
 from distexp.data.text import TargetLogits
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, head_address, join
-from distexp.engines.base import Work
+from distexp.engines.base import TrainingInputs
 from distexp.measure.flops import peak_tflops, training_flops
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
@@ -39,11 +39,11 @@ from distexp.runs import attempts
 from distexp.runs.events import Events
 from distexp.runs.record import PREDICTIONS, Environment, RunRecord, write_json
 from distexp.runs.spec import RunSpec
-from distexp.strategies.base import Wrapped
+from distexp.strategies.base import EvaluableModel
 from distexp.system.environment_variables import GIVEN
 from distexp.system.hardware import cpu_count
 from distexp.system.seeding import seed_everything
-from distexp.training.metrics_logger import Journal, Plan
+from distexp.training.metrics_logger import MetricsLogger, Plan
 from distexp.worker.generation import check_answerable, score_answers
 
 
@@ -87,47 +87,47 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     data = load_data(config, context)
     training, evaluation = loaders(config, data, context)
     plan = Plan(config.train, training.steps)
-    journal = Journal(plan, context, events)
-    work = Work(training, evaluation, plan, journal, spec.run.id)
+    logger = MetricsLogger(plan, context, events)
+    inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)
     build = partial(build_model, config, data, context)
-    engine, built = load_engine(config).train(build, config, context, work)
+    engine, built = load_trainer(config).train(build, config, context, inputs)
     built.tokenizer = data.tokenizer_name
-    attempts.went_on_from(spec.run, journal.resumed_at or None)
-    if config.train.save_model and journal.stopped is None:
+    attempts.went_on_from(spec.run, logger.resumed_at or None)
+    if config.train.save_model and logger.stopped is None:
         events.enter("save")
         save_model(engine.weights(), builder(config, data), data, context.run_dir, context.rank)
     record = RunRecord(
-        status="preempted" if journal.stopped else "completed",
-        error=journal.stopped,
+        status="preempted" if logger.stopped else "completed",
+        error=logger.stopped,
         run=spec.run,
         config=asdict(config),
         built=built,
         environment=environment(context.device),
-        metrics=journal.finish(),
+        metrics=logger.finish(),
     )
-    watched = gather_to_all(journal.allocator.summary())
+    watched = gather_to_all(logger.allocator.summary())
     record.memory["torch"] = [entry for entry in watched if entry is not None]
     add_arithmetic(record, training_flops(config, data), context.world_size)
-    if config.train.score_answers and journal.stopped is None:
-        add_answers(record, engine, evaluation, data.tokenizer, journal=journal, context=context)
+    if config.train.score_answers and logger.stopped is None:
+        add_answers(record, engine, evaluation, data.tokenizer, logger=logger, context=context)
     return record
 
 
 def add_answers(
     record: RunRecord,
-    engine: Wrapped,
+    engine: EvaluableModel,
     evaluation: ShardedLoader,
     tokenizer: Tokenizer,
     *,
-    journal: Journal,
+    logger: MetricsLogger,
     context: Context,
 ) -> None:
     """Exact match and F1, after all that is timed; the answers go to a file that SQuAD's own script reads."""
-    journal.events.enter("eval")
+    logger.events.enter("eval")
     most_tokens = record.config["dataset"]["answer_tokens"]
-    found, answers = score_answers(engine, evaluation, tokenizer, most_tokens, journal.heartbeat.beat)
+    found, answers = score_answers(engine, evaluation, tokenizer, most_tokens, logger.heartbeat.beat)
     record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
-    journal.events.tell(exact_match=found.exact_match, f1=found.f1)
+    logger.events.tell(exact_match=found.exact_match, f1=found.f1)
     if context.rank == 0:
         write_json(context.run_dir / PREDICTIONS, answers)
 

@@ -76,13 +76,13 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -
     assert lines(run_dir)[-1]["step"] == 7
     assert [disk.step_of(path) for path in disk.in_run(run_dir)] == [6, 4], "the newest two are kept"
 
-    (rank_file,) = disk.place(run_dir, 6).glob("rank-*.pt")
+    (rank_file,) = disk.checkpoint_dir(run_dir, 6).glob("rank-*.pt")
     rank_file.write_bytes(rank_file.read_bytes()[:-1])
-    torn = disk.aside(run_dir, 8)
+    torn = disk.tmp_dir(run_dir, 8)
     torn.mkdir()
     (torn / "rank-00000.pt").write_bytes(b"half a file")
     told = again(run_dir, workers=1)
-    assert f"{disk.place(run_dir, 6)} is passed over: rank-00000.pt has " in told
+    assert f"{disk.checkpoint_dir(run_dir, 6)} is passed over: rank-00000.pt has " in told
     assert "goes on from step 4" in told
     assert not torn.exists()
     record = RunRecord.read(run_dir / "record.json")
@@ -165,10 +165,10 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_named_a_little_wrong_is_found(tmp_path: Path) -> None:
     for step in (4, 12):
-        disk.place(tmp_path / "0", step).mkdir(parents=True)
+        disk.checkpoint_dir(tmp_path / "0", step).mkdir(parents=True)
     run, folder = tmp_path / "0", tmp_path / "0" / "checkpoints"
     newest_first = [folder / "step-00000012", folder / "step-00000004"]
-    assert disk.offered(run) == disk.offered(folder) == newest_first
+    assert disk.candidates(run) == disk.candidates(folder) == newest_first
     for wrong, said in ((folder / "step-12", f"give {newest_first[0]}, {newest_first[1]}"), (tmp_path, f"give {run}")):
         with pytest.raises(ConfigError, match=re.escape(f"train.resume={wrong} holds no checkpoint: {said}")):
             resolve_cell(f"train.resume={wrong}")
@@ -177,7 +177,7 @@ def test_a_checkpoint_named_a_little_wrong_is_found(tmp_path: Path) -> None:
 def test_what_a_run_goes_on_from_is_part_of_its_identity(tmp_path: Path) -> None:
     plain = make_spec().run.id
     assert run_id(resolve_cell("train.checkpoint_every=epoch")) == plain
-    source = disk.place(tmp_path / "source", 4)
+    source = disk.checkpoint_dir(tmp_path / "source", 4)
     source.mkdir(parents=True)
     meta = disk.Meta("0", 4, 2, 8, 1000, "torch", 2)
     disk.write_manifest(source, meta, {"file": (1, 2)})
@@ -185,6 +185,6 @@ def test_what_a_run_goes_on_from_is_part_of_its_identity(tmp_path: Path) -> None
     assert resumed != plain
     shutil.copytree(tmp_path / "source", tmp_path / "copy")
     assert make_spec(f"train.resume={tmp_path}/copy").run.id == resumed
-    disk.write_manifest(disk.place(tmp_path / "copy", 4), meta, {"file": (1, 3)})
+    disk.write_manifest(disk.checkpoint_dir(tmp_path / "copy", 4), meta, {"file": (1, 3)})
     shutil.move(tmp_path / "copy", tmp_path / "other")
     assert make_spec(f"train.resume={tmp_path}/other").run.id != resumed

@@ -105,7 +105,7 @@ def test_three_workers_go_on_from_what_two_wrote(runs: Runs, tmp_path: Path) -> 
     theirs = runs("torch", 2) / "plain"
     source = tmp_path / "source"
     shutil.copytree(theirs, source)
-    (shard, *_) = sorted(disk.place(source, 9).glob("engine/*.distcp"))
+    (shard, *_) = sorted(disk.checkpoint_dir(source, 9).glob("engine/*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

@@ -21,7 +21,7 @@ from distexp.measure.clock import synchronize
 from distexp.runs.events import Events
 from distexp.system.seeding import seed_everything
 from distexp.training.loop import fit
-from distexp.training.metrics_logger import Journal, Plan
+from distexp.training.metrics_logger import MetricsLogger, Plan
 from distexp.worker.rank import build_model, builder, load_data, loaders
 from tests.helpers.paired_timing import assert_ratio, paired_ratios
 from tests.helpers.runs import resolve_cell
@@ -69,11 +69,11 @@ class Ours:
     def epoch(self) -> float:
         """Seconds of the steps of one epoch."""
         plan = Plan(self.config.train, self.training.steps)
-        journal = Journal(plan, self.context, Events(self.context.run_dir, writes=True))
+        logger = MetricsLogger(plan, self.context, Events(self.context.run_dir, writes=True))
         started = time.perf_counter()
-        fit(self.engine, self.training, self.evaluation, plan, journal)
-        journal.finish()
-        self.losses += journal.losses
+        fit(self.engine, self.training, self.evaluation, plan, logger)
+        logger.finish()
+        self.losses += logger.losses
         return self.ended - started
 
 

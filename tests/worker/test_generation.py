@@ -16,7 +16,7 @@ from distexp.data import synthetic
 from distexp.data.base import Batch
 from distexp.models import gpt
 from distexp.models.introspection import most_positions
-from distexp.strategies.base import Engine
+from distexp.strategies.base import DistributedModel
 from distexp.worker.generation import Writer, check_answerable
 from tests.helpers.runs import resolve_cell
 
@@ -57,7 +57,9 @@ def prompts() -> list[Any]:
 def write(model: nn.Module, *, eos_id: int, most: int, size: int = VOCABULARY) -> tuple[list[list[int]], Plain]:
     engine, beats = Plain(model), []
     tokenizer = Numbers(eos_id, size)
-    writer = Writer(cast(Engine, engine), cast(Any, tokenizer), most, torch.device("cpu"), lambda: beats.append(1))
+    writer = Writer(
+        cast(DistributedModel, engine), cast(Any, tokenizer), most, torch.device("cpu"), lambda: beats.append(1)
+    )
     answers = [[int(word) for word in text.split()] for text in writer.write(prompts(), [True] * 4 + [False])]
     assert len(beats) == len(engine.widths)
     return answers, engine

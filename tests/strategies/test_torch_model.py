@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
-from distexp.strategies.engine import Distribution, TorchEngine
+from distexp.strategies.torch_model import Distribution, TorchModel
 from tests.helpers.runs import resolve_cell
 
 
@@ -37,7 +37,7 @@ def test_logits_are_freed_before_the_backward_pass(tmp_path: Path) -> None:
         rank=0, world_size=1, local_rank=0, workers_per_node=1, nodes=1, device=torch.device("cpu"), run_dir=tmp_path
     )
     model = Recording()
-    engine = TorchEngine(
+    engine = TorchModel(
         model,
         config,
         context,

@@ -35,7 +35,7 @@ class Distribution:
     compute_dtype: torch.dtype | None = None  # where the wrapper casts, and not autocast
 
 
-class TorchEngine:
+class TorchModel:
     """Forward, backward and step of a wrapped model.
 
     Args:
@@ -108,7 +108,7 @@ class TorchEngine:
         return whole_weights(self.model, self.device)
 
     @property
-    def form(self) -> str:
+    def checkpoint_format(self) -> str:
         """DCP's, which any number of workers reads; a loss scale is there only with fp16."""
         return "torch" + (" with a loss scale" if self.scaler.is_enabled() else "")
 
@@ -148,7 +148,7 @@ class TorchEngine:
 
 @torch.no_grad()
 def whole_weights(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer of a model of plain torch, as ``Wrapped.weights`` gives them."""
+    """Every parameter and buffer of a model of plain torch, as ``EvaluableModel.weights`` gives them."""
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     for name, tensor in [*bare.named_parameters(), *bare.named_buffers()]:
         # An offloaded shard is gathered where the others' shards arrive.
