@@ -14,7 +14,7 @@ ACTIONS = ("run", "multirun", "cfg", "info")
 """What Hydra can be asked to do, by its options' names."""
 
 
-def refuse_odd_words(words: Sequence[str]) -> None:
+def check_arguments(words: Sequence[str]) -> None:
     """ConfigError for options that there are not, and for overrides that blanks have torn.
 
     Hydra's own parser tells its options from overrides; what it would print on its own is a page of usage.

@@ -14,14 +14,14 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from distexp.cli.argument_checks import refuse_odd_words
+from distexp.cli.argument_checks import check_arguments
 from distexp.cli.overrides import parse, quote_choice, suggest, suggest_key
 from distexp.config import ConfigError, register_schema
 from distexp.config.key_info import known_keys, values_of
 from distexp.config.paths import conf_dir, config_groups, options_of
 from distexp.exceptions import InterruptedRunError, SweepFailedError, WatcherLeftError, while_read
 
-PASSED_ON = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help", "--version")
+HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help", "--version")
 """Hydra's own commands, which run nothing."""
 
 OPEN_SECTIONS = (
@@ -95,9 +95,9 @@ def _never_called(config: Any) -> None:
 
 def prepare(words: Sequence[str]) -> list[str]:
     """The words that Hydra gets: choices quoted, and every run a sweep, of one cell at the least."""
-    refuse_odd_words(words)
+    check_arguments(words)
     quoted = [quote_choice(_added(word), config_groups()) if is_override(word) else word for word in words]
-    if any(word.split("=")[0] in PASSED_ON for word in quoted):
+    if any(word.split("=")[0] in HYDRA_FLAGS for word in quoted):
         refuse_sweep_of_one([word for word in quoted if is_override(word)])
         return quoted
     multirun = any(word in ("-m", "--multirun") for word in quoted)

@@ -18,7 +18,7 @@ INITS = ("random", "pretrained")
 SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim", "seq_length", "width")
 
 
-def unused_keys(group: str, section: ModelConfig | DatasetConfig) -> list[str]:
+def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[str]:
     """A sentence for each key of a group that was set and that the chosen option does not have."""
     unset = type(section)()
     has = ", ".join(key for key in section.keys if key != "options") or "no such keys"
@@ -31,35 +31,35 @@ def unused_keys(group: str, section: ModelConfig | DatasetConfig) -> list[str]:
 
 def model_errors(model: ModelConfig) -> list[str]:
     """A sentence for each error of a model's section: unused, missing and impossible values."""
-    return [*unused_keys("model", model), *_missing(model), *_impossible(model)]
+    return [*unused_key_errors("model", model), *_missing(model), *_impossible(model)]
 
 
-def check_model(model: ModelConfig) -> None:
+def validate_model(model: ModelConfig) -> None:
     """Raises ConfigError with all of ``model_errors``."""
     errors = model_errors(model)
     if errors:
         raise ConfigError(errors)
 
 
-def source(model: ModelConfig) -> str | None:
+def weights_source(model: ModelConfig) -> str | None:
     """The hub id or folder of a model's weights and tokenizer; None for an architecture without one.
 
     It is ``model.name`` where that is listed among the keys, else ``model.path``.
     """
-    return model.name if source_key(model) == "name" else model.path
+    return model.name if weights_source_key(model) == "name" else model.path
 
 
-def source_key(model: ModelConfig) -> str:
-    """The key that ``source`` reads: name or path."""
+def weights_source_key(model: ModelConfig) -> str:
+    """The key that ``weights_source`` reads: name or path."""
     return "name" if "name" in model.keys else "path"
 
 
-def reads_source(model: ModelConfig) -> bool:
-    """Whether a run reads what is at ``source``: weights, or at least the architecture."""
+def loads_from_source(model: ModelConfig) -> bool:
+    """Whether a run reads what is at ``weights_source``: weights, or at least the architecture."""
     return model.init == "pretrained" or "name" in model.keys
 
 
-def vocabulary(model: ModelConfig, num_classes: int) -> int:
+def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:
     """Rows of the embedding: ``model.vocab_size``, else the tokenizer's entries.
 
     Raises:
@@ -99,9 +99,9 @@ def _impossible(model: ModelConfig) -> Iterator[str]:
 def _bad_init(model: ModelConfig) -> Iterator[str]:
     if model.init == "random":
         return
-    if source_key(model) not in model.keys:
+    if weights_source_key(model) not in model.keys:
         yield f"model.init must be random, not {model.init}: weights are drawn, not loaded"
     elif model.init not in INITS:
         yield f"model.init={model.init} is not one of {', '.join(INITS)}"
-    elif source(model) is None:
+    elif weights_source(model) is None:
         yield "model.path is null, and model.init=pretrained reads weights there: set a hub id or a folder"

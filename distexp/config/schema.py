@@ -197,6 +197,11 @@ class ClusterConfig:
     wait: bool = True  # false: print the job ids and leave
     dry_run: bool = False  # print the sbatch files, and submit nothing
 
+    @property
+    def world_size(self) -> int:
+        """Workers on all nodes; one on each node while ``workers_per_node`` is still null."""
+        return self.nodes * (self.workers_per_node or 1)
+
 
 @dataclass
 class MeasureConfig:

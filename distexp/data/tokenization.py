@@ -17,7 +17,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import reads_source, source
+from distexp.config.model_checks import loads_from_source, weights_source
 from distexp.data.cache import build_once, cache_dir
 from distexp.system.hub import offline_if_unreachable
 
@@ -146,7 +146,7 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
         raise ConfigError("model.tokenizer is null, and texts need one: set byte, auto, or a name or path")
     name: str | None = model.tokenizer
     if name == "auto":
-        name = source(model) if reads_source(model) else "byte"
+        name = weights_source(model) if loads_from_source(model) else "byte"
     if name == "byte" or name is None:
         return train_byte_tokenizer(texts, model.vocab_size or DEFAULT_SIZE)
     return HuggingFaceTokenizer(name)

@@ -32,7 +32,7 @@ class HFTrainer:
                 return [f"train.{key}={value} is for our own loop: leave it out, or choose engine=native"]
         if strategy == "fsdp":
             return list(_fsdp_errors(config))
-        workers = config.cluster.nodes * (config.cluster.workers_per_node or 1)
+        workers = config.cluster.world_size
         if strategy == "ddp" and workers == 1 and config.cluster.device == "cuda":
             return ["engine=hf_trainer wraps nothing on one GPU: choose strategy=single, or more workers"]
         return []

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import check_model, vocabulary
+from distexp.config.model_checks import resolve_vocab_size, validate_model
 from distexp.models.pretrained import read_config, read_weights, weightless
 
 
@@ -25,14 +25,14 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     Raises:
         ConfigError: values that BLOOM does not have or cannot have, or weights that cannot be read.
     """
-    check_model(model)
+    validate_model(model)
     from transformers.models.bloom import BloomConfig, BloomForCausalLM
 
     if model.init == "pretrained":
         config = _published(model, num_classes)
     else:
         config = BloomConfig(
-            vocab_size=vocabulary(model, num_classes),
+            vocab_size=resolve_vocab_size(model, num_classes),
             hidden_size=model.hidden_size,
             n_layer=model.num_layers,
             n_head=model.num_heads,
@@ -48,7 +48,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
 
 def _published(model: ModelConfig, num_classes: int) -> Any:
     """The configuration beside the weights, where it is of the sizes that the keys say."""
-    assert model.path is not None, "check_model"
+    assert model.path is not None, "validate_model"
     config = read_config("model.path", model.path)
     if config.model_type != "bloom":
         raise ConfigError(
@@ -69,5 +69,5 @@ def _published(model: ModelConfig, num_classes: int) -> Any:
     ]
     if errors:
         raise ConfigError(errors)
-    vocabulary(replace(model, vocab_size=config.vocab_size), num_classes)
+    resolve_vocab_size(replace(model, vocab_size=config.vocab_size), num_classes)
     return config

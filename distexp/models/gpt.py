@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from distexp.config import ModelConfig
-from distexp.config.model_checks import check_model, vocabulary
+from distexp.config.model_checks import resolve_vocab_size, validate_model
 
 INIT_STD = 0.02
 
@@ -185,7 +185,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     Raises:
         ConfigError: values that a GPT does not have or cannot have.
     """
-    check_model(model)
+    validate_model(model)
     sizes = {
         "hidden": model.hidden_size,
         "layers": model.num_layers,
@@ -195,7 +195,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     }
     known: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     rest: dict[str, Any] = {"dropout": model.dropout or 0.0, "tie": bool(model.tie_embeddings)}
-    return GPT(vocab=vocabulary(model, num_classes), **known, **rest)
+    return GPT(vocab=resolve_vocab_size(model, num_classes), **known, **rest)
 
 
 def _allowed(attention_mask: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import check_model
+from distexp.config.model_checks import validate_model
 from distexp.models.pretrained import read_config, read_weights, weightless
 
 
@@ -26,7 +26,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         ConfigError: no such model, one that is no causal LM, or one with fewer embeddings than the
             tokenizer has entries.
     """
-    check_model(model)
+    validate_model(model)
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from distexp.config import ModelConfig
-from distexp.config.model_checks import check_model
+from distexp.config.model_checks import validate_model
 
 STANDARD_WIDTH = 64
 
@@ -25,9 +25,9 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     Raises:
         ConfigError: values that a ResNet does not have or cannot have.
     """
-    check_model(model)
-    assert model.width is not None, "check_model"
-    assert model.depths is not None, "check_model"
+    validate_model(model)
+    assert model.width is not None, "validate_model"
+    assert model.depths is not None, "validate_model"
     block = Bottleneck if model.bottleneck else BasicBlock
     if model.width == STANDARD_WIDTH:
         return ImageResNet(block, model.depths, num_classes=num_classes)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distexp.checkpoints.folder import candidates, suggest
 from distexp.config import Config
-from distexp.config.model_checks import reads_source, source, source_key
+from distexp.config.model_checks import loads_from_source, weights_source, weights_source_key
 from distexp.config.size_checks import check_samples_per_rank, check_sequence_length
 
 LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
@@ -57,7 +57,7 @@ def _size_errors(config: Config) -> Iterator[str]:
     samples, cluster = config.dataset.train_size, config.cluster
     errors = [check_sequence_length(config.dataset, config.model)]
     if samples is not None:
-        workers = cluster.nodes * (cluster.workers_per_node or 1)
+        workers = cluster.world_size
         errors.append(check_samples_per_rank(samples, workers, config.train.micro_batch_size))
     yield from filter(None, errors)
 
@@ -111,10 +111,10 @@ def _tracker_errors(config: Config) -> Iterator[str]:
 def _model_source_errors(config: Config) -> Iterator[str]:
     """What can be seen of a local model without transformers; a hub id is judged when it is read."""
     model = config.model
-    where = source(model)
-    if where is None or not reads_source(model):
+    where = weights_source(model)
+    if where is None or not loads_from_source(model):
         return
-    key = f"model.{source_key(model)}"
+    key = f"model.{weights_source_key(model)}"
     if os.path.exists(where):
         if not os.path.isfile(os.path.join(where, "config.json")):
             yield f"{key}={where} holds no config.json: give a folder written by save_pretrained, or a hub id"

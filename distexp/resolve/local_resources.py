@@ -24,7 +24,7 @@ def decide_placement(config: Config) -> list[str]:
     if cluster.workers_per_node is None:
         available = max(1, (len(gpus) if on_gpu else 2) // cluster.nodes)
         cluster.workers_per_node = 1 if config.strategy.name == "single" else available
-    world_size = cluster.nodes * cluster.workers_per_node
+    world_size = cluster.world_size
     if cluster.cpus_per_worker is None:
         # The share of one machine: simulated nodes stand on it side by side.
         cluster.cpus_per_worker = max(1, cpu_count() // world_size)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
-from distexp.config.model_checks import model_errors, reads_source, source_key, unused_keys
+from distexp.config.model_checks import loads_from_source, model_errors, unused_key_errors, weights_source_key
 from distexp.config.targets import check_target, load_strategy, load_trainer
 from distexp.resolve.cross_checks import cross_field_errors
 from distexp.resolve.local_resources import decide_placement
@@ -56,7 +56,7 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     errors = [*bad_values(config), *_bad_targets(config), *_misplaced_knobs(config, choices)]
     errors += [
         *model_errors(config.model),
-        *unused_keys("dataset", config.dataset),
+        *unused_key_errors("dataset", config.dataset),
         *misplaced_cluster_keys(config.cluster),
     ]
     if errors:
@@ -130,5 +130,5 @@ def _make_paths_absolute(config: Config) -> None:
     absolute(config.dataset, "path", only_existing=True)
     if config.model.tokenizer not in ("auto", "byte"):
         absolute(config.model, "tokenizer", only_existing=True)
-    if reads_source(config.model):
-        absolute(config.model, source_key(config.model), only_existing=True)
+    if loads_from_source(config.model):
+        absolute(config.model, weights_source_key(config.model), only_existing=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from distexp.checkpoints.folder import MANIFEST, candidates, read_manifest
 from distexp.config import Config
-from distexp.config.model_checks import reads_source, source_key
+from distexp.config.model_checks import loads_from_source, weights_source_key
 
 CLUSTER_KEYS = ("nodes", "workers_per_node", "device")
 """Keys of ``cluster`` that say what; all others say where and how long."""
@@ -46,9 +46,9 @@ def run_id(config: Config) -> str:
 
 def _identify_model(config: Config, content: dict[str, Any]) -> None:
     model = config.model
-    if not reads_source(model):
+    if not loads_from_source(model):
         content["path"] = None
-    for key in {source_key(model), "tokenizer"}:
+    for key in {weights_source_key(model), "tokenizer"}:
         where = content[key]
         if where is not None and os.path.isabs(where) and os.path.isdir(where):
             weights = key != "tokenizer" and model.init == "pretrained"

@@ -38,7 +38,7 @@ def _weak_data(config: Config) -> list[str]:
             f"scaling=weak_data makes dataset.train_size of scaling.samples_per_worker={samples} and the workers, and "
             f"it is {dataset.train_size} already: leave it out, or choose scaling=fixed"
         ]
-    dataset.train_size = samples * workers(config)
+    dataset.train_size = samples * config.cluster.world_size
     return []
 
 
@@ -58,13 +58,13 @@ def _weak_model(config: Config) -> list[str]:
         )
     if errors or base is None or model.num_layers is None:
         return errors
-    wanted = base * workers(config) / _base_workers(config)
+    wanted = base * config.cluster.world_size / _base_workers(config)
     one_more = (parameter_count(model, 2) or 0) - (parameter_count(model, 1) or 0)
     layers = model.num_layers + round((wanted - base) / one_more)
     if layers < 1:
         return [
-            f"scaling=weak_model finds no layer left for {workers(config)} workers, for the embedding alone has more "
-            "than their share of parameters: raise model.num_layers, or lower scaling.base_workers"
+            f"scaling=weak_model finds no layer left for {config.cluster.world_size} workers, for the embedding alone "
+            "has more than their share of parameters: raise model.num_layers, or lower scaling.base_workers"
         ]
     model.num_layers = layers
     _share_batch(config)
@@ -74,7 +74,7 @@ def _weak_model(config: Config) -> list[str]:
 def _weak_model_seed(config: Config) -> list[str]:
     """Layers x workers, whatever the embedding holds."""
     errors = _micro_batch_errors(config)
-    layers, share = config.model.num_layers, workers(config)
+    layers, share = config.model.num_layers, config.cluster.world_size
     if layers is None:
         return [f"scaling=weak_model_seed scales layers, and model={config.model.name} has none: choose model=gpt"]
     if layers * share % _base_workers(config):
@@ -88,28 +88,23 @@ def _weak_model_seed(config: Config) -> list[str]:
     return errors
 
 
-def workers(config: Config) -> int:
-    """Workers in all."""
-    return config.cluster.nodes * (config.cluster.workers_per_node or 1)
-
-
 def _base_workers(config: Config) -> int:
     return config.scaling.base_workers or 1
 
 
 def _share_batch(config: Config) -> None:
     """The global batch of ``base_workers`` for all workers."""
-    config.train.micro_batch_size = config.train.micro_batch_size * _base_workers(config) // workers(config)
+    config.train.micro_batch_size = config.train.micro_batch_size * _base_workers(config) // config.cluster.world_size
 
 
 def _micro_batch_errors(config: Config) -> list[str]:
     whole = config.train.micro_batch_size * _base_workers(config)
-    if whole % workers(config) == 0:
+    if whole % config.cluster.world_size == 0:
         return []
     return [
         f"scaling={config.scaling.name} shares a batch of train.micro_batch_size={config.train.micro_batch_size} x "
-        f"scaling.base_workers={_base_workers(config)} = {whole} among the workers, and {workers(config)} do not "
-        "divide it: change one of them"
+        f"scaling.base_workers={_base_workers(config)} = {whole} among the workers, and {config.cluster.world_size} do "
+        "not divide it: change one of them"
     ]
 
 
@@ -119,7 +114,7 @@ def _not_sharded(config: Config) -> list[str]:
         config.fsdp.sharding in ("full_shard", "shard_grad_op") if strategy == "fsdp"
         else strategy == "deepspeed" and config.deepspeed.zero_stage == 3
     )  # fmt: skip
-    if sharded or workers(config) == 1:
+    if sharded or config.cluster.world_size == 1:
         return []
     detail = {"fsdp": f" sharding={config.fsdp.sharding}", "deepspeed": f" zero_stage={config.deepspeed.zero_stage}"}
     return [

@@ -30,7 +30,7 @@ def shrink(config: Config) -> list[str]:
 def too_many_workers(config: Config) -> list[str]:
     """The error of a cell that is larger than the scale allows, or of one that this machine is too small for."""
     cluster, most = config.cluster, config.scale.workers
-    wanted = cluster.nodes * (cluster.workers_per_node or 1)
+    wanted = cluster.world_size
     if most is not None and wanted > most:
         return [
             f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} makes {wanted} "

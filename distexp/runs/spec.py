@@ -36,7 +36,7 @@ class RunSpec:
     @property
     def world_size(self) -> int:
         """Workers in all."""
-        return self.nodes * self.workers_per_node
+        return self.config.cluster.world_size
 
     def write(self, directory: Path) -> None:
         """Writes ``directory/spec.json`` atomically."""

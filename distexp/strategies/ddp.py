@@ -27,7 +27,7 @@ class DDP:
 
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """A DDP module over all workers."""
-        workers = config.cluster.nodes * (config.cluster.workers_per_node or 1)
+        workers = config.cluster.world_size
         return {
             "wrapper": "DistributedDataParallel",
             "world_size": workers,

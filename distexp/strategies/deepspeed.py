@@ -72,7 +72,7 @@ class DeepSpeed:
         """The stage and the offload that were asked for."""
         stage, workers = (
             config.deepspeed.zero_stage,
-            config.cluster.nodes * (config.cluster.workers_per_node or 1),
+            config.cluster.world_size,
         )
         offload = "none"
         if config.offload.enabled:

@@ -118,7 +118,7 @@ def conflicts(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield f"deepspeed.config_file={path} is not a JSON object: {error}"
         return
-    world_size = config.cluster.nodes * (config.cluster.workers_per_node or 1)
+    world_size = config.cluster.world_size
     decided = dict(_decided(config, world_size))
     for keys, value in {**decided, **_decided_optimizer(config)}.items():
         theirs = at(settings, keys)

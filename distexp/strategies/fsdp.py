@@ -38,7 +38,7 @@ class FSDP:
 
     def validate(self, config: Config) -> list[str]:
         """A sharding that exists, replicas that divide the workers, prefetching that makes sense."""
-        options, workers = config.fsdp, _workers(config)
+        options, workers = config.fsdp, config.cluster.world_size
         errors = []
         if options.sharding not in SHARDINGS:
             errors.append(f"fsdp.sharding={options.sharding} is not one of {', '.join(SHARDINGS)}")
@@ -63,7 +63,7 @@ class FSDP:
         reshard = config.fsdp.sharding != "shard_grad_op"
         return {
             "wrapper": f"fully_shard(reshard_after_forward={reshard})",
-            "world_size": _workers(config),
+            "world_size": config.cluster.world_size,
             "mesh": list(mesh_shape(config)),
             "offload": "parameters+gradients+optimizer" if config.offload.enabled else "none",
         }
@@ -96,13 +96,9 @@ class FSDP:
         )
 
 
-def _workers(config: Config) -> int:
-    return config.cluster.nodes * (config.cluster.workers_per_node or 1)
-
-
 def mesh_shape(config: Config) -> tuple[int, int]:
     """The axes (replicate, shard)."""
-    workers = _workers(config)
+    workers = config.cluster.world_size
     replicas = {"no_shard": workers, "hybrid_shard": config.fsdp.replicas or config.cluster.nodes}
     replicate = replicas.get(config.fsdp.sharding or "", 1)
     return replicate, workers // replicate

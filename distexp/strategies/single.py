@@ -23,7 +23,7 @@ class Single:
     def validate(self, config: Config) -> list[str]:
         """One worker only, and nothing to offload."""
         errors = offload_errors(config)
-        workers = config.cluster.nodes * (config.cluster.workers_per_node or 1)
+        workers = config.cluster.world_size
         if workers != 1:
             errors.append(
                 f"strategy=single trains on one worker, and cluster.nodes={config.cluster.nodes} x "

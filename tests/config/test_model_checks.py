@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import model_errors, unused_keys, vocabulary
+from distexp.config.model_checks import model_errors, resolve_vocab_size, unused_key_errors
 from distexp.config.paths import options_of
 from tests.helpers.runs import resolve_cell
 
@@ -43,7 +43,7 @@ def test_shipped_models_have_no_errors(option: str) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("width", 16), ("depths", [1, 1, 1, 1]), ("bottleneck", False)])
 def test_a_key_of_another_architecture_is_refused(key: str, value: Any) -> None:
-    (error,) = unused_keys("model", replace(GPT, **{key: value}))
+    (error,) = unused_key_errors("model", replace(GPT, **{key: value}))
     assert error.startswith(f"model.{key}={value} is no key of model=gpt_tiny, which has tokenizer, vocab_size")
     assert error.endswith("leave it out")
 
@@ -59,17 +59,17 @@ def test_a_key_of_another_architecture_is_refused(key: str, value: Any) -> None:
 )
 def test_configured_models_refuse_them_too(model: str, key: str) -> None:
     config = replace(resolve_cell(f"model={model}").model, **{key: 64})
-    assert [error.split("=")[0] for error in unused_keys("model", config)] == [f"model.{key}"]
+    assert [error.split("=")[0] for error in unused_key_errors("model", config)] == [f"model.{key}"]
 
 
 def test_dropout_and_options_are_keys_too() -> None:
     resnet = ModelConfig(name="resnet", keys=["width"], width=8, dropout=0.1, options={"a": 1})
-    assert [error.split("=")[0] for error in unused_keys("model", resnet)] == [
+    assert [error.split("=")[0] for error in unused_key_errors("model", resnet)] == [
         "model.dropout",
         "model.options",
     ]
-    assert unused_keys("model", replace(resnet, dropout=0.0, options={})) == []
-    assert "has no such keys" in unused_keys("model", ModelConfig(name="own", width=8))[0]
+    assert unused_key_errors("model", replace(resnet, dropout=0.0, options={})) == []
+    assert "has no such keys" in unused_key_errors("model", ModelConfig(name="own", width=8))[0]
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_a_resnet_has_four_stages(depths: list[int]) -> None:
 
 
 def test_a_tokenizer_must_fit_into_the_vocabulary() -> None:
-    assert vocabulary(GPT, 300) == 300
-    assert vocabulary(replace(GPT, vocab_size=512), 300) == 512
+    assert resolve_vocab_size(GPT, 300) == 300
+    assert resolve_vocab_size(replace(GPT, vocab_size=512), 300) == 512
     message = r"The tokenizer has 300 entries, more than model.vocab_size=256: set model.vocab_size=300 or null"
     with pytest.raises(ConfigError, match=message):
-        vocabulary(replace(GPT, vocab_size=256), 300)
+        resolve_vocab_size(replace(GPT, vocab_size=256), 300)
 
 
 def test_judging_keys_needs_no_torch() -> None:

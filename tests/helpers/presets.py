@@ -35,7 +35,7 @@ def cells_of(preset: str, *words: str) -> list[list[str]]:
 
 def finished(config: Config, number: int, overrides: Sequence[str] = ()) -> RunRecord:
     """A completed run of a configuration: twice the workers, not quite twice the speed."""
-    world = config.cluster.nodes * (config.cluster.workers_per_node or 1)
+    world = config.cluster.world_size
     parameters = parameter_count(config.model) or 1000
     full = config.fsdp.sharding in ("full_shard", "shard_grad_op")
     mesh = [1, world] if config.strategy.name == "fsdp" and full else [world, 1]
