@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from distexp.exceptions import while_read
+from distexp.exceptions import run_until_pipe_closes
 from distexp.launch import ledger
 from distexp.launch.slurm import client
 from distexp.launch.slurm.status import ACTIVE, look
@@ -52,4 +52,4 @@ def _wait(sweep_dir: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(while_read(main))
+    sys.exit(run_until_pipe_closes(main))

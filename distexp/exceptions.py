@@ -20,11 +20,11 @@ class InterruptedRunError(BaseException):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
-class WatcherLeftError(BaseException):
+class MonitoringInterrupted(BaseException):
     """Ctrl-C while jobs were watched, which go on."""
 
 
-def while_read(command: Callable[[], int]) -> int:
+def run_until_pipe_closes(command: Callable[[], int]) -> int:
     """The exit code of a command that prints; the shell's for SIGPIPE where its reader, as ``head``, had enough."""
     try:
         code = command()

@@ -18,7 +18,7 @@ from fnmatch import fnmatch
 
 from distexp.cli.main import is_override
 from distexp.config.paths import conf_dir, options_of
-from distexp.exceptions import while_read
+from distexp.exceptions import run_until_pipe_closes
 
 INDENT = 4 * " "
 
@@ -72,6 +72,6 @@ def _run_all(names: Sequence[str], overrides: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(while_read(main))
+        sys.exit(run_until_pipe_closes(main))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distexp.exceptions import while_read
+from distexp.exceptions import run_until_pipe_closes
 from distexp.measure.memory.foreign_logs import EXPECTED, read_any
 from distexp.measure.memory.summary import Statistics
 from distexp.measure.memory.trace import CPU, GPU, Sample, Trace
@@ -111,4 +111,4 @@ def _modes(statistics: Statistics) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(while_read(main))
+    sys.exit(run_until_pipe_closes(main))

@@ -15,7 +15,7 @@ from pathlib import Path
 from distexp.cli.main import is_override
 from distexp.cli.main import main as distexp
 from distexp.config import ConfigError
-from distexp.runs.existing import COMMAND, no_sweep
+from distexp.runs.existing import COMMAND, not_a_sweep
 
 USAGE = """usage: python -m distexp.resume DIR [KEY=VALUE ...]
 
@@ -49,7 +49,7 @@ def original(sweep_dir: Path) -> tuple[list[str], str]:
     try:
         command = json.loads((sweep_dir / COMMAND).read_text())
     except (OSError, ValueError):
-        raise ConfigError(no_sweep(sweep_dir, COMMAND)) from None
+        raise ConfigError(not_a_sweep(sweep_dir, COMMAND)) from None
     return command["words"], command["directory"]
 
 

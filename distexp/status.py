@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from distexp.exceptions import SweepFailedError, WatcherLeftError, while_read
+from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
 from distexp.launch import ledger
 from distexp.launch.slurm.follow import QUICK_EVERY_S, causes, follow, summary, table
 from distexp.launch.slurm.status import ACTIVE, RunState, look
-from distexp.runs.existing import COMMAND, EarlierRun, EarlierRuns, no_sweep
-from distexp.runs.progress import last_trace, progress
+from distexp.runs.existing import COMMAND, ExistingRun, ExistingRuns, not_a_sweep
+from distexp.runs.progress import last_activity, progress
 from distexp.runs.record import FAILURES, RECORD, RunRecord
 
 RUNNING = "running"
@@ -40,14 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=PLAIN_WIDTH)
     runs, what = sweep_states(options.directory)
     if not runs:
-        print(f"distexp: {no_sweep(options.directory, 'run')}", file=sys.stderr)
+        print(f"distexp: {not_a_sweep(options.directory, 'run')}", file=sys.stderr)
         return 2
     if options.watch and ledger.read(options.directory):
         try:
             follow(options.directory.absolute(), console)
         except SweepFailedError:
             return 1
-        except WatcherLeftError:
+        except MonitoringInterrupted:
             return 130
         return 0
     if options.watch:
@@ -80,7 +80,7 @@ def _print_unpadded(grid: Table, console: Console) -> None:
 
 def sweep_states(sweep_dir: Path) -> tuple[list[RunState], dict[int, str]]:
     """Every run, those in the ledger by what Slurm says, and what each varies."""
-    earlier = EarlierRuns.of(sweep_dir)
+    earlier = ExistingRuns.read(sweep_dir)
     in_ledger = {run.number: run for run in look(sweep_dir)}
     runs = []
     for run in earlier.runs:
@@ -98,9 +98,9 @@ def sweep_states(sweep_dir: Path) -> tuple[list[RunState], dict[int, str]]:
     return sorted(runs, key=lambda run: run.number), what if shared or len(earlier.runs) > 1 else {}
 
 
-def _without_record(run: EarlierRun) -> RunState:
+def _without_record(run: ExistingRun) -> RunState:
     """What its files tell of a run on this machine, or on one that shares them."""
-    age = time.time() - last_trace(run.directory)
+    age = time.time() - last_activity(run.directory)
     if age < FRESH_S and progress(run.directory).phase != "done":
         return RunState(run.number, run.directory, None, RUNNING)
     return RunState(run.number, run.directory, None, "no record", f"ended hard: its last sign is {age:,.0f} s old")
@@ -119,4 +119,4 @@ def not_started(sweep_dir: Path, runs: Sequence[RunState]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(while_read(main))
+    sys.exit(run_until_pipe_closes(main))

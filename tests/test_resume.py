@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distexp.resume import merge
-from distexp.runs.existing import EarlierRun, EarlierRuns
+from distexp.runs.existing import ExistingRun, ExistingRuns
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import run_distexp, run_module
 
@@ -63,11 +63,11 @@ def test_cells_of_one_training_keep_their_own_runs(tmp_path: Path) -> None:
     """What differs in conditions alone has one run.id; run 0 is gone, and run 1 is not taken for it."""
     one, two, seven = ([f"cluster.cpus_per_worker={n}"] for n in (1, 2, 7))
     first, second, refused = (
-        EarlierRun(1, tmp_path / "1", "a", two, "completed"),
-        EarlierRun(2, tmp_path / "2", "a", seven, "killed"),
-        EarlierRun(3, tmp_path / "3", "invalid", one, "invalid"),
+        ExistingRun(1, tmp_path / "1", "a", two, "completed"),
+        ExistingRun(2, tmp_path / "2", "a", seven, "killed"),
+        ExistingRun(3, tmp_path / "3", "invalid", one, "invalid"),
     )
-    earlier = EarlierRuns([first, second, refused])
+    earlier = ExistingRuns([first, second, refused])
     assert earlier.match([("a", two), ("b", one), ("c", two)]) == [first, refused, None]
     assert earlier.match([("a", one)]) == [second], "in other words, but the same training"
     assert earlier.runs == []

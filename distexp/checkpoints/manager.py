@@ -47,7 +47,7 @@ class CheckpointManager:
         step, run_dir = self.logger.steps, self.context.run_dir
         if step == self.newest:
             return
-        self.logger.events.enter("save", step=step)
+        self.logger.events.set_phase("save", step=step)
         unfinished = disk.tmp_dir(run_dir, step)
         if self.context.rank == 0:
             disk.remove_unfinished(run_dir)

@@ -19,7 +19,7 @@ from distexp.cli.overrides import parse, quote_choice, suggest, suggest_key
 from distexp.config import ConfigError, register_schema
 from distexp.config.key_info import known_keys, values_of
 from distexp.config.paths import conf_dir, config_groups, options_of
-from distexp.exceptions import InterruptedRunError, SweepFailedError, WatcherLeftError, while_read
+from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
 
 HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help", "--version")
 """Hydra's own commands, which run nothing."""
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; the exit code is 0, 1 where a run failed, 2 where it was refused."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if any(word in ("-h", "--help") for word in words):
-        return while_read(_help)
+        return run_until_pipe_closes(_help)
     wants_trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and the errors are put into words here
     try:
@@ -77,7 +77,7 @@ def _run(words: list[str]) -> int:
     except InterruptedRunError as interruption:
         print(f"distexp: {interruption}; no further run was started", file=sys.stderr)
         return 128 + interruption.number
-    except WatcherLeftError:
+    except MonitoringInterrupted:
         return 128 + signal.SIGINT
     return 0
 

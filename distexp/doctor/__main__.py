@@ -28,7 +28,7 @@ from distexp.doctor.machine import (
 from distexp.doctor.software import check_conf, check_libraries, check_python, check_torch, probe_torch
 from distexp.doctor.tools import check_compiler, check_ninja, check_slurm, check_toolkit
 from distexp.doctor.verdict import Verdict, judge, spoken
-from distexp.exceptions import while_read
+from distexp.exceptions import run_until_pipe_closes
 from distexp.system.hardware import visible_gpus
 
 STYLES = {"ok": "green", "warning": "yellow", "missing": "red"}
@@ -93,4 +93,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(while_read(main))
+    sys.exit(run_until_pipe_closes(main))

@@ -27,7 +27,7 @@ class Native:
         from distexp.checkpoints.manager import CheckpointManager
         from distexp.config.targets import load_strategy
         from distexp.data.shards import StopRequestedError
-        from distexp.runs.stop_request import Notice
+        from distexp.runs.stop_request import StopRequest
         from distexp.system.seeding import seed_everything
         from distexp.training.loop import fit
 
@@ -39,8 +39,8 @@ class Native:
         check_built(built, strategy.expected_build(config))
         checkpoints = CheckpointManager(inputs, engine, built, config.train, context)
         checkpoints.resume()
-        notice = inputs.training.stopping = inputs.evaluation.stopping = Notice(
-            context.run_dir, looks=context.rank == 0
+        notice = inputs.training.stopping = inputs.evaluation.stopping = StopRequest(
+            context.run_dir, enabled=context.rank == 0
         )
         try:
             with set_up_uncollected():

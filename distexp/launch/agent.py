@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from distexp.launch.outcome import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, settle
-from distexp.launch.rendezvous import Rendezvous, await_head, reserve
+from distexp.launch.outcome import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, finalize_run
+from distexp.launch.rendezvous import Rendezvous, reserve, wait_for_head
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
-from distexp.runs.heartbeat import last_sign
+from distexp.runs.heartbeat import last_heartbeat
 from distexp.runs.record import RunError, write_json
-from distexp.runs.run_dir import node_error_path, node_logs
+from distexp.runs.run_dir import agent_error_path, node_logs
 from distexp.runs.spec import RunSpec
 from distexp.system.hardware import Gpu, cpu_count, visible_gpus
 from distexp.system.processes import descendants, die_with_parent, end_tree, orphaned, start_module
@@ -46,16 +46,16 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
     for number in stop_request.SIGNALS:
-        signal.signal(number, lambda number, _: stop_request.give(run_dir, signal.Signals(number).name))
+        signal.signal(number, lambda number, _: stop_request.request_stop(run_dir, signal.Signals(number).name))
     die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(run_dir)
     try:
-        code = run_node(spec, run_dir, Place(node), started)
+        code = run_node(spec, run_dir, NodeContext(node), started)
     except StoppedError:
         code = STOPPED_CODE
     if code == STOPPED_CODE and node == 0 and orphaned():
         # The launcher is gone, so nobody else will write the record.
-        settle(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, and its workers were ended")
+        finalize_run(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, and its workers were ended")
     sys.exit(code)
 
 
@@ -66,38 +66,38 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeContext:
     """Where an agent stands in its run."""
 
     node: int
     address: str = "127.0.0.1"  # under which the other nodes find this one
     attempt: str = ""
-    lost: Callable[[], bool] = lambda: False  # whether another node has ended badly
+    peer_failed: Callable[[], bool] = lambda: False  # whether another node has ended badly
 
 
-def run_node(spec: RunSpec, run_dir: Path, place: Place, started: float) -> int:
+def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float) -> int:
     """Starts a node's workers, watches them, and leaves none of them behind."""
-    node, logs = place.node, node_logs(run_dir, place.node)
+    node, logs = context.node, node_logs(run_dir, context.node)
     with ExitStack() as stack:
         if node == 0:
-            where, holder = reserve(place.address, run_dir, place.attempt)
+            where, holder = reserve(context.address, run_dir, context.attempt)
             stack.enter_context(holder)
         else:
-            where = await_head(run_dir, RENDEZVOUS_S, place.attempt)
+            where = wait_for_head(run_dir, RENDEZVOUS_S, context.attempt)
         logs.mkdir(parents=True, exist_ok=True)
         if lacks_gpus(spec, run_dir, node):
             return 1
         output = stack.enter_context((logs / "torchrun.log").open("w"))
         torchrun = start_module(
             "torch.distributed.run",
-            *torchrun_arguments(spec, node, where, place.address),
+            *torchrun_arguments(spec, node, where, context.address),
             str(run_dir),
             env=worker_environment(spec, node),
             output=output,
         )
         stack.callback(end_tree, torchrun, GRACE_S)
         stack.enter_context(_sampler(spec, run_dir, node))
-        return watch(torchrun, spec, run_dir, started, place.lost)
+        return watch(torchrun, spec, run_dir, started, context.peer_failed)
 
 
 def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
@@ -110,7 +110,7 @@ def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
         f"{found}: ask for nodes that have them (cluster.constraint, cluster.partition), or choose cluster.device=cpu"
     )
     cause = RunError("TooFewGpus", sentence, "setup")
-    write_json(node_error_path(run_dir, node), {"unix_time_s": time.time(), **asdict(cause)})
+    write_json(agent_error_path(run_dir, node), {"unix_time_s": time.time(), **asdict(cause)})
     return True
 
 
@@ -124,7 +124,7 @@ def watch(
         now = time.time()
         if now > deadline:
             return TIMEOUT_CODE
-        if now - max(started, last_sign(run_dir)) > cluster.hang_timeout_min * 60:
+        if now - max(started, last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
             dump_stacks(torchrun.pid)
             return HANG_CODE
         if lost():

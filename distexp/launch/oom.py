@@ -31,13 +31,13 @@ def _count(path: Path, pattern: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def remember(directory: Path) -> None:
+def save_counters(directory: Path) -> None:
     """Keeps the counters as they are when a run starts."""
     write_json(directory / FILE, oom_kills())
 
 
-def killed_for_memory(directory: Path) -> bool:
-    """Whether a counter has grown since ``remember``."""
+def oom_killed(directory: Path) -> bool:
+    """Whether a counter has grown since ``save_counters``."""
     import json
 
     path = directory / FILE

@@ -2,7 +2,7 @@
 
 The agents' exit codes, the errors that ranks wrote down, torchrun's account of who died first, and the
 kernel's count of processes that it killed for memory are put together here. Whoever outlives a run
-calls ``settle``: the launcher as a rule, the head's agent when the launcher is gone.
+calls ``finalize_run``: the launcher as a rule, the head's agent when the launcher is gone.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from distexp.launch.oom import killed_for_memory
+from distexp.launch.oom import oom_killed
 from distexp.measure.memory.summary import energy_j, run_traces, summarize_run
 from distexp.runs import attempts
-from distexp.runs.events import last_figure
-from distexp.runs.phases import read_marks
+from distexp.runs.events import last_value
+from distexp.runs.phases import read_phase_events
 from distexp.runs.record import RECORD, Environment, RunError, RunInfo, RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.system.hardware import cpu_count, visible_gpus
@@ -33,8 +33,8 @@ HANG_CODE = 75
 STOPPED_CODE = 128 + signal.SIGTERM
 
 PREFLIGHT = "preflight.json"
-RESERVE = ".reserve"
-RESERVE_BYTES = 256 * 1024
+DISK_RESERVE = ".reserve"
+DISK_RESERVE_BYTES = 256 * 1024
 """Kept on the disk while a run goes on, so that a full one still takes its record."""
 
 PEER_LOSS = re.compile(
@@ -50,14 +50,14 @@ GPU_OOM = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of me
 HOST_OOM = re.compile(r"^MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|\[Errno 12\]")
 
 
-def prepare(spec: RunSpec, directory: Path, job_id: str | None = None, hosts: Sequence[str] = ()) -> None:
+def start_attempt(spec: RunSpec, directory: Path, job_id: str | None = None, hosts: Sequence[str] = ()) -> None:
     """Begins an attempt: writes what it starts from, and holds the room for its record."""
-    attempts.begin(spec.run, directory, job_id, list(hosts) or [socket.gethostname()])
+    attempts.register_attempt(spec.run, directory, job_id, list(hosts) or [socket.gethostname()])
     spec.write(directory)
-    (directory / RESERVE).write_bytes(b"\0" * RESERVE_BYTES)
+    (directory / DISK_RESERVE).write_bytes(b"\0" * DISK_RESERVE_BYTES)
 
 
-def settle(
+def finalize_run(
     spec: RunSpec,
     directory: Path,
     codes: Mapping[int, int],
@@ -73,7 +73,7 @@ def settle(
         started: Unix time in seconds.
         stopped: why the run was ended from outside, where it was; it then has ``stopped_status``.
     """
-    (directory / RESERVE).unlink(missing_ok=True)
+    (directory / DISK_RESERVE).unlink(missing_ok=True)
     complete = (directory / RECORD).exists() and all(code == 0 for code in codes.values())
     if complete:
         record = RunRecord.read(directory / RECORD)
@@ -81,15 +81,15 @@ def settle(
         error = RunError("Stopped", stopped, current_phase(directory))
         record = failed_record(spec, directory, stopped_status, error, started)
     else:
-        status, error = judge(directory, codes, spec)
+        status, error = classify_failure(directory, codes, spec)
         record = failed_record(spec, directory, status, error, started)
     add_traces(record, spec, directory)
-    attempts.close(record)
+    attempts.finalize(record)
     record.write(directory)
     return record
 
 
-def judge(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> tuple[str, RunError]:
+def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> tuple[str, RunError]:
     """The status of a run that did not complete by itself, and its cause."""
     phase = current_phase(directory)
     cluster = spec.config.cluster
@@ -111,7 +111,7 @@ def judge(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> tuple[str
 
 def _worker_error(directory: Path, phase: str | None) -> tuple[str, RunError]:
     """From what the ranks wrote down and torchrun saw: the first cause, and not its victims."""
-    told = told_errors(directory)
+    told = read_rank_errors(directory)
     died = signal_deaths(directory)
     if died and (not told or PEER_LOSS.search(told[0].message) or PEER_LOSS.search(told[0].type)):
         rank, number = died[0]
@@ -129,14 +129,14 @@ def _worker_error(directory: Path, phase: str | None) -> tuple[str, RunError]:
 
 def _by_signal(directory: Path, number: int, who: str, phase: str | None, rank: int | None) -> tuple[str, RunError]:
     name = signal.Signals(number).name
-    if number == signal.SIGKILL and killed_for_memory(directory):
+    if number == signal.SIGKILL and oom_killed(directory):
         message = f"{who} was killed by the kernel, which was out of memory"
         return "oom_host", RunError("OutOfMemoryKilled", message, phase, rank)
     status = "killed" if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) else "failed"
     return status, RunError(name, f"{who} was ended by {name}", phase, rank)
 
 
-def told_errors(directory: Path) -> list[RunError]:
+def read_rank_errors(directory: Path) -> list[RunError]:
     """The errors that ranks and agents wrote down, in the order of time."""
     found = []
     for path in directory.glob("logs/node*/*.error.json"):
@@ -171,7 +171,7 @@ def _torchrun_said(directory: Path) -> str:
 
 def current_phase(directory: Path) -> str | None:
     """The last phase that rank 0 marked."""
-    marks = read_marks(directory / "events.jsonl")
+    marks = read_phase_events(directory / "events.jsonl")
     return marks[-1].phase if marks else None
 
 
@@ -182,8 +182,10 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
         run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
         run.duration_s = time.time() - started
         run.hosts = run.attempts[-1]["hosts"] if run.attempts else [socket.gethostname()]
-        attempts.went_on_from(run, last_figure(directory, "resumed_from_step"))
-    record = RunRecord(status=status, run=run, config=asdict(spec.config), error=error, environment=bare_environment())
+        attempts.record_resume_step(run, last_value(directory, "resumed_from_step"))
+    record = RunRecord(
+        status=status, run=run, config=asdict(spec.config), error=error, environment=launcher_environment()
+    )
     record.memory["torch"] = _torch_memory(directory)
     return record
 
@@ -195,11 +197,11 @@ def invalid_record(run: RunInfo, config: dict[str, Any], errors: list[str]) -> R
         run=run,
         config=config,
         error=RunError("ConfigError", " | ".join(errors)),
-        environment=bare_environment(),
+        environment=launcher_environment(),
     )
 
 
-def bare_environment() -> Environment:
+def launcher_environment() -> Environment:
     """The machine, as far as it shows without torch."""
     gpu = next(iter(visible_gpus()), None)
     return Environment(
@@ -221,7 +223,7 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     record.memory.update(summary.memory)
     record.utilization.update(summary.utilization)
     joules = energy_j(run_traces(directory, spec.nodes), directory / "events.jsonl")
-    samples = last_figure(directory, "measured_samples")
+    samples = last_value(directory, "measured_samples")
     if joules is not None and samples:
         record.metrics.energy_j_per_sample = joules / samples
 

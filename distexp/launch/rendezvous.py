@@ -36,7 +36,7 @@ def reserve(address: str, run_dir: Path, attempt: str = "") -> tuple[Rendezvous,
     return found, holder
 
 
-def announced(run_dir: Path) -> Rendezvous | None:
+def read_rendezvous(run_dir: Path) -> Rendezvous | None:
     """What the head of the latest attempt has told; None before it has."""
     try:
         return Rendezvous(**json.loads((run_dir / FILE).read_text()))
@@ -44,11 +44,11 @@ def announced(run_dir: Path) -> Rendezvous | None:
         return None
 
 
-def await_head(run_dir: Path, timeout_s: float, attempt: str = "") -> Rendezvous:
+def wait_for_head(run_dir: Path, timeout_s: float, attempt: str = "") -> Rendezvous:
     """Waits for the head's file of this attempt; TimeoutError where it does not come."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        found = announced(run_dir)
+        found = read_rendezvous(run_dir)
         if found is not None and found.attempt == attempt:
             return found
         time.sleep(0.05)

@@ -20,7 +20,7 @@ from distexp.launch.outcome import invalid_record
 from distexp.launch.snapshot import GitState
 from distexp.resolve import resolve, without_hydra
 from distexp.resolve.run_id import run_id
-from distexp.runs.existing import COMMAND, EarlierRun, EarlierRuns, left_alone
+from distexp.runs.existing import COMMAND, ExistingRun, ExistingRuns, unmatched_message
 from distexp.runs.record import RunInfo, RunRecord, write_json
 
 
@@ -82,7 +82,7 @@ def write_invalid(cell: Cell, info: RunInfo, directory: Path) -> RunRecord:
     return record
 
 
-def place(cell: Cell, sweep_dir: Path, number: int) -> Path:
+def run_dir_for(cell: Cell, sweep_dir: Path, number: int) -> Path:
     """The directory that a cell has as run ``number`` of a sweep, which Hydra's part of it is told."""
     with open_dict(cell.composed):
         cell.composed.hydra.job.id = cell.composed.hydra.job.num = number
@@ -112,37 +112,37 @@ def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
     raise AssertionError("unreachable")
 
 
-def placed(
+def assign_run_dirs(
     cells: Sequence[Cell],
     sweep_dir: Path,
     code: GitState,
     *,
     resume: bool,
-    keep: Callable[[EarlierRun], bool],
-    tell: Callable[[str], None],
+    should_skip: Callable[[ExistingRun], bool],
+    warn: Callable[[str], None],
     snapshot: str | None = None,
     active: Collection[int] = (),
 ) -> Iterator[tuple[Cell, RunInfo, Path]]:
     """Each cell that is to run, numbered, with its directory, claimed when its turn comes.
 
-    A cell that a resumed sweep has already keeps number and directory; it is left out where ``keep`` says so.
-    ``tell`` hears first of runs that would go on, had they not become others; not of ``active`` ones, by number.
+    A cell with an existing run keeps its number and directory. It is left out if ``should_skip`` returns true.
+    ``warn`` hears first of runs that would go on, had they not become others; not of ``active`` ones, by number.
     """
-    earlier = EarlierRuns.of(sweep_dir) if resume else EarlierRuns()
+    earlier = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
     infos = [run_info(cell, 0, code, snapshot) for cell in cells]
     matches = earlier.match([(info.id, info.overrides) for info in infos])
-    left = left_alone([run for run in earlier.unfinished(below=sweep_dir) if run.number not in active])
+    left = unmatched_message([run for run in earlier.unfinished(below=sweep_dir) if run.number not in active])
     if left is not None:
-        tell(left)
+        warn(left)
     free = 0
     for cell, info, known in zip(cells, infos, matches, strict=True):
         if known is None:
-            info.number, directory = claim_run_dir(partial(place, cell, sweep_dir), free, resume=resume)
+            info.number, directory = claim_run_dir(partial(run_dir_for, cell, sweep_dir), free, resume=resume)
             free = info.number + 1
-        elif keep(known):
+        elif should_skip(known):
             continue
         else:
-            info.number, directory = known.number, place(cell, sweep_dir, known.number)
+            info.number, directory = known.number, run_dir_for(cell, sweep_dir, known.number)
         yield cell, info, directory
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distexp.exceptions import while_read
+from distexp.exceptions import run_until_pipe_closes
 from distexp.report.compare import Comparison, ComparisonTable
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row, load_rows
@@ -132,4 +132,4 @@ def _nothing(sentence: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(while_read(main))
+    sys.exit(run_until_pipe_closes(main))

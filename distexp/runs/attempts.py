@@ -7,27 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from distexp.runs import stop_request
-from distexp.runs.events import last_figure
+from distexp.runs.events import last_value
 from distexp.runs.record import RECORD, SPEC, RunInfo, RunRecord
 
 FOLDER = "attempts"
 """``attempts/<k>/`` holds what attempt k left; the run directory itself is the latest attempt's."""
 
-KEPT_RECORD = "earlier_record.json"
+ARCHIVED_RECORD = "earlier_record.json"
 """A record that a later attempt replaces, under a name that no reader of records takes for one."""
 
 NO_RECORD = "ended without a record"
 """How an attempt ended that nobody outlived, as when the head's node crashed."""
 
-LEFT = (
+ATTEMPT_FILES = (
     *("logs", "memory", "model", "metrics.jsonl", "events.jsonl", "predictions.json", "preflight.json"),
     *("heartbeat", "rendezvous.json", "notice.json", "oom_kills.json"),
 )
 
 
-def set_aside(directory: Path) -> None:
+def archive_previous(directory: Path) -> None:
     """Moves what an earlier attempt left out of the way of the next; nothing to do in a fresh directory."""
-    left = {name: name for name in LEFT} | {RECORD: KEPT_RECORD}
+    left = {name: name for name in ATTEMPT_FILES} | {RECORD: ARCHIVED_RECORD}
     there = [name for name in left if (directory / name).exists()]
     if not there:
         return
@@ -39,7 +39,7 @@ def set_aside(directory: Path) -> None:
         (directory / name).rename(folder / left[name])
 
 
-def earlier(directory: Path) -> list[dict[str, Any]]:
+def read_attempts(directory: Path) -> list[dict[str, Any]]:
     """The attempts so far, from the record or, where an attempt left none, from the spec."""
     try:
         return RunRecord.read(directory / RECORD).run.attempts
@@ -52,16 +52,16 @@ def earlier(directory: Path) -> list[dict[str, Any]]:
     return attempts
 
 
-def begin(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -> None:
+def register_attempt(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -> None:
     """Lists a new attempt after the earlier ones, whose files are set aside."""
-    attempts = earlier(directory)
+    attempts = read_attempts(directory)
     if attempts and attempts[-1]["reason"] is None:
-        attempts[-1] |= {"reason": NO_RECORD, "resumed_from_step": last_figure(directory, "resumed_from_step")}
-    set_aside(directory)
+        attempts[-1] |= {"reason": NO_RECORD, "resumed_from_step": last_value(directory, "resumed_from_step")}
+    archive_previous(directory)
     run.attempts = [*attempts, {"job_id": job_id, "hosts": hosts, "resumed_from_step": None, "reason": None}]
 
 
-def begun_by_hand(run: RunInfo, directory: Path) -> bool:
+def register_manual_attempt(run: RunInfo, directory: Path) -> bool:
     """Lists an attempt that torchrun began, and says whether it is one.
 
     An attempt that a launcher began is listed already, and has no record yet. One that torchrun began has no agent
@@ -71,23 +71,23 @@ def begun_by_hand(run: RunInfo, directory: Path) -> bool:
         return False
     (directory / stop_request.FILE).unlink(missing_ok=True)
     own: dict[str, Any] = {"job_id": None, "hosts": [], "resumed_from_step": None, "reason": None}
-    run.attempts = [*earlier(directory), own]
+    run.attempts = [*read_attempts(directory), own]
     return True
 
 
-def went_on_from(run: RunInfo, step: int | None) -> None:
+def record_resume_step(run: RunInfo, step: int | None) -> None:
     """Says of the latest attempt which step's checkpoint it went on from; None where it began anew."""
     if run.attempts:
         run.attempts[-1]["resumed_from_step"] = step
 
 
-def close(record: RunRecord) -> None:
+def finalize(record: RunRecord) -> None:
     """Says of the latest attempt how it ended: ``reason`` is the status that the record then had."""
     if record.run.attempts:
         record.run.attempts[-1]["hosts"] = record.run.hosts
         record.run.attempts[-1]["reason"] = record.status
 
 
-def closed(record: RunRecord) -> bool:
+def is_final(record: RunRecord) -> bool:
     """Whether the latest attempt's outcome is settled; always so for a record that lists none."""
     return not record.run.attempts or record.run.attempts[-1]["reason"] is not None

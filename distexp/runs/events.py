@@ -15,29 +15,29 @@ FILE = "events.jsonl"
 class Events:
     """Marks of one rank; only a writing one leaves them on disk, each flushed at once."""
 
-    def __init__(self, run_dir: Path, *, writes: bool) -> None:
-        self._file = (run_dir / FILE).open("w") if writes else None
+    def __init__(self, run_dir: Path, *, enabled: bool) -> None:
+        self._file = (run_dir / FILE).open("w") if enabled else None
         self.phase = "setup"
-        self.enter("setup")
+        self.set_phase("setup")
 
-    def enter(self, phase: str, **more: Any) -> None:
+    def set_phase(self, phase: str, **more: Any) -> None:
         """Marks the begin of a phase: setup, warmup, train, profile, eval or save."""
         self.phase = phase
-        self.tell(phase=phase, **more)
+        self.emit(phase=phase, **more)
 
-    def tell(self, **content: Any) -> None:
+    def emit(self, **content: Any) -> None:
         """A line with the time and some content."""
         if self._file is not None:
-            write_line(self._file, {"unix_time_s": time.time(), **content})
+            append_json_line(self._file, {"unix_time_s": time.time(), **content})
 
 
-def write_line(file: TextIO, content: dict[str, Any]) -> None:
+def append_json_line(file: TextIO, content: dict[str, Any]) -> None:
     """A line of JSON, flushed, so that a run that dies has told what it did."""
     file.write(json.dumps(finite(content)) + "\n")
     file.flush()
 
 
-def last_figure(run_dir: Path, key: str) -> int | None:
+def last_value(run_dir: Path, key: str) -> int | None:
     """A figure that rank 0 left among its events, the last time; None where it left none."""
     try:
         lines = (run_dir / FILE).read_text(errors="replace").splitlines()

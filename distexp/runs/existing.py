@@ -17,12 +17,12 @@ COMMAND = "command.json"
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
 """Running out of memory is a result: the same run would do it again."""
 
-NO_RUNS = ("snapshot", "slurm", "logs", "memory", "attempts", "report", ".")
+NON_RUN_DIRS = ("snapshot", "slurm", "logs", "memory", "attempts", "report", ".")
 """How folders begin that hold no run directory."""
 
 
 @dataclass(frozen=True)
-class EarlierRun:
+class ExistingRun:
     """A run that the sweep has, with the status of its record; None where it left none."""
 
     number: int
@@ -33,24 +33,24 @@ class EarlierRun:
 
 
 @dataclass
-class EarlierRuns:
+class ExistingRuns:
     """The runs of a sweep, less those that a cell has been given."""
 
-    runs: list[EarlierRun] = field(default_factory=list)
+    runs: list[ExistingRun] = field(default_factory=list)
 
     @classmethod
-    def of(cls, sweep_dir: Path) -> EarlierRuns:
+    def read(cls, sweep_dir: Path) -> ExistingRuns:
         """Reads every run directory below a sweep's."""
         return cls(sorted(_runs(sweep_dir), key=lambda run: run.number))
 
-    def match(self, cells: Sequence[tuple[str, list[str]]]) -> list[EarlierRun | None]:
+    def match(self, cells: Sequence[tuple[str, list[str]]]) -> list[ExistingRun | None]:
         """The run of each cell, given as its ``run.id`` and overrides; each run is taken once.
 
         It is the one with both; else with that id, for the same training may be asked for in other words; else one
         that was invalid with these overrides. Cells that are the same training, as under
         ``cluster.cpus_per_worker=1,2``, so keep their own runs.
         """
-        found: list[EarlierRun | None] = [None] * len(cells)
+        found: list[ExistingRun | None] = [None] * len(cells)
         for fits in (_is_same, _is_same_training, _was_invalid):
             for position, (identity, overrides) in enumerate(cells):
                 if found[position] is None:
@@ -58,25 +58,25 @@ class EarlierRuns:
                     self.runs = [run for run in self.runs if run is not found[position]]
         return found
 
-    def unfinished(self, below: Path) -> list[EarlierRun]:
+    def unfinished(self, below: Path) -> list[ExistingRun]:
         """What nothing has taken and would go on; without the run that has the sweep's directory for its own."""
         over = {*DONE, "invalid"}
         return [run for run in self.runs if run.status not in over and run.directory != below.absolute()]
 
 
-def _is_same(run: EarlierRun, identity: str, overrides: list[str]) -> bool:
+def _is_same(run: ExistingRun, identity: str, overrides: list[str]) -> bool:
     return run.id == identity and run.overrides == overrides
 
 
-def _is_same_training(run: EarlierRun, identity: str, overrides: list[str]) -> bool:
+def _is_same_training(run: ExistingRun, identity: str, overrides: list[str]) -> bool:
     return run.id == identity != "invalid"
 
 
-def _was_invalid(run: EarlierRun, identity: str, overrides: list[str]) -> bool:
+def _was_invalid(run: ExistingRun, identity: str, overrides: list[str]) -> bool:
     return run.id == "invalid" and run.overrides == overrides
 
 
-def left_alone(runs: Sequence[EarlierRun]) -> str | None:
+def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:
     """``run 0 (killed) stays as it is: ...``, for who resumes with other values; None where there is no such run."""
     if not runs:
         return None
@@ -86,15 +86,15 @@ def left_alone(runs: Sequence[EarlierRun]) -> str | None:
     return f"runs {shown} stay as they are: what is asked for now are other runs; with their own values they go on"
 
 
-def _runs(sweep_dir: Path) -> Iterator[EarlierRun]:
+def _runs(sweep_dir: Path) -> Iterator[ExistingRun]:
     for where, folders, names in os.walk(sweep_dir):
-        folders[:] = [name for name in folders if not name.startswith(NO_RUNS)]
+        folders[:] = [name for name in folders if not name.startswith(NON_RUN_DIRS)]
         directory = Path(where)
         if RECORD in names or SPEC in names:
             raw = _read(directory / RECORD) or _read(directory / SPEC)
             if raw is not None:
                 run = raw["run"]
-                yield EarlierRun(run["number"], directory.absolute(), run["id"], run["overrides"], raw.get("status"))
+                yield ExistingRun(run["number"], directory.absolute(), run["id"], run["overrides"], raw.get("status"))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -105,7 +105,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return raw if isinstance(raw.get("run"), dict) else None
 
 
-def no_sweep(directory: Path, lacks: str) -> str:
+def not_a_sweep(directory: Path, lacks: str) -> str:
     """Why a directory is no sweep, and what to give instead: the sweep above it, where it is one of its runs."""
     if not directory.is_dir():
         return f"{directory} {'is a file' if directory.exists() else 'does not exist'}: give the directory of a sweep"

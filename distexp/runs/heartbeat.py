@@ -14,8 +14,8 @@ EVERY_S = 1.0  # no oftener: on a cluster's file system each touch is a message
 class Heartbeat:
     """Touches ``run_dir/heartbeat`` at most once a second."""
 
-    def __init__(self, run_dir: Path, *, writes: bool) -> None:
-        self.path = run_dir / FILE if writes else None
+    def __init__(self, run_dir: Path, *, enabled: bool) -> None:
+        self.path = run_dir / FILE if enabled else None
         self.last = 0.0
 
     def beat(self) -> None:
@@ -26,7 +26,7 @@ class Heartbeat:
             self.last = now
 
 
-def last_sign(run_dir: Path) -> float:
+def last_heartbeat(run_dir: Path) -> float:
     """Unix time in seconds of the last step or the last phase mark; 0 before any."""
     return max((_modified(run_dir / name) for name in (FILE, EVENTS)), default=0.0)
 

@@ -13,7 +13,7 @@ from distexp.measure.memory.trace import Sample
 
 
 @dataclass(frozen=True, order=True)
-class Mark:
+class PhaseEvent:
     """The begin of a phase."""
 
     unix_time_s: float
@@ -26,7 +26,7 @@ class PhaseTail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
-        self._marks: list[Mark] = []
+        self._marks: list[PhaseEvent] = []
 
     def at(self, unix_time_s: float) -> str:
         """The phase at a time, as far as the marks on disk tell; empty before the first.
@@ -52,7 +52,7 @@ class PhaseTail:
         self._marks = sorted([*self._marks, *_marks(whole.decode(errors="replace").splitlines())])
 
 
-def read_marks(path: Path) -> list[Mark]:
+def read_phase_events(path: Path) -> list[PhaseEvent]:
     """All marks of a file, in order of time; none where there is no file. Raises OSError."""
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -61,25 +61,25 @@ def read_marks(path: Path) -> list[Mark]:
     return sorted(_marks(lines))
 
 
-def _marks(lines: Iterable[str]) -> list[Mark]:
+def _marks(lines: Iterable[str]) -> list[PhaseEvent]:
     """The lines that begin a phase; others tell something else, and the last may be torn."""
     found = []
     for line in lines:
         try:
             event = json.loads(line)
-            found.append(Mark(float(event["unix_time_s"]), str(event["phase"])))
+            found.append(PhaseEvent(float(event["unix_time_s"]), str(event["phase"])))
         except (ValueError, KeyError, TypeError):
             continue
     return found
 
 
-def phase_at(marks: Sequence[Mark], unix_time_s: float) -> str:
+def phase_at(marks: Sequence[PhaseEvent], unix_time_s: float) -> str:
     """The phase that the last mark up to a time began; empty before the first."""
     position = bisect_right(marks, unix_time_s, key=lambda mark: mark.unix_time_s)
     return marks[position - 1].phase if position else ""
 
 
-def join_phases(samples: Iterable[Sample], marks: Sequence[Mark]) -> list[Sample]:
+def join_phases(samples: Iterable[Sample], marks: Sequence[PhaseEvent]) -> list[Sample]:
     """The samples with their phases by time: a mark may reach the disk after the sample that it covers.
 
     A sample before the first mark keeps the phase that it was written with.
@@ -87,7 +87,7 @@ def join_phases(samples: Iterable[Sample], marks: Sequence[Mark]) -> list[Sample
     return [replace(sample, phase=phase_at(marks, sample.unix_time_s) or sample.phase) for sample in samples]
 
 
-def windows(marks: Sequence[Mark], phases: Collection[str]) -> list[tuple[float, float]]:
+def phase_intervals(marks: Sequence[PhaseEvent], phases: Collection[str]) -> list[tuple[float, float]]:
     """The stretches (begin, end; unix seconds) of a run in some phases; an open one ends at infinity."""
     ends = [mark.unix_time_s for mark in marks[1:]] + [math.inf]
     return [(mark.unix_time_s, end) for mark, end in zip(marks, ends, strict=False) if mark.phase in phases]

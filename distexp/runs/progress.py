@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.heartbeat import last_sign
-from distexp.runs.phases import read_marks
+from distexp.runs.heartbeat import last_heartbeat
+from distexp.runs.phases import read_phase_events
 
 END_BYTES = 4096
 
@@ -32,7 +32,7 @@ class Progress:
 
 def progress(directory: Path) -> Progress:
     """What a run's metrics and events say last."""
-    marks = read_marks(directory / "events.jsonl")
+    marks = read_phase_events(directory / "events.jsonl")
     last = _last_line(directory / "metrics.jsonl")
     return Progress(
         phase=marks[-1].phase if marks else None,
@@ -42,10 +42,10 @@ def progress(directory: Path) -> Progress:
     )
 
 
-def last_trace(directory: Path) -> float:
+def last_activity(directory: Path) -> float:
     """Unix time in seconds at which a run last wrote down anything; 0 before any."""
     paths = (directory / "spec.json", *directory.glob("memory/*.csv"))
-    return max([last_sign(directory), *(path.stat().st_mtime for path in paths if path.exists())])
+    return max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
 
 
 def _last_line(path: Path) -> dict[str, Any]:

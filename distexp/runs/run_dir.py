@@ -22,12 +22,12 @@ def error_path(run_dir: Path, node: int, rank: int) -> Path:
     return node_logs(run_dir, node) / f"rank{rank}.error.json"
 
 
-def node_error_path(run_dir: Path, node: int) -> Path:
+def agent_error_path(run_dir: Path, node: int) -> Path:
     """Why a node's agent started no worker, as JSON."""
     return node_logs(run_dir, node) / "agent.error.json"
 
 
-def exit_path(run_dir: Path, node: int) -> Path:
+def exit_status_path(run_dir: Path, node: int) -> Path:
     """How a node's agent ended, as JSON, for the head of a run whose nodes are apart."""
     return node_logs(run_dir, node) / "exit.json"
 
@@ -37,7 +37,7 @@ def memory_path(run_dir: Path, node: int, rank: int) -> Path:
     return node_logs(run_dir, node) / f"rank{rank}.memory.json"
 
 
-def take_over_output(path: Path) -> None:
+def redirect_output(path: Path) -> None:
     """Sends this process' output, that of libraries in C included, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

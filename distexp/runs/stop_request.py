@@ -27,22 +27,22 @@ LOOK_S = 1.0  # no oftener: on a cluster's file system each look is a message
 CLOCK_S = 2.0  # by which the kernel's account of a process' start may be off
 
 
-def give(run_dir: Path, reason: str) -> None:
+def request_stop(run_dir: Path, reason: str) -> None:
     """Asks the workers of a run to write a checkpoint after their current step, and to end."""
     write_json(run_dir / FILE, {"unix_time_s": time.time(), "reason": reason})
 
 
-class Notice:
+class StopRequest:
     """Rank 0's look at the run directory, at most once a second; other ranks see nothing.
 
     What was left before this worker's torchrun started was meant for an earlier attempt.
     """
 
-    def __init__(self, run_dir: Path, *, looks: bool) -> None:
+    def __init__(self, run_dir: Path, *, enabled: bool) -> None:
         self.path = run_dir / FILE
-        parent = psutil.Process().parent() if looks else None
+        parent = psutil.Process().parent() if enabled else None
         self.since = parent.create_time() - CLOCK_S if parent else 0.0
-        self.looked = float("-inf") if looks else float("inf")
+        self.looked = float("-inf") if enabled else float("inf")
         self.given = False
 
     def __call__(self) -> bool:

@@ -60,7 +60,7 @@ def end_epoch(
 
 def evaluate(engine: EvaluableModel, data: ShardedLoader, logger: MetricsLogger) -> Evaluation:
     """Mean loss and accuracies over the whole set, each sample counted once for any number of ranks."""
-    logger.events.enter("eval")
+    logger.events.set_phase("eval")
     engine.model.eval()
     synchronize(data.device)
     started = time.perf_counter()

@@ -21,7 +21,7 @@ from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import StepClock, quantiles, synchronize
 from distexp.measure.memory.allocator import AllocatorWatch
 from distexp.measure.profiling.profiler import StepProfiler, Window
-from distexp.runs.events import Events, write_line
+from distexp.runs.events import Events, append_json_line
 from distexp.runs.heartbeat import Heartbeat
 from distexp.runs.record import Metrics, RunError
 from distexp.strategies.optimizer import learning_rate
@@ -90,7 +90,7 @@ class MetricsLogger:
         self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
         self.started = time.perf_counter()
         self.allocator = AllocatorWatch(context.device, context.rank)
-        self.heartbeat = Heartbeat(context.run_dir, writes=context.rank == 0)
+        self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
         self.path = context.run_dir / "metrics.jsonl"
         self._file = self.path.open("w") if context.rank == 0 else None
@@ -118,7 +118,7 @@ class MetricsLogger:
         self.data_wait_s, self.runtime_s = state["data_wait_s"], state["runtime_s"]
         planned = {"steps_per_epoch": self.plan.steps_per_epoch, "total_steps": self.plan.total_steps}
         self.metrics = Metrics(**state["metrics"] | planned)
-        self.events.tell(resumed_from_step=self.steps)
+        self.events.emit(resumed_from_step=self.steps)
         if self._file is not None:
             self._file.write(state["lines"])
             self._file.flush()
@@ -185,7 +185,7 @@ class MetricsLogger:
             metrics.train_accuracies.append(sum(epoch_accuracies) / len(epoch_accuracies))
             metrics.eval_accuracies.append(accuracy)
             metrics.eval_top5_accuracies.append(top5_accuracy)
-        self.events.tell(
+        self.events.emit(
             epoch=len(metrics.eval_losses),
             train_loss=metrics.train_losses[-1],
             eval_loss=evaluation.loss,
@@ -200,7 +200,7 @@ class MetricsLogger:
         runtime = self._runtime()
         first = self.plan.train.measure_after_step
         durations = self.clock.durations()[first : first + self.measured_steps]
-        self.events.tell(measured_samples=self.measured_samples)
+        self.events.emit(measured_samples=self.measured_samples)
         tokens = sum_over_ranks(torch.tensor(self.measured_tokens, device=self.device)).item()
         metrics = self.metrics
         self._reduce_window()
@@ -216,7 +216,7 @@ class MetricsLogger:
         if self._file is not None:
             self._file.close()
         if self.profiler.began:
-            self.events.enter("profile")
+            self.events.set_phase("profile")
         metrics.communication = self.profiler.summary()
         return metrics
 
@@ -224,7 +224,7 @@ class MetricsLogger:
         return self.steps - self.resumed_at >= self.plan.train.measure_after_step
 
     def _enter(self, phase: str) -> None:
-        self.events.enter(phase, step=self.steps, total_steps=self.plan.total_steps)
+        self.events.set_phase(phase, step=self.steps, total_steps=self.plan.total_steps)
 
     def _runtime(self) -> float:
         """Seconds of the training so far, without what the profiler did beside it."""
@@ -238,7 +238,7 @@ class MetricsLogger:
             return
         recent = self.clock.durations(last=self.plan.train.log_every)
         seconds = sum(recent) / len(recent)
-        write_line(
+        append_json_line(
             self._file,
             {
                 "step": self.steps,

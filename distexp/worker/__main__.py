@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distexp.config import ConfigError
-from distexp.launch.outcome import RESERVE
+from distexp.launch.outcome import DISK_RESERVE
 from distexp.runs.events import Events
 from distexp.runs.record import RunError, write_json
-from distexp.runs.run_dir import error_path, log_path, memory_path, take_over_output
+from distexp.runs.run_dir import error_path, log_path, memory_path, redirect_output
 from distexp.system.processes import die_with_parent
 
 
@@ -30,11 +30,11 @@ def main() -> None:
     started = time.time()
     run_dir = Path(sys.argv[1]).absolute()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
-    take_over_output(log_path(run_dir, node, rank))
+    redirect_output(log_path(run_dir, node, rank))
     die_with_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the agent asks for stacks when a run hangs
-    events = Events(run_dir, writes=rank == 0)
+    events = Events(run_dir, enabled=rank == 0)
     try:
         from distexp.worker.rank import run
 
@@ -42,7 +42,7 @@ def main() -> None:
     except BaseException as error:
         _tell(error)
         cause = RunError(type(error).__name__, str(error).strip() or repr(error), events.phase, rank)
-        (run_dir / RESERVE).unlink(missing_ok=True)  # room for what follows, on a disk that is full
+        (run_dir / DISK_RESERVE).unlink(missing_ok=True)  # room for what follows, on a disk that is full
         write_json(error_path(run_dir, node, rank), {"unix_time_s": time.time(), **asdict(cause)})
         _tell_memory(run_dir, node, rank)
         # Peers may hang in a collective, and so would an orderly exit.

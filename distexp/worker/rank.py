@@ -58,19 +58,19 @@ def run(run_dir: Path, events: Events, started: float) -> None:
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir)
     print(f"rank {context.rank}: {socket.gethostname()}, {context.device}, head {head_address()}", flush=True)
-    by_hand = attempts.begun_by_hand(spec.run, run_dir)
+    by_hand = attempts.register_manual_attempt(spec.run, run_dir)
     if spec.config.preflight.enabled:
-        events.enter("preflight")
+        events.set_phase("preflight")
         run_preflight(spec.config.preflight, context)
     record = measured_only(spec, context) if spec.config.preflight.only else train(spec, context, events)
     record.run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
     record.run.duration_s = time.time() - started
     record.run.hosts = list(dict.fromkeys(gather_to_all(socket.gethostname())))
     if by_hand:
-        attempts.close(record)  # of any other run whoever settles it does, when the agents have told all
+        attempts.finalize(record)  # of any other run whoever settles it does, when the agents have told all
     if context.rank == 0:
         record.write(run_dir)
-    events.enter("done")
+    events.set_phase("done")
     gc.collect()  # the processes of a loader end with it
     dist.destroy_process_group()
 
@@ -92,9 +92,9 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     build = partial(build_model, config, data, context)
     engine, built = load_trainer(config).train(build, config, context, inputs)
     built.tokenizer = data.tokenizer_name
-    attempts.went_on_from(spec.run, logger.resumed_at or None)
+    attempts.record_resume_step(spec.run, logger.resumed_at or None)
     if config.train.save_model and logger.stopped is None:
-        events.enter("save")
+        events.set_phase("save")
         save_model(engine.weights(), builder(config, data), data, context.run_dir, context.rank)
     record = RunRecord(
         status="preempted" if logger.stopped else "completed",
@@ -123,11 +123,11 @@ def add_answers(
     context: Context,
 ) -> None:
     """Exact match and F1, after all that is timed; the answers go to a file that SQuAD's own script reads."""
-    logger.events.enter("eval")
+    logger.events.set_phase("eval")
     most_tokens = record.config["dataset"]["answer_tokens"]
     found, answers = score_answers(engine, evaluation, tokenizer, most_tokens, logger.heartbeat.beat)
     record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
-    logger.events.tell(exact_match=found.exact_match, f1=found.f1)
+    logger.events.emit(exact_match=found.exact_match, f1=found.f1)
     if context.rank == 0:
         write_json(context.run_dir / PREDICTIONS, answers)
 

@@ -46,7 +46,7 @@ def main() -> None:
 def once(cell: Path, context: Context) -> None:
     writes = context.rank == 0
     try:
-        record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, writes=writes))
+        record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, enabled=writes))
     except ConfigError as error:
         (cell / "refused.txt").write_text(str(error))
         return

@@ -33,7 +33,7 @@ def main() -> None:
         calls: Counter[str] = Counter()
         writes = context.rank == 0
         with counted(calls):
-            record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, writes=writes))
+            record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, enabled=writes))
         if writes:
             record.write(cell)
             (cell / "calls.json").write_text(json.dumps(calls))

@@ -69,7 +69,7 @@ class Ours:
     def epoch(self) -> float:
         """Seconds of the steps of one epoch."""
         plan = Plan(self.config.train, self.training.steps)
-        logger = MetricsLogger(plan, self.context, Events(self.context.run_dir, writes=True))
+        logger = MetricsLogger(plan, self.context, Events(self.context.run_dir, enabled=True))
         started = time.perf_counter()
         fit(self.engine, self.training, self.evaluation, plan, logger)
         logger.finish()

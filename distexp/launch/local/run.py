@@ -14,7 +14,7 @@ from types import FrameType
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError
 from distexp.launch import oom
-from distexp.launch.outcome import HANG_CODE, prepare, settle
+from distexp.launch.outcome import HANG_CODE, finalize_run, start_attempt
 from distexp.runs import stop_request
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
@@ -26,7 +26,7 @@ AGENT_GRACE_S = 7.0
 HANG_GRACE_S = 4.0
 
 
-def run_here(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
+def run_locally(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
     """Runs a spec on this machine, each node by an agent of its own, and returns its record.
 
     Raises:
@@ -34,8 +34,8 @@ def run_here(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
             SIGUSR1 or SIGUSR2, after a checkpoint.
     """
     started = time.time()
-    prepare(spec, directory)
-    oom.remember(directory)
+    start_attempt(spec, directory)
+    oom.save_counters(directory)
     stopped: InterruptedRunError | None = None
     agents: list[subprocess.Popen[bytes]] = []
     with tracked(spec, directory) as tracking, signals_raised(), notice_given(directory) as noticed:
@@ -49,7 +49,7 @@ def run_here(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
         finally:
             with signals_ignored():
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
-                record = settle(spec, directory, codes, started, str(stopped) if stopped else None)
+                record = finalize_run(spec, directory, codes, started, str(stopped) if stopped else None)
     screen.done(record, tracking.told)
     if stopped is None and noticed:
         stopped = InterruptedRunError(noticed[0])
@@ -108,7 +108,7 @@ def notice_given(directory: Path) -> Iterator[list[int]]:
 
     def give(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        stop_request.give(directory, signal.Signals(number).name)
+        stop_request.request_stop(directory, signal.Signals(number).name)
 
     with _handled(give, *stop_request.SIGNALS):
         yield came

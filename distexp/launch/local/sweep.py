@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 from distexp.config.paths import PACKAGE
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError
-from distexp.launch.local.run import run_here
+from distexp.launch.local.run import run_locally
 from distexp.launch.snapshot import git_root, git_state
-from distexp.launch.sweep import Cell, compose_cells, placed, save_master, sweep_directory, write_invalid
-from distexp.runs.existing import DONE, EarlierRun
+from distexp.launch.sweep import Cell, assign_run_dirs, compose_cells, save_master, sweep_directory, write_invalid
+from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.record import FAILURES, RECORD, RunInfo, RunRecord
 from distexp.runs.spec import RunSpec
 
@@ -28,13 +28,13 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
     save_master(master, sweep_dir, len(cells))
     screen = Screen(total=len(cells), sweep_dir=sweep_dir)
 
-    def keep(run: EarlierRun) -> bool:
+    def keep(run: ExistingRun) -> bool:
         if run.status in DONE:
             screen.kept(RunRecord.read(run.directory / RECORD))
         return run.status in DONE
 
     code = git_state(git_root(PACKAGE))
-    runs = placed(cells, sweep_dir, code, resume=master.sweep.resume, keep=keep, tell=screen.tell)
+    runs = assign_run_dirs(cells, sweep_dir, code, resume=master.sweep.resume, should_skip=keep, warn=screen.tell)
     try:
         returns = [_as_job(context, cell, info, directory, screen=screen) for cell, info, directory in runs]
     except InterruptedRunError:
@@ -66,7 +66,7 @@ def _as_job(context: HydraContext, cell: Cell, info: RunInfo, directory: Path, *
 
 def _run(cell: Cell, info: RunInfo, directory: Path, screen: Screen) -> RunRecord:
     if cell.config is not None:
-        return run_here(RunSpec(cell.config, info), directory, screen)
+        return run_locally(RunSpec(cell.config, info), directory, screen)
     record = write_invalid(cell, info, directory)
     screen.invalid(record)
     return record

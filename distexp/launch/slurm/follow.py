@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from distexp.console.screen import COLORS, Screen
-from distexp.exceptions import SweepFailedError, WatcherLeftError
+from distexp.exceptions import MonitoringInterrupted, SweepFailedError
 from distexp.launch.slurm.status import ACTIVE, Known, RunState, look
 from distexp.runs.progress import progress
 from distexp.runs.record import FAILURES, load_all
@@ -25,7 +25,7 @@ EARLY_S, QUICK_EVERY_S, EVERY_S = 120.0, 2.0, 10.0
 def follow(sweep_dir: Path, console: Console) -> None:
     """Shows every run until the last has ended; SweepFailedError where one failed.
 
-    Ctrl-C ends the watching alone: WatcherLeftError, after a word on how to go on.
+    Ctrl-C ends the watching alone: MonitoringInterrupted, after a word on how to go on.
     """
     try:
         _until_done(sweep_dir, console)
@@ -36,7 +36,7 @@ def follow(sweep_dir: Path, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
-        raise WatcherLeftError from None
+        raise MonitoringInterrupted from None
     conclude(sweep_dir)
 
 

@@ -23,9 +23,9 @@ from distexp.launch.slurm.script import FOLDER, Array, shape
 from distexp.launch.slurm.status import ACTIVE, look
 from distexp.launch.slurm.submitit_keys import adopt
 from distexp.launch.snapshot import NAME, GitState, take
-from distexp.launch.sweep import Cell, compose_cells, placed, save_master, sweep_directory, write_invalid
+from distexp.launch.sweep import Cell, assign_run_dirs, compose_cells, save_master, sweep_directory, write_invalid
 from distexp.runs import attempts
-from distexp.runs.existing import DONE, EarlierRun
+from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.record import RunError, write_json
 from distexp.runs.spec import RunSpec
 
@@ -84,7 +84,7 @@ def prepare(
     """Gives each cell its directory and writes what its job starts from; an invalid one gets its record."""
     active = {run.number for run in look(sweep_dir) if run.state in ACTIVE} if resume else set()
 
-    def keep(run: EarlierRun) -> bool:
+    def keep(run: ExistingRun) -> bool:
         kept = run.status in DONE or run.number in active
         if kept:
             console.print(f"run {run.number}: {run.status or 'not ended'}, kept", highlight=False)
@@ -92,8 +92,8 @@ def prepare(
 
     tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     snapshot = str(code[1].relative_to(sweep_dir))
-    for cell, info, directory in placed(
-        cells, sweep_dir, code[0], resume=resume, keep=keep, tell=tell, snapshot=snapshot, active=active
+    for cell, info, directory in assign_run_dirs(
+        cells, sweep_dir, code[0], resume=resume, should_skip=keep, warn=tell, snapshot=snapshot, active=active
     ):
         write_hydra(cell, directory)
         if cell.config is None:
@@ -103,8 +103,8 @@ def prepare(
                 f"run {info.number}: invalid: {record.error.message}", highlight=False, markup=False, soft_wrap=True
             )
             continue
-        info.attempts = attempts.earlier(directory)
-        attempts.set_aside(directory)
+        info.attempts = attempts.read_attempts(directory)
+        attempts.archive_previous(directory)
         spec = RunSpec(cell.config, info)
         spec.write(directory)
         yield Prepared(spec, directory)

@@ -21,13 +21,13 @@ import submitit
 
 from distexp.checkpoints.folder import in_run, step_of
 from distexp.launch import oom
-from distexp.launch.agent import Place, StoppedError, run_node, stop
-from distexp.launch.outcome import STOPPED_CODE, prepare, settle
-from distexp.launch.rendezvous import announced
+from distexp.launch.agent import NodeContext, StoppedError, run_node, stop
+from distexp.launch.outcome import STOPPED_CODE, finalize_run, start_attempt
+from distexp.launch.rendezvous import read_rendezvous
 from distexp.launch.slurm.client import SlurmError, minutes_left, requeue, states
 from distexp.runs import stop_request
 from distexp.runs.record import RunError, RunRecord, write_json
-from distexp.runs.run_dir import exit_path, node_error_path
+from distexp.runs.run_dir import agent_error_path, exit_status_path
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import NOTICE_SIGNAL
 from distexp.tracking.process import tracked
@@ -88,7 +88,7 @@ class Others:
         """Reads what has been told since the last call."""
         for node in set(range(self.nodes)) - {self.job.node} - set(self.codes):
             try:
-                told = json.loads(exit_path(self.run_dir, node).read_text())
+                told = json.loads(exit_status_path(self.run_dir, node).read_text())
             except (OSError, ValueError):
                 continue
             if told["attempt"] == self.job.attempt:
@@ -108,7 +108,7 @@ class Others:
 
     def check_latest(self) -> None:
         """Raises SupersededError where Slurm, cut off from this attempt, has begun another in the same directory."""
-        latest = announced(self.run_dir)
+        latest = read_rendezvous(self.run_dir)
         if latest is not None and latest.attempt == self.job.attempt:
             self.begun = True
         elif latest is not None and self.begun:
@@ -197,9 +197,9 @@ def attempt(spec: RunSpec, run_dir: Path, job: Job, others: Others, started: flo
     code = STOPPED_CODE
     try:
         if job.node == 0:
-            prepare(spec, run_dir, job.id, job.hosts)
-            oom.remember(run_dir)
-        code = run_node(spec, run_dir, Place(job.node, own_address(), job.attempt, others.lost), started)
+            start_attempt(spec, run_dir, job.id, job.hosts)
+            oom.save_counters(run_dir)
+        code = run_node(spec, run_dir, NodeContext(job.node, own_address(), job.attempt, others.lost), started)
     except StoppedError:
         pass
     except TimeoutError as error:
@@ -212,7 +212,7 @@ def attempt(spec: RunSpec, run_dir: Path, job: Job, others: Others, started: flo
 
 def tell(run_dir: Path, job: Job, code: int) -> None:
     """Leaves word for the other nodes how this one ended."""
-    path = exit_path(run_dir, job.node)
+    path = exit_status_path(run_dir, job.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"attempt": job.attempt, "code": code})
 
@@ -221,12 +221,12 @@ def conclude(spec: RunSpec, run_dir: Path, code: int, others: Others, started: f
     """The head's last act: the record."""
     codes = {0: code, **others.await_all(STOPPED_WAIT_S if code == STOPPED_CODE else DONE_WAIT_S)}
     if code != STOPPED_CODE:
-        return settle(spec, run_dir, codes, started)
+        return finalize_run(spec, run_dir, codes, started)
     silent = [node for node, other in codes.items() if other == -signal.SIGKILL]
     if silent:
-        return settle(spec, run_dir, codes, started, f"node {silent[0]} is gone, and Slurm ended the job")
+        return finalize_run(spec, run_dir, codes, started, f"node {silent[0]} is gone, and Slurm ended the job")
     status, why = told_to_end(run_dir)
-    return settle(spec, run_dir, codes, started, why, stopped_status=status)
+    return finalize_run(spec, run_dir, codes, started, why, stopped_status=status)
 
 
 def told_to_end(run_dir: Path) -> tuple[str, str]:
@@ -248,13 +248,13 @@ def _noticing(run_dir: Path, job: Job) -> Callable[[int, FrameType | None], None
             left = minutes_left(job.id)
             margin = RunSpec.read(run_dir).config.cluster.signal_delay_s / 60 + MARGIN_MIN
             reason = "time_limit" if left is not None and left <= margin else "preemption"
-            stop_request.give(run_dir, reason)
+            stop_request.request_stop(run_dir, reason)
 
     return answer
 
 
 def _no_head(run_dir: Path, job: Job, error: TimeoutError) -> int:
-    path = node_error_path(run_dir, job.node)
+    path = agent_error_path(run_dir, job.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     cause = RunError("NoRendezvous", str(error), "setup")
     write_json(path, {"unix_time_s": time.time(), **vars(cause)})

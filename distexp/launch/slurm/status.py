@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distexp.launch import ledger
-from distexp.launch.outcome import add_traces, failed_record, judge, told_errors
+from distexp.launch.outcome import add_traces, classify_failure, failed_record, read_rank_errors
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState
 from distexp.launch.slurm.script import FOLDER
@@ -130,7 +130,7 @@ def _record(directory: Path) -> RunRecord | None:
 def _settled(directory: Path) -> RunRecord | None:
     """A record that is complete: rank 0 writes its part, and the head's task then adds the memory and closes it."""
     record = _record(directory)
-    return record if record is not None and attempts.closed(record) else None
+    return record if record is not None and attempts.is_final(record) else None
 
 
 def _cause(record: RunRecord) -> str:
@@ -162,7 +162,7 @@ def bury(sweep_dir: Path, entry: ledger.Entry, job: JobState | None) -> RunRecor
         record.run.hosts = spec.run.attempts[-1]["hosts"]
     if begun:
         add_traces(record, spec, directory)
-    attempts.close(record)
+    attempts.finalize(record)
     record.write(directory)
     return record
 
@@ -200,8 +200,8 @@ def _post_mortem(
         if MEMORY_KILL.search(line):
             status, message = endings["OUT_OF_MEMORY"]
             return status, RunError("OutOfMemory", f"{message}: {line} ({log})")
-    if begun and told_errors(directory):
-        return judge(directory, {0: 1}, spec)
+    if begun and read_rank_errors(directory):
+        return classify_failure(directory, {0: 1}, spec)
     said = f"{name} ended as {job.state} {when}, without a record"
     if printed:
         said += f": {' | '.join(line for _, line in printed[-LAST_LINES:])} ({printed[0][0]})"

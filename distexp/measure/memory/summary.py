@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.measure.memory.trace import CPU, GPU, Sample, read_trace
-from distexp.runs.phases import join_phases, read_marks, windows
+from distexp.runs.phases import join_phases, phase_intervals, read_phase_events
 
 Entry = dict[str, Any]
 DISTURBED = "profile"
@@ -89,7 +89,7 @@ def _samples(path: Path, events: Path | None, notes: list[str]) -> list[Sample]:
     """A trace's samples with their phases; none, and a note, where it cannot be read."""
     try:
         trace = read_trace(path)
-        marks = read_marks(events) if events is not None else []
+        marks = read_phase_events(events) if events is not None else []
     except (OSError, ValueError) as error:
         notes.append(f"no memory trace: {error}")
         return []
@@ -162,7 +162,7 @@ def energy_j(traces: Sequence[Path], events: Path, phases: Collection[str] = fro
     samples the energy is taken as linear. None where a trace or a figure is missing, or ends too early.
     """
     total = 0.0
-    spans = windows(read_marks(events), phases)
+    spans = phase_intervals(read_phase_events(events), phases)
     for path in traces:
         try:
             devices = _devices(read_trace(path).samples)

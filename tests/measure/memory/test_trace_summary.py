@@ -10,7 +10,7 @@ import pytest
 
 from distexp.measure.memory.summary import Statistics, energy_j, summarize
 from distexp.measure.memory.trace import REQUIRED, Sample, TraceFile, read_trace
-from distexp.runs.phases import Mark, PhaseTail, join_phases, phase_at, read_marks, windows
+from distexp.runs.phases import PhaseEvent, PhaseTail, join_phases, phase_at, phase_intervals, read_phase_events
 
 
 def mark(path: Path, time_s: float, phase: str) -> None:
@@ -81,12 +81,12 @@ def test_phases_by_time(tmp_path: Path) -> None:
     with events.open("a") as file:
         file.write('{"unix_time_s": 25, "epoch": 1}\n')
         file.write('{"unix_time_s": 30, "pha')  # torn
-    marks = read_marks(events)
-    assert marks == [Mark(10, "setup"), Mark(20, "train")]
+    marks = read_phase_events(events)
+    assert marks == [PhaseEvent(10, "setup"), PhaseEvent(20, "train")]
     assert [phase_at(marks, t) for t in (9, 10, 19.9, 20, 99)] == ["", "setup", "setup", "train", "train"]
     early = Sample(5, "written", "cpu", 0, 1.0)
     assert [s.phase for s in join_phases([early, gpu(21, 1.0)], marks)] == ["written", "train"]
-    assert windows(marks, {"setup"}) == [(10, 20)]
+    assert phase_intervals(marks, {"setup"}) == [(10, 20)]
 
 
 def test_the_tail_reads_on_and_begins_anew(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from distexp.measure.profiling.chrome_trace import read_timeline
 from distexp.measure.profiling.communication import Interval, Timeline, merged, overlap, shares
 from distexp.measure.profiling.profiler import TRACE, Window
 from distexp.resolve.run_id import run_id
-from distexp.runs.phases import read_marks
+from distexp.runs.phases import read_phase_events
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import HELPERS, make_spec, torchrun
 
@@ -232,7 +232,7 @@ def test_parameters_are_gathered_as_often_as_they_must(runs: Path, name: str, ga
 
 def test_profiled_steps_are_not_measured(runs: Path) -> None:
     """Of 16 steps of 8 samples the first warms up, and the last four are the profiler's."""
-    marks = [mark.phase for mark in read_marks(runs / "ddp" / "events.jsonl")]
+    marks = [mark.phase for mark in read_phase_events(runs / "ddp" / "events.jsonl")]
     assert marks == ["setup", "warmup", "train", "eval", "train", "profile", "eval", "profile"]
     measured = {}
     for name in ("plain", "ddp"):
