@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from distexp.launch.sweep import Cell
-from distexp.report.table import comparison, exercises
+from distexp.report.table import build_exercise_tables, build_overview_table
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import log_path
 from distexp.runs.spec import RunSpec
@@ -193,9 +193,9 @@ class Screen:
         """The table after a sweep; for a single run that of its exercise, if it is one."""
         if len(self.records) < 2:
             if self.records and self.records[0].config.get("exercise"):
-                self.console.print(exercises(self.records))
+                self.console.print(build_exercise_tables(self.records))
             return
-        self.console.print(comparison(self.records))
+        self.console.print(build_overview_table(self.records))
         self.console.print(f"records: {self.sweep_dir}", highlight=False, soft_wrap=True)
 
 

@@ -72,7 +72,7 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     unknown = sorted(set(traced_runs) - {row.label for row in rows})
     if unknown:
         return _nothing(f"--trace {' '.join(unknown)} names no run: give labels such as {rows[0].label}")
-    overview = Overview.of(rows)
+    overview = Overview.from_rows(rows)
     target = directories[0] / "report"
     make_console().print(OverviewTable(overview, elsewhere=f"all of them are in {target / 'results.csv'}"))
     try:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from distexp.report.data.metrics import FIGURE, MEMORIES, SPEED, Figure
+from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED, Metric
 from distexp.report.data.overview import reason
-from distexp.report.data.repeats import Group, Spread, grouped, spread_texts, within_spread
+from distexp.report.data.repeats import RunGroup, Spread, format_metric, group_repeats, is_within_noise
 from distexp.report.data.rows import Row
-from distexp.report.data.settings import SEED, differing, setting_text
-from distexp.report.table import ALWAYS, LONGEST_VALUE, Column, drawn, fitted, heading
+from distexp.report.data.settings import SEED, format_setting, varying_settings
+from distexp.report.table import ALWAYS, LONGEST_VALUE, Column, build_table, fit_columns, heading
 
 SLOWER = 0.95
 MORE_MEMORY = 1.05
@@ -25,24 +25,24 @@ LOSSES = {"eval_loss": "eval loss", "train_loss": "train loss"}
 class Pair:
     """The same training in both sweeps."""
 
-    before: Group
-    after: Group
+    before: RunGroup
+    after: RunGroup
 
-    def figures(self, name: str) -> tuple[Spread, Spread] | None:
+    def metric_pair(self, name: str) -> tuple[Spread, Spread] | None:
         """A figure of both; None where one of them lacks it or did not complete."""
         if not (self.before.completed and self.after.completed):
             return None
-        before, after = self.before.figure(name), self.after.figure(name)
+        before, after = self.before.metric(name), self.after.metric(name)
         return None if before is None or after is None else (before, after)
 
     def ratio(self, name: str) -> float | None:
         """After over before."""
-        both = self.figures(name)
+        both = self.metric_pair(name)
         return both[1].mean / both[0].mean if both and both[0].mean else None
 
     def first(self, names: Sequence[str]) -> str | None:
         """The first of some figures that both have."""
-        return next((name for name in names if self.figures(name)), None)
+        return next((name for name in names if self.metric_pair(name)), None)
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Comparison:
     """Sweep A before, sweep B after."""
 
     pairs: tuple[Pair, ...]
-    only_before: tuple[Group, ...]
-    only_after: tuple[Group, ...]
+    only_before: tuple[RunGroup, ...]
+    only_after: tuple[RunGroup, ...]
     varied: tuple[str, ...]
     throughout: tuple[str, ...]  # what all of B has changed
 
@@ -71,41 +71,43 @@ class Comparison:
         """A sentence for each thing that became worse."""
         for pair in self.pairs:
             for error in _errors(pair):
-                yield f"{self.name(pair.after)}: {error}"
+                yield f"{self.describe(pair.after)}: {error}"
 
-    def name(self, group: Group) -> str:
+    def describe(self, group: RunGroup) -> str:
         """``strategy=fsdp, offload=true``, else the label of the run."""
-        chosen = [f"{name}={setting_text(group.setting(name), LONGEST_VALUE)}" for name in self.varied
+        chosen = [f"{name}={format_setting(group.setting(name), LONGEST_VALUE)}" for name in self.varied
                   if group.setting(name) is not None]  # fmt: skip
         return ", ".join(chosen) or f"run {group.label}"
 
 
 def _varied(rows: Sequence[Row]) -> list[str]:
-    return differing([row.record for row in rows], [row.settings for row in rows])
+    return varying_settings([row.record for row in rows], [row.settings for row in rows])
 
 
-def _match_by_training(before: Sequence[Row], after: Sequence[Row]) -> tuple[list[Pair], list[Group], list[Group]]:
+def _match_by_training(
+    before: Sequence[Row], after: Sequence[Row]
+) -> tuple[list[Pair], list[RunGroup], list[RunGroup]]:
     pairs, left, right = [], [], []
     sides = {id(row) for row in before}
-    for group in grouped([*before, *after]):
+    for group in group_repeats([*before, *after]):
         ours = tuple(row for row in group.rows if id(row) in sides)
         theirs = tuple(row for row in group.rows if id(row) not in sides)
         if ours and theirs:
-            pairs.append(Pair(Group(ours), Group(theirs)))
+            pairs.append(Pair(RunGroup(ours), RunGroup(theirs)))
         elif ours:
-            left.append(Group(ours))
+            left.append(RunGroup(ours))
         else:
-            right.append(Group(theirs))
+            right.append(RunGroup(theirs))
     return pairs, left, right
 
 
 def _match_by_settings(
-    left: list[Group], right: list[Group], varied: Sequence[str]
-) -> tuple[list[Pair], list[Group], list[Group]]:
+    left: list[RunGroup], right: list[RunGroup], varied: Sequence[str]
+) -> tuple[list[Pair], list[RunGroup], list[RunGroup]]:
     """Pairs where the varied settings name exactly one group on each side."""
 
-    def by_settings(groups: list[Group]) -> dict[str, list[Group]]:
-        found: dict[str, list[Group]] = {}
+    def by_settings(groups: list[RunGroup]) -> dict[str, list[RunGroup]]:
+        found: dict[str, list[RunGroup]] = {}
         for group in groups:
             found.setdefault(str([group.setting(name) for name in varied]), []).append(group)
         return found
@@ -124,8 +126,8 @@ def _match_by_settings(
 def _throughout(before: Sequence[Row], after: Sequence[Row], varied: Sequence[str]) -> Iterator[str]:
     """``precision fp32 -> bf16``: settings that have one value in A and another one in B."""
     for name in _varied([*before, *after]):
-        ours = {setting_text(row.settings.get(name)) for row in before}
-        theirs = {setting_text(row.settings.get(name)) for row in after}
+        ours = {format_setting(row.settings.get(name)) for row in before}
+        theirs = {format_setting(row.settings.get(name)) for row in after}
         if name not in varied and ours != theirs and len(ours) == len(theirs) == 1:
             yield f"{name} {ours.pop()} -> {theirs.pop()}"
 
@@ -145,12 +147,12 @@ def _errors(pair: Pair) -> Iterator[str]:
 
 def _beyond_spread(pair: Pair, name: str) -> float | None:
     """The ratio of a figure, None where the difference is within the spread."""
-    both = pair.figures(name)
-    return None if both is None or within_spread(*both) else pair.ratio(name)
+    both = pair.metric_pair(name)
+    return None if both is None or is_within_noise(*both) else pair.ratio(name)
 
 
 def _change(pair: Pair, name: str) -> str:
-    before, after = (spread_texts([group], FIGURE[name])[0] for group in (pair.before, pair.after))
+    before, after = (format_metric([group], METRICS_BY_NAME[name])[0] for group in (pair.before, pair.after))
     return f"{before} -> {after}"
 
 
@@ -165,18 +167,18 @@ class ComparisonTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         comparison = self.comparison
         columns = list(comparison_columns(comparison))
-        kept, dropped = fitted(columns, options.max_width)
+        kept, dropped = fit_columns(columns, options.max_width)
         yield Text(f"A: {self.before}\nB: {self.after}\n", style="bold")
         if comparison.throughout:
             yield Text(f"B differs from A throughout in {', '.join(comparison.throughout)}.\n")
-        yield drawn(kept)
+        yield build_table(kept)
         yield Text("")
         if dropped:
-            names = ", ".join(column.spoken for column in sorted(dropped, key=columns.index))
+            names = ", ".join(column.one_line_title for column in sorted(dropped, key=columns.index))
             yield Text(f"Left out for want of width: {names} (a wider terminal shows them).", style="dim")
         for side, groups in (("A", comparison.only_before), ("B", comparison.only_after)):
             if groups:
-                yield Text(f"In {side} alone: {'; '.join(comparison.name(group) for group in groups)}.")
+                yield Text(f"In {side} alone: {'; '.join(comparison.describe(group) for group in groups)}.")
         if any("~" in cell for column in kept for cell in column.cells):
             yield Text("~ marks a difference within the spread of the repeats.", style="dim")
         found = list(comparison.regressions())
@@ -190,26 +192,26 @@ def comparison_columns(comparison: Comparison) -> Iterator[Column]:
     """Settings, outcome, and each figure before, after and as a ratio."""
     pairs = comparison.pairs
     for index, name in enumerate(comparison.varied):
-        cells = tuple(setting_text(pair.after.setting(name), LONGEST_VALUE) for pair in pairs)
+        cells = tuple(format_setting(pair.after.setting(name), LONGEST_VALUE) for pair in pairs)
         yield Column(heading(name), cells, ALWAYS - index, right=False)
     if not comparison.varied:
         yield Column("run", tuple(pair.after.label for pair in pairs), ALWAYS)
     yield Column("status", tuple(_statuses(pair) for pair in pairs), 120, right=False)
     if any(max(len(pair.before.rows), len(pair.after.rows)) > 1 for pair in pairs):
-        counts = tuple(f"{len(pair.before.counted)}, {len(pair.after.counted)}" for pair in pairs)
+        counts = tuple(f"{len(pair.before.counted_rows)}, {len(pair.after.counted_rows)}" for pair in pairs)
         yield Column("n", counts, 50)
     names = (SPEED, *MEMORIES)
     for name in names:
         if any(pair.ratio(name) is not None for pair in pairs):
-            yield from _ratio_columns(pairs, FIGURE[name])
+            yield from _ratio_columns(pairs, METRICS_BY_NAME[name])
     for name in LOSSES:
-        if any(pair.figures(name) for pair in pairs):
-            yield Column(FIGURE[name].title + " B-A", tuple(_difference(pair, name) for pair in pairs), 90)
+        if any(pair.metric_pair(name) for pair in pairs):
+            yield Column(METRICS_BY_NAME[name].title + " B-A", tuple(_difference(pair, name) for pair in pairs), 90)
 
 
-def _ratio_columns(pairs: Sequence[Pair], figure: Figure) -> Iterator[Column]:
+def _ratio_columns(pairs: Sequence[Pair], figure: Metric) -> Iterator[Column]:
     for side, groups in (("A", [pair.before for pair in pairs]), ("B", [pair.after for pair in pairs])):
-        yield Column(f"{figure.title} {side}", spread_texts(groups, figure), figure.importance - 30)
+        yield Column(f"{figure.title} {side}", format_metric(groups, figure), figure.importance - 30)
     ratios = [pair.ratio(figure.name) for pair in pairs]
     verdicts = tuple("-" if ratio is None else f"{ratio:.2f}x{_mark(pair, figure.name)}"
                      for pair, ratio in zip(pairs, ratios, strict=True))  # fmt: skip
@@ -218,12 +220,12 @@ def _ratio_columns(pairs: Sequence[Pair], figure: Figure) -> Iterator[Column]:
 
 def _mark(pair: Pair, name: str) -> str:
     """A tilde where the difference is within the spread."""
-    both = pair.figures(name)
-    return "~" if both and within_spread(*both) else ""
+    both = pair.metric_pair(name)
+    return "~" if both and is_within_noise(*both) else ""
 
 
 def _difference(pair: Pair, name: str) -> str:
-    both = pair.figures(name)
+    both = pair.metric_pair(name)
     return "-" if both is None else f"{both[1].mean - both[0].mean:+.4f}{_mark(pair, name)}"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distexp.report.data.flat import Flat, columns_of, flat
-from distexp.report.data.metrics import FIGURES
+from distexp.report.data.metrics import METRICS
 from distexp.report.data.overview import Overview
 from distexp.report.exercises import exercise_tables
 from distexp.report.findings.summary import sentences
@@ -35,12 +35,12 @@ def write_files(
     # Here, so that the table after a sweep waits for no plotting library.
     from distexp.report.page.build import write_page
     from distexp.report.plots import pictures, plots
-    from distexp.report.traces import traced
+    from distexp.report.traces import load_traces
 
     directory.mkdir(parents=True, exist_ok=True)
     rows = [flat(row) for row in overview.rows]
     names = columns_of(rows)
-    figures = list(plots(overview, traced(overview, traced_runs)))
+    figures = list(plots(overview, load_traces(overview, traced_runs)))
     drawn = list(pictures(figures, directory / "plots"))
     for path, content in drawn:
         path.parent.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ def write_parquet(rows: Sequence[Flat], names: Sequence[str], path: Path) -> Non
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    figures = {figure.name for figure in FIGURES}
+    figures = {figure.name for figure in METRICS}
     arrays = {}
     for name in names:
         values = [row.get(name) for row in rows]
@@ -94,7 +94,7 @@ def write_markdown(overview: Overview, figures: Sequence[Plot], path: Path) -> N
     """Writes the table of runs, why some did not complete, the sentences, and what each figure says."""
     columns = list(overview_columns(overview))
     lines = [
-        *_table([column.spoken for column in columns], zip(*(column.cells for column in columns), strict=True),
+        *_table([column.one_line_title for column in columns], zip(*(column.cells for column in columns), strict=True),
                 [column.right for column in columns]),
         *(f"- {_escape(note)}" for note in overview.notes()),
         "",

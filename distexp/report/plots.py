@@ -17,12 +17,12 @@ from distexp.report.charts.theme import LIGHT, config, painted
 from distexp.report.charts.timeline import timelines
 from distexp.report.charts.tradeoff import tradeoff
 from distexp.report.data.overview import Overview
-from distexp.report.data.text_table import Table
+from distexp.report.data.text_table import TextTable
 from distexp.report.findings.base import Finding
 from distexp.report.findings.growth import growth_findings, growth_table, pairs_table
 from distexp.report.findings.traces import loss_findings, memory_findings, step_findings
 from distexp.report.findings.tradeoff import tradeoff_findings
-from distexp.report.traces import Traced
+from distexp.report.traces import RunTrace
 
 VEGALITE = "6.4"  # what altair writes and vl_convert draws
 PICTURE_WIDTH = 460  # pixels of a panel
@@ -37,7 +37,7 @@ class Plot:
     title: str
     panels: tuple[tuple[str, alt.LayerChart], ...]  # with their titles, which may be empty
     findings: tuple[Finding, ...]
-    tables: tuple[Table, ...] = ()
+    tables: tuple[TextTable, ...] = ()
     phases: bool = field(default=False)  # whether the phases of a run are shaded in it
 
     def answers(self) -> list[tuple[str | None, list[str]]]:
@@ -68,7 +68,7 @@ class Plot:
         return painted(drawn, LIGHT)
 
 
-def plots(overview: Overview, traces: Sequence[Traced]) -> Iterator[Plot]:
+def plots(overview: Overview, traces: Sequence[RunTrace]) -> Iterator[Plot]:
     """The figures that these runs allow."""
     chart = tradeoff(overview)
     if chart is not None:
@@ -93,7 +93,7 @@ def plots(overview: Overview, traces: Sequence[Traced]) -> Iterator[Plot]:
             left_out = ()
 
 
-def _left_out(overview: Overview, traces: Sequence[Traced]) -> Iterator[Finding]:
+def _left_out(overview: Overview, traces: Sequence[RunTrace]) -> Iterator[Finding]:
     total = sum(1 for group in overview.groups if group.status != "invalid")
     if len(traces) < total:
         yield Finding(

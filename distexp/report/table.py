@@ -12,10 +12,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from distexp.report.data.overview import Overview, rows_of
-from distexp.report.data.repeats import Group, spread_texts
-from distexp.report.data.settings import setting_text
-from distexp.report.data.text_table import Table as Exercise
+from distexp.report.data.overview import Overview, rows_from_records
+from distexp.report.data.repeats import RunGroup, format_metric
+from distexp.report.data.settings import format_setting
+from distexp.report.data.text_table import TextTable
 from distexp.report.exercises import exercise_tables
 from distexp.report.findings.summary import sentences
 from distexp.runs.record import FAILURES, RunRecord
@@ -44,7 +44,7 @@ class Column:
         return max(cell_len(line) for text in (self.title, *self.cells) for line in text.split("\n"))
 
     @property
-    def spoken(self) -> str:
+    def one_line_title(self) -> str:
         """The title in one line."""
         joined = self.title.replace("-\n", "").replace("_\n", "_").replace(".\n", ".")
         return joined.replace("\n", " ")
@@ -55,7 +55,7 @@ def heading(name: str) -> str:
     return name.replace(".", ".\n").replace("_", "_\n")
 
 
-def fitted(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
+def fit_columns(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
     """The columns that fit into a width, and those that had to go, the least important first."""
     kept, dropped = list(columns), []
     while len(kept) > 1 and sum(column.width + GAP for column in kept) - GAP > width:
@@ -70,7 +70,7 @@ def fitted(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Co
     return kept, dropped
 
 
-def drawn(columns: Sequence[Column], styles: Sequence[str] = ()) -> Table:
+def build_table(columns: Sequence[Column], styles: Sequence[str] = ()) -> Table:
     """A table of columns as they are; ``styles`` colours the rows' status."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, GAP - 1, 0, 0), pad_edge=False,
                   show_edge=False)  # fmt: skip
@@ -91,16 +91,16 @@ def overview_columns(overview: Overview) -> Iterator[Column]:
     groups = overview.groups
     yield Column("run", tuple(group.label for group in groups), ALWAYS)
     if any(len(group.rows) > 1 for group in groups):
-        yield Column("n", tuple(str(len(group.counted)) for group in groups), ALWAYS - 1)
+        yield Column("n", tuple(str(len(group.counted_rows)) for group in groups), ALWAYS - 1)
     for name, importance in zip(overview.varied, chain(SETTINGS, repeat(0)), strict=False):
-        cells = tuple(setting_text(group.setting(name), LONGEST_VALUE) for group in groups)
+        cells = tuple(format_setting(group.setting(name), LONGEST_VALUE) for group in groups)
         yield Column(heading(name), cells, importance, right=False)
     yield Column("status", tuple(group.status for group in groups), ALWAYS, right=False)
-    for figure in overview.figures():
-        yield Column(figure.title, spread_texts(groups, figure), figure.importance)
+    for figure in overview.metrics():
+        yield Column(figure.title, format_metric(groups, figure), figure.importance)
 
 
-def status_style(group: Group) -> str:
+def status_style(group: RunGroup) -> str:
     """Green for done, red for a failure, and between them what is a result too."""
     statuses = {row.record.status for row in group.rows}
     if statuses == {"completed"}:
@@ -121,13 +121,13 @@ class OverviewTable:
         left_out = len(overview.groups) - MOST_ROWS
         if left_out > 0:
             columns = [Column(c.title, c.cells[:MOST_ROWS], c.importance, c.right) for c in columns]
-        kept, dropped = fitted(columns, options.max_width)
-        yield drawn(kept, [status_style(group) for group in overview.groups])
+        kept, dropped = fit_columns(columns, options.max_width)
+        yield build_table(kept, [status_style(group) for group in overview.groups])
         yield Text("")
         if left_out > 0:
             yield Text(f"{left_out} more rows are not shown here.", style="dim")
         if dropped:
-            names = ", ".join(column.spoken for column in sorted(dropped, key=columns.index))
+            names = ", ".join(column.one_line_title for column in sorted(dropped, key=columns.index))
             yield Text(f"Left out for want of width: {names} ({self.elsewhere}).", style="dim")
         notes = list(overview.notes())
         for note in notes[:NOTES]:
@@ -152,7 +152,7 @@ class ExerciseTables:
             yield from _exercise(table, console)
 
 
-def _exercise(table: Exercise, console: Console) -> RenderResult:
+def _exercise(table: TextTable, console: Console) -> RenderResult:
     """An exercise's own table; titles and cells are wrapped where the terminal is narrow."""
     gap, widths = _layout(table, console.width)
     drawing = Table(
@@ -168,7 +168,7 @@ def _exercise(table: Exercise, console: Console) -> RenderResult:
         yield Text(f"\n{table.note}", style="dim")
 
 
-def _layout(table: Exercise, width: int) -> tuple[int, list[int | None]]:
+def _layout(table: TextTable, width: int) -> tuple[int, list[int | None]]:
     """Blanks between columns, and their widths: a word is broken only where it must be, a title's before a cell's."""
     titles, cells = [[title] for title in table.header], [list(column) for column in zip(*table.rows, strict=True)]
     whole = [max(map(cell_len, title + column)) for title, column in zip(titles, cells, strict=True)]
@@ -190,11 +190,11 @@ def _longest_word(texts: Sequence[str]) -> int:
     return max(cell_len(word) for text in texts for word in text.split() or [""])
 
 
-def exercises(records: Sequence[RunRecord]) -> ExerciseTables:
+def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
     """The tables of the exercises alone, as after a single run."""
-    return ExerciseTables(Overview.of(rows_of(records)))
+    return ExerciseTables(Overview.from_rows(rows_from_records(records)))
 
 
-def comparison(records: Sequence[RunRecord]) -> OverviewTable:
+def build_overview_table(records: Sequence[RunRecord]) -> OverviewTable:
     """A row a run: what was varied, what became of it, its figures, and what they say."""
-    return OverviewTable(Overview.of(rows_of(records)))
+    return OverviewTable(Overview.from_rows(rows_from_records(records)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import Group
+from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True)
-class Traced:
+class RunTrace:
     """A training with the traces of its first run that counts."""
 
-    group: Group
+    group: RunGroup
     row: Row
     name: str
     steps: tuple[dict[str, Any], ...]  # lines of metrics.jsonl
@@ -55,27 +55,27 @@ class Traced:
         return [curve for curve in self.memory if curve.kind == kind]
 
 
-def traced(overview: Overview, chosen: Sequence[str] = ()) -> list[Traced]:
+def load_traces(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace]:
     """The traces of some trainings: of the runs with these labels, else of the most telling ones."""
     groups = [group for group in overview.groups if any(row.path for row in group.rows)]
     if chosen:
         groups = [group for group in groups if any(row.label in chosen for row in group.rows)]
     else:
-        groups = telling(groups)
-    names = [overview.choices(group) for group in groups]
+        groups = most_informative(groups)
+    names = [overview.format_settings(group) for group in groups]
     return [
         _read(group, chosen, name if name and names.count(name) == 1 else f"run {group.label}")
         for group, name in zip(groups, names, strict=True)
     ]
 
 
-def telling(groups: Sequence[Group]) -> list[Group]:
+def most_informative(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """At most MOST_TRACED: the fastest, the smallest, those out of memory, then the others in their order."""
     started = [group for group in groups if group.status != "invalid"]
     if len(started) <= MOST_TRACED:
         return started
-    kept: list[Group] = _extremes(started, SPEED, largest=True)[:3]
-    memory = next((name for name in MEMORIES if any(group.figure(name) for group in started)), None)
+    kept: list[RunGroup] = _extremes(started, SPEED, largest=True)[:3]
+    memory = next((name for name in MEMORIES if any(group.metric(name) for group in started)), None)
     if memory:
         kept += _extremes(started, memory, largest=False)[:2]
     kept += [group for group in started if "oom" in group.status][:2]
@@ -86,19 +86,19 @@ def telling(groups: Sequence[Group]) -> list[Group]:
     return [group for group in started if id(group) in ids]
 
 
-def _extremes(groups: Sequence[Group], name: str, *, largest: bool) -> list[Group]:
-    known = [(figure.mean, n) for n, group in enumerate(groups) if group.completed and (figure := group.figure(name))]
+def _extremes(groups: Sequence[RunGroup], name: str, *, largest: bool) -> list[RunGroup]:
+    known = [(figure.mean, n) for n, group in enumerate(groups) if group.completed and (figure := group.metric(name))]
     return [groups[n] for _, n in sorted(known, reverse=largest)]
 
 
-def _read(group: Group, chosen: Sequence[str], name: str) -> Traced:
-    preferred = [row for row in group.rows if row.label in chosen] or list(group.counted)
+def _read(group: RunGroup, chosen: Sequence[str], name: str) -> RunTrace:
+    preferred = [row for row in group.rows if row.label in chosen] or list(group.counted_rows)
     row = next((row for row in preferred if row.path), group.rows[0])
     assert row.path is not None
     directory = row.path.parent
     memory, phases = read_memory(directory / "memory")
     steps = tuple(read_steps(directory / "metrics.jsonl"))
-    return Traced(group, row, name, steps, tuple(memory), tuple(phases))
+    return RunTrace(group, row, name, steps, tuple(memory), tuple(phases))
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

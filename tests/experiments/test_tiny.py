@@ -10,7 +10,7 @@ import pytest
 from distexp.config.paths import options_of
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
-from distexp.report.data.text_table import Table
+from distexp.report.data.text_table import TextTable
 from distexp.report.exercises import exercise_tables
 from distexp.runs.record import RunRecord
 from tests.helpers.presets import cells_of
@@ -28,9 +28,9 @@ def alone(preset: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Table]:
+def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextTable]:
     """The table of every preset after one of its runs; all with as many workers share their processes."""
-    found: dict[str, Table] = {}
+    found: dict[str, TextTable] = {}
     for workers in (1, 2):
         folder = tmp_path_factory.mktemp("tiny") / "deepspeed"
         place = ("cluster.nodes=1", f"cluster.workers_per_node={workers}")
@@ -47,13 +47,13 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Table]:
         rows, skipped = load_rows([folder])
         assert skipped == []
         for row in rows:
-            (found[row.record.config["exercise"]],) = exercise_tables(Overview.of([row]))
+            (found[row.record.config["exercise"]],) = exercise_tables(Overview.from_rows([row]))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", options_of("experiment"))
-def test_a_tiny_run_of_every_exercise_fills_a_line_of_its_table(preset: str, tables: dict[str, Table]) -> None:
+def test_a_tiny_run_of_every_exercise_fills_a_line_of_its_table(preset: str, tables: dict[str, TextTable]) -> None:
     table = tables[preset]
     assert "scale=tiny" in table.note
     cells = {cell for row in table.rows for cell in row}
@@ -72,7 +72,7 @@ def test_a_sweep_too_large_for_the_tiny_scale_says_so_and_its_files_have_the_tab
     assert title not in done.stdout, "a table of nothing but the reasons above it"
     rows, skipped = load_rows([tmp_path / "out"])
     assert skipped == []
-    (table,) = exercise_tables(Overview.of(rows))
+    (table,) = exercise_tables(Overview.from_rows(rows))
     assert table.title == title
     assert table.header[1:4] == ("2 nodes", "4 nodes", "8 nodes")
     first = table.rows[0]

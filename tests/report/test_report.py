@@ -69,7 +69,7 @@ def test_the_files_hold_a_row_a_run(tmp_path: Path) -> None:
     assert rows[0]["train_samples_per_second"] == "100.0"
     assert rows[0]["config.train.learning_rate"] == "5e-05"
     assert rows[0]["gpu_peak_mib"] == "2000.0"  # of the fullest GPU
-    assert rows[1]["scale_factor"] == "0.5"
+    assert rows[1]["speedup"] == "0.5"
     assert rows[1]["config.fsdp.sharding"] == "full_shard"
     assert rows[2]["train_loss"] == ""  # absent, never 0
     assert [rows[2][f"error_{key}"] for key in ("phase", "rank", "message")] == ["eval", "1", "a | b, <c>"]

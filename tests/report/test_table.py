@@ -8,14 +8,14 @@ import itertools
 import pytest
 from rich.console import Console
 
-from distexp.report.table import comparison
+from distexp.report.table import build_overview_table
 from distexp.runs.record import RunError, RunRecord
 from tests.helpers.records import invalid, record
 
 
 def printed(records: list[RunRecord], width: int = 140) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(comparison(records))
+    console.print(build_overview_table(records))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -260,9 +260,9 @@ def test_scale_and_efficiency_name_their_reference() -> None:
     text = unwrapped(printed(records))
     assert "1.80 90" in text
     assert "3.20 80" in text
-    assert "Scale is samples/s against run 1 (" in text
+    assert "Speedup is samples/s against run 1 (" in text
     flat = unwrapped(printed([record(0, model__name="resnet_tiny"), record(1), record(2, strategy="fsdp")]))
-    assert "Scale is samples/s against run 1 (" in flat, "the first task that two have"
+    assert "Speedup is samples/s against run 1 (" in flat, "the first task that two have"
     flat = printed([record(0), record(1, strategy="fsdp")])
     assert "effi" not in header(flat)
 

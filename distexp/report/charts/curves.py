@@ -9,10 +9,10 @@ from typing import Any
 import altair as alt
 
 from distexp.report.charts.theme import colour, values
-from distexp.report.traces import Traced
+from distexp.report.traces import RunTrace
 
 
-def losses(traces: Sequence[Traced]) -> alt.LayerChart | None:
+def losses(traces: Sequence[RunTrace]) -> alt.LayerChart | None:
     """Training losses as lines, evaluations as rings; None where no run got as far as a step."""
     lines = [
         {"run": each.name, "step": entry["step"], "loss": entry["loss"]}
@@ -38,7 +38,7 @@ def losses(traces: Sequence[Traced]) -> alt.LayerChart | None:
     return alt.layer(*drawn, evaluated).add_params(picked).properties(height=320)
 
 
-def step_times(traces: Sequence[Traced]) -> alt.LayerChart | None:
+def step_times(traces: Sequence[RunTrace]) -> alt.LayerChart | None:
     """A tick a line of metrics.jsonl, the median and the 90th percentile of all measured steps over them."""
     ticks = [
         {"run": each.name, "ms": round(1000 * entry["step_time_s"], 3)}
@@ -76,13 +76,13 @@ def step_times(traces: Sequence[Traced]) -> alt.LayerChart | None:
     return alt.layer(*marks).properties(height=max(34, 14 * lines + 10) * len(names))
 
 
-def _by_run(traces: Sequence[Traced], *, legend: bool = True) -> alt.Color:
+def _by_run(traces: Sequence[RunTrace], *, legend: bool = True) -> alt.Color:
     domain = [each.name for each in traces]
     return alt.Color("run:N", scale=alt.Scale(domain=domain),
                      legend=alt.Legend(title=None, columns=1) if legend and len(domain) > 1 else None)  # fmt: skip
 
 
-def _evaluations(traces: Sequence[Traced]) -> list[dict[str, Any]]:
+def _evaluations(traces: Sequence[RunTrace]) -> list[dict[str, Any]]:
     """The loss after each epoch; a training cut short evaluates at its last step."""
     found = []
     for each in traces:
@@ -94,7 +94,7 @@ def _evaluations(traces: Sequence[Traced]) -> list[dict[str, Any]]:
     return found
 
 
-def _measured(traced: Traced) -> list[dict[str, Any]]:
+def _measured(traced: RunTrace) -> list[dict[str, Any]]:
     """The lines after the warm-up, and before what was profiled."""
     warm = traced.row.settings.get("measure_after_step") or 0
     profiled = (traced.row.record.metrics.communication or {}).get("first_step") or math.inf

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import altair as alt
 
 from distexp.report.charts.theme import PHASES, colour, values
-from distexp.report.traces import Traced
+from distexp.report.traces import RunTrace
 
 
-def timelines(traces: Sequence[Traced], kind: str) -> list[tuple[str, alt.LayerChart]]:
+def timelines(traces: Sequence[RunTrace], kind: str) -> list[tuple[str, alt.LayerChart]]:
     """Panels with their titles, all with the same axis of memory."""
     shown = [each for each in traces if each.curves(kind)]
     most = max((mib for each in shown for curve in each.curves(kind) for _, mib in curve.points), default=0.0)
@@ -18,12 +18,12 @@ def timelines(traces: Sequence[Traced], kind: str) -> list[tuple[str, alt.LayerC
     return [(_title(each), _panel(each, kind, most, nodes)) for each in shown]
 
 
-def _title(traced: Traced) -> str:
+def _title(traced: RunTrace) -> str:
     outcome = "" if traced.row.completed else f" ({traced.row.record.status})"
     return f"run {traced.row.label}: {traced.name}{outcome}".replace(f": run {traced.row.label}", "")
 
 
-def _panel(traced: Traced, kind: str, most: float, nodes: Sequence[int]) -> alt.LayerChart:
+def _panel(traced: RunTrace, kind: str, most: float, nodes: Sequence[int]) -> alt.LayerChart:
     curves = traced.curves(kind)
     rows = [
         {"node": f"node {curve.node}", "seconds": second, "mib": mib}

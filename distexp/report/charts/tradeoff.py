@@ -10,8 +10,8 @@ import altair as alt
 from distexp.report.charts.theme import CATEGORIES, colour, values
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import Group
-from distexp.report.data.settings import setting_text
+from distexp.report.data.repeats import RunGroup
+from distexp.report.data.settings import format_setting
 from distexp.report.findings.summary import memory_figure, pareto_fronts
 
 MOST_LABELLED = 16
@@ -27,7 +27,7 @@ def tradeoff(overview: Overview) -> alt.LayerChart | None:
     coloured, shaped = _channels(overview)
     points = [
         _point(overview, group, name, coloured, shaped) for group in overview.groups
-        if group.completed and group.figure(name) and group.figure(SPEED)
+        if group.completed and group.metric(name) and group.metric(SPEED)
     ]  # fmt: skip
     if not points:
         return None
@@ -63,23 +63,23 @@ def _channels(overview: Overview) -> tuple[str | None, str | None]:
     """The settings that colours and shapes stand for: the first that have few enough values."""
 
     def kinds(name: str) -> int:
-        return len({setting_text(group.setting(name)) for group in overview.groups})
+        return len({format_setting(group.setting(name)) for group in overview.groups})
 
     coloured = next((name for name in overview.varied if 2 <= kinds(name) <= CATEGORIES), None)
     rest = (name for name in overview.varied if name != coloured and 2 <= kinds(name) <= len(SHAPES))
     return coloured, next(rest, None)
 
 
-def _point(overview: Overview, group: Group, name: str, coloured: str | None, shaped: str | None) -> dict[str, Any]:
-    memory, speed = group.figure(name), group.figure(SPEED)
+def _point(overview: Overview, group: RunGroup, name: str, coloured: str | None, shaped: str | None) -> dict[str, Any]:
+    memory, speed = group.metric(name), group.metric(SPEED)
     return {
         "run": group.label,
-        "what": overview.choices(group) or group.label,
+        "what": overview.format_settings(group) or group.label,
         "memory": memory and round(memory.mean, 1),
         "speed": speed and round(speed.mean, 3),
         "status": group.status,
-        "colour": coloured and setting_text(group.setting(coloured), 24),
-        "shape": shaped and setting_text(group.setting(shaped), 24),
+        "colour": coloured and format_setting(group.setting(coloured), 24),
+        "shape": shaped and format_setting(group.setting(shaped), 24),
     }
 
 
@@ -109,7 +109,7 @@ def _out_of_memory(overview: Overview, name: str, x: alt.X, y: alt.Y) -> list[An
     """A cross on the axis at the peak that was reached; a run without a peak has no place here."""
     failed = [
         {**_point(overview, group, name, None, None), "speed": 0.0} for group in overview.groups
-        if "oom" in group.status and not group.completed and group.figure(name)
+        if "oom" in group.status and not group.completed and group.metric(name)
     ]  # fmt: skip
     if not failed:
         return []

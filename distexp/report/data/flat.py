@@ -31,7 +31,7 @@ def flat(row: Row) -> Flat:
         "hosts": " ".join(record.run.hosts),
         "git_sha": record.run.git_sha,
         "world_size": row.settings["workers"],
-        **row.figures,
+        **row.metrics,
         **{f"config.{key}": value for key, value in flatten(record.config)},
         **{f"built.{key}": value for key, value in (vars(built) if built else {}).items()},
         **{f"environment.{key}": value for key, value in (vars(environment) if environment else {}).items()},

@@ -11,7 +11,7 @@ from distexp.runs.record import RunRecord
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """A number of a run."""
 
     name: str  # column of the files, the unit in it
@@ -89,7 +89,7 @@ def _unknown(record: RunRecord) -> float | None:
 
 
 SPEED = "train_samples_per_second"
-SCALE = "scale_factor"
+SPEEDUP = "speedup"
 EFFICIENCY = "efficiency_pct"
 COMMUNICATION = "communication_pct"
 EXPOSED = "communication_exposed_pct"
@@ -100,31 +100,31 @@ MEMORIES = {
 }
 """What stands for a run's memory, the first that was measured."""
 
-SHOWN = (
-    Figure("train_loss", _metric("train_loss"), "train\nloss", "{:.4f}", importance=60),
-    Figure("eval_loss", _metric("eval_loss"), "eval\nloss", "{:.4f}", importance=85),
-    Figure("eval_accuracy_pct", _last_percent("eval_accuracies"), "accu-\nracy %", importance=55),
-    Figure("eval_top5_accuracy_pct", _last_percent("eval_top5_accuracies"), "top-5\naccu. %", importance=53),
-    Figure("exact_match_pct", _metric("exact_match"), "EM %", importance=50),
-    Figure("f1_pct", _metric("f1"), "F1 %", importance=52),
-    Figure(SPEED, _metric(SPEED), "samples/s", importance=95),
-    Figure("tokens_per_second", _metric("tokens_per_second"), "tokens/s", "{:,.0f}", importance=40),
-    Figure("step_time_p50_s", _step_time("p50"), "step\nms", factor=1000, importance=35),
-    Figure(COMMUNICATION, _communication("share"), "commu-\nnication %", "{:.0f}", importance=65),
-    Figure("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:,.0f}", importance=90),
-    Figure("gpu_average_mib", _largest("gpu", "average_mib"), "GPU avg\nMiB", "{:,.0f}", importance=22),
-    Figure("gpu_mode_mib", _largest("gpu", "mode_mib"), "GPU mode\nMiB", "{:,.0f}", importance=20),
-    Figure("torch_peak_allocated_mib", _largest("torch", "peak_allocated_mib"), "torch\npeak MiB", "{:,.0f}",
+TABLE_METRICS = (
+    Metric("train_loss", _metric("train_loss"), "train\nloss", "{:.4f}", importance=60),
+    Metric("eval_loss", _metric("eval_loss"), "eval\nloss", "{:.4f}", importance=85),
+    Metric("eval_accuracy_pct", _last_percent("eval_accuracies"), "accu-\nracy %", importance=55),
+    Metric("eval_top5_accuracy_pct", _last_percent("eval_top5_accuracies"), "top-5\naccu. %", importance=53),
+    Metric("exact_match_pct", _metric("exact_match"), "EM %", importance=50),
+    Metric("f1_pct", _metric("f1"), "F1 %", importance=52),
+    Metric(SPEED, _metric(SPEED), "samples/s", importance=95),
+    Metric("tokens_per_second", _metric("tokens_per_second"), "tokens/s", "{:,.0f}", importance=40),
+    Metric("step_time_p50_s", _step_time("p50"), "step\nms", factor=1000, importance=35),
+    Metric(COMMUNICATION, _communication("share"), "commu-\nnication %", "{:.0f}", importance=65),
+    Metric("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:,.0f}", importance=90),
+    Metric("gpu_average_mib", _largest("gpu", "average_mib"), "GPU avg\nMiB", "{:,.0f}", importance=22),
+    Metric("gpu_mode_mib", _largest("gpu", "mode_mib"), "GPU mode\nMiB", "{:,.0f}", importance=20),
+    Metric("torch_peak_allocated_mib", _largest("torch", "peak_allocated_mib"), "torch\npeak MiB", "{:,.0f}",
            importance=45),
-    Figure("model_states_mib", _largest("torch", "states_mib"), "model\nst. MiB", "{:,.0f}", importance=28),
-    Figure("model_states_ideal_mib", _ideal_states, "by arith-\nmetic MiB", "{:,.0f}", importance=27),
-    Figure("cpu_peak_mib", _largest("cpu", "peak_mib"), "CPU peak\nMiB", "{:,.0f}", importance=70),
-    Figure("gpu_utilization_pct", _mean_utilization("gpu"), "GPU\nutil %", "{:.0f}", importance=38),
-    Figure("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:.0f}", importance=15),
-    Figure("train_runtime_s", _metric("train_runtime"), "run-\ntime s", importance=48),
-    Figure("energy_j_per_sample", _metric("energy_j_per_sample"), "J per\nsample", "{:,.2f}", importance=30),
-    Figure(SCALE, _unknown, "scale", "{:.2f}", importance=75),
-    Figure(EFFICIENCY, _unknown, "effi-\nciency %", "{:.0f}", importance=80),
+    Metric("model_states_mib", _largest("torch", "states_mib"), "model\nst. MiB", "{:,.0f}", importance=28),
+    Metric("model_states_ideal_mib", _ideal_states, "by arith-\nmetic MiB", "{:,.0f}", importance=27),
+    Metric("cpu_peak_mib", _largest("cpu", "peak_mib"), "CPU peak\nMiB", "{:,.0f}", importance=70),
+    Metric("gpu_utilization_pct", _mean_utilization("gpu"), "GPU\nutil %", "{:.0f}", importance=38),
+    Metric("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:.0f}", importance=15),
+    Metric("train_runtime_s", _metric("train_runtime"), "run-\ntime s", importance=48),
+    Metric("energy_j_per_sample", _metric("energy_j_per_sample"), "J per\nsample", "{:,.2f}", importance=30),
+    Metric(SPEEDUP, _unknown, "speedup", "{:.2f}", importance=75),
+    Metric(EFFICIENCY, _unknown, "effi-\nciency %", "{:.0f}", importance=80),
 )  # fmt: skip
 
 _FILES_ALONE = (
@@ -132,25 +132,25 @@ _FILES_ALONE = (
     "steps_per_epoch", "total_steps", "data_wait_s", "tflops_per_device", "mfu",
 )  # fmt: skip
 
-FIGURES = (
-    *SHOWN,
-    *(Figure(name, _metric(name)) for name in _FILES_ALONE),
-    Figure(EXPOSED, _communication("exposed_share")),
-    Figure("eval_runtime_s", _metric("eval_runtime")),
-    Figure("step_time_p90_s", _step_time("p90")),
-    Figure("step_time_max_s", _step_time("max")),
-    Figure("torch_average_allocated_mib", _largest("torch", "average_allocated_mib")),
-    Figure("torch_peak_reserved_mib", _largest("torch", "peak_reserved_mib")),
-    Figure("torch_alloc_retries", _largest("torch", "alloc_retries")),
-    Figure("cpu_average_mib", _largest("cpu", "average_mib")),
-    Figure("cpu_mode_mib", _largest("cpu", "mode_mib")),
-    Figure("duration_s", lambda record: _number(record.run.duration_s)),
+METRICS = (
+    *TABLE_METRICS,
+    *(Metric(name, _metric(name)) for name in _FILES_ALONE),
+    Metric(EXPOSED, _communication("exposed_share")),
+    Metric("eval_runtime_s", _metric("eval_runtime")),
+    Metric("step_time_p90_s", _step_time("p90")),
+    Metric("step_time_max_s", _step_time("max")),
+    Metric("torch_average_allocated_mib", _largest("torch", "average_allocated_mib")),
+    Metric("torch_peak_reserved_mib", _largest("torch", "peak_reserved_mib")),
+    Metric("torch_alloc_retries", _largest("torch", "alloc_retries")),
+    Metric("cpu_average_mib", _largest("cpu", "average_mib")),
+    Metric("cpu_mode_mib", _largest("cpu", "mode_mib")),
+    Metric("duration_s", lambda record: _number(record.run.duration_s)),
 )
 """Memory is that of the fullest GPU, rank or node; utilisation the mean over them."""
 
-FIGURE = {figure.name: figure for figure in FIGURES}
+METRICS_BY_NAME = {figure.name: figure for figure in METRICS}
 
 
-def read_figures(record: RunRecord) -> dict[str, float | None]:
+def read_metrics(record: RunRecord) -> dict[str, float | None]:
     """All figures of a record by name; TypeError or ValueError where one is no number."""
-    return {figure.name: figure.read(record) for figure in FIGURES}
+    return {figure.name: figure.read(record) for figure in METRICS}

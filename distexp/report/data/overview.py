@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distexp.report.data.metrics import SHOWN, Figure
-from distexp.report.data.repeats import Group, add_scale, grouped
-from distexp.report.data.rows import Row, row_of
-from distexp.report.data.scaling import Series, add_efficiency, scaling_series
-from distexp.report.data.settings import SEED, differing, setting_text
+from distexp.report.data.metrics import TABLE_METRICS, Metric
+from distexp.report.data.repeats import RunGroup, add_speedup, group_repeats
+from distexp.report.data.rows import Row, row_from_record
+from distexp.report.data.scaling import ScalingSeries, add_efficiency, find_scaling_series
+from distexp.report.data.settings import SEED, format_setting, varying_settings
 from distexp.runs.record import RunRecord
 
 FAULTS_JOINED_BY = " | "
@@ -23,37 +23,37 @@ class Overview:
     """Some runs, compared."""
 
     rows: tuple[Row, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[RunGroup, ...]
     varied: tuple[str, ...]  # settings that tell the groups apart
-    reference: Group | None  # of scale factors
-    series: tuple[Series, ...]  # what ran on several numbers of workers
+    baseline: RunGroup | None  # of the speedups
+    series: tuple[ScalingSeries, ...]  # what ran on several numbers of workers
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Overview:
+    def from_rows(cls, rows: Sequence[Row]) -> Overview:
         """Groups rows and finds what differs between them."""
-        groups = grouped(rows)
-        varied = differing([row.record for row in rows], [row.settings for row in rows])
+        groups = group_repeats(rows)
+        varied = varying_settings([row.record for row in rows], [row.settings for row in rows])
         if _mixes_seeds(groups):
             varied = [name for name in varied if name != SEED]
-        series = scaling_series(groups, varied)
+        series = find_scaling_series(groups, varied)
         add_efficiency(series)
-        return cls(tuple(rows), tuple(groups), tuple(varied), add_scale(groups), tuple(series))
+        return cls(tuple(rows), tuple(groups), tuple(varied), add_speedup(groups), tuple(series))
 
-    def figures(self) -> Iterator[Figure]:
+    def metrics(self) -> Iterator[Metric]:
         """The figures of a terminal that any run has."""
-        for figure in SHOWN:
-            if any(row.figures[figure.name] is not None for row in self.rows):
+        for figure in TABLE_METRICS:
+            if any(row.metrics[figure.name] is not None for row in self.rows):
                 yield figure
 
-    def name(self, group: Group) -> str:
+    def describe(self, group: RunGroup) -> str:
         """``run 3 (strategy=fsdp, offload=true)``; the run alone where too much differs to be said."""
-        chosen = self.choices(group)
+        chosen = self.format_settings(group)
         return f"run {group.label}" + (f" ({chosen})" if chosen else "")
 
-    def choices(self, group: Group) -> str:
+    def format_settings(self, group: RunGroup) -> str:
         """``strategy=fsdp, offload=true``; empty where too much differs to be said."""
         chosen = [
-            f"{name}={setting_text(group.setting(name), 24)}" for name in self.varied
+            f"{name}={format_setting(group.setting(name), 24)}" for name in self.varied
             if group.setting(name) is not None
         ]  # fmt: skip
         return ", ".join(chosen) if len(chosen) <= MOST_SAID else ""
@@ -70,7 +70,7 @@ class Overview:
             yield f"run{'s' if len(labels) > 1 else ''} {shown} {status}: {why}"
 
 
-def _mixes_seeds(groups: Sequence[Group]) -> bool:
+def _mixes_seeds(groups: Sequence[RunGroup]) -> bool:
     return any(len({row.settings.get(SEED) for row in group.rows}) > 1 for group in groups)
 
 
@@ -98,16 +98,16 @@ def reason(row: Row, limit: int = 300) -> str:
 
 def _peak(row: Row) -> str:
     if row.record.status == "oom_host":
-        peak = row.figures["cpu_peak_mib"]
+        peak = row.metrics["cpu_peak_mib"]
         return "" if peak is None else f", at a peak of {peak:,.0f} MiB on a node"
     total = row.record.environment.gpu_total_mib if row.record.environment else None
     most = f" of {total:,.0f}" if total else ""
     for name, what in (("gpu_peak_mib", "on a GPU"), ("torch_peak_allocated_mib", "allocated by torch")):
-        if (peak := row.figures[name]) is not None:
+        if (peak := row.metrics[name]) is not None:
             return f", at a peak of {peak:,.0f}{most} MiB {what}"
     return ""
 
 
-def rows_of(records: Sequence[RunRecord]) -> list[Row]:
+def rows_from_records(records: Sequence[RunRecord]) -> list[Row]:
     """Rows of records at hand, under their run numbers."""
-    return [row_of(record, str(record.run.number)) for record in records]
+    return [row_from_record(record, str(record.run.number)) for record in records]

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.report.data.environment_settings import is_condition, knows_machine, of_machine
-from distexp.report.data.metrics import SCALE, SPEED, Figure
+from distexp.report.data.environment_settings import is_environment_setting, is_hardware, knows_hardware
+from distexp.report.data.metrics import SPEED, SPEEDUP, Metric
 from distexp.report.data.rows import Row
-from distexp.report.data.settings import SEED, differing, identity, setting_text, task_of
+from distexp.report.data.settings import SEED, format_setting, task_name, training_key, varying_settings
 from distexp.report.data.short_names import short_name
 
 
@@ -23,19 +23,19 @@ class Spread:
     mean: float
     deviation: float | None  # sample standard deviation; None for a single value
 
-    def text(self, figure: Figure) -> str:
+    def text(self, figure: Metric) -> str:
         """As it stands in a table."""
         return figure.text(self.mean, self.deviation)
 
 
-def spread_texts(groups: Sequence[Group], figure: Figure) -> tuple[str, ...]:
+def format_metric(groups: Sequence[RunGroup], figure: Metric) -> tuple[str, ...]:
     """A figure of some groups as it stands in a table, a dash for none."""
-    spreads = (group.figure(figure.name) for group in groups)
+    spreads = (group.metric(figure.name) for group in groups)
     return tuple("-" if spread is None else spread.text(figure) for spread in spreads)
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """The runs of one training under equal conditions: equal by ``run.id``, or in all settings but the seed."""
 
     rows: tuple[Row, ...]
@@ -52,7 +52,7 @@ class Group:
         return any(row.completed for row in self.rows)
 
     @property
-    def counted(self) -> tuple[Row, ...]:
+    def counted_rows(self) -> tuple[Row, ...]:
         """The runs whose figures count: the completed ones where there are any."""
         return tuple(row for row in self.rows if row.completed) or self.rows
 
@@ -68,22 +68,22 @@ class Group:
     @property
     def task(self) -> str:
         """The model on its data."""
-        return task_of(self.rows[0].settings)
+        return task_name(self.rows[0].settings)
 
     def setting(self, name: str) -> Any:
         """A setting, which all of the runs share."""
         return self.rows[0].settings.get(name)
 
-    def figure(self, name: str) -> Spread | None:
+    def metric(self, name: str) -> Spread | None:
         """A figure over the runs that count; None where none of them has it."""
-        values = [value for row in self.counted if (value := row.figures[name]) is not None]
+        values = [value for row in self.counted_rows if (value := row.metrics[name]) is not None]
         if not values:
             return None
         deviation = statistics.stdev(values) if len(values) > 1 else None
         return Spread(statistics.fmean(values), deviation)
 
 
-def grouped(rows: Sequence[Row]) -> list[Group]:
+def group_repeats(rows: Sequence[Row]) -> list[RunGroup]:
     """Rows joined where they are repeats, in the order of their first runs.
 
     Runs under other conditions are never repeats of each other: on another GPU, with other variables, or
@@ -93,51 +93,51 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
     by_id: dict[str, str] = {}
     trainings: dict[str, list[Row]] = {}
     for row in rows:
-        key = identity(row.settings)
+        key = training_key(row.settings)
         if row.record.status == "invalid":  # what is not decided yet may be what tells two of them apart
             key += str(sorted(text for text in row.record.run.overrides if short_name(text.split("=")[0]) != SEED))
         else:
             key = by_id.setdefault(row.record.run.id, key)
         trainings.setdefault(key, []).append(row)
-    apart = differing([row.record for row in rows], [row.settings for row in rows])
-    conditions = [name for name in apart if is_condition(name)]
+    apart = varying_settings([row.record for row in rows], [row.settings for row in rows])
+    conditions = [name for name in apart if is_environment_setting(name)]
     members: dict[tuple[str, ...], list[Row]] = {}
     for key, each in trainings.items():
-        witness = next((row for row in each if knows_machine(row.record)), None)
+        witness = next((row for row in each if knows_hardware(row.record)), None)
         for row in each:
-            under = (setting_text(_condition(row, name, witness)) for name in conditions)
+            under = (format_setting(_condition(row, name, witness)) for name in conditions)
             members.setdefault((key, *under), []).append(row)
     positions = {id(row): position for position, row in enumerate(rows)}
-    groups = [Group(tuple(each)) for each in members.values()]
+    groups = [RunGroup(tuple(each)) for each in members.values()]
     return sorted(groups, key=lambda group: positions[id(group.rows[0])])
 
 
 def _condition(row: Row, name: str, witness: Row | None) -> Any:
     known = row.settings.get(name)
-    if known is None and witness is not None and of_machine(name) and not knows_machine(row.record):
+    if known is None and witness is not None and is_hardware(name) and not knows_hardware(row.record):
         return witness.settings.get(name)
     return known
 
 
-def add_scale(groups: Sequence[Group]) -> Group | None:
+def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
     """Fills in the scale factor against the first completed row of a task that others have too; returns its group."""
-    known = [group for group in groups if group.completed and group.figure(SPEED)]
+    known = [group for group in groups if group.completed and group.metric(SPEED)]
     tasks = Counter(group.task for group in known)
     task = next((group.task for group in known if tasks[group.task] > 1), None)
     if task is None:
         return None
     measured = [group for group in known if group.task == task]
     reference = measured[0]
-    base = reference.figure(SPEED)
+    base = reference.metric(SPEED)
     assert base is not None
-    for row in (row for group in measured for row in group.counted):
-        speed = row.figures[SPEED]
+    for row in (row for group in measured for row in group.counted_rows):
+        speed = row.metrics[SPEED]
         if speed is not None and base.mean:
-            row.figures[SCALE] = speed / base.mean
+            row.metrics[SPEEDUP] = speed / base.mean
     return reference
 
 
-def within_spread(one: Spread, other: Spread) -> bool | None:
+def is_within_noise(one: Spread, other: Spread) -> bool | None:
     """Whether two means lie no further apart than two single runs would by chance; None: spread unknown.
 
     The yardstick is the standard deviation of a difference of two runs; a row that was run once is

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.report.data.metrics import read_figures
+from distexp.report.data.metrics import read_metrics
 from distexp.report.data.settings import read_settings
 from distexp.runs.record import RunRecord, find_records
 
@@ -20,7 +20,7 @@ class Row:
     label: str  # short, and unlike those of the other rows
     record: RunRecord
     settings: dict[str, Any]
-    figures: dict[str, float | None]  # by the names of figures.FIGURES
+    metrics: dict[str, float | None]  # by the names of figures.METRICS
     path: Path | None = None  # of the record; None where it was never read from disk
 
     @property
@@ -29,13 +29,13 @@ class Row:
         return self.record.status == "completed"
 
 
-def row_of(record: RunRecord, label: str, path: Path | None = None) -> Row:
+def row_from_record(record: RunRecord, label: str, path: Path | None = None) -> Row:
     """The row of a record.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it has the outline of a record, but not its content.
     """
-    return Row(label, record, read_settings(record), read_figures(record), path)
+    return Row(label, record, read_settings(record), read_metrics(record), path)
 
 
 def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:
@@ -48,7 +48,7 @@ def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:
     paths = list(dict.fromkeys(Path(os.path.abspath(path)) for path in find_records(*roots)))
     for path, label in zip(paths, labels(paths), strict=True):
         try:
-            rows.append(row_of(RunRecord.read(path), label, path))
+            rows.append(row_from_record(RunRecord.read(path), label, path))
         except (KeyError, TypeError, AttributeError) as error:
             skipped.append(f"{path} is not a record of distexp: {type(error).__name__}: {error}")
         except OSError as error:

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distexp.report.data.environment_settings import (
-    counts,
-    is_condition,
-    is_condition_key,
-    knows_machine,
-    of_machine,
-    read_conditions,
+    is_distinguishing,
+    is_environment_key,
+    is_environment_setting,
+    is_hardware,
+    knows_hardware,
+    read_environment_settings,
 )
-from distexp.report.data.short_names import flatten, short_name, swept_names
+from distexp.report.data.short_names import flatten, overridden_names, short_name
 from distexp.runs.record import RunRecord
 
 ORDER = (
@@ -43,7 +43,7 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in flatten(config):
         section, _, rest = key.partition(".")
-        if section in NOT_A_SETTING or section == "offload" or rest in ("_target_", "keys") or is_condition_key(key):
+        if section in NOT_A_SETTING or section == "offload" or rest in ("_target_", "keys") or is_environment_key(key):
             continue
         foreign = section in STRATEGY_SECTIONS and section != strategy
         found[short_name(key)] = None if foreign else value
@@ -51,7 +51,7 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
     found["offload"] = "pinned" if offload["pin_memory"] else offload["enabled"]
     found["device"], found["nodes"] = cluster["device"], cluster["nodes"]
     found["workers"] = world_size(record)
-    found |= read_conditions(record)
+    found |= read_environment_settings(record)
     first = {name: found.pop(name) for name in ORDER if name in found}
     return {**first, **found}
 
@@ -65,7 +65,7 @@ def world_size(record: RunRecord) -> int | None:
     return None if per_node is None else int(cluster["nodes"]) * int(per_node)
 
 
-def task_of(settings: Mapping[str, Any]) -> str:
+def task_name(settings: Mapping[str, Any]) -> str:
     """The model on its data: speed, memory and losses of others are no better or worse."""
     return f"{settings.get('model')} on {settings.get('dataset')}"
 
@@ -76,17 +76,17 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
     return math.prod(int(part) for part in parts if part) if all(parts) else None
 
 
-def differing(records: Sequence[RunRecord], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def varying_settings(records: Sequence[RunRecord], settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The settings that tell these runs apart, without those that follow from another one.
 
     A setting that someone typed is never taken for one that follows: with ``model=a,b`` a model's width
     is part of the model, with ``fsdp.replicas=1,2`` it is a choice.
     """
     names = list(dict.fromkeys(name for each in settings for name in each))
-    typed = swept_names(records)
+    typed = overridden_names(records)
     kept = []
     for name in names:
-        if is_condition(name) and not counts(name, typed):
+        if is_environment_setting(name) and not is_distinguishing(name, typed):
             continue
         decided = [
             (each.get(name), each) for record, each in zip(records, settings, strict=True)
@@ -114,13 +114,13 @@ def _follows(decided: Sequence[tuple[Any, Mapping[str, Any]]], leader: str) -> b
 def _undecided(record: RunRecord, name: str, settings: Mapping[str, Any]) -> bool:
     """A refused cell was never resolved, a broken run may not know its GPU: that is no difference."""
     value = settings.get(name)
-    if of_machine(name):
-        return value is None and not knows_machine(record)
+    if is_hardware(name):
+        return value is None and not knows_hardware(record)
     if name not in settings:
         return True
     if record.status != "invalid":
         return False
-    return value in (None, "auto") or (_rescaled(record) and name not in swept_names([record]))
+    return value in (None, "auto") or (_rescaled(record) and name not in overridden_names([record]))
 
 
 def _rescaled(record: RunRecord) -> bool:
@@ -135,12 +135,12 @@ def _key(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def identity(settings: Mapping[str, Any]) -> str:
+def training_key(settings: Mapping[str, Any]) -> str:
     """Equal for runs that differ by their seed, or by conditions, at most."""
-    return _key({name: value for name, value in settings.items() if name != SEED and not is_condition(name)})
+    return _key({name: value for name, value in settings.items() if name != SEED and not is_environment_setting(name)})
 
 
-def setting_text(value: Any, limit: int | None = None) -> str:
+def format_setting(value: Any, limit: int | None = None) -> str:
     """A value as it is typed; its end where it is longer than a limit, for that is what paths differ in."""
     if value is None:
         return "-"

@@ -41,7 +41,7 @@ def short_name(key: str) -> str:
     return SHORT.get(key, key)
 
 
-def swept_names(records: Sequence[RunRecord]) -> set[str]:
+def overridden_names(records: Sequence[RunRecord]) -> set[str]:
     """Short names of what the overrides of some runs set."""
     keys = {text.split("=", 1)[0].lstrip("+~") for record in records for text in record.run.overrides}
     return {short_name(key) for key in keys}

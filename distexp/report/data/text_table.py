@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """A small table of texts; the first column names the rows."""
 
     title: str

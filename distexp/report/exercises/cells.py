@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from distexp.report.data.overview import reason
-from distexp.report.data.repeats import Group
-from distexp.report.data.settings import setting_text
+from distexp.report.data.repeats import RunGroup
+from distexp.report.data.settings import format_setting
 
-Read = Callable[[Group, Group | None], list[float]]
+Read = Callable[[RunGroup, RunGroup | None], list[float]]
 """The values of a training's runs; its second argument is the training that others are measured against."""
 
 MIB_IN_GB = 2**20 / 1e9
@@ -27,10 +27,10 @@ class Measure:
     category: str = ""
     gpu: bool = False  # nothing to measure without a GPU
     survives: bool = False  # a run that broke has it too
-    text: Callable[[Group], str] | None = None  # in words, instead of a figure
+    text: Callable[[RunGroup], str] | None = None  # in words, instead of a figure
 
 
-def worded(measure: Measure, group: Group | None, base: Group | None, *, first: bool) -> str:
+def worded(measure: Measure, group: RunGroup | None, base: RunGroup | None, *, first: bool) -> str:
     """A cell's text; the ``first`` cell of a training that broke says why."""
     if group is None:
         return "not run" if first else ""
@@ -44,7 +44,7 @@ def worded(measure: Measure, group: Group | None, base: Group | None, *, first: 
     return "no GPU" if measure.gpu and group.setting("device") == "cpu" else "not measured"
 
 
-def _broken(measure: Measure, group: Group, *, first: bool) -> str:
+def _broken(measure: Measure, group: RunGroup, *, first: bool) -> str:
     values = measure.read(group, None) if measure.survives else []
     if values:
         return f"{_spread(measure, values)} ({group.status})"
@@ -64,8 +64,8 @@ def _spread(measure: Measure, values: list[float]) -> str:
 def figure(title: str, name: str, form: str = "{:,.1f}", factor: float = 1.0, category: str = "") -> Measure:
     """A figure of the report, in another unit where the exercise has one."""
 
-    def read(group: Group, base: Group | None) -> list[float]:
-        return [value * factor for row in group.counted if (value := row.figures[name]) is not None]
+    def read(group: RunGroup, base: RunGroup | None) -> list[float]:
+        return [value * factor for row in group.counted_rows if (value := row.metrics[name]) is not None]
 
     on_gpu = name.startswith(("gpu_", "torch_"))
     return Measure(title, read, form, category, gpu=on_gpu, survives=name.endswith(("peak_mib", "average_mib")))
@@ -74,8 +74,8 @@ def figure(title: str, name: str, form: str = "{:,.1f}", factor: float = 1.0, ca
 def of_gpu_0(title: str, key: str) -> Measure:
     """Memory of the first GPU of the first node, in MiB."""
 
-    def read(group: Group, base: Group | None) -> list[float]:
-        entries = [entry for row in group.counted for entry in row.record.memory.get("gpu") or []
+    def read(group: RunGroup, base: RunGroup | None) -> list[float]:
+        entries = [entry for row in group.counted_rows for entry in row.record.memory.get("gpu") or []
                    if entry["node"] == 0 and entry["index"] == 0]  # fmt: skip
         return [float(entry[key]) for entry in entries if entry[key] is not None]
 
@@ -87,8 +87,8 @@ def of_epoch(
 ) -> Measure:
     """A metric after an epoch, counted from 1; -1: after the last."""
 
-    def read(group: Group, base: Group | None) -> list[float]:
-        found = [getattr(row.record.metrics, name) for row in group.counted]
+    def read(group: RunGroup, base: RunGroup | None) -> list[float]:
+        found = [getattr(row.record.metrics, name) for row in group.counted_rows]
         position = epoch - 1 if epoch > 0 else epoch
         return [values[position] * factor for values in found if len(values) >= abs(epoch)]
 
@@ -97,7 +97,7 @@ def of_epoch(
 
 def setting(title: str, name: str) -> Measure:
     """What was chosen."""
-    return Measure(title, lambda group, base: [], text=lambda group: setting_text(group.setting(name)))
+    return Measure(title, lambda group, base: [], text=lambda group: format_setting(group.setting(name)))
 
 
 def parameters(title: str) -> Measure:
@@ -108,7 +108,7 @@ def parameters(title: str) -> Measure:
 def relative(title: str, measure: Measure, *, inverse: bool = False) -> Measure:
     """A measure over that of the base, or the base's over it."""
 
-    def read(group: Group, base: Group | None) -> list[float]:
+    def read(group: RunGroup, base: RunGroup | None) -> list[float]:
         own, others = measure.read(group, base), measure.read(base, base) if base else []
         if not own or not others or not statistics.fmean(own):
             return []
@@ -118,6 +118,6 @@ def relative(title: str, measure: Measure, *, inverse: bool = False) -> Measure:
     return Measure(title, read, "{:.2f}x", gpu=measure.gpu)
 
 
-def built_parameters(group: Group) -> list[int]:
+def built_parameters(group: RunGroup) -> list[int]:
     """Parameters that were built; one number, for all repeats have the same."""
-    return [row.record.built.parameters for row in group.counted if row.record.built][:1]
+    return [row.record.built.parameters for row in group.counted_rows if row.record.built][:1]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from distexp.report.data.metrics import EFFICIENCY, SPEED
-from distexp.report.data.repeats import Group
+from distexp.report.data.repeats import RunGroup
 from distexp.report.exercises.cells import (
     MIB_IN_GB,
     MIB_IN_GIB,
@@ -24,19 +24,19 @@ from distexp.report.exercises.filling import Layout
 OVERALL = "train_samples_per_second_overall"
 
 
-def _workers(group: Group) -> Any:
+def _workers(group: RunGroup) -> Any:
     return group.setting("workers")
 
 
-def _nodes(group: Group) -> Any:
+def _nodes(group: RunGroup) -> Any:
     return group.setting("nodes")
 
 
-def _one(group: Group) -> str:
+def _one(group: RunGroup) -> str:
     return ""
 
 
-def _stage(group: Group) -> Any:
+def _stage(group: RunGroup) -> Any:
     """(stage, false | true | pinned)"""
     return group.setting("zero_stage"), group.setting("offload")
 
@@ -49,21 +49,21 @@ def _stage_label(key: Any) -> tuple[str, ...]:
 OFFLOADING = {True: " + Offloading", "pinned": " + pinned Offloading"}
 
 
-def _as_the_trainer(groups: Sequence[Group]) -> str:
+def _as_the_trainer(groups: Sequence[RunGroup]) -> str:
     """The Trainer's samples/s have evaluation in their time; ours do not."""
-    overall = groups[0].figure(OVERALL)
+    overall = groups[0].metric(OVERALL)
     if overall is None or not groups[0].completed:
         return ""
     return f"The workshop's samples/s count the time of evaluation in; so counted, ours are {overall.mean:,.2f}."
 
 
-def _weights(groups: Sequence[Group]) -> str:
+def _weights(groups: Sequence[RunGroup]) -> str:
     if groups[0].rows[0].record.config["model"]["init"] == "pretrained":
         return ""
     return "The losses are those of random weights (model.init=pretrained begins with the published ones)."
 
 
-def _both(groups: Sequence[Group]) -> str:
+def _both(groups: Sequence[RunGroup]) -> str:
     return " ".join(filter(None, [_as_the_trainer(groups), _weights(groups)]))
 
 
@@ -104,7 +104,7 @@ FSDP_PRINTED = dict(
 )
 
 
-def _other_batch(groups: Sequence[Group]) -> str:
+def _other_batch(groups: Sequence[RunGroup]) -> str:
     return "What the workshop prints here was measured with batch 4 x 4 and 3 epochs. " + _both(groups)
 
 
@@ -138,11 +138,11 @@ def _stages(title: str, *lines: tuple[int, Any]) -> Layout:
     return Layout(title, ("DeepSpeed Config",), _stage, lines, _stage_label, STAGES)
 
 
-def _quiz_of_sizes(groups: Sequence[Group]) -> str:
+def _quiz_of_sizes(groups: Sequence[RunGroup]) -> str:
     """Which ZeRO stage gave the lowest peak GPU memory usage on each bloom variation?"""
     best: dict[str, tuple[float, Any]] = {}
     for group in groups:
-        peak = group.figure("gpu_peak_mib")
+        peak = group.metric("gpu_peak_mib")
         model = str(group.setting("model"))
         if group.completed and peak and (model not in best or peak.mean < best[model][0]):
             best[model] = peak.mean, group.setting("zero_stage")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from distexp.report.data.repeats import Group
+from distexp.report.data.repeats import RunGroup
 
 MOST = 6  # of one kind
 
@@ -32,9 +32,9 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(known[:MOST]) + (f" and {len(known) - MOST} more" if len(known) > MOST else "")
 
 
-def mean_of(group: Group, name: str) -> float:
+def mean_of(group: RunGroup, name: str) -> float:
     """A figure that is known to be there."""
-    figure = group.figure(name)
+    figure = group.metric(name)
     assert figure is not None
     return figure.mean
 

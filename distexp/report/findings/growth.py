@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from distexp.report.data.metrics import COMMUNICATION, EXPOSED, MEMORIES, SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import within_spread
-from distexp.report.data.scaling import Point, Series
-from distexp.report.data.text_table import Table
+from distexp.report.data.repeats import is_within_noise
+from distexp.report.data.scaling import ScalingPoint, ScalingSeries
+from distexp.report.data.text_table import TextTable
 from distexp.report.findings.base import Finding, capital, first_few
 
 MOST_ROWS = 40
@@ -31,26 +31,26 @@ def growth_findings(overview: Overview) -> Iterator[Finding]:
     yield from first_few(finding for each in grown for finding in _memory(each, list(MEMORIES.items())[:2], PEAK))
     yield from first_few(finding for each in grown for finding in _memory(each, list(AVERAGES.items()), AVERAGE))
     yield from first_few(finding for each in overview.series for finding in _communication(each))
-    yield from first_few(_crossing(each, *pair) for each in overview.series for pair in each.pairs())
+    yield from first_few(_crossing(each, *pair) for each in overview.series for pair in each.node_pairs())
 
 
-def pairs_table(overview: Overview) -> Table | None:
+def pairs_table(overview: Overview) -> TextTable | None:
     """Equal numbers of workers on few nodes and on more; None where there are none."""
     rows = tuple(
         (
             series.name or "-", str(few.workers), _shape(few), f"{few.speed:,.1f}", _shape(more), f"{more.speed:,.1f}",
             f"{more.speed / few.speed:.2f}",
         )
-        for series in overview.series for few, more in series.pairs()
+        for series in overview.series for few, more in series.node_pairs()
     )  # fmt: skip
     if not rows:
         return None
     shape = "nodes x workers a node"
     header = ("configuration", "workers", f"few: {shape}", "samples/s", f"more: {shape}", "samples/s", "more / few")
-    return Table("Equal numbers of workers on few nodes and on more", header, rows)
+    return TextTable("Equal numbers of workers on few nodes and on more", header, rows)
 
 
-def growth_table(overview: Overview) -> Table | None:
+def growth_table(overview: Overview) -> TextTable | None:
     """What each training of a series had to do and how it did; None where nothing was scaled."""
     rows = tuple(_growth_row(series, point) for series in overview.series for point in series.points)
     if not rows:
@@ -58,59 +58,59 @@ def growth_table(overview: Overview) -> Table | None:
     header = ("configuration", "nodes x workers a node", "parameters", "samples a worker", "work a worker",
               "time (s)", "samples/s", "speed-up", "efficiency")  # fmt: skip
     more = f"{len(rows) - MOST_ROWS} more are in results.csv." if len(rows) > MOST_ROWS else ""
-    return Table("Work and efficiency", header, rows[:MOST_ROWS], more)
+    return TextTable("Work and efficiency", header, rows[:MOST_ROWS], more)
 
 
-def _growth_row(series: Series, point: Point) -> tuple[str, ...]:
-    built = point.group.counted[0].record.built
-    known, first = point.samples is not None, series.reference
+def _growth_row(series: ScalingSeries, point: ScalingPoint) -> tuple[str, ...]:
+    built = point.group.counted_rows[0].record.built
+    known, first = point.samples is not None, series.baseline
     return (
         f"{series.name} ({series.kind})" if series.name else series.kind, _shape(point),
         f"{built.parameters:,}" if built else "-",
         f"{point.samples / point.workers:,.0f}" if point.samples is not None else "-",
         f"{point.work / point.workers / (first.work / first.workers):.2f}",
-        f"{point.time:,.2f}" if known else "-", f"{point.speed:,.1f}", f"{point.speed_up:.2f}",
+        f"{point.time:,.2f}" if known else "-", f"{point.speed:,.1f}", f"{point.speedup:.2f}",
         f"{point.efficiency:.0%}",
     )  # fmt: skip
 
 
-def _grew(series: Series) -> bool:
-    return series.points[-1].workers > series.reference.workers
+def _grew(series: ScalingSeries) -> bool:
+    return series.points[-1].workers > series.baseline.workers
 
 
-def _named(series: Series) -> str:
+def _named(series: ScalingSeries) -> str:
     return f"{series.name}: " if series.name else ""
 
 
-def _span(series: Series) -> tuple[Point, Point, float]:
+def _span(series: ScalingSeries) -> tuple[ScalingPoint, ScalingPoint, float]:
     """The fewest and the most workers, and their ratio."""
-    first, last = series.reference, series.points[-1]
+    first, last = series.baseline, series.points[-1]
     return first, last, last.workers / first.workers
 
 
-def _strong(series: Series) -> Finding:
+def _strong(series: ScalingSeries) -> Finding:
     first, last, ratio = _span(series)
     text = (
-        f"{_named(series)}from {first.workers} to {last.workers} workers the same work becomes {last.speed_up:.2f}x as "
+        f"{_named(series)}from {first.workers} to {last.workers} workers the same work becomes {last.speedup:.2f}x as "
         f"fast, where {ratio:g}x is ideal: efficiency {last.efficiency:.0%}"
     )
-    best = max(series.points, key=lambda point: point.speed_up)
+    best = max(series.points, key=lambda point: point.speedup)
     if best.workers < last.workers:
-        text += f"; {best.workers} workers are faster, {best.speed_up:.2f}x"
+        text += f"; {best.workers} workers are faster, {best.speedup:.2f}x"
     return Finding(capital(text) + ".", FASTER)
 
 
-def _weak(series: Series) -> Finding:
+def _weak(series: ScalingSeries) -> Finding:
     first, last, ratio = _span(series)
     parts = [
         f"{_named(series)}they should grow with the workers, and the time remain constant: from {first.workers} to "
-        f"{last.workers} workers the work done in a second grew {last.speed_up:.2f}x, where {ratio:g}x is ideal",
+        f"{last.workers} workers the work done in a second grew {last.speedup:.2f}x, where {ratio:g}x is ideal",
         f"each worker's share took {last.relative_time:.2f}x the time: efficiency {last.efficiency:.0%}",
     ]
     return Finding(capital("; ".join(parts)) + ".", CONSTANT)
 
 
-def _mixed(series: Series) -> Finding:
+def _mixed(series: ScalingSeries) -> Finding:
     first, last, _ = _span(series)
     total, share = last.work / first.work, last.work / last.workers / (first.work / first.workers)
     text = (
@@ -121,11 +121,11 @@ def _mixed(series: Series) -> Finding:
     return Finding(capital(text))
 
 
-def _memory(series: Series, names: list[tuple[str, str]], question: str) -> Iterator[Finding]:
+def _memory(series: ScalingSeries, names: list[tuple[str, str]], question: str) -> Iterator[Finding]:
     """What becomes of the first memory that both ends of a series have."""
     first, last, _ = _span(series)
     for name, said in names:
-        before, after = first.group.figure(name), last.group.figure(name)
+        before, after = first.group.metric(name), last.group.metric(name)
         if before is None or after is None or not before.mean:
             continue
         change = after.mean / before.mean - 1
@@ -139,10 +139,10 @@ def _memory(series: Series, names: list[tuple[str, str]], question: str) -> Iter
         return
 
 
-def _communication(series: Series) -> Iterator[Finding]:
+def _communication(series: ScalingSeries) -> Iterator[Finding]:
     """The shares at both ends of what was profiled; a lone worker has nobody to talk to."""
     told = [(point, share.mean) for point in series.points
-            if point.workers > 1 and (share := point.group.figure(COMMUNICATION))]  # fmt: skip
+            if point.workers > 1 and (share := point.group.metric(COMMUNICATION))]  # fmt: skip
     if not told:
         return
     (few, less), (most, more) = told[0], told[-1]
@@ -152,30 +152,30 @@ def _communication(series: Series) -> Iterator[Finding]:
     yield Finding(capital(text) + ".", TALK)
 
 
-def _place(point: Point) -> str:
+def _place(point: ScalingPoint) -> str:
     nodes = f" on {point.nodes} nodes" if point.nodes > 1 else ""
     return f"{point.workers} workers{nodes}"
 
 
-def _exposed(point: Point) -> str:
-    exposed = point.group.figure(EXPOSED)
+def _exposed(point: ScalingPoint) -> str:
+    exposed = point.group.metric(EXPOSED)
     return "" if exposed is None else f" ({exposed.mean:.0f}% not hidden behind computing)"
 
 
-def _shards(point: Point) -> bool:
+def _shards(point: ScalingPoint) -> bool:
     """Whether states are partitioned over workers, as read off the live objects."""
-    built = point.group.counted[0].record.built
+    built = point.group.counted_rows[0].record.built
     return built is not None and len(built.mesh) > 1 and built.mesh[1] > 1
 
 
-def _shape(point: Point) -> str:
+def _shape(point: ScalingPoint) -> str:
     return f"{point.nodes} x {point.workers // point.nodes}"
 
 
-def _crossing(series: Series, few: Point, more: Point) -> Finding:
+def _crossing(series: ScalingSeries, few: ScalingPoint, more: ScalingPoint) -> Finding:
     ratio = more.speed / few.speed
-    one, other = few.group.figure(SPEED), more.group.figure(SPEED)
-    chance = " (within the spread)" if one and other and within_spread(one, other) else ""
+    one, other = few.group.metric(SPEED), more.group.metric(SPEED)
+    chance = " (within the spread)" if one and other and is_within_noise(one, other) else ""
     verdict = f"costs {1 - ratio:.1%} of the speed" if ratio < 1 else f"gains {ratio - 1:.1%} of speed"
     text = (
         f"{_named(series)}{few.workers} workers as {_shape(more)} instead of {_shape(few)} (nodes x workers a node) "

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-from distexp.report.data.environment_settings import is_condition
-from distexp.report.data.settings import STRATEGY_SECTIONS, global_batch, task_of
+from distexp.report.data.environment_settings import is_environment_setting
+from distexp.report.data.settings import STRATEGY_SECTIONS, global_batch, task_name
 from distexp.report.findings.base import Finding, listed
-from distexp.report.traces import Traced
+from distexp.report.traces import RunTrace
 
 SAME_TRAINING = "Is it the same training?"
 AGREES = 1e-4  # relative; strategies that sum in another order differ by less in fp32
@@ -21,7 +21,7 @@ PLACEMENT = frozenset(
 """What distributes a training without being meant to change it, given the global batch."""
 
 
-def memory_findings(traces: Sequence[Traced], kind: str) -> Iterator[Finding]:
+def memory_findings(traces: Sequence[RunTrace], kind: str) -> Iterator[Finding]:
     """Where the peaks are, and which node is fullest."""
     peaks = [
         (max(mib for curve in each.curves(kind) for _, mib in curve.points), each)
@@ -49,35 +49,35 @@ def memory_findings(traces: Sequence[Traced], kind: str) -> Iterator[Finding]:
             )
 
 
-def _run(traced: Traced) -> str:
+def _run(traced: RunTrace) -> str:
     label = f"run {traced.row.label}"
     return label if traced.name == label else f"{label} ({traced.name})"
 
 
-def _at_peak(traced: Traced, kind: str) -> tuple[float, str | None]:
+def _at_peak(traced: RunTrace, kind: str) -> tuple[float, str | None]:
     _, when = max((mib, second) for curve in traced.curves(kind) for second, mib in curve.points)
     return when, next((each.phase for each in traced.phases if each.begin_s <= when < each.end_s), None)
 
 
-def loss_findings(traces: Sequence[Traced]) -> Iterator[Finding]:
+def loss_findings(traces: Sequence[RunTrace]) -> Iterator[Finding]:
     """Whether the curves of one training agree, and where it ended lowest."""
-    trainings: dict[str, list[Traced]] = {}
+    trainings: dict[str, list[RunTrace]] = {}
     for each in traces:
         if _curve(each):
             trainings.setdefault(_training(each), []).append(each)
-    tasks: dict[str, list[tuple[float, Traced]]] = {}
+    tasks: dict[str, list[tuple[float, RunTrace]]] = {}
     for each in traces:
-        loss = each.row.figures["eval_loss"]
+        loss = each.row.metrics["eval_loss"]
         if each.row.completed and loss is not None:
-            tasks.setdefault(task_of(each.row.settings), []).append((loss, each))
+            tasks.setdefault(task_name(each.row.settings), []).append((loss, each))
     for alike in trainings.values():
         if len(alike) > 1:
-            yield _agreement(alike, f" of {task_of(alike[0].row.settings)}" if len(tasks) > 1 else "")
+            yield _agreement(alike, f" of {task_name(alike[0].row.settings)}" if len(tasks) > 1 else "")
     for task, ended in tasks.items():
         yield from _ends(ended, f" of {task}" if len(tasks) > 1 else "")
 
 
-def _ends(ended: Sequence[tuple[float, Traced]], of: str) -> Iterator[Finding]:
+def _ends(ended: Sequence[tuple[float, RunTrace]], of: str) -> Iterator[Finding]:
     """The last losses of what trains the same model on the same data."""
     if len(ended) < 2:
         return
@@ -90,20 +90,20 @@ def _ends(ended: Sequence[tuple[float, Traced]], of: str) -> Iterator[Finding]:
         )
 
 
-def _curve(traced: Traced) -> dict[int, float]:
+def _curve(traced: RunTrace) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in traced.steps if entry.get("loss") is not None}
 
 
-def _training(traced: Traced) -> str:
+def _training(traced: RunTrace) -> str:
     """Equal where two runs ought to follow the same losses: same settings, but for how they are distributed."""
     settings: dict[str, Any] = {
         name: value for name, value in traced.row.settings.items()
-        if name not in PLACEMENT and name.split(".")[0] not in STRATEGY_SECTIONS and not is_condition(name)
+        if name not in PLACEMENT and name.split(".")[0] not in STRATEGY_SECTIONS and not is_environment_setting(name)
     }  # fmt: skip
     return json.dumps([settings, global_batch(traced.row.settings)], sort_keys=True, default=str)
 
 
-def _agreement(alike: Sequence[Traced], of: str) -> Finding:
+def _agreement(alike: Sequence[RunTrace], of: str) -> Finding:
     """The largest distance between any two curves at a step that both have."""
     widest, where, pair = 0.0, 0, (alike[0], alike[1])
     for one, other in combinations(alike, 2):
@@ -122,7 +122,7 @@ def _agreement(alike: Sequence[Traced], of: str) -> Finding:
         f"step {where}.", SAME_TRAINING)  # fmt: skip
 
 
-def step_findings(traces: Sequence[Traced]) -> Iterator[Finding]:
+def step_findings(traces: Sequence[RunTrace]) -> Iterator[Finding]:
     """Medians, tails, and waiting for data."""
     known = [(each, times) for each in traces if (times := each.row.record.metrics.step_time_s) and times.get("p50")]
     if not known:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import Group, within_spread
-from distexp.report.data.settings import SEED, setting_text
+from distexp.report.data.repeats import RunGroup, is_within_noise
+from distexp.report.data.settings import SEED, format_setting
 from distexp.report.findings.base import Finding, capital, first_few, listed, mean_of
 from distexp.report.findings.summary import memory_figure, pareto_fronts
 
@@ -41,23 +41,23 @@ def _fronts(overview: Overview, name: str) -> Iterator[Finding]:
     for front, measured in fronts:
         where = f"Of model={front[0].setting('model')}, " if len(fronts) > 1 else ""
         if len(front) == 1 < measured:
-            text = f"{where}none of {measured} configurations is smaller or faster than {overview.name(front[0])}."
+            text = f"{where}none of {measured} configurations is smaller or faster than {overview.describe(front[0])}."
             yield Finding(capital(text))
         elif measured > 1:
             yield Finding(capital(
                 f"{where}{len(front)} of {measured} configurations lie on the front, where less memory costs speed: "
-                f"from the smallest to the fastest {listed(overview.name(group) for group in front)}."
+                f"from the smallest to the fastest {listed(overview.describe(group) for group in front)}."
             ))  # fmt: skip
 
 
 def _out_of_memory(overview: Overview) -> Iterator[Finding]:
     dead = [group for group in overview.groups if _ran_out(group)]
     if dead:
-        names = capital(listed(overview.name(group) for group in dead))
+        names = capital(listed(overview.describe(group) for group in dead))
         yield Finding(f"{names} ran out of memory; a red cross on the axis marks the peak that was reached.")
 
 
-def _ran_out(group: Group) -> bool:
+def _ran_out(group: RunGroup) -> bool:
     return not group.completed and group.rows[0].record.status in OOM
 
 
@@ -66,25 +66,25 @@ def _smallest_of(overview: Overview, name: str, setting: str) -> Iterator[Findin
     groups = [group for group in overview.groups if group.setting(setting) is not None]
     for alike in _alike(overview, groups, setting):
         done = sorted(
-            (group for group in alike if group.completed and group.figure(name)),
+            (group for group in alike if group.completed and group.metric(name)),
             key=lambda group: mean_of(group, name),
         )
-        dead = [f"{setting}={setting_text(group.setting(setting))}" for group in alike if _ran_out(group)]
+        dead = [f"{setting}={format_setting(group.setting(setting))}" for group in alike if _ran_out(group)]
         if done and len(done) + len(dead) > 1:
             yield Finding(_smallest_text(overview, name, setting, done, dead), SMALLEST[setting])
 
 
-def _smallest_text(overview: Overview, name: str, setting: str, done: Sequence[Group], dead: Sequence[str]) -> str:
-    def said(group: Group) -> str:
-        return f"{setting}={setting_text(group.setting(setting))}"
+def _smallest_text(overview: Overview, name: str, setting: str, done: Sequence[RunGroup], dead: Sequence[str]) -> str:
+    def said(group: RunGroup) -> str:
+        return f"{setting}={format_setting(group.setting(setting))}"
 
     best, least = done[0], mean_of(done[0], name)
     text = f"{_where(overview, best, setting)}{said(best)} has the lowest {MEMORIES[name]}, {least:,.0f} MiB"
     if len(done) > 1:
         most = mean_of(done[-1], name)
         text += f", {1 - least / most:.1%} below {said(done[-1])} ({most:,.0f} MiB)"
-        one, two = best.figure(name), done[1].figure(name)
-        if one and two and within_spread(one, two):
+        one, two = best.metric(name), done[1].metric(name)
+        if one and two and is_within_noise(one, two):
             text += f"; {said(done[1])} is within the spread of it"
     if dead:
         text += f"; {', '.join(dead)} ran out of memory"
@@ -99,42 +99,42 @@ def _offloads(overview: Overview, name: str, before: object, after: object, ques
         if plain is None or offloaded is None:
             continue
         where = _where(overview, offloaded, "offload")
-        text = f"{where}offload={setting_text(after)} against {setting_text(before)}: "
+        text = f"{where}offload={format_setting(after)} against {format_setting(before)}: "
         if not (plain.completed and offloaded.completed):
             if plain.completed != offloaded.completed:
                 one, other = (plain, offloaded) if offloaded.completed else (offloaded, plain)
                 yield Finding(capital(
-                    f"{text}{setting_text(other.setting('offload'))} completes where "
-                    f"{setting_text(one.setting('offload'))} ended {one.status}."), question)  # fmt: skip
+                    f"{text}{format_setting(other.setting('offload'))} completes where "
+                    f"{format_setting(one.setting('offload'))} ended {one.status}."), question)  # fmt: skip
             continue
         yield Finding(capital(text + ", ".join(_costs(plain, offloaded, name))) + ".", question)
 
 
-def _costs(plain: Group, offloaded: Group, name: str) -> Iterator[str]:
-    one, other = plain.figure(SPEED), offloaded.figure(SPEED)
+def _costs(plain: RunGroup, offloaded: RunGroup, name: str) -> Iterator[str]:
+    one, other = plain.metric(SPEED), offloaded.metric(SPEED)
     if one and other and other.mean:
         ratio = one.mean / other.mean
-        chance = " (within the spread)" if within_spread(one, other) else ""
+        chance = " (within the spread)" if is_within_noise(one, other) else ""
         speeds = f"{one.mean:,.1f} against {other.mean:,.1f} samples/s"
         yield f"the same training takes {ratio:.2f}x the time ({speeds}){chance}"
     for memory in dict.fromkeys((name, "cpu_peak_mib")):
-        if plain.figure(memory) and offloaded.figure(memory):
+        if plain.metric(memory) and offloaded.metric(memory):
             before, after = mean_of(plain, memory), mean_of(offloaded, memory)
             yield f"{MEMORIES[memory]} goes from {before:,.0f} to {after:,.0f} MiB ({after / before - 1:+.1%})"
 
 
-def _alike(overview: Overview, groups: Sequence[Group], setting: str) -> list[list[Group]]:
+def _alike(overview: Overview, groups: Sequence[RunGroup], setting: str) -> list[list[RunGroup]]:
     """Groups that differ in one setting alone."""
-    members: dict[str, list[Group]] = {}
+    members: dict[str, list[RunGroup]] = {}
     for group in groups:
         key = json.dumps([group.setting(n) for n in overview.varied if n not in (setting, SEED)], default=str)
         members.setdefault(key, []).append(group)
-    return [each for each in members.values() if len({setting_text(group.setting(setting)) for group in each}) > 1]
+    return [each for each in members.values() if len({format_setting(group.setting(setting)) for group in each}) > 1]
 
 
-def _where(overview: Overview, group: Group, without: str) -> str:
+def _where(overview: Overview, group: RunGroup, without: str) -> str:
     """``with model=bloom_560m, workers=2, `` and nothing where nothing else varies."""
     skipped = {without, "strategy"} if without in ("zero_stage", "sharding") else {without}
-    chosen = [f"{name}={setting_text(group.setting(name), 24)}" for name in overview.varied
+    chosen = [f"{name}={format_setting(group.setting(name), 24)}" for name in overview.varied
               if name not in skipped and group.setting(name) is not None]  # fmt: skip
     return f"with {', '.join(chosen)}, " if chosen else ""

@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from distexp.report.charts.theme import DARK, LIGHT, PHASES
-from distexp.report.data.metrics import FIGURE, MEMORIES, SPEED
+from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.exercises import exercise_tables
 from distexp.report.findings.summary import memory_figure, sentences
@@ -117,16 +117,16 @@ def _tiles(overview: Overview) -> list[dict[str, str]]:
     for what, name, largest in (("fastest", SPEED, True), ("smallest", memory_figure(overview) or "", False)):
         known = [
             (figure.mean, group) for group in overview.groups
-            if name and group.completed and (figure := group.figure(name))
+            if name and group.completed and (figure := group.metric(name))
         ]  # fmt: skip
         if len(known) > 1 and len({group.task for _, group in known}) == 1:
             value, best = (max if largest else min)(known, key=lambda pair: pair[0])
             unit = "samples/s" if largest else "MiB"
-            number = FIGURE[name].text(value)
+            number = METRICS_BY_NAME[name].text(value)
             label = what if largest else f"{what} {MEMORIES[name]}"
-            detail = overview.choices(best) or f"run {best.label}"
+            detail = overview.format_settings(best) or f"run {best.label}"
             tiles.append({"what": label, "value": f"{number} {unit}", "detail": detail, "mood": ""})
-    grown = [series for series in overview.series if series.points[-1].workers > series.reference.workers]
+    grown = [series for series in overview.series if series.points[-1].workers > series.baseline.workers]
     if grown:
         best_series = max(grown, key=lambda series: series.points[-1].efficiency)
         last = best_series.points[-1]

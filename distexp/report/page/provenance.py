@@ -6,14 +6,14 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 
 from distexp.report.data.rows import Row
-from distexp.report.data.text_table import Table
+from distexp.report.data.text_table import TextTable
 
 MOST_COMMANDS = 200
 Cells = tuple[str, ...]
 VERSIONS = ("python", "torch", "cuda", "nccl", "transformers", "deepspeed")
 
 
-def provenance(rows: Sequence[Row]) -> Iterator[Table]:
+def provenance(rows: Sequence[Row]) -> Iterator[TextTable]:
     """Tables, each with the runs that its rows hold for."""
     yield _kinds("Machines", ("hosts", "GPU", "GPU memory (MiB)", "CPU cores"), rows, _machine)
     yield _kinds("Versions", VERSIONS, rows, _versions)
@@ -21,7 +21,7 @@ def provenance(rows: Sequence[Row]) -> Iterator[Table]:
     yield commands(rows)
 
 
-def commands(rows: Sequence[Row]) -> Table:
+def commands(rows: Sequence[Row]) -> TextTable:
     """What repeats each run."""
     shown = tuple(
         (row.label, command(row), (row.record.run.started_at or "-")[:19].replace("T", " "))
@@ -29,7 +29,7 @@ def commands(rows: Sequence[Row]) -> Table:
     )
     more = len(rows) - MOST_COMMANDS
     note = f"{more} more are in results.csv, column overrides." if more > 0 else ""
-    return Table("Commands", ("run", "command", "started (UTC)"), shown, note)
+    return TextTable("Commands", ("run", "command", "started (UTC)"), shown, note)
 
 
 def command(row: Row) -> str:
@@ -37,12 +37,12 @@ def command(row: Row) -> str:
     return shlex.join(["python", "-m", "distexp", *row.record.run.overrides])
 
 
-def _kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[[Row], Cells]) -> Table:
+def _kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[[Row], Cells]) -> TextTable:
     counts: dict[Cells, list[str]] = {}
     for row in rows:
         counts.setdefault(read(row), []).append(row.label)
     cells = tuple((*kind, _runs(labels, len(rows))) for kind, labels in counts.items())
-    return Table(title, (*header, "runs"), cells)
+    return TextTable(title, (*header, "runs"), cells)
 
 
 def _runs(labels: Sequence[str], total: int) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import quote
 
 from distexp.report.data.flat import flat
-from distexp.report.data.metrics import Figure
+from distexp.report.data.metrics import Metric
 from distexp.report.data.overview import Overview, reason
 from distexp.report.data.rows import Row
-from distexp.report.data.settings import setting_text
+from distexp.report.data.settings import format_setting
 
 FILES = ("record.json", "metrics.jsonl", "memory", "logs")
 COMPARED = ("config.", "built.", "environment.")
@@ -22,14 +22,14 @@ COMPARED = ("config.", "built.", "environment.")
 
 def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
     """Columns and rows; links are relative to the directory of the page."""
-    figures = list(overview.figures())
+    metrics = list(overview.metrics())
     names = list(overview.varied)
     numbered = all(row.label.isdigit() for row in overview.rows)
     columns = [
         {"title": "run", "kind": "setting-number" if numbered else "text"},
         *({"title": name, "kind": _kind([row.settings.get(name) for row in overview.rows])} for name in names),
         {"title": "status", "kind": "status"},
-        *(_column(figure) for figure in figures),
+        *(_column(metric) for metric in metrics),
         {"title": "files", "kind": "files"},
     ]
     rows = [
@@ -37,7 +37,7 @@ def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
             int(row.label) if numbered else row.label,
             *(_setting(row.settings.get(name)) for name in names),
             [row.record.status, "" if row.completed else reason(row)],
-            *(_rounded(row.figures[figure.name], figure) for figure in figures),
+            *(_rounded(row.metrics[metric.name], metric) for metric in metrics),
             _links(row, directory),
         ]
         for row in overview.rows
@@ -52,21 +52,21 @@ def _kind(values: Sequence[Any]) -> str:
 
 def _setting(value: Any) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number or value is None else setting_text(value, 48)
+    return value if is_number or value is None else format_setting(value, 48)
 
 
-def _column(figure: Figure) -> dict[str, Any]:
-    title = figure.title.replace("-\n", "").replace("\n", " ")
-    return {"title": title, "kind": "number", "digits": _digits(figure)}
+def _column(metric: Metric) -> dict[str, Any]:
+    title = metric.title.replace("-\n", "").replace("\n", " ")
+    return {"title": title, "kind": "number", "digits": _digits(metric)}
 
 
-def _digits(figure: Figure) -> int:
-    found = re.search(r"\.(\d+)f", figure.form)
+def _digits(metric: Metric) -> int:
+    found = re.search(r"\.(\d+)f", metric.form)
     return int(found[1]) if found else 0
 
 
-def _rounded(value: float | None, figure: Figure) -> float | None:
-    return None if value is None else round(value * figure.factor, _digits(figure) + 2)
+def _rounded(value: float | None, metric: Metric) -> float | None:
+    return None if value is None else round(value * metric.factor, _digits(metric) + 2)
 
 
 def _links(row: Row, directory: Path) -> list[str]:
@@ -91,7 +91,7 @@ def configurations(overview: Overview) -> dict[str, Any]:
         else:
             numbers = {text: number for number, text in enumerate(kinds)}
             differing[key] = {"values": kinds, "of": [numbers[text] for text in texts]}
-    names = {row.label: overview.choices(group) for group in overview.groups for row in group.rows}
+    names = {row.label: overview.format_settings(group) for group in overview.groups for row in group.rows}
     runs = [[row.label, names[row.label]] for row in overview.rows]
     return {"shared": shared, "differing": differing, "runs": runs}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.report.data.metrics import FIGURE
+from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.zero_memory import bytes_per_parameter
 from distexp.runs.record import Built, RunInfo, RunRecord
 
@@ -55,6 +55,6 @@ def test_a_peak_between_two_samples_is_torchs() -> None:
     run = record("single", [1, 1])
     run.memory["gpu"] = [{"node": 0, "index": 0, "peak_mib": 10_523.0, "average_mib": 1.0, "mode_mib": 1.0}]
     run.memory["torch"] = [{"rank": 0, "peak_reserved_mib": 141_462.0}]
-    assert FIGURE["gpu_peak_mib"].read(run) == 141_462.0
+    assert METRICS_BY_NAME["gpu_peak_mib"].read(run) == 141_462.0
     run.memory["torch"] = [{"rank": 0, "peak_reserved_mib": 8_000.0}]
-    assert FIGURE["gpu_peak_mib"].read(run) == 10_523.0
+    assert METRICS_BY_NAME["gpu_peak_mib"].read(run) == 10_523.0

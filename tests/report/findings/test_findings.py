@@ -14,7 +14,7 @@ from distexp.report.findings.base import Finding
 from distexp.report.findings.growth import growth_findings, pairs_table
 from distexp.report.findings.traces import loss_findings, memory_findings, step_findings
 from distexp.report.findings.tradeoff import tradeoff_findings
-from distexp.report.traces import traced
+from distexp.report.traces import load_traces
 from distexp.runs.record import RunRecord
 from tests.helpers.records import record
 from tests.helpers.report_sweeps import enrich, growing_sweep, leave_traces, with_traces, zero_sweep
@@ -23,7 +23,7 @@ Sweep = Callable[..., Path]
 
 
 def overview(path: Path) -> Overview:
-    return Overview.of(load_rows([path])[0])
+    return Overview.from_rows(load_rows([path])[0])
 
 
 def said(findings: Iterable[Finding]) -> str:
@@ -39,7 +39,7 @@ def grown(path: Path) -> str:
 
 
 def over_time(path: Path) -> str:
-    traces = traced(overview(path))
+    traces = load_traces(overview(path))
     return said([*memory_findings(traces, "gpu"), *loss_findings(traces), *step_findings(traces)])
 
 
@@ -158,14 +158,14 @@ def test_the_share_of_communication_is_told(tmp_path: Path, shares: Shares, text
     path = talking(tmp_path, shares)
     assert f"How much of a step is communication? {text}" in grown(path)
     drawn = overview(path)
-    assert COMMUNICATION in {figure.name for figure in drawn.figures()}
-    assert drawn.rows[1].figures[COMMUNICATION] == pytest.approx(100 * (shares[2][0] or 0))
+    assert COMMUNICATION in {figure.name for figure in drawn.metrics()}
+    assert drawn.rows[1].metrics[COMMUNICATION] == pytest.approx(100 * (shares[2][0] or 0))
 
 
 def test_nothing_is_told_of_communication_that_was_not_measured(tmp_path: Path) -> None:
     for path in (growing_sweep(tmp_path / "a"), talking(tmp_path / "b", {1: (None, None), 2: (None, None)})):
         assert "communication" not in grown(path)
-        assert COMMUNICATION not in {figure.name for figure in overview(path).figures()}
+        assert COMMUNICATION not in {figure.name for figure in overview(path).metrics()}
 
 
 def test_curves_that_part_are_said_to(tmp_path: Path) -> None:
