@@ -14,7 +14,7 @@ from pathlib import Path
 from distexp.exceptions import run_until_pipe_closes
 from distexp.measure.memory.foreign_logs import EXPECTED, read_any
 from distexp.measure.memory.summary import Statistics
-from distexp.measure.memory.trace import CPU, GPU, Sample, Trace
+from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTrace
 
 ALL_READ, SOME_READ, NONE_READ = 0, 1, 2
 
@@ -23,7 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Prints the summary; 0 when every file was read, 1 when only some, 2 when none, or none of that kind."""
     options = _parse(words)
     wanted = [kind for kind in (GPU, CPU) if kind not in options.without]
-    traces: dict[Path, Trace] = {}
+    traces: dict[Path, MemoryTrace] = {}
     for path in options.files:
         trace = _read(path, wanted)
         if trace is not None:
@@ -53,7 +53,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _read(path: Path, wanted: Sequence[str]) -> Trace | None:
+def _read(path: Path, wanted: Sequence[str]) -> MemoryTrace | None:
     """A file that has samples of a wanted kind; None, and a sentence on stderr, where it has not."""
     try:
         trace = read_any(path)
@@ -71,7 +71,7 @@ def _read(path: Path, wanted: Sequence[str]) -> Trace | None:
     return trace
 
 
-def _gpu_lines(traces: Mapping[Path, Trace]) -> list[str]:
+def _gpu_lines(traces: Mapping[Path, MemoryTrace]) -> list[str]:
     lines = []
     for path, trace in traces.items():
         for index in sorted({sample.index for sample in trace.samples if sample.kind == GPU}):
@@ -84,7 +84,7 @@ def _gpu_lines(traces: Mapping[Path, Trace]) -> list[str]:
     return ["GPU Memory Usage", *lines] if lines else []
 
 
-def _cpu_lines(traces: Mapping[Path, Trace]) -> list[str]:
+def _cpu_lines(traces: Mapping[Path, MemoryTrace]) -> list[str]:
     found = {path.stem: _statistics(trace.samples, CPU, 0) for path, trace in traces.items()}
     blocks = {name: statistics for name, statistics in found.items() if statistics is not None}
     lines = []
@@ -98,7 +98,7 @@ def _cpu_lines(traces: Mapping[Path, Trace]) -> list[str]:
     return ["CPU Memory Usage", *lines] if lines else []
 
 
-def _statistics(samples: Sequence[Sample], kind: str, index: int) -> Statistics | None:
+def _statistics(samples: Sequence[MemorySample], kind: str, index: int) -> Statistics | None:
     return Statistics.of(
         sample.used_mib
         for sample in samples

@@ -6,10 +6,8 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-from distexp.measure.memory.trace import Sample
 
 
 @dataclass(frozen=True, order=True)
@@ -77,14 +75,6 @@ def phase_at(marks: Sequence[PhaseEvent], unix_time_s: float) -> str:
     """The phase that the last mark up to a time began; empty before the first."""
     position = bisect_right(marks, unix_time_s, key=lambda mark: mark.unix_time_s)
     return marks[position - 1].phase if position else ""
-
-
-def join_phases(samples: Iterable[Sample], marks: Sequence[PhaseEvent]) -> list[Sample]:
-    """The samples with their phases by time: a mark may reach the disk after the sample that it covers.
-
-    A sample before the first mark keeps the phase that it was written with.
-    """
-    return [replace(sample, phase=phase_at(marks, sample.unix_time_s) or sample.phase) for sample in samples]
 
 
 def phase_intervals(marks: Sequence[PhaseEvent], phases: Collection[str]) -> list[tuple[float, float]]:

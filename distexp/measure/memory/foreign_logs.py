@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from distexp.measure.memory.trace import CPU, GPU, Sample, Trace, bad_lines_note, is_trace, read_lines, read_trace
+from distexp.runs.memory_trace import (
+    CPU,
+    GPU,
+    MemorySample,
+    MemoryTrace,
+    bad_lines_note,
+    is_memory_trace,
+    read_memory_trace,
+    read_whole_lines,
+)
 
 EXPECTED = (
     "expected a memory/node<k>.csv of distexp, a CSV of nvidia-smi (timestamp, index, name, "
@@ -22,20 +31,20 @@ _LEAST_TOTAL_MIB = 1024.0
 _DEVICE_NAMES = ("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "gpu_serial", "serial")
 
 
-def read_any(path: Path) -> Trace:
+def read_any(path: Path) -> MemoryTrace:
     """Reads a file of any of the known formats; OSError, or ValueError that names path and expectation."""
     notes: list[str] = []
-    lines = read_lines(path, notes)
+    lines = read_whole_lines(path, notes)
     filled = [line for line in lines if line.strip()]
     if not filled:
         raise ValueError(f"{path} is empty{' but for a torn line' if notes else ''}: {EXPECTED}")
-    trace = read_trace(path) if is_trace(filled[0]) else _reader(filled)(path, lines, notes)
+    trace = read_memory_trace(path) if is_memory_trace(filled[0]) else _reader(filled)(path, lines, notes)
     if not trace.samples:
         raise ValueError(f"{path} has no samples: {EXPECTED}")
     return trace
 
 
-def _reader(filled: Sequence[str]) -> Callable[[Path, Sequence[str], list[str]], Trace]:
+def _reader(filled: Sequence[str]) -> Callable[[Path, Sequence[str], list[str]], MemoryTrace]:
     """The reader for a file, by its first lines."""
     first = filled[0].strip()
     if first.startswith("elapsed_time,"):
@@ -47,7 +56,7 @@ def _reader(filled: Sequence[str]) -> Callable[[Path, Sequence[str], list[str]],
     return _read_nothing
 
 
-def _read_nothing(path: Path, lines: Sequence[str], notes: list[str]) -> Trace:
+def _read_nothing(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
     raise ValueError(f"{path} is of no known format: {EXPECTED}")
 
 
@@ -60,28 +69,30 @@ def _floats(cells: Sequence[str], least: int) -> list[float] | None:
     return numbers if len(numbers) >= least else None
 
 
-def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> Trace:
+def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
     """Elapsed time, CPU (%), real and virtual memory; what psrecord calls MB is 2**20 bytes."""
     rows = [(number, line.split()) for number, line in enumerate(lines, start=1)]
     rows = [(number, cells) for number, cells in rows if cells and not cells[0].startswith("#")]
     return _psrecord(path, rows, notes, real=2, least=4)
 
 
-def _read_psrecord_csv(path: Path, lines: Sequence[str], notes: list[str]) -> Trace:
+def _read_psrecord_csv(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
     names = lines[0].strip().split(",")
     rows = [(number, line.split(",")) for number, line in enumerate(lines[1:], start=2) if line.strip()]
     return _psrecord(path, rows, notes, real=names.index("mem_real"), least=len(names))
 
 
-def _psrecord(path: Path, rows: Sequence[tuple[int, list[str]]], notes: list[str], *, real: int, least: int) -> Trace:
+def _psrecord(
+    path: Path, rows: Sequence[tuple[int, list[str]]], notes: list[str], *, real: int, least: int
+) -> MemoryTrace:
     samples, bad = [], []
     for number, cells in rows:
         numbers = _floats(cells, least)
         if numbers is None:
             bad.append(number)
         else:
-            samples.append(Sample(numbers[0], "", CPU, 0, numbers[real], source="psrecord"))
-    return Trace(samples, notes + bad_lines_note(path, bad))
+            samples.append(MemorySample(numbers[0], "", CPU, 0, numbers[real], source="psrecord"))
+    return MemoryTrace(samples, notes + bad_lines_note(path, bad))
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ class _Columns:
     power: int | None = None
 
 
-def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> Trace:
+def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
     rows = [
         (number, [cell.strip() for cell in cells])
         for number, cells in enumerate(csv.reader(lines, skipinitialspace=True), start=1)
@@ -119,7 +130,7 @@ def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> Trac
             bad.append(number)
         else:
             samples.append(sample)
-    return Trace(samples, notes + bad_lines_note(path, bad))
+    return MemoryTrace(samples, notes + bad_lines_note(path, bad))
 
 
 def _by_header(cells: Sequence[str]) -> _Columns:
@@ -185,7 +196,7 @@ def _figure(cell: str) -> float | None:
     return float(matched[1]) if matched else None
 
 
-def _gpu_sample(cells: Sequence[str], columns: _Columns, devices: dict[str, int]) -> Sample | None:
+def _gpu_sample(cells: Sequence[str], columns: _Columns, devices: dict[str, int]) -> MemorySample | None:
     """A line as a sample; None where it is none."""
     if len(cells) != columns.width:
         return None
@@ -203,7 +214,7 @@ def _gpu_sample(cells: Sequence[str], columns: _Columns, devices: dict[str, int]
     def figure(place: int | None) -> float | None:
         return None if place is None else _figure(cells[place])
 
-    return Sample(
+    return MemorySample(
         unix_time_s=_unix_time(cells[columns.time]) if columns.time is not None else 0.0,
         phase="",
         kind=GPU,

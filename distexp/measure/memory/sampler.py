@@ -14,8 +14,8 @@ from types import TracebackType
 
 from distexp.measure.memory.nvml import GpuReader, GpuReading
 from distexp.measure.memory.proctree import ProcessTree, memory_limit_mib
-from distexp.measure.memory.trace import CPU, GPU, Sample, TraceFile
 from distexp.runs.events import FILE as EVENTS
+from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTraceWriter
 from distexp.runs.phases import PhaseTail
 from distexp.system.hardware import cpu_count
 
@@ -78,7 +78,7 @@ class Sampler:
 
     def _run(self) -> None:
         try:
-            file = TraceFile(self.path)
+            file = MemoryTraceWriter(self.path)
         except OSError as error:
             self._warn("file", f"{self.path} cannot be written ({error}): this run has no memory trace")
             return
@@ -104,7 +104,7 @@ class Sampler:
         except Exception as error:  # pynvml's errors are known only once it is there
             self._warn("nvml", f"NVML is not available ({error}); the GPUs' figures are left empty")
 
-    def _sample_until_stopped(self, file: TraceFile) -> None:
+    def _sample_until_stopped(self, file: MemoryTraceWriter) -> None:
         begun = time.monotonic()
         tick = 0
         while not self._stopped.wait(begun + tick * self.interval_s - time.monotonic()):
@@ -113,7 +113,7 @@ class Sampler:
             tick = max(tick + self._stride(), missed)
         self._sample(file)
 
-    def _sample(self, file: TraceFile) -> None:
+    def _sample(self, file: MemoryTraceWriter) -> None:
         started = time.thread_time()
         try:
             file.append(self._read())
@@ -136,7 +136,7 @@ class Sampler:
             )
         return stride
 
-    def _read(self) -> Iterator[Sample]:
+    def _read(self) -> Iterator[MemorySample]:
         now, clock = time.time(), time.monotonic()
         phase = self._phase(now)
         tree = self._tree.read()
@@ -148,7 +148,7 @@ class Sampler:
                 "PSS is not readable for every process, RSS is taken instead: shared pages count more than "
                 "once (column source)",
             )
-        yield Sample(
+        yield MemorySample(
             unix_time_s=now,
             phase=phase,
             kind=CPU,
@@ -159,7 +159,7 @@ class Sampler:
             source=tree.memory.source if tree.memory else "",
         )
         for gpu in self._read_gpus(tree.pids):
-            yield Sample(unix_time_s=now, phase=phase, kind=GPU, **vars(gpu))
+            yield MemorySample(unix_time_s=now, phase=phase, kind=GPU, **vars(gpu))
 
     def _phase(self, now: float) -> str:
         try:

@@ -7,13 +7,13 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-from distexp.measure.memory.trace import CPU, GPU, Sample, read_trace
-from distexp.runs.phases import join_phases, phase_intervals, read_phase_events
+from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
+from distexp.runs.phases import PhaseEvent, phase_at, phase_intervals, read_phase_events
 
 Entry = dict[str, Any]
 DISTURBED = "profile"
@@ -85,10 +85,10 @@ def node_of(path: Path, position: int) -> int:
     return int(named[1]) if named else position
 
 
-def _samples(path: Path, events: Path | None, notes: list[str]) -> list[Sample]:
+def _samples(path: Path, events: Path | None, notes: list[str]) -> list[MemorySample]:
     """A trace's samples with their phases; none, and a note, where it cannot be read."""
     try:
-        trace = read_trace(path)
+        trace = read_memory_trace(path)
         marks = read_phase_events(events) if events is not None else []
     except (OSError, ValueError) as error:
         notes.append(f"no memory trace: {error}")
@@ -97,14 +97,22 @@ def _samples(path: Path, events: Path | None, notes: list[str]) -> list[Sample]:
     return join_phases(trace.samples, marks)
 
 
-def _devices(samples: Iterable[Sample]) -> dict[tuple[str, int], list[Sample]]:
-    found: dict[tuple[str, int], list[Sample]] = {}
+def join_phases(samples: Iterable[MemorySample], events: Sequence[PhaseEvent]) -> list[MemorySample]:
+    """Return the samples with their phases by time.
+
+    An event may reach the disk after the sample that it covers. A sample before the first event keeps its phase.
+    """
+    return [replace(sample, phase=phase_at(events, sample.unix_time_s) or sample.phase) for sample in samples]
+
+
+def _devices(samples: Iterable[MemorySample]) -> dict[tuple[str, int], list[MemorySample]]:
+    found: dict[tuple[str, int], list[MemorySample]] = {}
     for sample in samples:
         found.setdefault((sample.kind, sample.index), []).append(sample)
     return found
 
 
-def _memory(kind: str, samples: Sequence[Sample]) -> Entry:
+def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
     # What the profiler takes on a GPU it keeps, in what follows too.
     counted = list(takewhile(_undisturbed, samples)) if kind == GPU else list(filter(_undisturbed, samples))
     statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
@@ -121,7 +129,7 @@ def _memory(kind: str, samples: Sequence[Sample]) -> Entry:
     return entry
 
 
-def _utilization(samples: Sequence[Sample]) -> Entry:
+def _utilization(samples: Sequence[MemorySample]) -> Entry:
     values = _known(filter(_undisturbed, samples), lambda sample: sample.utilization_pct)
     return {
         "average_pct": _mean(values) if values else None,
@@ -129,7 +137,7 @@ def _utilization(samples: Sequence[Sample]) -> Entry:
     }
 
 
-def _undisturbed(sample: Sample) -> bool:
+def _undisturbed(sample: MemorySample) -> bool:
     return sample.phase != DISTURBED
 
 
@@ -137,13 +145,13 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _known(samples: Iterable[Sample], value: Callable[[Sample], float | None]) -> list[float]:
+def _known(samples: Iterable[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:
     return [known for known in map(value, samples) if known is not None]
 
 
 def _by_phase(
-    samples: Sequence[Sample],
-    value: Callable[[Sample], float | None],
+    samples: Sequence[MemorySample],
+    value: Callable[[MemorySample], float | None],
     combine: Callable[[Sequence[float]], float],
 ) -> dict[str, float]:
     """One figure for each phase that is known, in the order in which they come."""
@@ -165,7 +173,7 @@ def energy_j(traces: Sequence[Path], events: Path, phases: Collection[str] = fro
     spans = phase_intervals(read_phase_events(events), phases)
     for path in traces:
         try:
-            devices = _devices(read_trace(path).samples)
+            devices = _devices(read_memory_trace(path).samples)
         except (OSError, ValueError):
             return None
         curves = [_energy_curve(samples) for (kind, _), samples in devices.items() if kind == GPU]
@@ -177,7 +185,7 @@ def energy_j(traces: Sequence[Path], events: Path, phases: Collection[str] = fro
     return total if traces else None
 
 
-def _energy_curve(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+def _energy_curve(samples: Sequence[MemorySample]) -> list[tuple[float, float]]:
     """Energy (J, from an arbitrary start) over time (unix s); empty where the GPU tells neither."""
     counter = [(s.unix_time_s, s.energy_j) for s in samples if s.energy_j is not None]
     if len(counter) == len(samples) and all(a[1] <= b[1] for a, b in pairwise(counter)):

@@ -15,7 +15,7 @@ import pytest
 
 from distexp.measure.memory.sampler import Sampler
 from distexp.measure.memory.summary import summarize
-from distexp.measure.memory.trace import Sample, read_trace
+from distexp.runs.memory_trace import MemorySample, read_memory_trace
 
 MIB = 2**20
 
@@ -57,11 +57,11 @@ def process(pid: int, mib: int | None) -> SimpleNamespace:
     return SimpleNamespace(pid=pid, usedGpuMemory=None if mib is None else mib * MIB)
 
 
-def gpu_rows(directory: Path, indices: list[int]) -> list[Sample]:
+def gpu_rows(directory: Path, indices: list[int]) -> list[MemorySample]:
     path = directory / "memory/node0.csv"
     with Sampler(path=path, gpu_indices=indices, interval_s=0.05):
         time.sleep(0.2)
-    return [sample for sample in read_trace(path).samples if sample.kind == "gpu"]
+    return [sample for sample in read_memory_trace(path).samples if sample.kind == "gpu"]
 
 
 @pytest.mark.usefixtures("worker")

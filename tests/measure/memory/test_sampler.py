@@ -17,7 +17,7 @@ import pytest
 from distexp.measure.memory.proctree import memory_limit_mib
 from distexp.measure.memory.sampler import Sampler
 from distexp.measure.memory.summary import summarize, summarize_run
-from distexp.measure.memory.trace import Sample, read_trace
+from distexp.runs.memory_trace import MemorySample, read_memory_trace
 
 INTERVAL_S = 0.05
 OTHERS_MIB = 40  # helpers of Python's that other tests may have left below the test runner
@@ -80,8 +80,8 @@ def sampled(run_dir: Path, code: str) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
-def cpu_samples(run_dir: Path) -> list[Sample]:
-    return read_trace(run_dir / "memory/node0.csv").samples
+def cpu_samples(run_dir: Path) -> list[MemorySample]:
+    return read_memory_trace(run_dir / "memory/node0.csv").samples
 
 
 def test_known_amounts_in_known_phases(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_killed_agent_leaves_its_trace(tmp_path: Path) -> None:
     time.sleep(1.0)
     process.kill()
     process.wait()
-    trace = read_trace(path)
+    trace = read_memory_trace(path)
     assert trace.notes == []
     assert len(trace.samples) > 5
     assert trace.samples[-1].used_mib is not None
@@ -172,7 +172,7 @@ def test_timestamps_do_not_drift_and_the_file_is_readable_meanwhile(tmp_path: Pa
         lengths = []
         while time.time() < begun + 3:
             time.sleep(0.1)
-            trace = read_trace(path)
+            trace = read_memory_trace(path)
             assert trace.notes == []
             lengths.append(len(trace.samples))
     times = [sample.unix_time_s for sample in cpu_samples(tmp_path)]
@@ -202,7 +202,7 @@ def test_the_sampling_process_itself_is_left_out(tmp_path: Path) -> None:
     with Sampler(path=path, interval_s=INTERVAL_S, root_pid=os.getpid()):
         time.sleep(0.2)
     assert len(block) > 0
-    used = [sample.used_mib for sample in read_trace(path).samples]
+    used = [sample.used_mib for sample in read_memory_trace(path).samples]
     assert used
     assert all(mib is None or mib < OTHERS_MIB for mib in used)
 
@@ -225,7 +225,7 @@ def test_it_is_cheap(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
             process.wait()
-    samples = read_trace(path).samples
+    samples = read_memory_trace(path).samples
     assert spent / len(samples) < 0.005
     assert samples[-1].used_mib is not None
     assert samples[-1].used_mib > 6 * 32
@@ -247,7 +247,7 @@ def test_dear_samples_lengthen_the_interval(
     monkeypatch.setattr(sampler._tree, "read", slow_read)
     with sampler:
         time.sleep(1.6)
-    assert len(read_trace(path).samples) < 16
+    assert len(read_memory_trace(path).samples) < 16
     said = capsys.readouterr().err
     assert "of CPU time, more than 10% of 0.05 s: sampling every" in said
 
@@ -281,7 +281,7 @@ def test_a_lost_sample_is_a_gap(
     with Sampler(path=path, interval_s=INTERVAL_S):
         time.sleep(0.5)
     monkeypatch.undo()
-    trace = read_trace(path)
+    trace = read_memory_trace(path)
     assert len(trace.samples) > 4
     assert "2 line(s) are not samples" in trace.notes[0]
     assert capsys.readouterr().err.count("a sample is lost") == 1

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from distexp.measure.memory.summary import Statistics, energy_j, summarize
-from distexp.measure.memory.trace import REQUIRED, Sample, TraceFile, read_trace
-from distexp.runs.phases import PhaseEvent, PhaseTail, join_phases, phase_at, phase_intervals, read_phase_events
+from distexp.measure.memory.summary import Statistics, energy_j, join_phases, summarize
+from distexp.runs.memory_trace import REQUIRED_COLUMNS, MemorySample, MemoryTraceWriter, read_memory_trace
+from distexp.runs.phases import PhaseEvent, PhaseTail, phase_at, phase_intervals, read_phase_events
 
 
 def mark(path: Path, time_s: float, phase: str) -> None:
@@ -18,12 +18,12 @@ def mark(path: Path, time_s: float, phase: str) -> None:
         file.write(json.dumps({"unix_time_s": time_s, "phase": phase}) + "\n")
 
 
-def gpu(time_s: float, used: float, power: float | None = None, energy: float | None = None) -> Sample:
-    return Sample(time_s, "", "gpu", 0, used, power_w=power, energy_j=energy, source="nvml")
+def gpu(time_s: float, used: float, power: float | None = None, energy: float | None = None) -> MemorySample:
+    return MemorySample(time_s, "", "gpu", 0, used, power_w=power, energy_j=energy, source="nvml")
 
 
-def write(path: Path, samples: list[Sample]) -> Path:
-    file = TraceFile(path)
+def write(path: Path, samples: list[MemorySample]) -> Path:
+    file = MemoryTraceWriter(path)
     file.append(samples)
     file.close()
     return path
@@ -35,13 +35,13 @@ def test_the_contract_columns_come_first(tmp_path: Path) -> None:
         "unix_time_s,phase,kind,index,used_mib,total_mib,utilization_pct,power_w,job_mib,energy_j,source\n"
         "1.500,,gpu,0,2.000,,,,,,nvml\n"
     )
-    assert read_trace(path).samples == [gpu(1.5, 2.0)]
+    assert read_memory_trace(path).samples == [gpu(1.5, 2.0)]
 
 
 def test_a_trace_with_the_contract_columns_alone_is_read(tmp_path: Path) -> None:
     path = tmp_path / "node3.csv"
-    path.write_text(",".join(REQUIRED) + "\n1.0,train,cpu,0,5.5,100,12.5,\n")
-    assert read_trace(path).samples == [Sample(1.0, "train", "cpu", 0, 5.5, 100.0, 12.5)]
+    path.write_text(",".join(REQUIRED_COLUMNS) + "\n1.0,train,cpu,0,5.5,100,12.5,\n")
+    assert read_memory_trace(path).samples == [MemorySample(1.0, "train", "cpu", 0, 5.5, 100.0, 12.5)]
     assert summarize([path]).memory["cpu"][0]["node"] == 3
 
 
@@ -84,7 +84,7 @@ def test_phases_by_time(tmp_path: Path) -> None:
     marks = read_phase_events(events)
     assert marks == [PhaseEvent(10, "setup"), PhaseEvent(20, "train")]
     assert [phase_at(marks, t) for t in (9, 10, 19.9, 20, 99)] == ["", "setup", "setup", "train", "train"]
-    early = Sample(5, "written", "cpu", 0, 1.0)
+    early = MemorySample(5, "written", "cpu", 0, 1.0)
     assert [s.phase for s in join_phases([early, gpu(21, 1.0)], marks)] == ["written", "train"]
     assert phase_intervals(marks, {"setup"}) == [(10, 20)]
 
@@ -133,7 +133,7 @@ def test_energy_by_the_counter_where_there_is_one(tmp_path: Path, events: Path) 
 def test_energy_that_is_not_known_is_none(tmp_path: Path, events: Path) -> None:
     torn = write(tmp_path / "node0.csv", [gpu(t / 2, 1.0, power=100.0) for t in range(9)])  # ends at 4 s
     silent = write(tmp_path / "node1.csv", [gpu(t, 1.0) for t in range(10)])
-    no_gpu = write(tmp_path / "node2.csv", [Sample(1.0, "", "cpu", 0, 1.0)])
+    no_gpu = write(tmp_path / "node2.csv", [MemorySample(1.0, "", "cpu", 0, 1.0)])
     assert energy_j([torn], events) is None
     assert energy_j([silent], events) is None
     assert energy_j([no_gpu], events) is None

@@ -1,0 +1,155 @@
+"""Format of ``memory/node<k>.csv``: a node's memory, utilization and power over time."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+CPU = "cpu"
+GPU = "gpu"
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """One device at one time. A value that could not be read is None, never 0.
+
+    Attributes:
+        phase: Phase of the run; empty if unknown.
+        kind: ``gpu`` or ``cpu``.
+        used_mib: On a GPU: what all its users hold. On the CPU: what the process tree holds.
+        utilization_pct: Percent of the device, or of all cores that the node may use.
+        job_mib: This job's part of a GPU's memory, if NVML reports it.
+        energy_j: The GPU's own counter. It starts at an arbitrary value.
+        source: How the memory was read. It tells a less exact method from the usual one.
+    """
+
+    unix_time_s: float
+    phase: str
+    kind: str
+    index: int
+    used_mib: float | None
+    total_mib: float | None = None
+    utilization_pct: float | None = None
+    power_w: float | None = None
+    job_mib: float | None = None
+    energy_j: float | None = None
+    source: str = ""
+
+
+COLUMNS = tuple(column.name for column in fields(MemorySample))
+REQUIRED_COLUMNS = COLUMNS[: COLUMNS.index("job_mib")]
+_TEXT_COLUMNS = frozenset({"phase", "kind", "source"})
+
+
+@dataclass
+class MemoryTrace:
+    """The samples of a file, and a note on each problem found in it."""
+
+    samples: list[MemorySample]
+    notes: list[str] = field(default_factory=list)
+
+
+class MemoryTraceWriter:
+    """Appends whole samples to a file. Each is on disk at once, so that a killed run keeps its trace."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        self._torn = False
+        self._write(",".join(COLUMNS) + "\n")
+
+    def append(self, samples: Iterable[MemorySample]) -> None:
+        """Append the samples of one time.
+
+        Raises:
+            OSError: if the disk takes none of them, or only a part.
+        """
+        self._write("".join(_format_row(sample) for sample in samples))
+
+    def close(self) -> None:
+        """Close the file. Everything is on disk already."""
+        os.close(self._descriptor)
+
+    def _write(self, text: str) -> None:
+        # A full disk may have taken half a line. The next line must not be appended to that half.
+        content = (b"\n" if self._torn else b"") + text.encode()
+        written = os.write(self._descriptor, content)
+        if written < len(content):
+            self._torn = True
+            raise OSError(f"the disk took {written} of {len(content)} bytes")
+        self._torn = False
+
+
+def _format_row(sample: MemorySample) -> str:
+    return ",".join(_format_cell(getattr(sample, name)) for name in COLUMNS) + "\n"
+
+
+def _format_cell(value: str | float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def read_whole_lines(path: Path, notes: list[str]) -> list[str]:
+    """Return the lines of a file without a torn last one, which gets a note."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    lines = text.splitlines()
+    if lines and not text.endswith("\n"):
+        lines.pop()
+        notes.append(f"{path}: the last line has no end (torn, or still being written) and is left out")
+    return lines
+
+
+def bad_lines_note(path: Path, bad: Sequence[int]) -> list[str]:
+    """Return a note on the lines (numbers from 1) that were left out; empty if all were read."""
+    if not bad:
+        return []
+    return [f"{path}: {len(bad)} line(s) are not samples and are left out, the first is line {bad[0]}"]
+
+
+def is_memory_trace(header: str) -> bool:
+    """Return whether the first line of a file is that of a memory trace."""
+    return tuple(header.strip().split(","))[: len(REQUIRED_COLUMNS)] == REQUIRED_COLUMNS
+
+
+def read_memory_trace(path: Path) -> MemoryTrace:
+    """Read a memory trace, complete or still being written.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not a memory trace.
+    """
+    notes: list[str] = []
+    lines = read_whole_lines(path, notes)
+    if not lines or not is_memory_trace(lines[0]):
+        raise ValueError(f"{path} is not a memory trace: expected a first line {','.join(REQUIRED_COLUMNS)},...")
+    names = lines[0].strip().split(",")
+    samples: list[MemorySample] = []
+    bad: list[int] = []
+    for number, cells in enumerate(csv.reader(lines[1:]), start=2):
+        try:
+            samples.append(_parse_sample(dict(zip(names, cells, strict=True))))
+        except ValueError:
+            bad.append(number)
+    return MemoryTrace(samples, notes + bad_lines_note(path, bad))
+
+
+def _parse_sample(row: dict[str, str]) -> MemorySample:
+    if row["kind"] not in (CPU, GPU):
+        raise ValueError(f"kind={row['kind']!r} is not {CPU} or {GPU}")
+    numbers = {
+        name: float(row[name]) if row.get(name) else None
+        for name in COLUMNS[COLUMNS.index("used_mib") :]
+        if name not in _TEXT_COLUMNS
+    }
+    return MemorySample(
+        unix_time_s=float(row["unix_time_s"]),
+        phase=row["phase"],
+        kind=row["kind"],
+        index=int(row["index"]),
+        source=row.get("source", ""),
+        **numbers,
+    )
