@@ -29,7 +29,7 @@ class CheckpointManager:
     ) -> None:
         self.engine, self.built, self.train, self.context = engine, built, train, context
         self.logger, self.run_id = inputs.logger, inputs.run_id
-        self.global_batch = inputs.training.share.global_batch
+        self.global_batch = inputs.training.sharding.global_batch
         self.newest: int | None = None  # the step of the newest checkpoint that is known to be whole
 
     def after_step(self) -> None:

@@ -1,0 +1,1 @@
+"""Data sets: readers, tokenizers, batches and their distribution over ranks."""

@@ -1,4 +1,4 @@
-"""What the loop knows of data: batches, and the pair of a training and an evaluation set."""
+"""Interfaces between data sets and the training loop: samples, batches, a task's data."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from torch import Tensor, device
+import torch
+from torch import Tensor
 
 IGNORE = -100
-"""The label that no loss counts: padding, prompts, and samples that only fill a batch."""
+"""Label that the loss ignores: prompts, padding tokens and padding samples have it."""
 
 LOGITS_TO_KEEP = "logits_to_keep"
-"""An input of causal LMs, by transformers' name: the positions whose logits are wanted, shape (kept,)."""
+"""Input name of causal LMs in transformers: the positions to compute logits for, shape (kept,)."""
 
 Sample = Mapping[str, Tensor]
-"""One example: what the model takes, and its ``labels``."""
+"""One example: the model's inputs by name, and ``labels``."""
 
 
 class Samples(Protocol):
-    """A data set addressed by position."""
+    """A data set with random access by index."""
 
     def __len__(self) -> int: ...
 
@@ -28,39 +29,52 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples that a worker sees at once.
+    """The samples of one micro-batch.
 
-    ``inputs`` are the keyword arguments of the model: ``input_ids`` and ``attention_mask`` of shape
-    (samples, length), or ``images`` of shape (samples, 3, height, width). ``labels`` have shape
-    (samples, length) or (samples,), IGNORE where nothing is to be learnt.
+    Attributes:
+        inputs: keyword arguments of the model: ``input_ids`` and ``attention_mask`` of shape
+            (batch, length), or ``images`` of shape (batch, 3, height, width).
+        labels: shape (batch, length) or (batch,); IGNORE if a position has no target.
+        num_samples: samples with at least one target.
+        num_targets: labels that count towards the loss.
+        num_tokens: input tokens of these samples without padding; 0 for images.
     """
 
     inputs: dict[str, Tensor]
     labels: Tensor
-    samples: int  # that count: with a label that is not IGNORE
-    targets: int  # labels that count towards the loss
-    tokens: int  # input tokens without padding, of the samples that count; 0 for images
+    num_samples: int
+    num_targets: int
+    num_tokens: int
 
-    def to(self, where: device) -> Batch:
-        """The same batch on a device; the copy overlaps with computation where memory is pinned."""
-        inputs = {name: tensor.to(where, non_blocking=True) for name, tensor in self.inputs.items()}
-        return replace(self, inputs=inputs, labels=self.labels.to(where, non_blocking=True))
+    def to(self, device: torch.device) -> Batch:
+        """Return a copy on ``device``. The copy is asynchronous if the batch is pinned."""
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=self.labels.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory; DataLoader calls it by this name."""
+        """Return a copy in page-locked memory. DataLoader calls this method by its name."""
         inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
         return replace(self, inputs=inputs, labels=self.labels.pin_memory())
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """A training set, an evaluation set, and what a model must know of them."""
+    """The training and evaluation sets of a task, and their properties that a model needs.
 
-    task: str  # causal_lm or image_classification
+    Attributes:
+        task: ``causal_lm`` or ``image_classification``.
+        collate: makes a batch from samples.
+        num_classes: number of classes, or size of the tokenizer's vocabulary.
+        tokenizer: a ``distexp.data.tokenization.Tokenizer``; None for images.
+        tokenizer_name: ``byte(1024)``, or the name or path of a Hugging Face tokenizer.
+        notes: messages for the user, for example about examples that were left out.
+    """
+
+    task: str
     train: Samples
     evaluation: Samples
     collate: Callable[[Sequence[Sample]], Batch]
-    num_classes: int  # classes, or entries of the vocabulary
+    num_classes: int
     tokenizer: Any = None
-    tokenizer_name: str | None = None  # "byte(1024)", or the name or path it was loaded from
-    notes: list[str] = field(default_factory=list)  # what the user must be told: examples left out, say
+    tokenizer_name: str | None = None
+    notes: list[str] = field(default_factory=list)

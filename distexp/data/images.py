@@ -101,7 +101,9 @@ class ImageBatch(Batch):
         """The batch on a device, its images normalised there: float32, channels last."""
         inputs = {"images": normalize(self.inputs["images"].to(where, non_blocking=True))}
         labels = self.labels.to(where, non_blocking=True)
-        return Batch(inputs, labels, samples=self.samples, targets=self.targets, tokens=self.tokens)
+        return Batch(
+            inputs, labels, num_samples=self.num_samples, num_targets=self.num_targets, num_tokens=self.num_tokens
+        )
 
 
 def normalize(pixels: Tensor) -> Tensor:
@@ -136,4 +138,4 @@ def collate_images(samples: Sequence[Sample]) -> ImageBatch:
             f"images are {images.dtype}, and collate_images takes pixels from 0 to 255 as torch.uint8, which are "
             "normalised on the device: leave them so, or collate them into a Batch of your own"
         )
-    return ImageBatch({"images": images}, labels, samples=counted, targets=counted, tokens=0)
+    return ImageBatch({"images": images}, labels, num_samples=counted, num_targets=counted, num_tokens=0)

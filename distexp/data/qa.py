@@ -17,7 +17,7 @@ import numpy as np
 
 from distexp.data.cache import build_once, cache_dir
 from distexp.data.text import TokenSamples
-from distexp.data.tokenization import Tokenizer, Tokens
+from distexp.data.tokenization import TokenIds, Tokenizer
 
 FORMAT = "tokens-v1"
 ARRAYS = ("tokens", "ends", "prompt_lengths")
@@ -67,10 +67,10 @@ class QASamples(TokenSamples):
     references: tuple[tuple[str, ...], ...]  # of each sample, its right answers
     ids: tuple[str, ...]
 
-    def prompt(self, index: int) -> Tokens:
+    def prompt(self, index: int) -> TokenIds:
         """The ids of a sample up to and with ``Answer:``."""
         start = int(self.ends[index - 1]) if index else 0
-        prompt: Tokens = self.tokens[start : start + int(self.prompt_lengths[index])]
+        prompt: TokenIds = self.tokens[start : start + int(self.prompt_lengths[index])]
         return prompt
 
 
@@ -153,7 +153,7 @@ class _Encoder:
         self._tally = dict.fromkeys(("cut", "lost", "left_out", "unanswered"), 0)
         self._examples = len(examples)
 
-    def encode(self, example: Example) -> tuple[Tokens, Tokens] | None:
+    def encode(self, example: Example) -> tuple[TokenIds, TokenIds] | None:
         """Prompt, and answer with its end; None for an example that cannot be used."""
         if not example.answers:
             self._tally["unanswered"] += 1
@@ -174,6 +174,6 @@ class _Encoder:
     def counts(self) -> Counts:
         return Counts(examples=self._examples, **self._tally)
 
-    def _encode(self, texts: Iterable[str]) -> dict[str, Tokens]:
+    def _encode(self, texts: Iterable[str]) -> dict[str, TokenIds]:
         distinct = list(dict.fromkeys(texts))
         return dict(zip(distinct, self._tokenizer.encode_batch(distinct), strict=True))

@@ -1,8 +1,9 @@
-"""Which rank sees which sample, and when.
+"""Distribution of a data set over ranks: a batch sampler, and a loader of optimizer steps.
 
-A step's global batch holds the same samples however many workers share it, so that every strategy
-trains on the same data. What does not divide evenly is filled with samples whose labels are IGNORE:
-every rank has the same number of equally shaped batches, and no sample is dropped or counted twice.
+The global batch of a step has the same samples for any number of ranks, so every strategy trains on the
+same data. If the samples do not divide evenly, padding samples fill the last step. A padding sample is a
+copy of a real one with all labels set to IGNORE. So every rank has the same number of batches with the
+same shape, and no sample is dropped or counted twice.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, device
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from distexp.data.base import IGNORE, Batch, Sample, Samples, TaskData
@@ -19,8 +20,12 @@ from distexp.distributed.process_group import sum_over_ranks
 
 
 @dataclass(frozen=True)
-class Share:
-    """One worker's part of every global batch."""
+class BatchSharding:
+    """The division of a global batch into micro-batches of ranks.
+
+    Attributes:
+        accumulation: micro-batches of each rank in one optimizer step.
+    """
 
     rank: int
     world_size: int
@@ -29,170 +34,191 @@ class Share:
 
     @property
     def global_batch(self) -> int:
-        """Samples of one optimizer step over all workers."""
+        """Samples of one optimizer step over all ranks."""
         return self.world_size * self.micro_batch_size * self.accumulation
 
 
-class ShardedBatches:
-    """The positions of this rank's micro-batches, epoch by epoch.
+class ShardedBatchSampler:
+    """Indices of this rank's micro-batches in one epoch.
 
-    A filling position is given as ``~position`` (negative). Shuffling depends on the seed and the
-    epoch only, never on the number of ranks.
+    An index below ``length`` is a sample; ``length + i`` is a padding copy of sample ``i`` (see
+    PaddedDataset). The order depends on the seed and the epoch, not on the number of ranks.
+
+    Attributes:
+        epoch: epoch to iterate over; part of the seed.
+        steps: optimizer steps of the epoch to iterate over; all of them by default.
     """
 
-    def __init__(self, length: int, share: Share, *, seed: int, shuffle: bool) -> None:
-        self.length, self.share, self.seed, self.shuffle = length, share, seed, shuffle
+    def __init__(self, length: int, sharding: BatchSharding, *, seed: int, shuffle: bool) -> None:
+        self.length, self.sharding, self.seed, self.shuffle = length, sharding, seed, shuffle
         self.epoch = 0
-        self.chosen = range(self.steps)  # the steps of the epoch that are wanted
+        self.steps = range(self.steps_per_epoch)
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps of an epoch; the last may hold fewer samples."""
-        return -(-self.length // self.share.global_batch)
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch; the last one may include padding samples."""
+        return -(-self.length // self.sharding.global_batch)
 
     def __len__(self) -> int:
-        return len(self.chosen) * self.share.accumulation
+        return len(self.steps) * self.sharding.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.arange(self.length)
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.length, generator=generator)
-        missing = self.steps * self.share.global_batch - self.length
-        filling = ~order[torch.arange(missing) % self.length]
-        order = torch.cat([order, filling])
-        micro, world = self.share.micro_batch_size, self.share.world_size
-        rows = order.view(-1, world, micro)[:, self.share.rank]
-        yield from rows[self.chosen.start * self.share.accumulation :][: len(self)].tolist()
+        missing = self.steps_per_epoch * self.sharding.global_batch - self.length
+        padding = self.length + order[torch.arange(missing) % self.length]
+        micro_batches = torch.cat([order, padding]).view(-1, self.sharding.world_size, self.sharding.micro_batch_size)
+        first = self.steps.start * self.sharding.accumulation
+        yield from micro_batches[first : first + len(self), self.sharding.rank].tolist()
 
 
-class Fillable(Dataset[Sample]):
-    """Samples by position; ``~position`` gives the sample with nothing to learn from it."""
+class PaddedDataset(Dataset[Sample]):
+    """A data set, followed by a padding copy of each sample: ``length + i`` is sample ``i`` without targets."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return 2 * len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        if index >= 0:
+        if index < len(self.samples):
             return self.samples[index]
-        sample = dict(self.samples[~index])
+        sample = dict(self.samples[index - len(self.samples)])
         sample["labels"] = torch.full_like(sample["labels"], IGNORE)
         return sample
 
 
 @dataclass(frozen=True)
-class Step:
-    """This rank's micro-batches of one optimizer step."""
+class StepData:
+    """This rank's micro-batches of one optimizer step.
+
+    Attributes:
+        normalizer: number of targets of the step over all ranks; a scalar on the device.
+        num_samples: samples of the step over all ranks.
+    """
 
     micro_batches: list[Batch]
-    normalizer: Tensor  # targets of the whole step, over all ranks, on the device
-    samples: int  # of the whole step
+    normalizer: Tensor
+    num_samples: int
 
 
 class StopRequestedError(Exception):
-    """All ranks have heard that the run has to end; the step before is done, and nothing after it begun."""
+    """A request to stop the run, raised on all ranks between the same two steps."""
 
 
-class Answers:
-    """What a step's reduction says of stopping, read when the next step begins.
+class StopFlag:
+    """A stop request that is summed over the ranks together with each step's number of targets.
 
-    By then a device has done that reduction, or soon will, so that nothing waits for the step itself; and
-    all ranks read the same answer at the same step.
+    The sum is copied to the host in the background and read before the next step. So no step waits for
+    it, and all ranks read the same value at the same step.
     """
 
-    def __init__(self, where: device) -> None:
-        self.host = torch.zeros(2, dtype=torch.int64, pin_memory=where.type == "cuda")
-        self.copied = torch.cuda.Event() if where.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros((), dtype=torch.int64, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
-    def keep(self, counts: Tensor) -> None:
-        """Has the answer brought to the host, behind all that the device was given before."""
-        self.host.copy_(counts, non_blocking=True)
-        if self.copied is not None:
-            self.copied.record()
+    def record(self, requests: Tensor) -> None:
+        """Start the copy of the number of ranks that request a stop; a scalar on the device."""
+        self._host.copy_(requests, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def check(self) -> None:
-        """Raises StopRequestedError where some rank was asked to stop in the step before."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        if self.host[1]:
+        """Raise StopRequestedError if a rank requested a stop in the previous step."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._host:
             raise StopRequestedError
 
 
 class ShardedLoader:
-    """Optimizer steps for one rank, on its device.
+    """Loader of optimizer steps for one rank, on its device.
 
     Attributes:
-        stopping: whether this rank was asked to stop; asked once a step.
+        stop_requested: whether this rank has a request to stop; called once a step.
     """
 
-    stopping: Callable[[], bool]
+    stop_requested: Callable[[], bool]
 
     def __init__(
         self,
         samples: Samples,
         data: TaskData,
-        share: Share,
-        where: device,
+        sharding: BatchSharding,
+        device: torch.device,
         *,
         seed: int,
         shuffle: bool,
         num_workers: int,
     ) -> None:
-        self.samples, self.share, self.device, self.task = samples, share, where, data.task
-        self.stopping = lambda: False
-        self.begun: tuple[int, range, Iterator[Batch]] | None = None
-        # The loader draws from it, and not from what the model's chance comes from.
-        self.chance = torch.Generator()
-        self.batches = ShardedBatches(len(samples), share, seed=seed, shuffle=shuffle)
-        self.loader = DataLoader(
-            Fillable(samples),
-            batch_sampler=self.batches,
+        self.samples, self.sharding, self.device, self.task = samples, sharding, device, data.task
+        self.stop_requested = lambda: False
+        self._prefetched: tuple[int, range, Iterator[Batch]] | None = None
+        # DataLoader draws the seeds of its workers from this generator, so the global RNG state is untouched.
+        self._generator = torch.Generator()
+        self.sampler = ShardedBatchSampler(len(samples), sharding, seed=seed, shuffle=shuffle)
+        self._loader = DataLoader(
+            PaddedDataset(samples),
+            batch_sampler=self.sampler,
             collate_fn=data.collate,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            pin_memory=where.type == "cuda",
-            generator=self.chance,
+            pin_memory=device.type == "cuda",
+            generator=self._generator,
         )
 
     @property
-    def steps(self) -> int:
+    def steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch."""
-        return self.batches.steps
+        return self.sampler.steps_per_epoch
 
-    def begin(self, epoch: int, steps: range) -> None:
-        """Has the loader's workers read what ``epoch`` will be asked for first; nothing may be left of the last one."""
-        self.batches.epoch, self.batches.chosen = epoch, steps
-        self.chance.manual_seed(self.batches.seed + epoch)
+    def prefetch(self, epoch: int, steps: range) -> None:
+        """Start loading the first batches of ``steps`` in the loader's workers.
+
+        The previous epoch must be finished.
+        """
+        self.sampler.epoch, self.sampler.steps = epoch, steps
+        self._generator.manual_seed(self.sampler.seed + epoch)
         set_epoch = getattr(self.samples, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        self.begun = epoch, steps, iter(self.loader)
+        self._prefetched = epoch, steps, iter(self._loader)
 
-    def epoch(self, epoch: int, steps: range | None = None) -> Iterator[Step]:
-        """The steps of an epoch, or some of them; every rank must take all of them, for each holds a reduction.
+    def iter_steps(self, epoch: int, steps: range | None = None) -> Iterator[StepData]:
+        """Yield the steps of an epoch, or a range of them.
 
-        Samples of other steps are not read. Raises StopRequestedError, on all ranks between the same steps.
+        Samples of other steps are not read. Each step is a collective, so every rank must consume all steps.
+
+        Raises:
+            StopRequestedError: a rank requested a stop; raised on all ranks between the same steps.
         """
-        chosen = range(self.steps) if steps is None else steps
-        if self.begun is None or self.begun[:2] != (epoch, chosen):
-            self.begin(epoch, chosen)
-        assert self.begun is not None
-        (_, _, batches), self.begun = self.begun, None
-        held: list[Batch] = []
-        left = len(self.samples) - chosen.start * self.share.global_batch
-        answers = Answers(self.device)
+        wanted = range(self.steps_per_epoch) if steps is None else steps
+        if self._prefetched is None or self._prefetched[:2] != (epoch, wanted):
+            self.prefetch(epoch, wanted)
+        assert self._prefetched is not None
+        (_, _, batches), self._prefetched = self._prefetched, None
+        micro_batches: list[Batch] = []
+        remaining = len(self.samples) - wanted.start * self.sharding.global_batch
+        stop = StopFlag(self.device)
         for batch in batches:
-            held.append(batch)
-            if len(held) == self.share.accumulation:
-                answers.check()
-                counts = torch.empty(2, dtype=torch.int64, device=self.device)
-                counts[0].fill_(sum(b.targets for b in held))  # a tensor made of numbers would wait for the device
-                counts[1].fill_(self.stopping())
-                answers.keep(sum_over_ranks(counts))
-                samples = min(left, self.share.global_batch)
-                left -= samples
-                yield Step([b.to(self.device) for b in held], counts[0], samples)
-                held = []
+            micro_batches.append(batch)
+            if len(micro_batches) == self.sharding.accumulation:
+                stop.check()
+                normalizer, requests = self._sum_counts(micro_batches)
+                stop.record(requests)
+                num_samples = min(remaining, self.sharding.global_batch)
+                remaining -= num_samples
+                yield StepData([b.to(self.device) for b in micro_batches], normalizer, num_samples)
+                micro_batches = []
+
+    def _sum_counts(self, micro_batches: list[Batch]) -> Tensor:
+        """Sum the targets of a step and the stop requests over the ranks; shape (2,)."""
+        counts = torch.empty(2, dtype=torch.int64, device=self.device)
+        # torch.tensor([...], device="cuda") would block until the GPU is idle; fill_ does not.
+        counts[0].fill_(sum(batch.num_targets for batch in micro_batches))
+        counts[1].fill_(self.stop_requested())
+        return sum_over_ranks(counts)

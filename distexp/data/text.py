@@ -61,9 +61,9 @@ class TextCollate:
         return Batch(
             inputs={"input_ids": input_ids, "attention_mask": mask},
             labels=labels,
-            samples=int(rows.sum()),
-            targets=int(counted.sum()),
-            tokens=int(mask[rows].sum()),
+            num_samples=int(rows.sum()),
+            num_targets=int(counted.sum()),
+            num_tokens=int(mask[rows].sum()),
         )
 
 

@@ -32,7 +32,7 @@ DEFAULT_SIZE = 1024
 CHUNK = 2048
 """Texts encoded at a time: bounds the memory of what tokenizers return beside the ids."""
 
-Tokens = NDArray[np.int32]
+TokenIds = NDArray[np.int32]
 
 
 class Tokenizer(Protocol):
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
     pad_id: int
     fingerprint: str  # of everything that decides the ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """The ids of each text, without special tokens."""
         ...
 
@@ -70,7 +70,7 @@ class ByteTokenizer:
         self.pad_id, self.eos_id = 0, 1
         self.fingerprint = _digest(self._tokenizer.to_str())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [
             np.asarray(encoding.ids, dtype=np.int32)
             for start in range(0, len(texts), CHUNK)
@@ -113,7 +113,7 @@ class HuggingFaceTokenizer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self.fingerprint = _digest(f"{name} {self.size}" if backend is None else backend.to_str())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [
             np.asarray(ids, dtype=np.int32)
             for start in range(0, len(texts), CHUNK)

@@ -12,14 +12,14 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from distexp.config import Config
 from distexp.config.targets import load_strategy
 from distexp.data.base import Batch
-from distexp.data.shards import Step
+from distexp.data.shards import StepData
 from distexp.distributed.context import Context
 from distexp.engines.base import TrainingInputs, check_built
 from distexp.engines.hf_arguments import training_arguments
 from distexp.engines.hf_built import describe, innermost
 from distexp.models.blueprint import Blueprint
-from distexp.models.introspection import blocks
-from distexp.models.objective import loss_sum, shares
+from distexp.models.introspection import find_blocks
+from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
 from distexp.strategies.optimizer import build_optimizer, clip_gradients
@@ -49,14 +49,14 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             settings = ds_model.settings_for(blueprint, config, context)
             # Where it is forced, accelerate makes a CPU Adam of what it is given: of ours, one without AdamW's decay.
             settings["zero_force_ds_cpu_optimizer"] = False
-            ds_model.materialise(blueprint, config, settings)
+            ds_model.materialize(blueprint, config, settings)
             self.masters = blueprint if ds_model.in_16_bits(config) else None
         else:
-            blueprint.materialise(self.bare)
+            blueprint.materialize(self.bare)
         if config.strategy.name == "fsdp":
-            self.units = [block for _, block in blocks(self.bare, config.fsdp.wrap)]
+            self.units = [block for _, block in find_blocks(self.bare, config.fsdp.wrap)]
         names = sorted({type(unit).__name__ for unit in self.units})
-        self.step: Step | None = None
+        self.step: StepData | None = None
         self.shares: list[Tensor] = []
         self.norm: Tensor | float | None = None
         self.built: Built | None = None
@@ -77,7 +77,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         """Our loader, which accelerate must not shard once more."""
         return Steps(self.inputs)
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Step], num_batches: int, device: torch.device) -> Any:
+    def get_batch_samples(self, epoch_iterator: Iterator[StepData], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of the next step, and the targets of all ranks in it."""
         self.step, self.shares = next(epoch_iterator), []
         inputs = [{**batch.inputs, "labels": batch.labels} for batch in self.step.micro_batches]
@@ -97,9 +97,9 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         """This rank's share of the step's mean loss; the Trainer makes up for the averaging of gradients."""
-        batch = Batch({}, labels, samples=0, targets=0, tokens=0)  # the loss asks for labels only
+        batch = Batch({}, labels, num_samples=0, num_targets=0, num_tokens=0)  # the loss asks for labels only
         loss = loss_sum(self.task, outputs, batch) / num_items_in_batch
-        self.shares.append(shares(self.task, outputs, batch, loss, num_items_in_batch))
+        self.shares.append(partial_metrics(self.task, outputs, batch, loss, num_items_in_batch))
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -124,16 +124,16 @@ class Steps:
         self.inputs, self.epoch = inputs, 0
 
     def __len__(self) -> int:
-        return len(self.inputs.training.batches)
+        return len(self.inputs.training.sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer before each epoch."""
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[StepData]:
         inputs = self.inputs
         return inputs.logger.timed(
-            inputs.training.epoch(self.epoch, inputs.plan.steps_of(self.epoch, inputs.logger.steps))
+            inputs.training.iter_steps(self.epoch, inputs.plan.steps_of(self.epoch, inputs.logger.steps))
         )
 
 

@@ -39,7 +39,7 @@ class Native:
         check_built(built, strategy.expected_build(config))
         checkpoints = CheckpointManager(inputs, engine, built, config.train, context)
         checkpoints.resume()
-        notice = inputs.training.stopping = inputs.evaluation.stopping = StopRequest(
+        notice = inputs.training.stop_requested = inputs.evaluation.stop_requested = StopRequest(
             context.run_dir, enabled=context.rank == 0
         )
         try:

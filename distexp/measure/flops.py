@@ -7,7 +7,7 @@ import torch
 from distexp.config import Config
 from distexp.config.targets import locate
 from distexp.data.base import TaskData
-from distexp.models.introspection import forward_flops
+from distexp.models.introspection import count_forward_flops
 
 BACKWARD = 2
 """A backward pass is two matrix products for each of the forward's."""
@@ -32,7 +32,7 @@ def training_flops(config: Config, data: TaskData) -> float | None:
     with torch.device("meta"):
         model = locate(config.model._target_)(config.model, data.num_classes).eval()
     batch = data.collate([data.train[0]]).to(torch.device("meta"))
-    return float((1 + BACKWARD) * forward_flops(model, batch.inputs))
+    return float((1 + BACKWARD) * count_forward_flops(model, batch.inputs))
 
 
 def peak_tflops(gpu_name: str | None, precision: str) -> float | None:

@@ -1,0 +1,1 @@
+"""Model architectures, their losses, and the inspection and export of models."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import resolve_vocab_size, validate_model
-from distexp.models.pretrained import read_config, read_weights, weightless
+from distexp.models.pretrained import on_meta_device, read_config, read_weights
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
@@ -40,7 +40,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     config.use_cache = False  # keys and values are for generation; training would only hold their memory
     if model.dropout is not None:
         config.hidden_dropout = config.attention_dropout = model.dropout
-    if model.init == "pretrained" and model.path is not None and not weightless():
+    if model.init == "pretrained" and model.path is not None and not on_meta_device():
         return read_weights(BloomForCausalLM, "model.path", model.path, config)
     bloom: nn.Module = BloomForCausalLM(config)
     return bloom

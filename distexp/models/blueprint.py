@@ -24,13 +24,13 @@ class Blueprint:
     Args:
         build: makes the model, on whatever device is torch's default.
         context: where this worker stands.
-        alone: every rank makes the weights for itself, whole on its CPU, instead of getting rank 0's.
+        broadcast: send rank 0's weights to the other ranks; otherwise every rank builds the model on its CPU.
     """
 
-    def __init__(self, build: Callable[[], nn.Module], context: Context, *, alone: bool = False) -> None:
+    def __init__(self, build: Callable[[], nn.Module], context: Context, *, broadcast: bool = True) -> None:
         self._context = context
-        self._sent = context.world_size > 1 and not alone
-        source = build() if context.rank == 0 or not self._sent else None
+        self._broadcast = context.world_size > 1 and broadcast
+        source = build() if context.rank == 0 or not self._broadcast else None
         self._values: dict[str, Tensor] = {}
         if source is not None:
             self._values = {name: tensor.detach() for name, tensor in _named_tensors(source)}
@@ -42,7 +42,7 @@ class Blueprint:
             for attribute, tensor in _own_tensors(module):
                 self._owners[id(tensor)].append((module, attribute))
 
-    def materialise(self, module: nn.Module, *, recurse: bool = True) -> None:
+    def materialize(self, module: nn.Module, *, recurse: bool = True) -> None:
         """Gives a module its parameters and buffers, in fp32 on this worker's device.
 
         Those that are there already stay, so modules may be asked for in any order, all ranks in the same.
@@ -52,7 +52,7 @@ class Blueprint:
                 if tensor.is_meta:
                     self._place(tensor)
 
-    def value(self, name: str, like: Tensor) -> Tensor:
+    def get_tensor(self, name: str, like: Tensor) -> Tensor:
         """A parameter or buffer whole, on this worker's device; a collective.
 
         Args:
@@ -65,13 +65,13 @@ class Blueprint:
             tensor = self._values[name].to(device, copy=True).contiguous()
         else:
             tensor = torch.empty_like(like, device=device, memory_format=torch.contiguous_format)
-        if self._sent:
+        if self._broadcast:
             # gloo has no booleans.
             dist.broadcast(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, src=0)
         return tensor
 
     def _place(self, empty: Tensor) -> None:
-        tensor = self.value(self._names[id(empty)], empty.detach())
+        tensor = self.get_tensor(self._names[id(empty)], empty.detach())
         if isinstance(empty, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=empty.requires_grad)
         for module, attribute in self._owners[id(empty)]:

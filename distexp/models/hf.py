@@ -9,7 +9,7 @@ from torch import nn
 
 from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import validate_model
-from distexp.models.pretrained import read_config, read_weights, weightless
+from distexp.models.pretrained import on_meta_device, read_config, read_weights
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
@@ -42,7 +42,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     config.use_cache = False  # keys and values are for generation; training would only hold their memory
     if model.dropout is not None:
         _set_dropout(config, model)
-    if model.init == "pretrained" and not weightless():
+    if model.init == "pretrained" and not on_meta_device():
         built = read_weights(AutoModelForCausalLM, "model.name", model.name, config)
     else:
         built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)

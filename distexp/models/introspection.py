@@ -16,7 +16,7 @@ from distexp.data.base import LOGITS_TO_KEEP
 Named = list[tuple[str, nn.Module]]
 
 
-def blocks(model: nn.Module, wrap: str = "auto") -> Named:
+def find_blocks(model: nn.Module, wrap: str = "auto") -> Named:
     """The repeated blocks of a model in forward order, named as in ``named_modules``.
 
     Args:
@@ -35,7 +35,7 @@ def blocks(model: nn.Module, wrap: str = "auto") -> Named:
     return found or _repeated(model)
 
 
-def embeddings(model: nn.Module) -> Named:
+def find_embeddings(model: nn.Module) -> Named:
     """The token embedding and the output head, by the two methods of Hugging Face; empty for image models."""
     getters = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
     wanted = [getter() for getter in getters if getter is not None]
@@ -43,13 +43,13 @@ def embeddings(model: nn.Module) -> Named:
     return [(names[id(module)], module) for module in wanted if module is not None]
 
 
-def tied(model: nn.Module) -> bool:
+def has_tied_embeddings(model: nn.Module) -> bool:
     """Whether token embedding and output head are one weight."""
-    weights = [module.weight for _, module in embeddings(model)]
+    weights = [module.weight for _, module in find_embeddings(model)]
     return len(weights) == 2 and weights[0] is weights[1]
 
 
-def most_positions(model: nn.Module) -> int | None:
+def max_positions(model: nn.Module) -> int | None:
     """Tokens of the longest sequence that a language model takes; None where nothing limits it, as with ALiBi.
 
     Args:
@@ -64,21 +64,21 @@ def most_positions(model: nn.Module) -> int | None:
     return None if known is None else int(known)
 
 
-def chooses_logits(model: nn.Module) -> bool:
+def supports_logits_to_keep(model: nn.Module) -> bool:
     """Whether a model, also inside a wrapper that calls it ``module``, can be asked for some of its logits."""
     return LOGITS_TO_KEEP in signature(getattr(model, "module", model).forward).parameters
 
 
-def check_chooses_logits(model: nn.Module) -> None:
+def check_supports_logits_to_keep(model: nn.Module) -> None:
     """Raises ConfigError where a model gives all of its logits or none."""
-    if not chooses_logits(model):
+    if not supports_logits_to_keep(model):
         raise ConfigError(
             f"train.logits=targets asks a model for some of its logits, and {type(model).__name__}.forward has no "
             f"{LOGITS_TO_KEEP}: leave it out"
         )
 
 
-def forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """Floating point operations of one forward pass, a multiplication and an addition counted apart.
 
     Args:

@@ -12,7 +12,7 @@ from distexp.data.base import IGNORE, Batch
 
 
 def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """The cross entropy in nats, summed over the ``batch.targets`` labels that count, in fp32.
+    """The cross entropy in nats, summed over the ``batch.num_targets`` labels that count, in fp32.
 
     Args:
         task: causal_lm (the logits at a position predict the next label) or image_classification.
@@ -27,8 +27,8 @@ def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
 
 
-def correct_count(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
-    """How many of the ``batch.targets`` labels that count are among the model's first choices; a scalar integer.
+def count_correct(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
+    """How many of the ``batch.num_targets`` labels that count are among the model's first choices; a scalar integer.
 
     Of fewer classes than ``choices`` all are chosen.
     """
@@ -47,23 +47,23 @@ def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
     """
     loss = loss_sum(task, outputs, batch)
     sums = torch.zeros(4, dtype=torch.float64, device=loss.device)
-    sums[0], sums[1] = loss.detach(), batch.targets
+    sums[0], sums[1] = loss.detach(), batch.num_targets
     if task == "image_classification":
-        sums[2], sums[3] = (correct_count(outputs, batch, choices=choices) for choices in (1, 5))
+        sums[2], sums[3] = (count_correct(outputs, batch, choices=choices) for choices in (1, 5))
     return sums
 
 
-def shares(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tensor) -> Tensor:
+def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tensor) -> Tensor:
     """A micro-batch's share of its step's mean loss and of its accuracy, detached; shape (2,).
 
     Shares add up over micro-batches and ranks. Text has no accuracy (0): the first choice among all
     entries of a vocabulary would cost about as much as the loss.
     """
-    hits = correct_count(outputs, batch) if task == "image_classification" else torch.zeros_like(loss)
+    hits = count_correct(outputs, batch) if task == "image_classification" else torch.zeros_like(loss)
     return torch.stack([loss.detach(), hits.detach() / normalizer])
 
 
-def logits_of(outputs: Any) -> Tensor:
+def get_logits(outputs: Any) -> Tensor:
     """A model's logits, by themselves or beside other outputs."""
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
     return logits
@@ -71,7 +71,7 @@ def logits_of(outputs: Any) -> Tensor:
 
 def _aligned(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits of shape (labels, classes), and the labels that they predict."""
-    logits = logits_of(outputs)
+    logits = get_logits(outputs)
     if task == "causal_lm":
         # Labels move, not logits: to leave out the last logits of each sample would copy all the others.
         return logits.flatten(0, 1), functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE).flatten()

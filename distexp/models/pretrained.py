@@ -65,7 +65,7 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
     return built
 
 
-def weightless() -> bool:
+def on_meta_device() -> bool:
     """Whether tensors are being made on the meta device, where weights are neither read nor drawn."""
     return torch.empty(0).device.type == "meta"
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from distexp.config import Config
-from distexp.models.introspection import blocks
+from distexp.models.introspection import find_blocks
 
 
 def transform(model: nn.Module, config: Config) -> None:
@@ -20,7 +20,7 @@ def transform(model: nn.Module, config: Config) -> None:
     """
     if not (config.train.activation_checkpointing or config.train.compile):
         return
-    for _, block in blocks(model, config.fsdp.wrap):
+    for _, block in find_blocks(model, config.fsdp.wrap):
         forward = block.forward
         if config.train.compile:
             forward = torch.compile(forward)

@@ -43,7 +43,7 @@ class DDP:
         from distexp.strategies.torch_model import Distribution, TorchModel
 
         model = blueprint.model
-        blueprint.materialise(model)
+        blueprint.materialize(model)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[context.device] if context.device.type == "cuda" else None,

@@ -98,7 +98,7 @@ class DeepSpeedModel:
 
         self.config, self.context = config, context
         self.task, self.world_size = config.model.task, context.world_size
-        ds_model.materialise(blueprint, config, settings)
+        ds_model.materialize(blueprint, config, settings)
         self.model, *_ = deepspeed.initialize(
             model=blueprint.model,
             optimizer=ds_model.optimizer_for(blueprint.model, config, context),
@@ -110,11 +110,11 @@ class DeepSpeedModel:
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Adds a micro-batch's gradients; DeepSpeed counts the micro-steps by its own step()."""
-        from distexp.models.objective import loss_sum, shares
+        from distexp.models.objective import loss_sum, partial_metrics
 
         outputs = self.model(**batch.inputs)
         loss = loss_sum(self.task, outputs, batch) / normalizer
-        told = shares(self.task, outputs, batch, loss, normalizer)
+        told = partial_metrics(self.task, outputs, batch, loss, normalizer)
         del outputs  # a large vocabulary's logits, which the backward pass can do without
         # The normalizer already holds the accumulation, and the ranks are averaged by DeepSpeed.
         self.model.backward(loss * self.world_size, scale_wrt_gas=False)

@@ -45,7 +45,7 @@ def restore_masters(wrapped: Any, blueprint: Blueprint) -> None:
 
     for name, parameter in wrapped.module.named_parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        value = blueprint.value(name, torch.empty(shape, dtype=torch.float32, device="meta"))
+        value = blueprint.get_tensor(name, torch.empty(shape, dtype=torch.float32, device="meta"))
         safe_set_full_fp32_param(parameter, value)
 
 
@@ -103,7 +103,7 @@ def in_16_bits(config: Config) -> bool:
     return config.precision.name != "fp32" and not autocasts(config)
 
 
-def materialise(blueprint: Blueprint, config: Config, settings: dict[str, Any]) -> None:
+def materialize(blueprint: Blueprint, config: Config, settings: dict[str, Any]) -> None:
     """Brings the model to life in the precision that DeepSpeed trains; at stage 3 each part is split at once."""
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
@@ -112,7 +112,7 @@ def materialise(blueprint: Blueprint, config: Config, settings: dict[str, Any]) 
 
     deepspeed.init_distributed(dist_init_required=False)  # over the process group that stands
     for module in reversed(list(blueprint.model.modules())):
-        blueprint.materialise(module, recurse=False)
+        blueprint.materialize(module, recurse=False)
         if in_16_bits(config):
             module.to(DTYPES[config.precision.name])
         if config.deepspeed.zero_stage == 3 and any(True for _ in module.parameters(recurse=False)):

@@ -124,7 +124,7 @@ def _shard(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Mo
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    from distexp.models.introspection import blocks, embeddings, tied
+    from distexp.models.introspection import find_blocks, find_embeddings, has_tied_embeddings
     from distexp.strategies.torch_model import DTYPES
 
     policy: dict[str, Any] = {
@@ -138,10 +138,10 @@ def _shard(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Mo
     if config.offload.enabled:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=config.offload.pin_memory)
     model = blueprint.model
-    inner = [module for _, module in blocks(model, config.fsdp.wrap)]
-    ends = [] if tied(model) else [module for _, module in embeddings(model)]
+    inner = [module for _, module in find_blocks(model, config.fsdp.wrap)]
+    ends = [] if has_tied_embeddings(model) else [module for _, module in find_embeddings(model)]
     for unit in [*inner, *ends, model]:
-        blueprint.materialise(unit)
+        blueprint.materialize(unit)
         # The head ends the forward pass and begins the backward pass: to free it between would gather it twice.
         last = unit is model or (len(ends) == 2 and unit is ends[1])
         fully_shard(unit, **policy | ({"reshard_after_forward": False} if last else {}))

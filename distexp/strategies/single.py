@@ -41,7 +41,7 @@ class Single:
         from distexp.strategies.torch_model import Distribution, TorchModel
 
         model = blueprint.model
-        blueprint.materialise(model)
+        blueprint.materialize(model)
         return TorchModel(
             model,
             config,

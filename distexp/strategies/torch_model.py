@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from distexp.config import Config
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
-from distexp.models.objective import loss_sum, shares
+from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record import Built
 from distexp.strategies.optimizer import build_optimizer, clip_gradients, own_hyperparameters
 
@@ -80,7 +80,7 @@ class TorchModel:
             with self.autocast:
                 outputs = self.model(**batch.inputs)
             loss = loss_sum(self.task, outputs, batch) / normalizer
-            told = shares(self.task, outputs, batch, loss, normalizer)
+            told = partial_metrics(self.task, outputs, batch, loss, normalizer)
             del outputs  # a large vocabulary's logits, which the backward pass can do without
             # Gradients are averaged over the ranks; their sum is wanted.
             self.scaler.scale(loss * self.world_size).backward()  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from distexp.data.shards import ShardedLoader, Step
+from distexp.data.shards import ShardedLoader, StepData
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import synchronize
 from distexp.models.objective import evaluation_sums
@@ -29,7 +29,7 @@ def fit(
     for epoch in plan.epochs(logger.steps):
         engine.model.train()
         logger.begin_steps()
-        for data in logger.timed(training.epoch(epoch, plan.steps_of(epoch, logger.steps))):
+        for data in logger.timed(training.iter_steps(epoch, plan.steps_of(epoch, logger.steps))):
             shares = train_step(engine, data)
             logger.allocator.before_update()
             rate = plan.learning_rate(logger.steps)
@@ -39,7 +39,7 @@ def fit(
         end_epoch(engine, training, evaluation, plan, logger)
 
 
-def train_step(engine: DistributedModel, data: Step) -> torch.Tensor:
+def train_step(engine: DistributedModel, data: StepData) -> torch.Tensor:
     """Forward and backward over a step's micro-batches; this rank's shares of mean loss and accuracy."""
     shares = []
     for position, batch in enumerate(data.micro_batches, start=1):
@@ -54,7 +54,7 @@ def end_epoch(
     """Evaluates, while loader workers read what the next epoch begins with."""
     if logger.steps < plan.total_steps:
         epoch = logger.steps // plan.steps_per_epoch
-        training.begin(epoch, plan.steps_of(epoch, logger.steps))
+        training.prefetch(epoch, plan.steps_of(epoch, logger.steps))
     logger.end_epoch(evaluate(engine, evaluation, logger))
 
 
@@ -65,7 +65,7 @@ def evaluate(engine: EvaluableModel, data: ShardedLoader, logger: MetricsLogger)
     synchronize(data.device)
     started = time.perf_counter()
     totals = torch.zeros(4, dtype=torch.float64, device=data.device)
-    for step in data.epoch(0):
+    for step in data.iter_steps(0):
         logger.heartbeat.beat()
         for batch in step.micro_batches:
             totals += evaluation_sums(data.task, engine.forward(batch), batch)

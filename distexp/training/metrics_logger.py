@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distexp.config import TrainConfig
-from distexp.data.shards import Step
+from distexp.data.shards import StepData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import StepClock, quantiles, synchronize
@@ -135,7 +135,7 @@ class MetricsLogger:
         self.profiler.interrupted("a checkpoint was written")
         self._enter("profile" if self.profiler.running else "train" if self._warm() else "warmup")
 
-    def timed(self, steps: Iterator[Step]) -> Iterator[Step]:
+    def timed(self, steps: Iterator[StepData]) -> Iterator[StepData]:
         """The same steps; the time spent waiting for each is counted."""
         while True:
             started = time.perf_counter()
@@ -145,7 +145,7 @@ class MetricsLogger:
                 return
             yield step
 
-    def step(self, step: Step, shares: Tensor, norm: Tensor, rate: float) -> None:
+    def step(self, step: StepData, shares: Tensor, norm: Tensor, rate: float) -> None:
         """A step is done: this rank's shares of loss and accuracy, and the global gradient norm."""
         self.clock.mark()
         measured = self._warm() and not self.profiler.running
@@ -153,12 +153,12 @@ class MetricsLogger:
         self.heartbeat.beat()
         self.allocator.sample()
         self.steps += 1
-        self.samples += step.samples
+        self.samples += step.num_samples
         self.window.append(shares)
         if measured:
             self.measured_steps += 1
-            self.measured_samples += step.samples
-            self.measured_tokens += sum(batch.tokens for batch in step.micro_batches)
+            self.measured_samples += step.num_samples
+            self.measured_tokens += sum(batch.num_tokens for batch in step.micro_batches)
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._log(step, norm, rate)
         if self.profiler.window is not None and self.steps == self.profiler.window.begin:
@@ -230,7 +230,7 @@ class MetricsLogger:
         """Seconds of the training so far, without what the profiler did beside it."""
         return time.perf_counter() - self.started - self.profiler.overhead_s
 
-    def _log(self, step: Step, norm: Tensor, rate: float) -> None:
+    def _log(self, step: StepData, norm: Tensor, rate: float) -> None:
         self._reduce_window()
         told = self.losses[self.logged :]
         self.logged = self.steps
@@ -247,7 +247,7 @@ class MetricsLogger:
                 "grad_norm": norm.item(),
                 "learning_rate": rate,
                 "step_time_s": seconds,
-                "samples_per_second": step.samples / seconds,
+                "samples_per_second": step.num_samples / seconds,
             },
         )
 

@@ -17,11 +17,11 @@ from distexp.config import ConfigError
 from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, TaskData
 from distexp.data.qa import QASamples
 from distexp.data.shards import ShardedLoader
-from distexp.data.tokenization import Tokenizer, Tokens
+from distexp.data.tokenization import TokenIds, Tokenizer
 from distexp.distributed.process_group import gather_to_all, sum_over_ranks
 from distexp.measure.squad_metric import Score, score
-from distexp.models.introspection import chooses_logits, most_positions
-from distexp.models.objective import logits_of
+from distexp.models.introspection import max_positions, supports_logits_to_keep
+from distexp.models.objective import get_logits
 from distexp.strategies.base import EvaluableModel
 
 WIDTHS = 64
@@ -55,10 +55,11 @@ def score_answers(
     order = np.argsort(-samples.prompt_lengths, kind="stable").tolist()
     engine.model.eval()
     mine: dict[int, str] = {}
-    for places in data.batches:
-        indices = [order[max(place, ~place)] for place in places]
-        answers = writer.write([samples.prompt(index) for index in indices], [place >= 0 for place in places])
-        mine |= {index: answer for index, answer, place in zip(indices, answers, places, strict=True) if place >= 0}
+    for batch in data.sampler:
+        indices = [order[index % len(order)] for index in batch]
+        is_padding = [index >= len(order) for index in batch]
+        answers = writer.write([samples.prompt(index) for index in indices], [not padding for padding in is_padding])
+        mine |= {i: answer for i, answer, padding in zip(indices, answers, is_padding, strict=True) if not padding}
     everyones = {index: answer for part in gather_to_all(mine) for index, answer in part.items()}
     found = score((everyones[index], references) for index, references in enumerate(samples.references))
     return found, {identity: everyones[index] for index, identity in enumerate(samples.ids)}
@@ -74,7 +75,7 @@ class Writer:
     device: device
     beat: Callable[[], None]
 
-    def write(self, prompts: Sequence[Tokens], wanted: Sequence[bool]) -> list[str]:
+    def write(self, prompts: Sequence[TokenIds], wanted: Sequence[bool]) -> list[str]:
         """The answer to each prompt, "" where none is wanted.
 
         Every rank calls it equally often, with prompts of its own; all go on until the last rank's last
@@ -85,7 +86,7 @@ class Writer:
         ids = torch.full((len(prompts), capacity), self.tokenizer.pad_id, device=self.device)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
-        limit = most_positions(self.engine.model) or capacity
+        limit = max_positions(self.engine.model) or capacity
         lengths = torch.tensor(starts, device=self.device)
         unfinished = torch.tensor(wanted, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
@@ -109,16 +110,16 @@ class Writer:
         """The likeliest next token of each row, shape (rows,), among those that the tokenizer has."""
         mask = (torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).long()
         inputs, last = {"input_ids": ids, "attention_mask": mask}, lengths - 1
-        if chooses_logits(self.engine.model):
+        if supports_logits_to_keep(self.engine.model):
             inputs[LOGITS_TO_KEEP], last = last, torch.arange(len(ids), device=self.device)
         batch = Batch(
             inputs=inputs,
             labels=torch.full_like(ids, IGNORE),
-            samples=len(ids),
-            targets=0,
-            tokens=0,
+            num_samples=len(ids),
+            num_targets=0,
+            num_tokens=0,
         )
-        logits = logits_of(self.engine.forward(batch))
+        logits = get_logits(self.engine.forward(batch))
         following = logits[torch.arange(len(ids), device=self.device), last]
         return following[:, : self.tokenizer.size].argmax(dim=-1)
 

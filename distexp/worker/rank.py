@@ -23,7 +23,7 @@ from distexp.config import Config, ConfigError
 from distexp.config.size_checks import check_samples_per_rank
 from distexp.config.targets import load_trainer, locate
 from distexp.data.base import TaskData
-from distexp.data.shards import ShardedLoader, Share
+from distexp.data.shards import BatchSharding, ShardedLoader
 from distexp.data.text import TargetLogits
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
@@ -32,7 +32,7 @@ from distexp.engines.base import TrainingInputs
 from distexp.measure.flops import peak_tflops, training_flops
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
-from distexp.models.introspection import check_chooses_logits
+from distexp.models.introspection import check_supports_logits_to_keep
 from distexp.models.transforms import transform
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
@@ -86,7 +86,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     seed_everything(config.train.seed)
     data = load_data(config, context)
     training, evaluation = loaders(config, data, context)
-    plan = Plan(config.train, training.steps)
+    plan = Plan(config.train, training.steps_per_epoch)
     logger = MetricsLogger(plan, context, events)
     inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)
     build = partial(build_model, config, data, context)
@@ -162,11 +162,11 @@ def builder(config: Config, data: TaskData) -> Callable[[], nn.Module]:
 
 def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
     """The model, not distributed yet and taking no memory."""
-    blueprint = Blueprint(builder(config, data), context, alone=not config.fsdp.sync_module_states)
+    blueprint = Blueprint(builder(config, data), context, broadcast=config.fsdp.sync_module_states)
     if config.train.save_model:
         check_exportable(blueprint.model)
     if config.train.logits == "targets":
-        check_chooses_logits(blueprint.model)
+        check_supports_logits_to_keep(blueprint.model)
     transform(blueprint.model, config)
     return blueprint
 
@@ -176,21 +176,21 @@ def loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLo
     train, place = config.train, (context.rank, context.world_size)
     if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch_size):
         raise ConfigError(error)
-    shares = (
-        Share(*place, train.micro_batch_size, train.gradient_accumulation_steps),
-        Share(*place, train.eval_batch_size or train.micro_batch_size),
+    shardings = (
+        BatchSharding(*place, train.micro_batch_size, train.gradient_accumulation_steps),
+        BatchSharding(*place, train.eval_batch_size or train.micro_batch_size),
     )
     training, evaluation = (
         ShardedLoader(
             samples,
             data,
-            share,
+            sharding,
             context.device,
             seed=train.seed,
             shuffle=samples is data.train,
             num_workers=config.dataset.num_workers,
         )
-        for samples, share in zip((data.train, data.evaluation), shares, strict=True)
+        for samples, sharding in zip((data.train, data.evaluation), shardings, strict=True)
     )
     return training, evaluation
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from distexp.config import TrainConfig
 from distexp.data.base import Batch, Sample, TaskData
 from distexp.data.images import collate_images
-from distexp.data.shards import ShardedBatches, ShardedLoader, Share
+from distexp.data.shards import BatchSharding, ShardedBatchSampler, ShardedLoader
 from distexp.training.loop import end_epoch
 from distexp.training.metrics_logger import Plan
 
 
 def steps_of(length: int, world: int, micro: int, accumulation: int, epoch: int = 0) -> list[list[int]]:
-    """The positions of each global batch, all ranks together; filling ones negative."""
+    """The positions of each global batch, all ranks together; padding copies are at least ``length``."""
     ranks = []
     for rank in range(world):
-        batches = ShardedBatches(length, Share(rank, world, micro, accumulation), seed=7, shuffle=True)
+        batches = ShardedBatchSampler(length, BatchSharding(rank, world, micro, accumulation), seed=7, shuffle=True)
         batches.epoch = epoch
         rows = list(batches)
         assert len(rows) == len(batches)
@@ -38,14 +38,14 @@ def steps_of(length: int, world: int, micro: int, accumulation: int, epoch: int 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("length", [1, 5, 24, 100])
 def test_every_sample_counts_once(world: int, length: int) -> None:
-    seen = Counter(index for step in steps_of(length, world, 2, 2) for index in step if index >= 0)
+    seen = Counter(index for step in steps_of(length, world, 2, 2) for index in step if index < length)
     assert seen == Counter(range(length))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 3), (3, 4, 2), (4, 3, 2), (6, 4, 1), (24, 1, 1)])
 def test_a_global_batch_is_the_same_for_any_number_of_ranks(shape: tuple[int, int, int]) -> None:
     def counted(world: int, micro: int, accumulation: int) -> list[set[int]]:
-        return [{i for i in step if i >= 0} for step in steps_of(113, world, micro, accumulation)]
+        return [{i for i in step if i < 113} for step in steps_of(113, world, micro, accumulation)]
 
     assert counted(*shape) == counted(1, 4, 6)
 
@@ -78,12 +78,12 @@ class Watched:
 
 def loader_of(samples: Watched, num_workers: int) -> ShardedLoader:
     data = TaskData("image_classification", samples, samples, collate_images, num_classes=len(samples))
-    share = Share(rank=0, world_size=1, micro_batch_size=2)
-    return ShardedLoader(samples, data, share, torch.device("cpu"), seed=1, shuffle=True, num_workers=num_workers)
+    sharding = BatchSharding(rank=0, world_size=1, micro_batch_size=2)
+    return ShardedLoader(samples, data, sharding, torch.device("cpu"), seed=1, shuffle=True, num_workers=num_workers)
 
 
 def order_of(loader: ShardedLoader, epoch: int, steps: range | None = None) -> list[list[int]]:
-    return [batch.labels.tolist() for step in loader.epoch(epoch, steps) for batch in step.micro_batches]
+    return [batch.labels.tolist() for step in loader.iter_steps(epoch, steps) for batch in step.micro_batches]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -93,11 +93,11 @@ def test_an_epoch_that_was_begun_has_its_own_samples(num_workers: int) -> None:
     loader = loader_of(samples, num_workers)
     order_of(loader, 0)
     samples.reads.zero_()
-    loader.begin(1, range(loader.steps))
+    loader.prefetch(1, range(loader.steps_per_epoch))
     assert samples.are_read() if num_workers else not samples.reads.any()
     assert order_of(loader, 1) == order_of(plain, 1)
     assert samples.reads.tolist() == [1] * 12
-    loader.begin(2, range(loader.steps))
+    loader.prefetch(2, range(loader.steps_per_epoch))
     assert order_of(loader, 3, range(2, 4)) == order_of(plain, 3)[2:4], "another than was begun"
 
 
@@ -105,7 +105,7 @@ def test_the_next_epoch_is_read_while_the_last_is_evaluated() -> None:
     samples, seen = Watched(), []
     training, evaluation = loader_of(samples, 1), loader_of(Watched(), 0)
     order_of(training, 0)
-    plan = Plan(TrainConfig(num_epochs=2), steps_per_epoch=training.steps)
+    plan = Plan(TrainConfig(num_epochs=2), steps_per_epoch=training.steps_per_epoch)
 
     class Patient:
         model: Any = torch.nn.Identity()

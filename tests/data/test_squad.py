@@ -82,9 +82,9 @@ def test_padding_is_neither_seen_nor_learnt() -> None:
         assert batch.labels[row, :length].equal(sample["labels"])
         assert (batch.labels[row, length:] == IGNORE).all()
         assert batch.inputs["attention_mask"][row].tolist() == [1] * length + [0] * (512 - length)
-    assert batch.samples == 3
-    assert batch.targets == sum(int((sample["labels"] != IGNORE).sum()) for sample in samples)
-    assert batch.tokens == sum(len(sample["input_ids"]) for sample in samples)
+    assert batch.num_samples == 3
+    assert batch.num_targets == sum(int((sample["labels"] != IGNORE).sum()) for sample in samples)
+    assert batch.num_tokens == sum(len(sample["input_ids"]) for sample in samples)
 
 
 def test_longest_pads_to_the_longest_of_a_batch() -> None:
@@ -100,7 +100,7 @@ def test_a_sample_that_only_fills_a_batch_does_not_count(tmp_path: Path) -> None
     sample = data.train[0]
     filler = {**sample, "labels": torch.full_like(sample["labels"], IGNORE)}
     alone, filled = data.collate([sample]), data.collate([sample, filler])
-    assert (filled.samples, filled.targets, filled.tokens) == (1, alone.targets, alone.tokens)
+    assert (filled.num_samples, filled.num_targets, filled.num_tokens) == (1, alone.num_targets, alone.num_tokens)
 
 
 @pytest.mark.parametrize("max_length", [128, 512])

@@ -20,7 +20,7 @@ def test_tokens_have_the_shape_and_the_vocabulary_asked_for() -> None:
     batch = data.collate([data.train[index] for index in range(50)])
     assert batch.labels.shape == batch.inputs["input_ids"].shape == (50, 16)
     assert batch.inputs["input_ids"].unique().tolist() == list(range(11))
-    assert (batch.samples, batch.targets, batch.tokens) == (50, 50 * 15, 50 * 16)
+    assert (batch.num_samples, batch.num_targets, batch.num_tokens) == (50, 50 * 15, 50 * 16)
     assert batch.inputs["attention_mask"].all()
 
 

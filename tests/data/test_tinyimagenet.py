@@ -160,7 +160,7 @@ def test_a_batch_counts_what_counts(sample: DatasetConfig) -> None:
     batch = data.collate([data.train[0], filler, data.train[2]])
     assert batch.inputs["images"].shape == (3, 3, 32, 32)
     assert batch.labels.tolist() == [data.train[0]["labels"], IGNORE, data.train[2]["labels"]]
-    assert (batch.samples, batch.targets, batch.tokens) == (2, 2, 0)
+    assert (batch.num_samples, batch.num_targets, batch.num_tokens) == (2, 2, 0)
 
 
 def test_images_that_are_not_pixels_any_more_are_refused(sample: DatasetConfig) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.models.bloom import build
-from distexp.models.introspection import blocks, embeddings, tied
+from distexp.models.introspection import find_blocks, find_embeddings, has_tied_embeddings
 from tests.helpers.runs import resolve_cell
 
 
@@ -18,11 +18,11 @@ def test_bloom_560m_has_its_published_size() -> None:
     with torch.device("meta"):
         bloom = build(config, 250_680)
     assert sum(weight.numel() for weight in bloom.parameters()) == 559_214_592
-    inside = blocks(bloom)
+    inside = find_blocks(bloom)
     assert [name for name, _ in inside] == [f"transformer.h.{number}" for number in range(24)]
     assert sum(weight.numel() for _, block in inside for weight in block.parameters()) == 302_309_376
-    assert [name for name, _ in embeddings(bloom)] == ["transformer.word_embeddings", "lm_head"]
-    assert tied(bloom)
+    assert [name for name, _ in find_embeddings(bloom)] == ["transformer.word_embeddings", "lm_head"]
+    assert has_tied_embeddings(bloom)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_larger_ones_have_their_published_sizes(name: str, layers: int, paramete
     with torch.device("meta"):
         bloom = build(resolve_cell(f"model={name}").model, 250_680)
     assert sum(weight.numel() for weight in bloom.parameters()) == parameters
-    assert len(blocks(bloom)) == layers
+    assert len(find_blocks(bloom)) == layers
 
 
 def test_the_tiny_one_is_bloom_and_keeps_no_cache() -> None:
@@ -49,7 +49,7 @@ def test_the_tiny_one_is_bloom_and_keeps_no_cache() -> None:
 
 def test_the_vocabulary_is_the_tokenizers_where_nothing_is_said() -> None:
     config = replace(resolve_cell("model=bloom_tiny").model, vocab_size=None)
-    assert embeddings(build(config, 300))[0][1].weight.shape == (300, 64)
+    assert find_embeddings(build(config, 300))[0][1].weight.shape == (300, 64)
     with pytest.raises(ConfigError, match=r"The tokenizer has 300 entries, more than model.vocab_size=299"):
         build(replace(config, vocab_size=299), 300)
 

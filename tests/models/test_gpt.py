@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distexp.config import ConfigError, ModelConfig
 from distexp.models.gpt import GPT, build
-from distexp.models.introspection import embeddings, tied
+from distexp.models.introspection import find_embeddings, has_tied_embeddings
 from tests.helpers.runs import resolve_cell
 
 LENGTH, VOCABULARY = 12, 50
@@ -90,8 +90,8 @@ def test_dropout_acts_in_training_only(model: ModelConfig) -> None:
 
 
 def test_head_and_embedding_are_apart(gpt: GPT) -> None:
-    assert [name for name, _ in embeddings(gpt)] == ["tokens", "head"]
-    assert not tied(gpt)
+    assert [name for name, _ in find_embeddings(gpt)] == ["tokens", "head"]
+    assert not has_tied_embeddings(gpt)
 
 
 def test_too_long_a_sequence_is_refused(gpt: GPT) -> None:
@@ -140,7 +140,7 @@ def test_a_key_of_another_architecture_is_refused(model: ModelConfig) -> None:
 def test_a_tied_head_is_the_embedding_here_and_in_transformers(model: ModelConfig) -> None:
     gpt = build(replace(model, tie_embeddings=True), VOCABULARY)
     assert isinstance(gpt, GPT)
-    assert tied(gpt)
+    assert has_tied_embeddings(gpt)
     untied = sum(p.numel() for p in build(model, VOCABULARY).parameters())
     assert sum(p.numel() for p in gpt.parameters()) == untied - VOCABULARY * 16
     twin, state = gpt.to_hugging_face(dict(gpt.named_parameters()))

@@ -15,7 +15,7 @@ from distexp.config import ConfigError
 from distexp.console.screen import describe
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
 from distexp.models import bloom, hf
-from distexp.models.introspection import blocks, embeddings, forward_flops, tied
+from distexp.models.introspection import count_forward_flops, find_blocks, find_embeddings, has_tied_embeddings
 from distexp.resolve.run_id import run_id
 from distexp.runs.spec import RunSpec
 from tests.helpers.runs import resolve_cell, run_distexp
@@ -88,9 +88,9 @@ def test_pretrained_weights_are_those_saved_and_blocks_are_found(name: str, tmp_
     theirs = saved.state_dict()
     assert model.state_dict().keys() == theirs.keys()
     assert all(weight.equal(theirs[key]) for key, weight in model.state_dict().items())
-    assert [block for block, _ in blocks(model)] == [f"{BLOCKS[name]}.{number}" for number in range(2)]
-    assert len(embeddings(model)) == 2
-    assert tied(model) == (name not in ("llama", "gpt_neox"))
+    assert [block for block, _ in find_blocks(model)] == [f"{BLOCKS[name]}.{number}" for number in range(2)]
+    assert len(find_embeddings(model)) == 2
+    assert has_tied_embeddings(model) == (name not in ("llama", "gpt_neox"))
     assert model.training
     outputs = model(input_ids=torch.zeros(1, 4, dtype=torch.long))
     assert outputs.past_key_values is None
@@ -126,8 +126,8 @@ def test_on_the_meta_device_nothing_is_read_and_products_are_counted(name: str, 
     assert {weight.device.type for weight in model.parameters()} == {"meta"}
     samples, length = 3, 10
     ids = torch.zeros(samples, length, dtype=torch.long)
-    counted = forward_flops(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    _, block = blocks(model)[0]
+    counted = count_forward_flops(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    _, block = find_blocks(model)[0]
     matrices = sum(weight.numel() for weight in block.parameters() if weight.dim() == 2)
     attention = 2 * (2 * samples * length * length * HIDDEN)
     expected = 2 * (2 * samples * length * matrices + attention) + 2 * samples * length * HIDDEN * VOCABULARY
@@ -251,7 +251,7 @@ def test_a_pretrained_bloom_is_read_from_its_path(tmp_path: Path) -> None:
         weights = bloom.build(named, 300).state_dict()
         assert all(weight.equal(saved.state_dict()[name].float()) for name, weight in weights.items())
         with torch.device("meta"):
-            assert embeddings(bloom.build(named, 300))[0][1].weight.shape == (320, 16)
+            assert find_embeddings(bloom.build(named, 300))[0][1].weight.shape == (320, 16)
     assert isinstance(load_tokenizer(config, []), HuggingFaceTokenizer)
     with pytest.raises(ConfigError, match=r"model.num_layers=3 is not the 2 of the weights in model.path="):
         bloom.build(replace(config, num_layers=3), 300)

@@ -8,7 +8,7 @@ from torch import nn
 
 from distexp.config import ConfigError
 from distexp.models import bloom, gpt, resnet
-from distexp.models.introspection import blocks, forward_flops
+from distexp.models.introspection import count_forward_flops, find_blocks
 from tests.helpers.runs import resolve_cell
 
 SAMPLES, LENGTH = 3, 10
@@ -31,15 +31,15 @@ class Nested(nn.Module):
 
 
 def test_the_blocks_are_the_largest_repeated_parts() -> None:
-    assert [name for name, _ in blocks(Nested())] == ["layers.0", "layers.1"]
+    assert [name for name, _ in find_blocks(Nested())] == ["layers.0", "layers.1"]
 
 
 def test_what_hugging_face_declares_comes_first() -> None:
     model = Nested()
     model._no_split_modules = {"Linear"}  # type: ignore[assignment]
-    assert len(blocks(model)) == 2 + 2 * 9
+    assert len(find_blocks(model)) == 2 + 2 * 9
     model._no_split_modules = []  # type: ignore[assignment]
-    assert len(blocks(model)) == 2
+    assert len(find_blocks(model)) == 2
 
 
 def test_blocks_of_other_hugging_face_models() -> None:
@@ -48,15 +48,15 @@ def test_blocks_of_other_hugging_face_models() -> None:
     config = GPT2Config(vocab_size=20, n_embd=8, n_layer=3, n_head=2, n_positions=16)
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
-    assert [name for name, _ in blocks(model)] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
+    assert [name for name, _ in find_blocks(model)] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
     model._no_split_modules = None
-    assert [name for name, _ in blocks(model)] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
+    assert [name for name, _ in find_blocks(model)] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
 
 
 def test_classes_can_be_named() -> None:
     model = gpt.build(resolve_cell("model=gpt_tiny").model, 300)
-    assert [name for name, _ in blocks(model, "Block")] == ["blocks.0", "blocks.1"]
-    named = [name for name, _ in blocks(model, "MLP, Embedding")]
+    assert [name for name, _ in find_blocks(model, "Block")] == ["blocks.0", "blocks.1"]
+    named = [name for name, _ in find_blocks(model, "MLP, Embedding")]
     assert named == ["tokens", "positions", "blocks.0.mlp", "blocks.1.mlp"]
 
 
@@ -65,12 +65,12 @@ def test_a_class_that_is_not_there_is_refused(wrap: str, absent: str) -> None:
     model = gpt.build(resolve_cell("model=gpt_tiny").model, 300)
     message = f"fsdp.wrap names {absent}, which this model does not have: choose auto, or from Attention, Block"
     with pytest.raises(ConfigError, match=message):
-        blocks(model, wrap)
+        find_blocks(model, wrap)
 
 
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Linear has no repeated blocks to treat apart: name their classes"):
-        blocks(nn.Linear(2, 2))
+        find_blocks(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", ["gpt_tiny", "bloom_tiny"])
@@ -83,7 +83,7 @@ def test_flops_of_a_transformer_are_those_of_its_products(name: str) -> None:
     hidden, tokens = 64, SAMPLES * LENGTH
     layer = 2 * tokens * (4 * hidden * hidden + 2 * hidden * 256) + 2 * (2 * tokens * LENGTH * hidden)
     expected = 2 * layer + 2 * tokens * hidden * 1024
-    assert forward_flops(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}) == expected
+    assert count_forward_flops(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}) == expected
 
 
 def test_flops_of_a_resnet_are_those_of_its_convolutions() -> None:
@@ -99,4 +99,4 @@ def test_flops_of_a_resnet_are_those_of_its_convolutions() -> None:
         expected += first + second + convolution(width, 2 * width, 1, side)
     expected += 2 * 128 * 10
     images = torch.zeros(SAMPLES, 3, 32, 32)
-    assert forward_flops(model, {"images": images}) == SAMPLES * expected
+    assert count_forward_flops(model, {"images": images}) == SAMPLES * expected

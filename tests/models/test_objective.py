@@ -14,8 +14,8 @@ from distexp.config.targets import locate
 from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, Sample
 from distexp.data.images import collate_images
 from distexp.data.text import TargetLogits, TextCollate
-from distexp.models.introspection import check_chooses_logits
-from distexp.models.objective import correct_count, evaluation_sums, loss_sum
+from distexp.models.introspection import check_supports_logits_to_keep
+from distexp.models.objective import count_correct, evaluation_sums, loss_sum
 from tests.helpers.runs import resolve_cell
 
 VOCABULARY = 13
@@ -58,11 +58,11 @@ def test_language_loss_predicts_the_next_token() -> None:
                 expected -= float(functional.log_softmax(scores, dim=-1)[label])
                 hits += int(scores.argmax()) == label
                 counted += 1
-    assert batch.targets == counted == 3 + 8
-    assert (batch.samples, batch.tokens) == (2, 15)
+    assert batch.num_targets == counted == 3 + 8
+    assert (batch.num_samples, batch.num_tokens) == (2, 15)
     for outputs in (logits, SimpleNamespace(logits=logits)):
         assert float(loss_sum("causal_lm", outputs, batch)) == pytest.approx(expected, rel=1e-6)
-        assert int(correct_count(outputs, batch)) == hits
+        assert int(count_correct(outputs, batch)) == hits
 
 
 @pytest.mark.parametrize("name", ["bloom_tiny", "gpt_tiny"])
@@ -82,14 +82,18 @@ def test_logits_at_targets_alone_have_the_same_loss_and_gradients(name: str) -> 
     # The second sample predicts 1 to 8, the first 3 to 5 among them; the last position closes.
     assert batch.inputs[LOGITS_TO_KEEP].tolist() == [*range(8), 9]
     assert logits.shape == (3, 9, VOCABULARY)
-    assert (batch.samples, batch.targets, batch.tokens) == (whole.samples, whole.targets, whole.tokens)
+    assert (batch.num_samples, batch.num_targets, batch.num_tokens) == (
+        whole.num_samples,
+        whole.num_targets,
+        whole.num_tokens,
+    )
     torch.testing.assert_close(chosen_loss, loss)
     torch.testing.assert_close(chosen_gradients, gradients)
 
 
 def test_logits_without_any_target_are_one_that_counts_for_nothing() -> None:
     batch = TargetLogits(COLLATE)(text_samples()[2:])
-    assert (batch.targets, batch.inputs[LOGITS_TO_KEEP].tolist()) == (0, [9])
+    assert (batch.num_targets, batch.inputs[LOGITS_TO_KEEP].tolist()) == (0, [9])
     logits = logits_for(1, 1, VOCABULARY).requires_grad_()
     loss = loss_sum("causal_lm", logits, batch)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -100,7 +104,7 @@ def test_logits_without_any_target_are_one_that_counts_for_nothing() -> None:
 
 def test_a_model_that_cannot_choose_its_logits_is_refused() -> None:
     with pytest.raises(ConfigError, match="forward has no logits_to_keep: leave it out"):
-        check_chooses_logits(nn.Linear(2, 2))
+        check_supports_logits_to_keep(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="targets chooses among the positions of a text"):
         resolve_cell("model=resnet_tiny", "dataset=tinyimagenet_sample", "train.logits=targets")
 
@@ -109,15 +113,15 @@ def test_image_loss_is_torchs_own() -> None:
     batch = image_batch()
     logits = logits_for(4, 8)
     expected = functional.cross_entropy(logits[[0, 2, 3]], torch.tensor([2, 0, 7]), reduction="sum")
-    assert batch.targets == batch.samples == 3
+    assert batch.num_targets == batch.num_samples == 3
     assert loss_sum("image_classification", logits, batch).equal(expected)
-    assert int(correct_count(functional.one_hot(torch.tensor([2, 1, 0, 3]), 8).float(), batch)) == 2
+    assert int(count_correct(functional.one_hot(torch.tensor([2, 1, 0, 3]), 8).float(), batch)) == 2
 
 
 def test_the_first_choices_are_counted() -> None:
     batch = image_batch()  # labels 2, none, 0 and 7
     ranks = torch.tensor([[5, 4, 3, 2, 1, 0, -1, -2], [0] * 8, [-9, 8, 7, 6, 5, 4, 3, 2], [7, 6, 5, 4, 3, 2, 1, 9]])
-    counts = [int(correct_count(ranks.float(), batch, choices=choices)) for choices in (1, 3, 5, 8, 100)]
+    counts = [int(count_correct(ranks.float(), batch, choices=choices)) for choices in (1, 3, 5, 8, 100)]
     assert counts == [1, 2, 2, 3, 3]
     loss, targets, first, among_five = evaluation_sums("image_classification", ranks.float(), batch).tolist()
     assert loss == pytest.approx(float(loss_sum("image_classification", ranks.float(), batch)))

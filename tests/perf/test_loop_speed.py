@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from distexp.config import Config
 from distexp.config.targets import load_strategy
 from distexp.data.base import TaskData
-from distexp.data.shards import ShardedBatches, Share
+from distexp.data.shards import BatchSharding, ShardedBatchSampler
 from distexp.distributed.context import Context
 from distexp.measure.clock import synchronize
 from distexp.runs.events import Events
@@ -68,7 +68,7 @@ class Ours:
 
     def epoch(self) -> float:
         """Seconds of the steps of one epoch."""
-        plan = Plan(self.config.train, self.training.steps)
+        plan = Plan(self.config.train, self.training.steps_per_epoch)
         logger = MetricsLogger(plan, self.context, Events(self.context.run_dir, enabled=True))
         started = time.perf_counter()
         fit(self.engine, self.training, self.evaluation, plan, logger)
@@ -94,7 +94,9 @@ class Bare:
             weight_decay=0.0,
             fused=on_gpu,
         )
-        batches = ShardedBatches(len(data.train), Share(0, 1, train.micro_batch_size), seed=train.seed, shuffle=True)
+        batches = ShardedBatchSampler(
+            len(data.train), BatchSharding(0, 1, train.micro_batch_size), seed=train.seed, shuffle=True
+        )
         self.loader = DataLoader(
             data.train,  # type: ignore[arg-type]
             batch_sampler=batches,

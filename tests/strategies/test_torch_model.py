@@ -46,7 +46,7 @@ def test_logits_are_freed_before_the_backward_pass(tmp_path: Path) -> None:
         distribution=lambda: Distribution(wrapper="none", mesh=[1, 1]),
     )
     ids = torch.arange(10).view(2, 5)
-    batch = Batch({"input_ids": ids}, labels=ids, samples=2, targets=8, tokens=10)
+    batch = Batch({"input_ids": ids}, labels=ids, num_samples=2, num_targets=8, num_tokens=10)
     loss, _ = engine.forward_backward(batch, normalizer=torch.tensor(8), last_micro=True)
     assert loss > 0
     assert model.alive == [False]

@@ -11,7 +11,7 @@ from torch import nn
 from distexp.config import Config
 from distexp.config.targets import locate
 from distexp.data.base import TaskData
-from distexp.models.objective import correct_count, loss_sum
+from distexp.models.objective import count_correct, loss_sum
 from tests.helpers.runs import resolve_cell
 
 
@@ -40,7 +40,7 @@ def learn(config: Config, steps: int) -> tuple[float, float, float]:
         chosen = torch.randint(len(data.train), (2 * config.train.micro_batch_size,)).tolist()
         batch = data.collate([data.train[index] for index in chosen]).to(torch.device("cpu"))
         optimizer.zero_grad()
-        (loss_sum(data.task, model(**batch.inputs), batch) / batch.targets).backward()
+        (loss_sum(data.task, model(**batch.inputs), batch) / batch.num_targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return before, *evaluate(model, data)
@@ -51,8 +51,8 @@ def evaluate(model: nn.Module, data: TaskData) -> tuple[float, float]:
     model.eval()
     batch = data.collate([data.evaluation[index] for index in range(len(data.evaluation))]).to(torch.device("cpu"))
     outputs = model(**batch.inputs)
-    hits = correct_count(outputs, batch)
-    return float(loss_sum(data.task, outputs, batch)) / batch.targets, float(hits) / batch.targets
+    hits = count_correct(outputs, batch)
+    return float(loss_sum(data.task, outputs, batch)) / batch.num_targets, float(hits) / batch.num_targets
 
 
 @pytest.mark.parametrize("model", ["bloom_tiny", "gpt_tiny"])

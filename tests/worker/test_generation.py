@@ -15,7 +15,7 @@ from distexp.config import ConfigError
 from distexp.data import synthetic
 from distexp.data.base import Batch
 from distexp.models import gpt
-from distexp.models.introspection import most_positions
+from distexp.models.introspection import max_positions
 from distexp.strategies.base import DistributedModel
 from distexp.worker.generation import Writer, check_answerable
 from tests.helpers.runs import resolve_cell
@@ -134,9 +134,9 @@ def test_positions_of_models() -> None:
 
     with torch.device("meta"):
         learned = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16))
-        assert most_positions(learned) == 16
-        assert most_positions(cast(nn.Module, SimpleNamespace(module=learned))) == 16
-        assert most_positions(bloom()) is None, "ALiBi has no longest sequence"
+        assert max_positions(learned) == 16
+        assert max_positions(cast(nn.Module, SimpleNamespace(module=learned))) == 16
+        assert max_positions(bloom()) is None, "ALiBi has no longest sequence"
 
 
 def test_data_without_references_are_refused() -> None:
