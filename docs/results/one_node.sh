@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The tables of the exercises that need one node, all from this machine: rows of 1, 2, 4 and 8 GPUs are comparable only
-# where they are. A row that wants more GPUs than there are says so in its table.
+# Make the tables of the exercises that need one node. Rows of 1, 2, 4 and 8 GPUs are comparable only on one machine.
+# A row that needs more GPUs than the machine has shows this reason in its table.
 #
 #   docs/results/one_node.sh RESULTS dataset.train_path=train-v1.1.json dataset.eval_path=dev-v1.1.json \
 #                                    dataset.root=tiny-imagenet-200
 #   docs/results/one_node.sh RESULTS scale=tiny scale.workers=8        # without GPUs and data, to see that it works
 #   EXERCISES="fsdp/multi_gpu fsdp/sharding" docs/results/one_node.sh RESULTS ...     # some of them
 #
-# What is there already is kept: after an interruption, the same command does what is missing.
+# Existing results are kept. After an interruption, run the same command again.
 set -uo pipefail
 results=${1:?usage: one_node.sh RESULTS [KEY=VALUE ...]}
 shift
@@ -20,15 +20,15 @@ fsdp/custom_weak_scaling}"
 images() { [[ $1 == dataset.root=* ]]; }
 text() { [[ $1 == dataset.train_path=* || $1 == dataset.eval_path=* ]]; }
 
-# Each exercise has one data set, and would refuse the keys of the other.
-words_for() {
-    local exercise=$1 word
+# Print the overrides that an exercise accepts: each has one dataset and refuses the keys of the other.
+overrides_for() {
+    local exercise=$1 override
     shift
-    for word in "$@"; do
+    for override in "$@"; do
         case $exercise in
-            preflight) [[ $word == *.device=* ]] && printf '%s\n' "$word" ;;
-            ddp/*) text "$word" || printf '%s\n' "$word" ;;
-            *) images "$word" || printf '%s\n' "$word" ;;
+            preflight) [[ $override == *.device=* ]] && printf '%s\n' "$override" ;;
+            ddp/*) text "$override" || printf '%s\n' "$override" ;;
+            *) images "$override" || printf '%s\n' "$override" ;;
         esac
     done
 }
@@ -36,23 +36,23 @@ words_for() {
 failed=0
 for exercise in $EXERCISES; do
     sweep=$results/${exercise//\//_}
-    mapfile -t words < <(words_for "$exercise" "$@")
+    mapfile -t overrides < <(overrides_for "$exercise" "$@")
     echo "=== $exercise"
     case $exercise in
         preflight)
             mkdir -p "$results"
-            "$PYTHON" -m distexp.preflight "${words[@]}" | tee "$sweep.txt" || failed=1
+            "$PYTHON" -m distexp.preflight "${overrides[@]}" | tee "$sweep.txt" || failed=1
             continue
             ;;
         # Hybrid sharding as two simulated nodes of four, of which only the sharding within a node is on one machine.
-        fsdp/sharding_2x4) words+=(experiment=fsdp/sharding sharding=hybrid_shard offload=false cluster.workers_per_node=4) ;;
-        *) words+=("experiment=$exercise") ;;
+        fsdp/sharding_2x4) overrides+=(experiment=fsdp/sharding sharding=hybrid_shard offload=false cluster.workers_per_node=4) ;;
+        *) overrides+=("experiment=$exercise") ;;
     esac
     if [[ -e $sweep ]]; then
         "$PYTHON" -m distexp.resume "$sweep" || failed=1
     else
         mkdir -p "$results"
-        "$PYTHON" -m distexp "${words[@]}" "hydra.sweep.dir=$sweep" || failed=1
+        "$PYTHON" -m distexp "${overrides[@]}" "hydra.sweep.dir=$sweep" || failed=1
     fi
     "$PYTHON" -m distexp.report "$sweep" || failed=1
 done
