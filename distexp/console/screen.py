@@ -283,7 +283,7 @@ def _interconnect(preflight: dict[str, Any]) -> str:
     """The bus bandwidth of the largest all-reduce over all ranks."""
     reduces = [one for one in preflight["measurements"] if (one["group"], one["operation"]) == ("all", "all_reduce")]
     if not reduces:
-        return "one worker talks to nobody"
+        return "not measured: single worker"
     largest = max(reduces, key=lambda one: int(one["bytes"]))
     return (
         f"{largest['busbw_gbps']:.2f} GB/s bus bandwidth, all_reduce of {largest['bytes'] / 2**20:,.0f} MiB over "

@@ -1,5 +1,5 @@
-"""Is this machine fit for training, and for what? ``python -m distexp.doctor [--json]``.
+"""Checks of a machine: what can be trained on it. ``distexp doctor [--json]``.
 
-Every check says what was found and, where something is amiss, how to mend it. What may break or hang
-(importing torch, collectives, Slurm) runs in a process of its own with a time limit.
+Each check reports what it found and, if something is wrong, a hint. Steps that may crash or hang (importing torch,
+collectives, Slurm commands) run in a subprocess with a timeout.
 """

@@ -1,4 +1,4 @@
-"""``python -m distexp.doctor [--json]``; exit code 0 where some training is possible, 1 where none is."""
+"""The command ``distexp doctor [--json]``; exit code 0 if this machine can train, else 1."""
 
 from __future__ import annotations
 
@@ -15,80 +15,80 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from distexp.doctor.check_result import CheckResult
 from distexp.doctor.devices import check_collective, check_gpus, check_nccl, check_port
-from distexp.doctor.finding import Finding
 from distexp.doctor.machine import (
     check_disk,
+    check_distexp_cache,
     check_hub_cache,
     check_limits,
     check_memory,
-    check_own_cache,
     check_shm,
 )
 from distexp.doctor.software import check_conf, check_libraries, check_python, check_torch, probe_torch
 from distexp.doctor.tools import check_compiler, check_ninja, check_slurm, check_toolkit
-from distexp.doctor.verdict import Verdict, judge, spoken
+from distexp.doctor.verdict import Verdict, format_verdict, make_verdict
 from distexp.exceptions import run_until_pipe_closes
 from distexp.system.hardware import visible_gpus
 
 STYLES = {"ok": "green", "warning": "yellow", "missing": "red"}
 
 
-def examine() -> tuple[list[Finding], Verdict]:
-    """Every check, those that wait for processes side by side, and what they add up to."""
+def run_checks() -> tuple[list[CheckResult], Verdict]:
+    """Run every check, those in subprocesses concurrently, and return the results with the verdict."""
     gpus = len(visible_gpus())
     with ThreadPoolExecutor(4) as pool:
         slurm = pool.submit(check_slurm)
         torch = probe_torch()
-        backends = [] if torch.error else ["gloo"]
+        backends = [] if torch.import_error else ["gloo"]
         if torch.usable and torch.nccl and gpus > 1:
             backends.append("nccl")
         libraries = pool.submit(check_libraries)
         collectives = [pool.submit(check_collective, backend) for backend in backends]
-        findings = [
+        results = [
             check_python(), check_conf(), check_torch(torch, gpus), *libraries.result(),
             check_gpus(), check_nccl(torch, gpus), check_port(), *(each.result() for each in collectives),
             check_shm(), check_memory(), check_disk(), check_limits(gpus),
             check_compiler(), check_ninja(), check_toolkit(torch, gpus),
-            check_hub_cache(), check_own_cache(), slurm.result(),
+            check_hub_cache(), check_distexp_cache(), slurm.result(),
         ]  # fmt: skip
-    return findings, judge(findings, torch)
+    return results, make_verdict(results, torch)
 
 
-def show(console: Console, findings: Sequence[Finding], verdict: Verdict) -> None:
-    """The findings as a table, and the verdict below it."""
+def print_report(console: Console, results: Sequence[CheckResult], verdict: Verdict) -> None:
+    """Print a table of the results, and the verdict below it."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for title in ("check", "state"):
         table.add_column(title, no_wrap=True)
-    table.add_column("found, and what to do", overflow="fold")
-    for finding in findings:
-        text = Text(finding.found)
-        if finding.mend:
-            text.append(f"\n-> {finding.mend}", style="dim")
-        table.add_row(finding.name, Text(finding.state, style=STYLES[finding.state]), text)
+    table.add_column("details and hint", overflow="fold")
+    for result in results:
+        text = Text(result.found)
+        if result.hint:
+            text.append(f"\n-> {result.hint}", style="dim")
+        table.add_row(result.name, Text(result.state, style=STYLES[result.state]), text)
     console.print(table)
     console.print()
-    for sentence in spoken(verdict):
-        console.print(Text(sentence))
+    for line in format_verdict(verdict):
+        console.print(Text(line))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examines this machine, and returns the exit code."""
+    """Check this machine and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m distexp.doctor",
-        description="Says what this machine can be used for, what is amiss and how to mend it.",
+        prog="distexp doctor",
+        description="Check this machine: print what can be trained on it, what is missing, and how to fix it.",
     )
-    parser.add_argument("--json", action="store_true", help="print the findings for a program")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON document")
     options = parser.parse_args(arguments)
     console = Console()
     if options.json:
-        findings, verdict = examine()
-        content: dict[str, Any] = {**asdict(verdict), "checks": [asdict(finding) for finding in findings]}
+        results, verdict = run_checks()
+        content: dict[str, Any] = {**asdict(verdict), "checks": [asdict(result) for result in results]}
         print(json.dumps(content, indent=2))
     else:
-        with console.status("examining this machine (about ten seconds)"):
-            findings, verdict = examine()
-        show(console, findings, verdict)
+        with console.status("checking this machine (about ten seconds)"):
+            results, verdict = run_checks()
+        print_report(console, results, verdict)
     return 0 if verdict.fit else 1
 
 

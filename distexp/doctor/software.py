@@ -1,4 +1,4 @@
-"""Python, distexp itself, torch and the libraries."""
+"""Checks of Python, distexp's configuration files, torch and the libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from distexp.config import ConfigError
 from distexp.config.paths import conf_dir
-from distexp.doctor.finding import Answer, Finding, ask, missing, ok, warning
+from distexp.doctor.check_result import CheckResult, missing, ok, warning
+from distexp.doctor.commands import CommandResult, run_command
 
 IMPORT_TIMEOUT_S = 180.0  # a cold network file system is slow
 LIBRARIES = ("torchvision", "transformers", "accelerate", "datasets", "deepspeed")
@@ -20,33 +21,33 @@ REINSTALL = "pip install --force-reinstall"
 
 
 @dataclass(frozen=True)
-class Torch:
-    """What torch says of itself; everything else is unknown where it cannot be imported."""
+class TorchInfo:
+    """Properties of the installed torch; without values if it cannot be imported."""
 
     version: str | None = None
-    cuda: str | None = None  # that it was built for
-    usable: bool = False
+    cuda: str | None = None  # the version that it was built for
+    usable: bool = False  # on a GPU
     nccl: str | None = None
-    architectures: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()  # that it was built for, such as sm_90
     capabilities: tuple[tuple[int, int], ...] = ()  # of the GPUs
-    gpu_error: str | None = None  # what the first computation on a GPU said
-    error: str | None = None  # why it cannot be imported
+    gpu_error: str | None = None  # of the first computation on a GPU
+    import_error: str | None = None
 
 
-def check_python() -> Finding:
-    """Its version, and whether it is one that distexp is made for."""
+def check_python() -> CheckResult:
+    """Check that distexp supports this version of Python."""
     found = f"{platform.python_version()} at {sys.executable}"
     if (3, 11) <= sys.version_info[:2] <= (3, 12):
         return ok("Python", found)
-    return warning("Python", found, "distexp is made for Python 3.11 and 3.12: use one of them")
+    return warning("Python", found, "distexp supports Python 3.11 and 3.12: use one of them")
 
 
-def check_conf() -> Finding:
-    """Whether the YAML groups are found."""
+def check_conf() -> CheckResult:
+    """Check that the config groups are installed."""
     try:
         return ok("configuration", str(conf_dir()))
     except ConfigError as error:
-        return missing("configuration", str(error), "install distexp again")
+        return missing("configuration", str(error), "reinstall distexp")
 
 
 TORCH_PROBE = """
@@ -68,41 +69,44 @@ print(json.dumps(dict(
 """
 
 
-def probe_torch(timeout_s: float = IMPORT_TIMEOUT_S) -> Torch:
-    """Imports torch in a process of its own, and computes on a GPU where there is one."""
-    answer = ask([sys.executable, "-c", TORCH_PROBE], timeout_s)
-    if answer.code is None:
-        return Torch(error=f"importing it took longer than {timeout_s:g} s")
-    if answer.code != 0:
-        return Torch(error=f"importing it ended with code {answer.code}: {answer.last_words}")
-    raw = json.loads(answer.output.splitlines()[-1])
+def probe_torch(timeout_s: float = IMPORT_TIMEOUT_S) -> TorchInfo:
+    """Import torch in a subprocess, and compute on a GPU if it finds one."""
+    result = run_command([sys.executable, "-c", TORCH_PROBE], timeout_s)
+    if result.code is None:
+        return TorchInfo(import_error=f"the import took longer than {timeout_s:g} s")
+    if result.code != 0:
+        return TorchInfo(import_error=f"the import ended with exit code {result.code}: {result.error_line}")
+    raw = json.loads(result.output.splitlines()[-1])
     raw["architectures"] = tuple(raw["architectures"])
     raw["capabilities"] = tuple((major, minor) for major, minor in raw["capabilities"])
-    return Torch(**raw)
+    return TorchInfo(**raw)
 
 
-def check_torch(torch: Torch, gpus: int) -> Finding:
-    """Whether torch works, and with the GPUs that are here."""
-    if torch.error is not None:
-        return missing("torch", torch.error, f"install it again: {REINSTALL} torch")
-    built = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
-    found = f"{torch.version}, {built}, CUDA {'works' if torch.usable else 'cannot be used'}"
+def check_torch(torch: TorchInfo, gpus: int) -> CheckResult:
+    """Check that torch can be imported and can use the GPUs of this machine."""
+    if torch.import_error is not None:
+        return missing("torch", torch.import_error, f"reinstall it: {REINSTALL} torch")
+    build = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
+    found = f"{torch.version}, {build}, CUDA {'works' if torch.usable else 'cannot be used'}"
     if gpus and not torch.cuda:
-        return warning("torch", found, "install a build with CUDA, or the GPUs stay idle")
-    foreign = {f"sm_{major}{minor}" for major, minor in torch.capabilities if not supported(torch, major, minor)}
-    if foreign:
-        names = ", ".join(sorted(foreign))
-        mend = f"this build knows {', '.join(torch.architectures)}: install one that was built for {names} too"
-        return warning("torch", f"{found}, and it was not built for {names}", mend)
+        return warning("torch", found, "install a build with CUDA: this one cannot use the GPUs")
+    unsupported = {f"sm_{major}{minor}" for major, minor in torch.capabilities if not supports_gpu(torch, major, minor)}
+    if unsupported:
+        names = ", ".join(sorted(unsupported))
+        hint = f"this build supports {', '.join(torch.architectures)}: install one that also supports {names}"
+        return warning("torch", f"{found}, not built for {names}", hint)
     if gpus and not torch.usable:
-        why = f": {torch.gpu_error}" if torch.gpu_error else ""
-        mend = "compare its CUDA with the driver's (nvidia-smi): update the driver or install an older build"
-        return warning("torch", found + why, mend)
+        reason = f": {torch.gpu_error}" if torch.gpu_error else ""
+        hint = "compare its CUDA version with the driver's (nvidia-smi): update the driver, or install an older build"
+        return warning("torch", found + reason, hint)
     return ok("torch", found)
 
 
-def supported(torch: Torch, major: int, minor: int) -> bool:
-    """Whether a GPU can run it: machine code within a major version, PTX (compute_) on everything later."""
+def supports_gpu(torch: TorchInfo, major: int, minor: int) -> bool:
+    """Return whether a build of torch runs on a GPU with a compute capability.
+
+    Machine code (``sm_``) runs on later GPUs of the same major version, PTX (``compute_``) on all later GPUs.
+    """
     for architecture in torch.architectures:
         match = re.match(r"(sm|compute)_(\d+)(\d)", architecture)
         if match is None:
@@ -116,34 +120,34 @@ def supported(torch: Torch, major: int, minor: int) -> bool:
 LIBRARY_PROBE = """
 import importlib, json, sys, traceback
 for name in sys.argv[1:]:
-    print(json.dumps([name, "begun"]), flush=True)
+    print(json.dumps([name, "started"]), flush=True)
     try:
         importlib.import_module(name)
-        failure = None
-    except BaseException as error:
-        failure = f"{type(error).__name__}: {error}"
-    print(json.dumps([name, failure]), flush=True)
+        error = None
+    except BaseException as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    print(json.dumps([name, error]), flush=True)
 """
 
 
-def check_libraries(timeout_s: float = IMPORT_TIMEOUT_S) -> list[Finding]:
-    """Imports the libraries that models, data and strategies come from."""
+def check_libraries(timeout_s: float = IMPORT_TIMEOUT_S) -> list[CheckResult]:
+    """Check that the libraries for models, data and strategies can be imported."""
     versions: dict[str, str] = {}
     for name in LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    answer = ask([sys.executable, "-c", LIBRARY_PROBE, *versions], timeout_s)
-    outcome = dict(json.loads(line) for line in answer.output.splitlines() if line.startswith('["'))
-    return [_library(name, versions.get(name), outcome.get(name, "begun"), answer) for name in LIBRARIES]
+    result = run_command([sys.executable, "-c", LIBRARY_PROBE, *versions], timeout_s)
+    states = dict(json.loads(line) for line in result.output.splitlines() if line.startswith('["'))
+    return [_check_library(name, versions.get(name), states.get(name, "started"), result) for name in LIBRARIES]
 
 
-def _library(name: str, version: str | None, outcome: str | None, answer: Answer) -> Finding:
+def _check_library(name: str, version: str | None, state: str | None, result: CommandResult) -> CheckResult:
+    """Return the result for one library; ``state`` is "started", an error, or None after a successful import."""
     if version is None:
         return missing(name, "not installed", f"pip install {name}")
-    if outcome is None:
+    if state is None:
         return ok(name, version)
-    if outcome == "begun":
-        how = "took too long" if answer.code is None else f"ended the process: {answer.last_words}"
-        outcome = f"importing it {how}"
-    mend = f"install it again: {REINSTALL} {name}"
-    return warning(name, f"{version} cannot be imported: {' '.join(outcome.split())[:200]}", mend)
+    if state == "started":
+        state = "the import took too long" if result.code is None else f"the process ended: {result.error_line}"
+    hint = f"reinstall it: {REINSTALL} {name}"
+    return warning(name, f"{version} cannot be imported: {' '.join(state.split())[:200]}", hint)

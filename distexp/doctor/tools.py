@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles its own parts with, and Slurm."""
+"""Checks of Slurm, and of the compilers that DeepSpeed needs for its extensions."""
 
 from __future__ import annotations
 
@@ -8,80 +8,81 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from distexp.doctor.finding import TOOL_TIMEOUT_S, Finding, ask, missing, ok, warning
-from distexp.doctor.software import Torch
+from distexp.doctor.check_result import CheckResult, missing, ok, warning
+from distexp.doctor.commands import TOOL_TIMEOUT_S, run_command
+from distexp.doctor.software import TorchInfo
 
 
-def check_compiler() -> Finding:
-    """What DeepSpeed's CPU Adam is compiled with."""
+def check_compiler() -> CheckResult:
+    """Check the C++ compiler, which DeepSpeed needs for its CPU Adam."""
     compiler = os.environ.get("CXX") or "c++"
     path = shutil.which(compiler) or shutil.which("g++")
     if path is None:
-        mend = "install g++ (or module load gcc), or set deepspeed.cpu_optimizer=torch"
-        return missing("C++ compiler", f"neither {compiler} nor g++ is in PATH", mend)
-    answer = ask([path, "--version"], TOOL_TIMEOUT_S)
-    if answer.code != 0:
-        mend = "install g++ again, or set deepspeed.cpu_optimizer=torch"
-        return warning("C++ compiler", f"{path} does not run: {answer.last_words}", mend)
-    return ok("C++ compiler", answer.output.splitlines()[0])
+        hint = "install g++ (or module load gcc), or set deepspeed.cpu_optimizer=torch"
+        return missing("C++ compiler", f"neither {compiler} nor g++ is on PATH", hint)
+    result = run_command([path, "--version"], TOOL_TIMEOUT_S)
+    if result.code != 0:
+        hint = "reinstall g++, or set deepspeed.cpu_optimizer=torch"
+        return warning("C++ compiler", f"{path} does not run: {result.error_line}", hint)
+    return ok("C++ compiler", result.output.splitlines()[0])
 
 
-def check_ninja() -> Finding:
-    """The build tool of torch's extensions, which must be in PATH."""
+def check_ninja() -> CheckResult:
+    """Check ninja, which builds torch extensions and must be on PATH."""
     path = shutil.which("ninja")
     if path is not None:
-        answer = ask([path, "--version"], TOOL_TIMEOUT_S)
-        if answer.code == 0:
-            return ok("ninja", f"{answer.output.strip()} at {path}")
+        result = run_command([path, "--version"], TOOL_TIMEOUT_S)
+        if result.code == 0:
+            return ok("ninja", f"{result.output.strip()} at {path}")
     scripts = Path(sysconfig.get_path("scripts"))
     if path is None and (scripts / "ninja").exists():
-        return warning("ninja", f"{scripts}/ninja is not in PATH", f'export PATH="{scripts}:$PATH"')
-    return missing("ninja", f"{path} does not run" if path else "not in PATH", "pip install ninja")
+        return warning("ninja", f"{scripts}/ninja is not on PATH", f'export PATH="{scripts}:$PATH"')
+    return missing("ninja", f"{path} does not run" if path else "not on PATH", "pip install ninja")
 
 
-def check_toolkit(torch: Torch, gpus: int) -> Finding:
-    """The CUDA toolkit, for DeepSpeed's GPU kernels: of the same major version as torch's."""
+def check_toolkit(torch: TorchInfo, gpus: int) -> CheckResult:
+    """Check the CUDA toolkit for DeepSpeed's GPU kernels; torch must have the same major version of CUDA."""
     home = os.environ.get("CUDA_HOME")
     path = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
     if path is None:
-        where = f"CUDA_HOME={home} holds no bin/nvcc" if home else "nvcc is not in PATH"
-        mend = (
-            "load a CUDA module or set CUDA_HOME where DeepSpeed is to compile its own kernels"
+        where = f"CUDA_HOME={home} has no bin/nvcc" if home else "nvcc is not on PATH"
+        hint = (
+            "load a CUDA module or set CUDA_HOME, if DeepSpeed has to compile GPU kernels"
             if gpus else "nothing to do without GPUs"
         )  # fmt: skip
-        return missing("CUDA toolkit", where, mend)
-    answer = ask([path, "--version"], TOOL_TIMEOUT_S)
-    match = re.search(r"release (\d+)\.(\d+)", answer.output)
+        return missing("CUDA toolkit", where, hint)
+    result = run_command([path, "--version"], TOOL_TIMEOUT_S)
+    match = re.search(r"release (\d+)\.(\d+)", result.output)
     if match is None:
-        return warning("CUDA toolkit", f"{path} does not run: {answer.last_words}", "install it again")
+        return warning("CUDA toolkit", f"{path} does not run: {result.error_line}", "reinstall it")
     found = f"{match[1]}.{match[2]} at {path}"
     if torch.cuda and torch.cuda.split(".")[0] != match[1]:
-        mend = f"DeepSpeed refuses to compile: load the toolkit of CUDA {torch.cuda}"
-        return warning("CUDA toolkit", f"{found}, torch was built for {torch.cuda}", mend)
+        hint = f"DeepSpeed refuses to compile with it: load the toolkit of CUDA {torch.cuda}"
+        return warning("CUDA toolkit", f"{found}, torch was built for {torch.cuda}", hint)
     letters = [each for each in re.split(r"[ ;,]+", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
                if re.fullmatch(r"\d+\.\d+[a-z]+(\+PTX)?", each)]  # fmt: skip
     if letters:
         plain = re.sub(r"(\.\d+)[a-z]+", r"\1", os.environ["TORCH_CUDA_ARCH_LIST"])
-        mend = f'DeepSpeed cannot read the letter: export TORCH_CUDA_ARCH_LIST="{plain}"'
-        return warning("CUDA toolkit", f"{found}, TORCH_CUDA_ARCH_LIST has {', '.join(letters)}", mend)
+        hint = f'DeepSpeed cannot parse the letter suffix: export TORCH_CUDA_ARCH_LIST="{plain}"'
+        return warning("CUDA toolkit", f"{found}, TORCH_CUDA_ARCH_LIST has {', '.join(letters)}", hint)
     return ok("CUDA toolkit", found)
 
 
-def check_slurm(timeout_s: float = TOOL_TIMEOUT_S) -> Finding:
-    """Whether sbatch is here, and the controller answers."""
+def check_slurm(timeout_s: float = TOOL_TIMEOUT_S) -> CheckResult:
+    """Check that the commands of Slurm exist and the controller responds."""
     absent = [tool for tool in ("sbatch", "sinfo", "squeue") if shutil.which(tool) is None]
     if absent:
-        mend = "for cluster=slurm, start on a login node; cluster=local needs none"
-        return missing("Slurm", f"{', '.join(absent)} not in PATH", mend)
-    answer = ask(["sinfo", "--noheader", "--format=%P %D %t %G"], timeout_s)
-    if answer.code is None:
-        mend = "the controller may be down or overloaded: try sinfo by hand, ask the operators"
-        return warning("Slurm", f"sinfo did not answer within {timeout_s:g} s", mend)
-    if answer.code != 0:
-        mend = "see that this host is part of the cluster and munge runs"
-        return warning("Slurm", f"sinfo failed: {answer.last_words[:200]}", mend)
-    partitions = list(dict.fromkeys(line.split()[0] for line in answer.output.splitlines() if line.strip()))
-    version = ask(["sinfo", "--version"], timeout_s).output.strip() or "of unknown version"
+        hint = "for cluster=slurm, use a login node of the cluster; cluster=local does not need Slurm"
+        return missing("Slurm", f"{', '.join(absent)} not on PATH", hint)
+    result = run_command(["sinfo", "--noheader", "--format=%P %D %t %G"], timeout_s)
+    if result.code is None:
+        hint = "the controller may be down or overloaded: run sinfo manually, or contact the administrators"
+        return warning("Slurm", f"sinfo did not respond within {timeout_s:g} s", hint)
+    if result.code != 0:
+        hint = "check that this host is part of the cluster and munge is running"
+        return warning("Slurm", f"sinfo failed: {result.error_line[:200]}", hint)
+    partitions = list(dict.fromkeys(line.split()[0] for line in result.output.splitlines() if line.strip()))
+    version = run_command(["sinfo", "--version"], timeout_s).output.strip() or "of unknown version"
     if not partitions:
-        return warning("Slurm", f"{version}, no partition", "ask the operators for access to one")
+        return warning("Slurm", f"{version}, no partition", "ask the administrators for access to a partition")
     return ok("Slurm", f"{version}, partitions {', '.join(partitions[:8])}")

@@ -1,22 +1,30 @@
-"""What the findings add up to: which strategies, precisions and clusters can be used here."""
+"""Verdict of all checks: the strategies, precisions, offload options and clusters that work on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distexp.doctor.finding import Finding
-from distexp.doctor.software import Torch
+from omegaconf import OmegaConf
 
-NEEDED = ("configuration", "torch", "distexp cache", "disk here")
-"""Without any of these, nothing can be trained."""
+from distexp.config.paths import conf_dir, options_of
+from distexp.config.targets import locate
+from distexp.doctor.check_result import CheckResult
+from distexp.doctor.software import TorchInfo
+from distexp.strategies.base import COMMUNICATION
+
+REQUIRED_CHECKS = ("configuration", "torch", "distexp cache", "current folder")
+"""Checks that must not be missing, because every training needs them."""
+
+GPU_ONLY = {"precision": "fp16", "offload": "pinned"}
+"""Options that ``distexp.resolve.cross_checks`` refuses on the CPU, by config group."""
 
 
 @dataclass
 class Verdict:
-    """What this machine can be used for."""
+    """Options that work on this machine, and the reasons why others do not."""
 
-    fit: bool
+    fit: bool  # whether any training is possible
     device: str
     strategies: list[str] = field(default_factory=list)
     precisions: list[str] = field(default_factory=list)
@@ -25,58 +33,81 @@ class Verdict:
     not_possible: list[str] = field(default_factory=list)
 
 
-def judge(findings: Sequence[Finding], torch: Torch) -> Verdict:
-    """What can be trained here, and why the rest cannot."""
-    states = {finding.name: finding.state for finding in findings}
-    broken = [name for name in NEEDED if states[name] == "missing"]
+def make_verdict(results: Sequence[CheckResult], torch: TorchInfo) -> Verdict:
+    """Return what can be trained on this machine, given the results of all checks."""
+    states = {result.name: result.state for result in results}
+    broken = [name for name in REQUIRED_CHECKS if states[name] == "missing"]
     if broken:
-        return Verdict(False, "none", not_possible=[f"any training: mend {', '.join(broken)} first"])
+        return Verdict(False, "none", not_possible=[f"any training: fix {', '.join(broken)} first"])
     gpus = len(torch.capabilities) if torch.usable else 0
-    verdict = Verdict(True, "cuda" if torch.usable else "cpu")
-    collective = "nccl all-reduce" if gpus > 1 else "gloo all-reduce"
-    meets = states["loopback port"] == "ok" and (gpus == 1 or states.get(collective) == "ok")
-    verdict.strategies = ["single", *(["ddp", "fsdp"] if meets else [])]
-    verdict.clusters = ["local"]
-    if states["deepspeed"] == "ok" and meets:
-        verdict.strategies.append("deepspeed")
-    verdict.precisions = ["fp32", "bf16"]
-    verdict.offload = ["false", "true"]
-    if torch.usable:
-        verdict.precisions.append("fp16")
-        verdict.offload.append("pinned")
-    if states["Slurm"] == "ok":
-        verdict.clusters.append("slurm")
-    verdict.not_possible = list(_not_possible(states, torch, meets=meets, collective=collective))
-    return verdict
+    needs = _communication_checks(gpus)
+    states[COMMUNICATION] = "ok" if all(states.get(name) == "ok" for name in needs) else "missing"
+    unmet = {name: _unmet(requirements, states) for name, requirements in strategy_requirements().items()}
+    return Verdict(
+        fit=True,
+        device="cuda" if torch.usable else "cpu",
+        strategies=[name for name, lacking in unmet.items() if lacking is None],
+        precisions=_options("precision", torch),
+        offload=_options("offload", torch),
+        clusters=["local", *(["slurm"] if states["Slurm"] == "ok" else [])],
+        not_possible=[*_strategy_problems(unmet, needs), *_other_problems(states, torch)],
+    )
 
 
-def _not_possible(states: Mapping[str, str], torch: Torch, *, meets: bool, collective: str) -> Iterator[str]:
-    if not meets:
-        yield f"strategy=ddp, fsdp, deepspeed: workers cannot meet ({collective}, loopback port)"
-    elif states["deepspeed"] != "ok":
-        yield "strategy=deepspeed: its library does not work"
+def strategy_requirements() -> dict[str, tuple[str, ...]]:
+    """Return what each strategy requires, those with the fewest requirements first."""
+    requirements = {}
+    for name in options_of("strategy"):
+        option = OmegaConf.load(conf_dir() / "strategy" / f"{name}.yaml")
+        requirements[name] = tuple(locate(option["_target_"]).requires)
+    return dict(sorted(requirements.items(), key=lambda item: len(item[1])))
+
+
+def _communication_checks(gpus: int) -> tuple[str, ...]:
+    """Return the checks that must pass for two workers to communicate; a single GPU cannot test NCCL."""
+    return ("loopback port", *([] if gpus == 1 else ["nccl all-reduce" if gpus > 1 else "gloo all-reduce"]))
+
+
+def _unmet(requirements: Sequence[str], states: Mapping[str, str]) -> str | None:
+    return next((name for name in requirements if states.get(name) != "ok"), None)
+
+
+def _options(group: str, torch: TorchInfo) -> list[str]:
+    return [name for name in options_of(group) if torch.usable or name != GPU_ONLY[group]]
+
+
+def _strategy_problems(unmet: Mapping[str, str | None], communication: Sequence[str]) -> Iterator[str]:
+    for requirement in dict.fromkeys(lacking for lacking in unmet.values() if lacking is not None):
+        names = ", ".join(name for name, lacking in unmet.items() if lacking == requirement)
+        if requirement == COMMUNICATION:
+            yield f"strategy={names}: workers cannot communicate (see {', '.join(communication)} above)"
+        else:
+            yield f"strategy={names}: {requirement} does not work (see {requirement} above)"
+
+
+def _other_problems(states: Mapping[str, str], torch: TorchInfo) -> Iterator[str]:
     if not torch.usable:
-        yield "precision=fp16, offload=pinned: they need a GPU"
+        yield f"{', '.join(f'{group}={name}' for group, name in GPU_ONLY.items())}: a GPU is required"
         if states["GPUs"] != "missing":
-            yield "training on the GPUs: see torch above, and choose cluster.device=cpu until it is mended"
+            yield "training on the GPUs: fix torch (see above); until then use cluster.device=cpu"
     elif any(capability < (8, 0) for capability in torch.capabilities):
-        yield "precision=bf16 at full speed: this GPU only emulates it, choose precision=fp16"
+        yield "precision=bf16 at full speed: this GPU emulates it, use precision=fp16"
     if torch.usable and "missing" in (states["C++ compiler"], states["ninja"]):
-        yield "DeepSpeed's own CPU Adam: it cannot be compiled, set deepspeed.cpu_optimizer=torch"
+        yield "DeepSpeed's CPU Adam: it cannot be compiled, set deepspeed.cpu_optimizer=torch"
     if states["Slurm"] != "ok":
         yield "cluster=slurm: see Slurm above"
 
 
-def spoken(verdict: Verdict) -> Iterator[str]:
-    """The verdict in sentences."""
+def format_verdict(verdict: Verdict) -> Iterator[str]:
+    """Yield the lines that report a verdict."""
     if verdict.fit:
-        where = "GPUs" if verdict.device == "cuda" else "the CPU"
-        yield f"This machine is fit for training on {where}:"
-        for key in ("strategy", "precision", "offload", "cluster"):
-            values = {"strategy": verdict.strategies, "precision": verdict.precisions,
-                      "offload": verdict.offload, "cluster": verdict.clusters}[key]  # fmt: skip
-            yield f"  {key}={', '.join(values)}"
+        device = "GPUs" if verdict.device == "cuda" else "the CPU"
+        yield f"This machine can train on {device} with:"
+        yield f"  strategy={', '.join(verdict.strategies)}"
+        yield f"  precision={', '.join(verdict.precisions)}"
+        yield f"  offload={', '.join(verdict.offload)}"
+        yield f"  cluster={', '.join(verdict.clusters)}"
     else:
-        yield "This machine is not fit for training."
+        yield "This machine cannot train."
     for reason in verdict.not_possible:
         yield f"Not possible: {reason}."

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from distexp.runs.record import write_json
+from distexp.system.cgroups import oom_kills
 
 FILE = "oom_kills.json"
-
-
-def oom_kills() -> dict[str, int]:
-    """The kernel's counters: of this process' own memory cgroup where it has one, and of the machine."""
-    counters = {"machine": _count(Path("/proc/vmstat"), r"^oom_kill (\d+)$")}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            counters["cgroup"] = _count(Path(f"/sys/fs/cgroup{group}/memory.events"), r"^oom_kill (\d+)$")
-        elif "memory" in controllers.split(","):
-            path = Path(f"/sys/fs/cgroup/memory{group}/memory.oom_control")
-            counters["cgroup"] = _count(path, r"^oom_kill (\d+)$")
-    return {name: count for name, count in counters.items() if count is not None}
-
-
-def _count(path: Path, pattern: str) -> int | None:
-    try:
-        found = re.search(pattern, path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found.group(1)) if found else None
 
 
 def save_counters(directory: Path) -> None:

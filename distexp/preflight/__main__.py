@@ -1,4 +1,4 @@
-"""``python -m distexp.preflight [OVERRIDES]``: measures where a training of the same cluster.* would run."""
+"""The command ``distexp preflight [OVERRIDES]``: test the machines that a run with the same cluster.* would use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The measurement before a training, on its own workers, and the gate that stops it."""
+"""The preflight of a run: measurements by its workers, and the check against the threshold."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,100 +14,112 @@ from distexp.config import PreflightConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.launch.outcome import PREFLIGHT
-from distexp.preflight.fabric import Measurement, groups, host_copies, measure
-from distexp.preflight.health import complaints
+from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies
+from distexp.preflight.gpu_health import gpu_problems
 from distexp.runs.record import write_json
 from distexp.system.hardware import visible_gpus
+from distexp.system.units import GIB, MIB
 
-CPU_BYTES, GPU_BYTES = 64 * 2**20, 4 * 2**30
+MAX_BYTES_CPU, MAX_BYTES_GPU = 64 * MIB, 4 * GIB
 
 
 class PreflightError(RuntimeError):
-    """The machine is not fit for this training."""
+    """A problem of the machine that stops the run before training."""
 
 
 def run_preflight(options: PreflightConfig, context: Context) -> None:
-    """Measures, writes ``preflight.json`` and a table, and raises PreflightError below the threshold.
+    """Measure the machine, write ``preflight.json`` and print a table; every rank must call this.
 
-    Leaves nothing behind: its groups are destroyed, its memory is free and the allocator's peaks are reset.
+    The process groups are destroyed, GPU memory is released and the allocator's peaks are reset.
+
+    Raises:
+        PreflightError: a GPU has a problem, a result is wrong, or the bandwidth is below the threshold.
     """
-    on_gpu = context.device.type == "cuda"
-    sick = complaints(visible_gpus()[context.local_rank].index) if on_gpu else []
-    largest = options.max_bytes or (GPU_BYTES if on_gpu else CPU_BYTES)
-    measured: list[Measurement] = []
-    if context.world_size > 1:
-        measured = _measure_groups(options, context, largest)
-    copies = host_copies(context.device)
-    told: list[dict[str, Any]] = gather_to_all({"sick": sick, "copies": copies, "measured": measured})
-    found = {
-        "backend": "nccl" if on_gpu else "gloo",
-        "min_busbw_gbps": options.min_busbw_gbps,
-        "measurements": [asdict(one) for entry in told for one in entry["measured"]],
-        "host_copies": [entry["copies"] for entry in told],
-        "complaints": [sentence for entry in told for sentence in entry["sick"]],
-    }
-    if on_gpu:
+    result = _measure_all(options, context)
+    if context.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     if context.rank == 0:
-        write_json(context.run_dir / PREFLIGHT, found)
-        show(found)
-    errors = judge(found)
-    if errors:
-        raise PreflightError("; ".join(errors))
+        write_json(context.run_dir / PREFLIGHT, result)
+        print_table(result)
+    problems = find_problems(result)
+    if problems:
+        raise PreflightError("; ".join(problems))
 
 
-def _measure_groups(options: PreflightConfig, context: Context, largest: int) -> list[Measurement]:
-    """What this rank has to tell: the figures of the groups that it is the first of."""
-    measured = []
-    for group in groups(context.rank, context.nodes, context.workers_per_node):
+def _measure_all(options: PreflightConfig, context: Context) -> dict[str, Any]:
+    """Return the content of ``preflight.json``, the same on all ranks."""
+    on_gpu = context.device.type == "cuda"
+    problems = gpu_problems(visible_gpus()[context.local_rank].index) if on_gpu else []
+    max_bytes = options.max_bytes or (MAX_BYTES_GPU if on_gpu else MAX_BYTES_CPU)
+    measurements = _measure_groups(options, context, max_bytes) if context.world_size > 1 else []
+    copies = measure_host_copies(context.device)
+    ranks: list[dict[str, Any]] = gather_to_all(
+        {"problems": problems, "copies": copies, "measurements": [asdict(each) for each in measurements]}
+    )
+    return {
+        "backend": "nccl" if on_gpu else "gloo",
+        "min_busbw_gbps": options.min_busbw_gbps,
+        "measurements": [measurement for rank in ranks for measurement in rank["measurements"]],
+        "host_copies": [rank["copies"] for rank in ranks],
+        "complaints": [problem for rank in ranks for problem in rank["problems"]],
+    }
+
+
+def _measure_groups(options: PreflightConfig, context: Context, max_bytes: int) -> list[Measurement]:
+    """Measure every group; return the results of the groups in which this rank is the first."""
+    measurements = []
+    for group in make_groups(context.rank, context.nodes, context.workers_per_node):
         if group.process_group is not None:
-            counts = {"warmup": options.warmup_rounds, "rounds": options.rounds}
-            results = list(measure(group, context.device, max_bytes=largest, **counts))
+            rounds = {"warmup": options.warmup_rounds, "rounds": options.rounds}
+            results = list(measure(group, context.device, max_bytes=max_bytes, **rounds))
             if context.rank == group.ranks[0]:
-                measured += results
+                measurements += results
             dist.destroy_process_group(group.process_group)
         dist.barrier()
-    return measured
+    return measurements
 
 
-def judge(found: dict[str, Any]) -> list[str]:
-    """A sentence for each reason not to train here."""
-    errors = list(found["complaints"])
-    for one in found["measurements"]:
+def find_problems(result: Mapping[str, Any]) -> list[str]:
+    """Return one message for each reason not to train on this machine.
+
+    Args:
+        result: Content of ``preflight.json``.
+    """
+    problems = list(result["complaints"])
+    for one in result["measurements"]:
         if not one["correct"]:
-            errors.append(f"{one['operation']} over {one['group']} gave wrong numbers at {one['bytes']} bytes")
-    least = found["min_busbw_gbps"]
-    reduces = [one for one in found["measurements"] if one["operation"] == "all_reduce" and one["group"] == "all"]
-    if least is not None and reduces:
+            problems.append(f"{one['operation']} over {one['group']} returned wrong values at {one['bytes']} bytes")
+    threshold = result["min_busbw_gbps"]
+    reduces = [one for one in result["measurements"] if one["operation"] == "all_reduce" and one["group"] == "all"]
+    if threshold is not None and reduces:
         largest = max(reduces, key=lambda one: int(one["bytes"]))
-        if largest["busbw_gbps"] < least:
-            errors.append(
-                f"all_reduce of {largest['bytes'] / 2**20:,.0f} MiB reaches a bus bandwidth of "
-                f"{largest['busbw_gbps']:.2f} GB/s, below preflight.min_busbw_gbps={least:g}: have the interconnect "
-                "looked at, or lower the threshold"
+        if largest["busbw_gbps"] < threshold:
+            problems.append(
+                f"all_reduce of {largest['bytes'] / MIB:,.0f} MiB reaches a bus bandwidth of "
+                f"{largest['busbw_gbps']:.2f} GB/s, below preflight.min_busbw_gbps={threshold:g}: check the "
+                "interconnect, or lower the threshold"
             )
-    return errors
+    return problems
 
 
-def show(found: dict[str, Any]) -> None:
-    """The table, as nccl-tests prints it, to this rank's log."""
-    print(f"preflight over {found['backend']}; all figures in {PREFLIGHT}")
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print the measurements in the layout of nccl-tests, and the verdict."""
+    print(f"preflight with {result['backend']}; all measurements are in {PREFLIGHT}")
     print("bandwidths in GB/s:")
     print(f"{'group':<8}{'operation':<15}{'ranks':>6}{'bytes':>14}{'rounds':>7}{'time us':>12}{'algbw':>8}{'busbw':>8}")
-    for one in found["measurements"]:
+    for one in result["measurements"]:
         print(
             f"{one['group']:<8}{one['operation']:<15}{one['ranks']:>6}{one['bytes']:>14,}{one['rounds']:>7}"
             f"{one['seconds'] * 1e6:>12.1f}{one['algbw_gbps']:>8.2f}{one['busbw_gbps']:>8.2f}"
             + ("" if one["correct"] else "  WRONG")
         )
-    if not found["measurements"]:
-        print("one worker talks to nobody: no collective was measured")
-    for rank, copies in enumerate(found["host_copies"]):
+    if not result["measurements"]:
+        print("single worker: no collectives to measure")
+    for rank, copies in enumerate(result["host_copies"]):
         if copies:
             print(f"rank {rank}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in copies.items()))
-    verdict = "; ".join(judge(found)) or "nothing speaks against a training here"
-    print(f"verdict: {verdict}")
-    if found["min_busbw_gbps"] is None and found["measurements"]:
-        print("no threshold was set: preflight.min_busbw_gbps decides when a training is stopped")
+    print(f"verdict: {'; '.join(find_problems(result)) or 'no problems found'}")
+    if result["min_busbw_gbps"] is None and result["measurements"]:
+        print("hint: set preflight.min_busbw_gbps to stop runs on a slow interconnect")
     sys.stdout.flush()

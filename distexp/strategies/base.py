@@ -71,8 +71,15 @@ class DistributedModel(EvaluableModel, Protocol):
         """
 
 
+COMMUNICATION = "communication"
+"""Requirement of a strategy that runs several workers."""
+
+
 class Strategy(Protocol):
     """A way of distributing a training, with its options."""
+
+    requires: tuple[str, ...]
+    """What must work on the machine: ``COMMUNICATION`` between workers, and names of libraries."""
 
     def set_defaults(self, config: Config) -> None:
         """Fills in what the user left open in this strategy's section."""

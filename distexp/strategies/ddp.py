@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.strategies.base import DistributedModel
+from distexp.strategies.base import COMMUNICATION, DistributedModel
 from distexp.strategies.single import offload_errors
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 class DDP:
     """The whole model on every worker; gradients are averaged while the backward pass runs."""
+
+    requires: tuple[str, ...] = (COMMUNICATION,)
 
     def set_defaults(self, config: Config) -> None:
         """Leaves nothing open."""

@@ -10,7 +10,7 @@ from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
-from distexp.strategies.base import DistributedModel
+from distexp.strategies.base import COMMUNICATION, DistributedModel
 from distexp.strategies.ds_config import BUCKETS, at, conflicts, read_or_empty
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ DEFAULT_STAGE = 2
 
 class DeepSpeed:
     """States partitioned over the workers by ZeRO."""
+
+    requires: tuple[str, ...] = (COMMUNICATION, "deepspeed")
 
     def set_defaults(self, config: Config) -> None:
         """The stage of the user's file, else 2; offloaded states go to DeepSpeed's CPU Adam on GPUs."""

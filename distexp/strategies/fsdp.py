@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.strategies.base import DistributedModel
+from distexp.strategies.base import COMMUNICATION, DistributedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +30,8 @@ SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 
 class FSDP:
     """Parameters, gradients and optimizer states sharded over the workers."""
+
+    requires: tuple[str, ...] = (COMMUNICATION,)
 
     def set_defaults(self, config: Config) -> None:
         """full_shard where no sharding was chosen."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Single:
     """The reference: plain torch on one device."""
 
+    requires: tuple[str, ...] = ()
+
     def set_defaults(self, config: Config) -> None:
         """Leaves nothing open."""
 

@@ -1,14 +1,21 @@
-"""Variables that change speed or memory without a trace in the configuration, before libraries set theirs."""
+"""Environment variables that change speed or memory but are no part of the configuration."""
 
 from __future__ import annotations
 
 import os
+from functools import cache
 
-STEERING = (
-    *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"),  # how workers talk to each other
+CAPTURED_PREFIXES = (
+    *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"),  # communication
     *("PYTORCH_", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_", "NVIDIA_TF32_OVERRIDE"),
 )
-"""How their names begin."""
+"""Prefixes of the variables that a record contains."""
 
-GIVEN = {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}
-"""Those that this process was given: DeepSpeed, which a run loads later, sets some for itself."""
+
+@cache
+def captured_environment() -> dict[str, str]:
+    """Return the variables to record, as they were at the first call.
+
+    Call it before DeepSpeed is imported, because DeepSpeed sets some of these variables itself.
+    """
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(CAPTURED_PREFIXES)}

@@ -1,15 +1,19 @@
-"""What this machine has, found without torch."""
+"""GPUs and CPU cores that this process may use, found without importing torch."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+from distexp.system.nvml import NvmlUnavailableError, as_text, nvml_session
+from distexp.system.units import MIB
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that this process may use; ``index`` is NVML's, not CUDA_VISIBLE_DEVICES' position."""
+    """A GPU that this process may use; ``index`` is the index in NVML, not in CUDA_VISIBLE_DEVICES."""
 
     index: int
     uuid: str
@@ -19,38 +23,27 @@ class Gpu:
 
 @lru_cache(maxsize=1)
 def visible_gpus() -> tuple[Gpu, ...]:
-    """The machine's NVIDIA GPUs in CUDA's order, those hidden by CUDA_VISIBLE_DEVICES left out."""
-    import pynvml
-
+    """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, in CUDA's order."""
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        with nvml_session() as nvml:
+            gpus = [_read_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    except NvmlUnavailableError:
         return ()
-    try:
-        found = [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    finally:
-        pynvml.nvmlShutdown()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return tuple(found)
-    chosen = [_by_name(found, name.strip()) for name in visible.split(",") if name.strip()]
-    return tuple(gpu for gpu in chosen if gpu is not None)
+        return tuple(gpus)
+    selected = [_find_gpu(gpus, name.strip()) for name in visible.split(",") if name.strip()]
+    return tuple(gpu for gpu in selected if gpu is not None)
 
 
-def _gpu(index: int) -> Gpu:
-    import pynvml
-
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    total = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**20
-    return Gpu(index, _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle)), total)
+def _read_gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    total_mib = nvml.nvmlDeviceGetMemoryInfo(handle).total / MIB
+    return Gpu(index, as_text(nvml.nvmlDeviceGetUUID(handle)), as_text(nvml.nvmlDeviceGetName(handle)), total_mib)
 
 
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _by_name(gpus: list[Gpu], name: str) -> Gpu | None:
-    """A GPU by what CUDA_VISIBLE_DEVICES may hold: its index or the start of its UUID."""
+def _find_gpu(gpus: list[Gpu], name: str) -> Gpu | None:
+    """Return the GPU with an index or a prefix of a UUID, as CUDA_VISIBLE_DEVICES lists them."""
     for gpu in gpus:
         if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)):
             return gpu
@@ -58,5 +51,5 @@ def _by_name(gpus: list[Gpu], name: str) -> Gpu | None:
 
 
 def cpu_count() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
-"""The Hugging Face hub, asked once a process whether it answers.
+"""Offline mode for the Hugging Face libraries if the Hub cannot be reached.
 
-Where nobody answers, huggingface_hub tries the first file for half a minute, transformers the next one again, and
-each try is a line in the log. In its offline mode all of them turn to the local cache at once.
+Without it, huggingface_hub retries the first file for half a minute, transformers retries the next one, and each
+retry is a line in the log. In offline mode the libraries read their local cache at once.
 """
 
 from __future__ import annotations
@@ -10,44 +10,53 @@ import time
 from functools import cache
 from pathlib import Path
 
-CONNECT_S = 3.0
-"""Most seconds for a connection, and there may be four addresses; a slow answer is an answer, and is waited for."""
+CONNECT_TIMEOUT_S = 3.0
+"""Timeout of one connection attempt; a host may have four addresses. A slow response is not an error."""
 
-PAUSE_S = 1.0
-"""Before the second try, for a name that could not be resolved just then."""
+RETRY_PAUSE_S = 1.0
+"""Pause before the second attempt, because name resolution may fail for a moment."""
 
-UNREACHABLE = {"ConnectError", "ConnectTimeout"}
-"""What the hub's HTTP library raises where nobody is there, by name: which library that is has changed before."""
+CONNECTION_ERRORS = {"ConnectError", "ConnectTimeout"}
+"""Names of the exceptions for an unreachable host. They are names because the HTTP library has changed before."""
 
 
 def offline_if_unreachable(source: str) -> None:
-    """Before ``source``, a hub id or a folder, is read: sets the libraries offline where the hub does not answer."""
+    """Switch the Hugging Face libraries to offline mode if the Hub is needed but cannot be reached.
+
+    Args:
+        source: Hub id or local folder that will be read. A local folder needs no Hub.
+    """
     if not Path(source).expanduser().exists():
-        _ask_once()
+        _check_hub_once()
 
 
 @cache
-def _ask_once() -> None:
+def _check_hub_once() -> None:
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or _silence(constants.ENDPOINT) is None:
+    if constants.HF_HUB_OFFLINE or connection_error(constants.ENDPOINT) is None:
         return
-    time.sleep(PAUSE_S)
-    why = _silence(constants.ENDPOINT)
-    if why is not None:
-        print(f"note: {constants.ENDPOINT} cannot be reached ({why}): only its local cache is read", flush=True)
-        # huggingface_hub and transformers ask this at every request; datasets takes it over when it is imported.
+    time.sleep(RETRY_PAUSE_S)
+    reason = connection_error(constants.ENDPOINT)
+    if reason is not None:
+        print(f"note: {constants.ENDPOINT} cannot be reached ({reason}): only its local cache is used", flush=True)
+        # The variable HF_HUB_OFFLINE has no effect anymore: huggingface_hub reads it once, when it is imported, and
+        # this check needs its client. huggingface_hub and transformers read the constant at every request.
+        # datasets copies it when it is imported.
         constants.HF_HUB_OFFLINE = True
 
 
-def _silence(endpoint: str) -> str | None:
-    """Why nobody took the connection, by the libraries' own client, which knows of proxies; None where someone did."""
+def connection_error(endpoint: str) -> str | None:
+    """Return why no connection to an endpoint is possible, or None if it is reachable.
+
+    The request uses huggingface_hub's HTTP client, which applies the configured proxies.
+    """
     from huggingface_hub import get_session
 
     try:
-        get_session().head(endpoint, timeout=CONNECT_S)
+        get_session().head(endpoint, timeout=CONNECT_TIMEOUT_S)
     except Exception as error:
-        # Anything else is for the libraries to meet and to tell: also a certificate that does not hold.
-        if type(error).__name__ in UNREACHABLE and "CERTIFICATE" not in str(error):
+        # The libraries report all other errors themselves, for example an invalid certificate.
+        if type(error).__name__ in CONNECTION_ERRORS and "CERTIFICATE" not in str(error):
             return str(error) or type(error).__name__
     return None

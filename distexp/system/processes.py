@@ -1,4 +1,4 @@
-"""Starting processes that never outlive who started them, and ending them for certain."""
+"""Start and stop of child processes; a child never outlives its parent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distexp.config.paths import PACKAGE
 
 PR_SET_PDEATHSIG = 1
 NOTICE_SIGNAL = signal.SIGUSR2
-"""What Slurm sends before it ends a job; submitit's choice."""
+"""Signal that Slurm sends before it ends a job; submitit requests this one."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -29,10 +29,20 @@ def start_module(
     output: IO[str] | None = None,
     death_signal: signal.Signals = signal.SIGKILL,
 ) -> subprocess.Popen[bytes]:
-    """Starts ``python -m module``, with this distexp importable, in a session of its own.
+    """Start ``python -m module`` in a new session, with this distexp on its PYTHONPATH.
 
-    The child gets ``death_signal`` when this process dies. The kernel ties that to the *thread* that
-    starts the child, so call this from the main one, and before others run.
+    The child receives ``death_signal`` when this process dies. The kernel binds that signal to the *thread* that
+    starts the child, so call this from the main thread.
+
+    Args:
+        module: Name of the module.
+        arguments: Command line of the module.
+        env: Environment of the child.
+        output: File for stdout and stderr; None inherits both.
+        death_signal: Signal for the child when this process dies.
+
+    Returns:
+        The child process.
     """
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
     return subprocess.Popen(
@@ -42,21 +52,21 @@ def start_module(
         stdout=output,
         stderr=subprocess.STDOUT if output is not None else None,
         start_new_session=True,
-        preexec_fn=_tied(death_signal),  # noqa: PLW1509
+        preexec_fn=_bind_to_parent(death_signal),  # noqa: PLW1509
     )
 
 
-def _tied(number: signal.Signals) -> Callable[[], None]:
-    def tie() -> None:
+def _bind_to_parent(number: signal.Signals) -> Callable[[], None]:
+    def bind() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
-        # Slurm announces the end of a job to every process of it, and only the agent is to answer.
+        # Slurm signals every process of a job before it ends the job. Only the agent must react.
         signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
 
-    return tie
+    return bind
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Has the kernel send this process a signal when its parent dies, or sends it now if that is past."""
+    """Request a signal for the death of the parent process; send it now if the parent is already dead."""
     parent = os.getppid()
     _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent or orphaned():
@@ -64,12 +74,12 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def orphaned() -> bool:
-    """Whether the process that started this one is gone."""
+    """Return whether the parent of this process has died."""
     return os.getppid() == 1
 
 
 def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
-    """All processes below one, or its children; empty where it is gone."""
+    """Return the descendants of a process, or only its children; empty if it does not exist."""
     try:
         return psutil.Process(pid).children(recursive=recursive)
     except psutil.NoSuchProcess:
@@ -77,23 +87,28 @@ def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
 
 
 def end_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Ends a child and everything below it: SIGTERM, then SIGKILL for what is left after the grace."""
+    """Terminate a child process and all its descendants.
+
+    Args:
+        process: The child.
+        grace_s: Seconds between SIGTERM for the child and SIGKILL for every process that is left.
+    """
     family = {member.pid: member for member in descendants(process.pid)}
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and (process.poll() is None or any(map(_lives, family.values()))):
+    while time.monotonic() < deadline and (process.poll() is None or any(map(_is_alive, family.values()))):
         family |= {member.pid: member for member in descendants(process.pid)}
         time.sleep(0.05)
     for member in family.values():
-        if _lives(member):
+        if _is_alive(member):
             member.kill()
     if process.poll() is None:
         process.kill()
     process.wait()
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

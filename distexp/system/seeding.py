@@ -1,4 +1,4 @@
-"""Every source of chance in a worker."""
+"""Seeds of the random number generators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds every source of chance; the same on all ranks where they build and read the same."""
+    """Seed Python, NumPy and torch. All ranks use the same seed, so that they build the same model and data order."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

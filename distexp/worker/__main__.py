@@ -20,6 +20,7 @@ from distexp.launch.outcome import DISK_RESERVE
 from distexp.runs.events import Events
 from distexp.runs.record import RunError, write_json
 from distexp.runs.run_dir import error_path, log_path, memory_path, redirect_output
+from distexp.system.environment_variables import captured_environment
 from distexp.system.processes import die_with_parent
 
 
@@ -28,6 +29,7 @@ def main() -> None:
     if len(sys.argv) != 2 or "RANK" not in os.environ:
         sys.exit("usage: torchrun --nproc-per-node N -m distexp.worker RUN_DIR")
     started = time.time()
+    captured_environment()  # before DeepSpeed is imported, which sets some of these variables
     run_dir = Path(sys.argv[1]).absolute()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     redirect_output(log_path(run_dir, node, rank))

@@ -40,7 +40,7 @@ from distexp.runs.events import Events
 from distexp.runs.record import PREDICTIONS, Environment, RunRecord, write_json
 from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel
-from distexp.system.environment_variables import GIVEN
+from distexp.system.environment_variables import captured_environment
 from distexp.system.hardware import cpu_count
 from distexp.system.seeding import seed_everything
 from distexp.training.metrics_logger import MetricsLogger, Plan
@@ -211,7 +211,7 @@ def environment(device: torch.device) -> Environment:
         gpu_total_mib=gpu.total_memory / 2**20 if gpu else None,
         cpu_count=cpu_count(),
         hostname=socket.gethostname(),
-        variables=GIVEN,
+        variables=captured_environment(),
     )
 
 

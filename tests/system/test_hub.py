@@ -1,4 +1,4 @@
-"""The hub where it is not there, and where it is slow: real requests, to this machine."""
+"""Tests of an unreachable and a slow Hub, with real requests to this machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from distexp.system.hub import CONNECT_S
+from distexp.system.hub import CONNECT_TIMEOUT_S
 from tests.helpers.runs import REPOSITORY, run_distexp
 
-NOBODY = "http://127.0.0.1:9"  # discard: refused
+UNREACHABLE = "http://127.0.0.1:9"  # the discard port: connections are refused
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (("dataset=squad",), "dataset.path=rajpurkar/squad is neither a local folder, nor in the local cache"),
         pytest.param(
@@ -29,43 +29,45 @@ NOBODY = "http://127.0.0.1:9"  # discard: refused
         ),
     ],
 )
-def test_a_hub_that_is_not_there_is_given_up_soon_and_quietly(
-    tmp_path: Path, words: tuple[str, ...], said: str
+def test_unreachable_hub_is_reported_once_without_retries(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
-    env = {"HF_ENDPOINT": NOBODY, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
-    done = run_distexp("strategy=single", "cluster.device=cpu", *words, cwd=tmp_path, env=env)
+    env = {"HF_ENDPOINT": UNREACHABLE, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+    done = run_distexp("strategy=single", "cluster.device=cpu", *overrides, cwd=tmp_path, env=env)
     assert done.returncode == 1
-    assert f"note: {NOBODY} cannot be reached ([Errno 111] Connection refused): only its local cache" in done.stdout
-    assert said in done.stdout
+    assert (
+        f"note: {UNREACHABLE} cannot be reached ([Errno 111] Connection refused): only its local cache" in done.stdout
+    )
+    assert message in done.stdout
     assert "Retry" not in done.stdout
     assert "Traceback" not in done.stdout
 
 
-class Slow(BaseHTTPRequestHandler):
-    """Answers, when it is asked long enough."""
+class SlowHandler(BaseHTTPRequestHandler):
+    """Handler that responds after the connection timeout."""
 
     def do_HEAD(self) -> None:
-        time.sleep(CONNECT_S + 1)
+        time.sleep(CONNECT_TIMEOUT_S + 1)
         self.send_response_only(404)
         self.end_headers()
 
 
 @pytest.fixture
-def slow() -> Iterator[str]:
-    """The address of a hub behind a slow network."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+def slow_hub() -> Iterator[str]:
+    """Yield the URL of a slow Hub."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SlowHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
 
 
-def test_a_slow_hub_is_waited_for(slow: str) -> None:
+def test_slow_hub_counts_as_reachable(slow_hub: str) -> None:
     program = (
         "from huggingface_hub import constants\n"
         "from distexp.system.hub import offline_if_unreachable\n"
         "offline_if_unreachable('nobody/nothing')\n"
         "print(constants.is_offline_mode())"
     )
-    env = {"HF_ENDPOINT": slow, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
+    env = {"HF_ENDPOINT": slow_hub, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "False", done.stderr

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-MIB = 2**20
+from distexp.system.units import MIB
 
 
 class AllocatorWatch:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-MIB = 2**20
+from distexp.system.units import MIB
+
 Warn = Callable[[str], None]
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from distexp.measure.memory.pss import Resident, SharedOnce, read_proc
 
-MIB = 2**20
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -118,28 +116,3 @@ def _children_by_kernel(pid: int) -> Iterator[int]:
         return
     for thread in threads:
         yield from map(int, read_proc(f"{pid}/task/{thread}/children").split())
-
-
-def memory_limit_mib(pid: int) -> float:
-    """MiB that a process may use: the machine's memory, or the limit of its cgroup where that is lower."""
-    meminfo = Path("/proc/meminfo").read_text()
-    total = int(meminfo.split("MemTotal:")[1].split()[0]) * 1024
-    return min([total, *_cgroup_limits(pid)]) / MIB
-
-
-def _cgroup_limits(pid: int) -> Iterator[int]:
-    """Limits in bytes on a process' cgroup and on all above it, of cgroup v1 and v2."""
-    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        else:
-            continue
-        below = Path(group.lstrip("/"))
-        for folder in (below, *below.parents):
-            limit = root / folder / name
-            text = limit.read_text().strip() if limit.is_file() else "max"
-            if text != "max":
-                yield int(text)

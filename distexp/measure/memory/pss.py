@@ -18,7 +18,8 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-MIB = 2**20
+from distexp.system.units import MIB
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STEADY_SHARE = 0.005  # of one core's time, that renewing may cost while nothing shared changes
 CHANGED_SHARE = 0.02  # while something does

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import TracebackType
 
 from distexp.measure.memory.nvml import GpuReader, GpuReading
-from distexp.measure.memory.proctree import ProcessTree, memory_limit_mib
+from distexp.measure.memory.proctree import ProcessTree
 from distexp.runs.events import FILE as EVENTS
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTraceWriter
 from distexp.runs.phases import PhaseTail
+from distexp.system.cgroups import usable_memory
 from distexp.system.hardware import cpu_count
+from distexp.system.units import MIB
 
 LARGEST_SHARE = 0.1  # of the time, that sampling may cost in CPU time
 COSTS = 3  # how many samples are judged together
@@ -94,7 +96,7 @@ class Sampler:
 
     def _open_sources(self) -> None:
         try:
-            self._total_mib = memory_limit_mib(self.root_pid)
+            self._total_mib = usable_memory(self.root_pid) / MIB
         except (OSError, ValueError, IndexError) as error:
             self._warn("limit", f"the machine's memory cannot be told ({error}); total_mib is left empty")
         if not self._gpu_indices:

@@ -1,7 +1,7 @@
-"""How fast the workers talk to each other: collectives over growing sizes, as nccl-tests measures them.
+"""Bandwidth of collectives between workers, for a range of sizes, with the definitions of nccl-tests.
 
-``algbw`` is the size over the time; ``busbw`` is that times a factor of the collective and the number of
-ranks, so that it compares with what the links can carry (nccl-tests, doc/PERFORMANCE.md).
+``algbw`` is the size divided by the time. ``busbw`` is ``algbw`` times a factor that depends on the collective and
+the number of ranks. It can be compared with the bandwidth of the links (nccl-tests, doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from distexp.measure.clock import synchronize
 SIZES = tuple(4**power * 1024 for power in range(12))
 """Bytes: 1 KiB to 4 GiB."""
 
-BUDGET_S = 10.0
-"""Of one size; slow links get fewer rounds, and say so."""
+TIME_LIMIT_S = 10.0
+"""Time for one size of one collective. Slow links get fewer rounds; the result contains their number."""
 
 Operation = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that are measured together."""
+    """Ranks that communicate in one measurement."""
 
-    name: str  # "all", "node 0", "nodes 0-1"
+    name: str  # "all", "node 0", "across nodes"
     ranks: list[int]
-    process_group: dist.ProcessGroup | None  # None on a rank outside
+    process_group: dist.ProcessGroup | None  # None on ranks outside the group
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often one size is run before it is timed, and while it is."""
+    """Number of warm-up rounds and timed rounds."""
 
     warmup: int
     timed: int
@@ -45,35 +45,47 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One collective at one size."""
+    """Bandwidth of one collective at one size."""
 
     group: str
     operation: str
     ranks: int
     bytes: int
     rounds: int
-    seconds: float  # of one round, of the slowest rank
-    algbw_gbps: float  # GB/s, 1e9 bytes
+    seconds: float  # of one round, on the slowest rank
+    algbw_gbps: float  # in 1e9 bytes per second
     busbw_gbps: float
-    correct: bool
+    correct: bool  # whether the collective returned the expected values
 
 
-def groups(rank: int, nodes: int, per_node: int) -> list[Group]:
-    """All ranks; each node's own; and one rank of each node, where there are several of both."""
+def make_groups(rank: int, nodes: int, per_node: int) -> list[Group]:
+    """Create the groups to measure; every rank must call this.
+
+    They are all ranks, the ranks of each node, and one rank per node. The last two exist only if there are several
+    nodes with several ranks each.
+    """
     world = list(range(nodes * per_node))
-    wanted = [("all", world)]
+    members = [("all", world)]
     if nodes > 1 and per_node > 1:
-        wanted += [(f"node {node}", world[node * per_node : (node + 1) * per_node]) for node in range(nodes)]
-        wanted.append(("across nodes", world[::per_node]))
-    made = []
-    for name, ranks in wanted:
-        group = dist.new_group(ranks)  # every rank takes part in making each
-        made.append(Group(name, ranks, group if rank in ranks else None))
-    return made
+        members += [(f"node {node}", world[node * per_node : (node + 1) * per_node]) for node in range(nodes)]
+        members.append(("across nodes", world[::per_node]))
+    groups = []
+    for name, ranks in members:
+        group = dist.new_group(ranks)
+        groups.append(Group(name, ranks, group if rank in ranks else None))
+    return groups
 
 
 def measure(group: Group, device: torch.device, *, max_bytes: int, warmup: int, rounds: int) -> Iterator[Measurement]:
-    """Every collective at every size, on the ranks of a group."""
+    """Measure every collective at every size, on the ranks of a group.
+
+    Args:
+        group: The group, which contains this rank.
+        device: Device of the buffers.
+        max_bytes: Largest size.
+        warmup: Rounds before the timed ones.
+        rounds: Timed rounds.
+    """
     assert group.process_group is not None
     for size in (size for size in SIZES if size <= max_bytes):
         for name in OPERATIONS:
@@ -82,18 +94,18 @@ def measure(group: Group, device: torch.device, *, max_bytes: int, warmup: int, 
             torch.cuda.empty_cache()
 
 
-def _measure_one(group: Group, name: str, size: int, device: torch.device, wanted: Rounds) -> Measurement:
+def _measure_one(group: Group, name: str, size: int, device: torch.device, rounds: Rounds) -> Measurement:
     ranks, process_group = len(group.ranks), group.process_group
     elements = max(1, size // 4 // ranks) * ranks
     prepare, factor = OPERATIONS[name]
     run, check = prepare(elements, group, device)
     run()
     correct = check()
-    once = _slowest(_timed(run, 1, device), device, process_group)
-    fitting = max(1, min(wanted.timed, int(BUDGET_S / max(once, 1e-9))))
-    _timed(run, min(wanted.warmup, fitting), device)
+    once = _max_over_ranks(_time(run, 1, device), device, process_group)
+    rounds_in_time = max(1, min(rounds.timed, int(TIME_LIMIT_S / max(once, 1e-9))))
+    _time(run, min(rounds.warmup, rounds_in_time), device)
     dist.barrier(process_group)
-    seconds = _slowest(_timed(run, fitting, device) / fitting, device, process_group)
+    seconds = _max_over_ranks(_time(run, rounds_in_time, device) / rounds_in_time, device, process_group)
     wrong = torch.tensor(0 if correct else 1, device=device)
     dist.all_reduce(wrong, group=process_group)
     algbw = elements * 4 / seconds / 1e9
@@ -102,7 +114,7 @@ def _measure_one(group: Group, name: str, size: int, device: torch.device, wante
         operation=name,
         ranks=ranks,
         bytes=elements * 4,
-        rounds=fitting,
+        rounds=rounds_in_time,
         seconds=seconds,
         algbw_gbps=algbw,
         busbw_gbps=algbw * factor(ranks),
@@ -110,7 +122,7 @@ def _measure_one(group: Group, name: str, size: int, device: torch.device, wante
     )
 
 
-def _timed(run: Operation, rounds: int, device: torch.device) -> float:
+def _time(run: Operation, rounds: int, device: torch.device) -> float:
     synchronize(device)
     started = time.perf_counter()
     for _ in range(rounds):
@@ -119,7 +131,7 @@ def _timed(run: Operation, rounds: int, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _slowest(seconds: float, device: torch.device, group: dist.ProcessGroup | None) -> float:
+def _max_over_ranks(seconds: float, device: torch.device, group: dist.ProcessGroup | None) -> float:
     worst = torch.tensor(seconds, device=device, dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     return float(worst.item())
@@ -137,9 +149,9 @@ def _all_reduce(elements: int, group: Group, device: torch.device) -> Prepared:
 
     def check() -> bool:
         ranks = len(group.ranks)
-        good = _holds(buffer, ranks * (ranks + 1) / 2)
-        buffer.zero_()  # what follows adds up and must not overflow
-        return good
+        correct = _is_filled(buffer, ranks * (ranks + 1) / 2)
+        buffer.zero_()  # repeated sums must not overflow
+        return correct
 
     return lambda: dist.all_reduce(buffer, group=group.process_group), check
 
@@ -150,7 +162,7 @@ def _all_gather(elements: int, group: Group, device: torch.device) -> Prepared:
     target = torch.empty(elements, device=device)
 
     def check() -> bool:
-        return all(_holds(chunk, index + 1.0) for index, chunk in enumerate(target.view(-1, part)))
+        return all(_is_filled(chunk, index + 1.0) for index, chunk in enumerate(target.view(-1, part)))
 
     return lambda: dist.all_gather_into_tensor(target, source, group=group.process_group), check
 
@@ -162,30 +174,30 @@ def _reduce_scatter(elements: int, group: Group, device: torch.device) -> Prepar
     ranks = len(group.ranks)
     return (
         lambda: dist.reduce_scatter_tensor(target, source, group=group.process_group),
-        lambda: _holds(target, ranks * (ranks + 1) / 2),
+        lambda: _is_filled(target, ranks * (ranks + 1) / 2),
     )
 
 
 def _send_receive(elements: int, group: Group, device: torch.device) -> Prepared:
-    """Each rank sends to the next one and receives from the one before, at once."""
-    ranks, here = group.ranks, _position(group)
-    after, before = ranks[(here + 1) % len(ranks)], ranks[here - 1]
-    source = torch.full((elements,), here + 1.0, device=device)
+    """Prepare a ring exchange: each rank sends to the next rank and receives from the previous one."""
+    ranks, position = group.ranks, _position(group)
+    next_rank, previous_rank = ranks[(position + 1) % len(ranks)], ranks[position - 1]
+    source = torch.full((elements,), position + 1.0, device=device)
     target = torch.empty(elements, device=device)
 
     def run() -> None:
-        wanted = [
-            dist.P2POp(dist.isend, source, after, group.process_group),
-            dist.P2POp(dist.irecv, target, before, group.process_group),
+        operations = [
+            dist.P2POp(dist.isend, source, next_rank, group.process_group),
+            dist.P2POp(dist.irecv, target, previous_rank, group.process_group),
         ]
-        for work in dist.batch_isend_irecv(wanted):
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    return run, lambda: _holds(target, (here - 1) % len(ranks) + 1.0)
+    return run, lambda: _is_filled(target, (position - 1) % len(ranks) + 1.0)
 
 
-def _holds(tensor: Tensor, value: float) -> bool:
-    # Two reductions instead of a comparison: 4 GiB of booleans would be another buffer.
+def _is_filled(tensor: Tensor, value: float) -> bool:
+    # Two reductions need no buffer; a comparison would allocate up to 1 GiB of booleans.
     return tensor.min().item() == value == tensor.max().item()
 
 
@@ -197,17 +209,26 @@ OPERATIONS: dict[str, tuple[Callable[[int, Group, torch.device], Prepared], Call
 }
 
 
-def host_copies(device: torch.device, size: int = 2**30, rounds: int = 5) -> dict[str, float]:
-    """GB/s between page-locked host memory and a GPU, each way; nothing to measure on a CPU."""
+def measure_host_copies(device: torch.device, size: int = 2**30, rounds: int = 5) -> dict[str, float]:
+    """Measure copies between page-locked host memory and a GPU.
+
+    Args:
+        device: The GPU; for a CPU the result is empty.
+        size: Bytes per copy.
+        rounds: Timed copies in each direction.
+
+    Returns:
+        GB/s (1e9 bytes) by direction.
+    """
     if device.type != "cuda":
         return {}
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    ways = {"host_to_device": (there, host), "device_to_host": (host, there)}
+    on_gpu = torch.empty(size, dtype=torch.uint8, device=device)
+    directions = {"host_to_device": (on_gpu, host), "device_to_host": (host, on_gpu)}
     rates = {}
-    for name, (target, source) in ways.items():
+    for name, (target, source) in directions.items():
         copy = partial(target.copy_, source, non_blocking=True)
         copy()
-        seconds = _timed(copy, rounds, device)
+        seconds = _time(copy, rounds, device)
         rates[f"{name}_gbps"] = size * rounds / seconds / 1e9
     return rates

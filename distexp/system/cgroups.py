@@ -1,0 +1,80 @@
+"""Memory limits and out-of-memory counters of control groups (cgroup v1 and v2)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryCgroup:
+    """The memory cgroup of a process: ``root`` is where its hierarchy is mounted."""
+
+    root: Path
+    group: str  # relative to the root
+    version: int  # 1 or 2
+
+    @property
+    def folder(self) -> Path:
+        """The folder with the files of this cgroup."""
+        return self.root / self.group
+
+
+def memory_cgroups(pid: int | str = "self") -> list[MemoryCgroup]:
+    """Return the memory cgroups of a process; a machine may mount both versions.
+
+    Raises:
+        OSError: the process does not exist.
+    """
+    found = []
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            found.append(MemoryCgroup(CGROUP_ROOT, group.lstrip("/"), 2))
+        elif "memory" in controllers.split(","):
+            found.append(MemoryCgroup(CGROUP_ROOT / "memory", group.lstrip("/"), 1))
+    return found
+
+
+def memory_limits(pid: int | str = "self") -> Iterator[int]:
+    """Yield the memory limits in bytes of a process's cgroup and of all its parents."""
+    for cgroup in memory_cgroups(pid):
+        name = "memory.max" if cgroup.version == 2 else "memory.limit_in_bytes"
+        below = Path(cgroup.group)
+        for folder in (below, *below.parents):
+            path = cgroup.root / folder / name
+            text = path.read_text().strip() if path.is_file() else "max"
+            if text != "max":
+                yield int(text)
+
+
+def usable_memory(pid: int | str = "self") -> int:
+    """Return the bytes of memory that a process may use: the machine's memory, or a lower limit of its cgroup."""
+    meminfo = Path("/proc/meminfo").read_text()
+    total = int(meminfo.split("MemTotal:")[1].split()[0]) * 1024
+    return min([total, *memory_limits(pid)])
+
+
+def oom_kills() -> dict[str, int]:
+    """Return how many processes the kernel has killed for lack of memory, on this machine and in this cgroup.
+
+    Returns:
+        Counters ``machine`` and ``cgroup`` since boot; one that cannot be read is absent.
+    """
+    counters = {"machine": _read_counter(Path("/proc/vmstat"))}
+    for cgroup in memory_cgroups():
+        name = "memory.events" if cgroup.version == 2 else "memory.oom_control"
+        counters["cgroup"] = _read_counter(cgroup.folder / name)
+    return {name: count for name, count in counters.items() if count is not None}
+
+
+def _read_counter(path: Path) -> int | None:
+    try:
+        found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
