@@ -59,7 +59,7 @@ def strategy_requirements() -> dict[str, tuple[str, ...]]:
     requirements = {}
     for name in options_of("strategy"):
         option = OmegaConf.load(conf_dir() / "strategy" / f"{name}.yaml")
-        requirements[name] = tuple(locate(option["_target_"]).requires)
+        requirements[name] = tuple(locate(option._target_).requires)
     return dict(sorted(requirements.items(), key=lambda item: len(item[1])))
 
 

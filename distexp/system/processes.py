@@ -87,7 +87,7 @@ def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
 
 
 def end_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Terminate a child process and all its descendants.
+    """End a child process and all its descendants.
 
     Args:
         process: The child.

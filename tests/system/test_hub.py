@@ -23,8 +23,8 @@ UNREACHABLE = "http://127.0.0.1:9"  # the discard port: connections are refused
     [
         (("dataset=squad",), "dataset.path=rajpurkar/squad is neither a local folder, nor in the local cache"),
         pytest.param(
-            ("model=hf", "model.name=nobody/nothing"),
-            "model.tokenizer=nobody/nothing is neither a folder",
+            ("model=hf", "model.name=no-such-user/no-such-model"),
+            "model.tokenizer=no-such-user/no-such-model is neither a folder",
             marks=pytest.mark.slow,
         ),
     ],
@@ -65,7 +65,7 @@ def test_slow_hub_counts_as_reachable(slow_hub: str) -> None:
     program = (
         "from huggingface_hub import constants\n"
         "from distexp.system.hub import offline_if_unreachable\n"
-        "offline_if_unreachable('nobody/nothing')\n"
+        "offline_if_unreachable('no-such-user/no-such-model')\n"
         "print(constants.is_offline_mode())"
     )
     env = {"HF_ENDPOINT": slow_hub, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
