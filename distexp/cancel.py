@@ -1,4 +1,4 @@
-"""``python -m distexp.cancel DIR``: ends the jobs of a sweep that have not ended, and says what became of each."""
+"""Command ``distexp cancel DIR``: cancel the jobs of a sweep that have not ended."""
 
 from __future__ import annotations
 
@@ -11,44 +11,52 @@ from pathlib import Path
 from distexp.exceptions import run_until_pipe_closes
 from distexp.launch import ledger
 from distexp.launch.slurm import client
-from distexp.launch.slurm.status import ACTIVE, look
+from distexp.launch.slurm.status import poll
+from distexp.runs.text import format_count
 
-WAIT_S = 60.0
-"""How long Slurm may take to end them: its KillWait is half of that by default."""
+TIMEOUT_S, POLL_S = 60.0, 0.5
+"""Slurm's KillWait is 30 s by default, so jobs may need that long to end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 where a job could not be cancelled; 2 where there is no sweep on Slurm."""
-    parser = argparse.ArgumentParser(prog="python -m distexp.cancel", description="End the jobs of a sweep.")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory")
+    """Cancel the jobs, wait for their end, and print how many runs were cancelled.
+
+    Returns:
+        0; 1 if the jobs could not be cancelled; 2 if the directory is not a sweep on Slurm.
+    """
+    parser = argparse.ArgumentParser(prog="distexp cancel", description="Cancel the jobs of a sweep.")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of a sweep")
     sweep_dir = parser.parse_args(arguments).directory
     entries = ledger.latest(sweep_dir)
     if not entries:
-        print(f"distexp: {sweep_dir} holds no {ledger.FILE}: only sweeps on Slurm have jobs", file=sys.stderr)
+        print(f"distexp: {sweep_dir} has no {ledger.FILE}: only sweeps on Slurm can be cancelled", file=sys.stderr)
         return 2
-    active = [run for run in look(sweep_dir) if run.state in ACTIVE]
+    active = [run for run in poll(sweep_dir) if run.is_active]
     try:
         client.cancel([run.job for run in active if run.job])
     except client.SlurmError as error:
-        print(f"distexp: {error}: nothing is cancelled", file=sys.stderr)
+        print(f"distexp: no job was cancelled: {error}", file=sys.stderr)
         return 1
-    gone = [entries[run.number] for run in active]
-    ledger.append(sweep_dir, [ledger.Entry(e.run, e.id, e.directory, e.job, "cancelled") for e in gone])
-    left = _wait(sweep_dir)
-    print(f"{len(active)} run{'s' if len(active) != 1 else ''} cancelled")
+    cancelled = [entries[run.number] for run in active]
+    ledger.append(sweep_dir, [ledger.Entry(e.run, e.id, e.directory, e.job, "cancelled") for e in cancelled])
+    left = _wait_for_end(sweep_dir)
+    print(f"{format_count(len(active), 'run')} cancelled")
     for number in left:
-        print(f"run {number} (job {entries[number].job}) has not ended yet: look again with distexp.status")
+        print(f"run {number} (job {entries[number].job}) is still ending: check again with distexp status {sweep_dir}")
     return 0
 
 
-def _wait(sweep_dir: Path) -> list[int]:
-    """Waits for the jobs' ends, which leaves a record for each; the runs that have not ended in time."""
-    deadline = time.monotonic() + WAIT_S
+def _wait_for_end(sweep_dir: Path) -> list[int]:
+    """Wait until the jobs have ended, and return the numbers of the runs that have not after TIMEOUT_S.
+
+    Polling also writes the records of the cancelled runs.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
-        left = [run.number for run in look(sweep_dir) if run.state in ACTIVE]
+        left = [run.number for run in poll(sweep_dir) if run.is_active]
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(0.5)
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``python -m distexp.status DIR [--watch]``: where every run of a sweep stands, from any machine of the cluster."""
+"""Command ``distexp status DIR [--watch]``: the state of every run of a sweep, local or on Slurm."""
 
 from __future__ import annotations
 
@@ -9,113 +9,148 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from distexp.console.sweep_table import count_states, states_table, truncated_reasons
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
 from distexp.launch import ledger
-from distexp.launch.slurm.follow import QUICK_EVERY_S, causes, follow, summary, table
-from distexp.launch.slurm.status import ACTIVE, RunState, look
+from distexp.launch.slurm.follow import FAST_POLL_S, follow
+from distexp.launch.slurm.status import poll
 from distexp.runs.existing import COMMAND, ExistingRun, ExistingRuns, not_a_sweep
 from distexp.runs.progress import last_activity, progress
 from distexp.runs.record import FAILURES, RECORD, RunRecord
+from distexp.runs.run_state import RunState
 
-RUNNING = "running"
-FRESH_S = 15.0
-"""A run on this machine whose files are younger goes on: memory is sampled all the time, and steps leave a sign."""
+MAX_IDLE_S = 15.0
+"""A local run with more recent activity is running; memory samples and steps count as activity."""
 
 PLAIN_WIDTH = 160
-"""Columns where the output is no terminal, and COLUMNS does not say."""
+"""Table width if the output is not a terminal and COLUMNS is not set."""
+
+
+@dataclass(frozen=True)
+class SweepStates:
+    """The runs of a sweep.
+
+    Attributes:
+        runs: the state of each run, by number.
+        overrides: the overrides that differ between the runs, by run number; empty for a single run.
+    """
+
+    runs: list[RunState]
+    overrides: dict[int, str]
+
+    def table(self, console: Console) -> Table:
+        """Build the table of the runs for a console."""
+        return states_table(self.runs, console.width, self.overrides)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 2 where there is no sweep; with --watch the sweep's own exit code."""
-    parser = argparse.ArgumentParser(prog="python -m distexp.status", description="Where every run of a sweep stands.")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory")
+    """Print the state of every run.
+
+    Returns:
+        0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep, or 130 after Ctrl-C.
+    """
+    parser = argparse.ArgumentParser(prog="distexp status", description="Show the state of every run of a sweep.")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of a sweep")
     parser.add_argument("--watch", action="store_true", help="follow the runs until all have ended")
     options = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=PLAIN_WIDTH)
-    runs, what = sweep_states(options.directory)
-    if not runs:
+    sweep = read_sweep(options.directory)
+    if not sweep.runs:
         print(f"distexp: {not_a_sweep(options.directory, 'run')}", file=sys.stderr)
         return 2
     if options.watch and ledger.read(options.directory):
-        try:
-            follow(options.directory.absolute(), console)
-        except SweepFailedError:
-            return 1
-        except MonitoringInterrupted:
-            return 130
-        return 0
+        return _follow_slurm(options.directory.absolute(), console)
     if options.watch:
-        runs, what = _follow_here(options.directory, console)
-    _print_unpadded(table(runs, console.width, what), console)
-    for line in [*causes(runs, console.width, what), summary(runs), *not_started(options.directory, runs)]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return 1 if options.watch and any(run.state in FAILURES for run in runs) else 0
+        sweep = _follow_local(options.directory, console)
+    _print_sweep(sweep, options.directory, console)
+    return 1 if options.watch and any(run.state in FAILURES for run in sweep.runs) else 0
 
 
-def _follow_here(directory: Path, console: Console) -> tuple[list[RunState], dict[int, str]]:
-    """The runs of this machine's own launcher once none goes on; on a terminal their table until then."""
+def _follow_slurm(directory: Path, console: Console) -> int:
+    try:
+        follow(directory, console)
+    except SweepFailedError:
+        return 1
+    except MonitoringInterrupted:
+        return 130
+    return 0
+
+
+def _follow_local(directory: Path, console: Console) -> SweepStates:
+    """Wait until no local run is running, and return the final states; show the table on a terminal."""
     with Live(console=console, transient=True, auto_refresh=False) as live:
         while True:
-            runs, what = sweep_states(directory)
-            if all(run.state != RUNNING for run in runs):
-                return runs, what
+            sweep = read_sweep(directory)
+            if all(run.state != "running" for run in sweep.runs):
+                return sweep
             if console.is_terminal:
-                live.update(table(runs, console.width, what), refresh=True)
-            time.sleep(QUICK_EVERY_S)
+                live.update(sweep.table(console), refresh=True)
+            time.sleep(FAST_POLL_S)
 
 
-def _print_unpadded(grid: Table, console: Console) -> None:
-    """Prints a table without the blanks up to its last column's end, which would fill every line of a file."""
+def _print_sweep(sweep: SweepStates, directory: Path, console: Console) -> None:
+    _print_without_padding(sweep.table(console), console)
+    for line in [
+        *truncated_reasons(sweep.runs, console.width, sweep.overrides),
+        count_states(sweep.runs),
+        *not_started(directory, sweep.runs),
+    ]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_without_padding(table: Table, console: Console) -> None:
+    """Print a table without trailing spaces, which would fill every line of a log file."""
     with console.capture() as captured:
-        console.print(grid)
+        console.print(table)
     for line in captured.get().splitlines():
         console.out(line.rstrip(), highlight=False)
 
 
-def sweep_states(sweep_dir: Path) -> tuple[list[RunState], dict[int, str]]:
-    """Every run, those in the ledger by what Slurm says, and what each varies."""
-    earlier = ExistingRuns.read(sweep_dir)
-    in_ledger = {run.number: run for run in look(sweep_dir)}
-    runs = []
-    for run in earlier.runs:
-        if run.number in in_ledger:
-            runs.append(in_ledger.pop(run.number))
-        elif run.status is None:
-            runs.append(_without_record(run))
-        else:
-            record = RunRecord.read(run.directory / RECORD)
-            why = record.error.message if record.error is not None else ""
-            runs.append(RunState(run.number, run.directory, None, run.status, why, record=record))
-    runs += in_ledger.values()
-    shared = set.intersection(*(set(run.overrides) for run in earlier.runs)) if len(earlier.runs) > 1 else set()
-    what = {run.number: " ".join(text for text in run.overrides if text not in shared) for run in earlier.runs}
-    return sorted(runs, key=lambda run: run.number), what if shared or len(earlier.runs) > 1 else {}
+def read_sweep(sweep_dir: Path) -> SweepStates:
+    """Return the state of every run; ask Slurm about the runs in the ledger."""
+    existing = ExistingRuns.read(sweep_dir).runs
+    on_slurm = {run.number: run for run in poll(sweep_dir)}
+    local = [_local_state(run) for run in existing if run.number not in on_slurm]
+    runs = sorted([*local, *on_slurm.values()], key=lambda run: run.number)
+    return SweepStates(runs, _varied_overrides(existing))
 
 
-def _without_record(run: ExistingRun) -> RunState:
-    """What its files tell of a run on this machine, or on one that shares them."""
-    age = time.time() - last_activity(run.directory)
-    if age < FRESH_S and progress(run.directory).phase != "done":
-        return RunState(run.number, run.directory, None, RUNNING)
-    return RunState(run.number, run.directory, None, "no record", f"ended hard: its last sign is {age:,.0f} s old")
+def _varied_overrides(runs: Sequence[ExistingRun]) -> dict[int, str]:
+    """Return the overrides of each run that not all runs share."""
+    if len(runs) < 2:
+        return {}
+    shared = set.intersection(*(set(run.overrides) for run in runs))
+    return {run.number: " ".join(text for text in run.overrides if text not in shared) for run in runs}
+
+
+def _local_state(run: ExistingRun) -> RunState:
+    """Return the state of a run that is not on Slurm, from the files in its directory."""
+    if run.status is not None:
+        return RunState.from_record(run.number, run.directory, None, RunRecord.read(run.directory / RECORD))
+    idle_s = time.time() - last_activity(run.directory)
+    if idle_s < MAX_IDLE_S and progress(run.directory).phase != "done":
+        return RunState(run.number, run.directory, None, "running")
+    reason = f"last activity {idle_s:,.0f} s ago (process probably killed)"
+    return RunState(run.number, run.directory, None, "no record", reason)
 
 
 def not_started(sweep_dir: Path, runs: Sequence[RunState]) -> Iterator[str]:
-    """``8 not started`` where a sweep's command asks for more runs than there are, and what starts them."""
+    """Yield ``8 not started`` with the command that starts them, if the sweep has more cells than runs."""
     try:
-        left = int(json.loads((sweep_dir / COMMAND).read_text())["cells"]) - len(runs)
+        cells = int(json.loads((sweep_dir / COMMAND).read_text())["cells"])
     except (OSError, ValueError, KeyError):
         return
+    left = cells - len(runs)
     if left > 0:
-        going_on = any(run.state in ACTIVE for run in runs)
-        command = f"python -m distexp.resume {shlex.quote(str(sweep_dir))}"
-        yield f"{left} not started" + (" yet" if going_on else f": {command}")
+        hint = " yet" if any(run.is_active for run in runs) else f": distexp resume {shlex.quote(str(sweep_dir))}"
+        yield f"{left} not started{hint}"
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
 
     done = run_module("distexp.resume", str(sweep), "train.seed=1,2,3", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "run 0: completed already" in done.stdout
+    assert "run 0: already completed" in done.stdout
     assert (sweep / "0/record.json").read_bytes() == kept
     again, new = (RunRecord.read(sweep / n / "record.json") for n in "13")
     assert [attempt["reason"] for attempt in again.run.attempts] == ["ended without a record", "completed"]

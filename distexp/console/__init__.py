@@ -1,0 +1,1 @@
+"""Terminal output about runs: live progress, summary panels and tables."""

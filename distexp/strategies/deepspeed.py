@@ -70,6 +70,10 @@ class DeepSpeed:
         ]
         return [*errors, *conflicts(config)]
 
+    def main_option(self, config: Config) -> str:
+        """Return the ZeRO stage, for the title of a run."""
+        return f"ZeRO-{config.deepspeed.zero_stage}"
+
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """The stage and the offload that were asked for."""
         stage, workers = (

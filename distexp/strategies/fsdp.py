@@ -60,6 +60,10 @@ class FSDP:
                 errors.append(f"fsdp.{key}={getattr(options, key)} must be at least 0 blocks")
         return errors
 
+    def main_option(self, config: Config) -> str:
+        """Return the sharding, for the title of a run."""
+        return config.fsdp.sharding or ""
+
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Sharded units on the mesh that the sharding means, parameters where they belong."""
         reshard = config.fsdp.sharding != "shard_grad_op"

@@ -1,4 +1,4 @@
-"""What a terminal and a panel say of a run's evaluation."""
+"""Tests of the live view of local runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from distexp.console.screen import Live, Tail, summary
+from distexp.console.screen import LiveRun, Screen, Tail
+from distexp.runs.record import RunError
 from tests.helpers.records import record
 
 EVENTS = (
@@ -22,32 +23,49 @@ EVENTS = (
 )
 
 
-def test_a_live_screen_tells_every_kind_of_event(tmp_path: Path) -> None:
+def test_live_run_shows_every_kind_of_event(tmp_path: Path) -> None:
     (tmp_path / "events").write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100, color_system=None)
     progress = Progress(console=console, disable=True)
     task = progress.add_task("start", total=None)
-    live = Live(console, Tail(tmp_path / "events"), Tail(tmp_path / "none"), Tail(tmp_path / "none"), progress, task)
+    live = LiveRun(console, Tail(tmp_path / "events"), Tail(tmp_path / "none"), Tail(tmp_path / "none"), progress, task)
     live.refresh()
     assert "epoch 1: train loss 2.0000, eval loss 1.5000, accuracy 25.0%, top-5 75.0%" in shown.getvalue()
     assert "answers: exact match 8.1%, F1 9.0%" in shown.getvalue()
     assert progress.tasks[0].description == "done"
 
 
-def test_a_panel_has_the_scores_where_there_are_any() -> None:
-    run = record(0)
-    run.run.duration_s = 4.0
-    assert not {"answers", "eval top-5"} & {name for name, _ in summary(run)}
-    run.metrics.exact_match, run.metrics.f1 = 53.8, 72.8
-    run.metrics.eval_accuracies, run.metrics.eval_top5_accuracies = [0.2, 0.3], [0.7, 0.9]
-    lines = dict(summary(run))
-    assert lines["answers"] == "exact match 53.8%, F1 72.8%"
-    assert lines["eval top-5"] == "70.0% -> 90.0%"
+def plain_screen(total: int) -> tuple[Screen, io.StringIO]:
+    """Return a screen that writes plain text into a buffer."""
+    screen, shown = Screen(total, Path("/sweep")), io.StringIO()
+    screen.console = Console(file=shown, width=100, color_system=None)
+    return screen, shown
 
 
-def test_a_panel_shortens_what_many_epochs_gave() -> None:
-    run = record(0)
-    run.run.duration_s = 4.0
-    run.metrics.train_losses = run.metrics.eval_losses = [float(epoch) for epoch in range(1, 61)]
-    assert dict(summary(run))["eval loss"] == "1.0000 -> 2.0000 -> ... -> 58.0000 -> 59.0000 -> 60.0000"
+def test_run_header_has_the_number_of_the_directory() -> None:
+    screen, shown = plain_screen(total=3)
+    screen.show_skipped(record(0))
+    screen.run_header(2, "train.seed=3")
+    assert "run 0: already completed" in shown.getvalue()
+    assert "run 2 (2 of 3): train.seed=3" in shown.getvalue()
+    screen.show_interrupted()
+    assert "1 run not started; to continue: distexp resume /sweep" in shown.getvalue()
+
+
+def test_a_single_run_has_no_header() -> None:
+    screen, shown = plain_screen(total=1)
+    screen.run_header(0, "")
+    assert shown.getvalue() == ""
+
+
+def test_the_same_error_of_invalid_runs_is_printed_once() -> None:
+    screen, shown = plain_screen(total=2)
+    for number in (0, 1):
+        run = record(number)
+        run.status, run.error = "invalid", RunError("ConfigError", "strategy=single has one worker")
+        screen.show_invalid(run)
+    assert shown.getvalue().splitlines() == [
+        "run 0: invalid: strategy=single has one worker",
+        "run 1: invalid: same error as run 0",
+    ]

@@ -70,7 +70,7 @@ make map mark mask match materialize measure merge move multiply name narrow nor
 offer open order overwrite pack pad parse pass patch pick place plan poll pop predict prefix prepare prevent
 preview print probe process produce profile prune publish pull push put quote raise rank read rebuild receive
 record redirect reduce refuse register reject release reload remove rename render repeat replace report
-request require reserve reset reshape resize resolve restart restore restrict resume retry return reuse
+requeue request require reserve reset reshape resize resolve restart restore restrict resume retry return reuse
 reverse round route run sample save scale scan schedule score search seed select send separate serialize serve
 set shard shift shorten show shrink shuffle shut signal skip slice smooth snapshot solve sort spawn split
 stack start state stop store stream strip submit subscribe substitute suggest sum summarize suppress suspend

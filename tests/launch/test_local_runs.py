@@ -168,7 +168,7 @@ def test_a_lone_worker_has_nobody_to_talk_to(alone: tuple[Path, str]) -> None:
     assert found is not None
     assert (found["share"], found["by_collective"], found["note"]) == (0.0, {}, None)
     assert (run_dir / "profile" / "rank0.json.gz").stat().st_size > 1000
-    assert "0% of a step, in the 1 step of profile/rank0.json.gz" in screen
+    assert "0% of the step time, from 1 profiled step in profile/rank0.json.gz" in screen
     assert "profiler_start" not in screen, "the profiler's own messages are nobody's business"
 
 

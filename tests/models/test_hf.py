@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distexp.config import ConfigError
-from distexp.console.screen import describe
+from distexp.console.run_summary import run_title
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
 from distexp.models import bloom, hf
 from distexp.models.introspection import count_forward_flops, find_blocks, find_embeddings, has_tied_embeddings
@@ -273,7 +273,7 @@ def test_a_folder_is_known_by_content_and_told_by_its_last_part(
     monkeypatch.chdir(tmp_path)
     relative = resolve_cell("model=hf", "model.name=first")
     assert relative.model.name == str(first)
-    assert describe(RunSpec(relative, None)).startswith("first on squad_sample, ")  # type: ignore[arg-type]
+    assert run_title(RunSpec(relative, None)).startswith("first on squad_sample, ")  # type: ignore[arg-type]
 
     def identity(folder: Path, *words: str) -> str:
         from distexp.resolve.run_id import model_fingerprint

@@ -10,7 +10,7 @@ import pytest
 from distexp.config import ConfigError
 from distexp.launch import ledger
 from distexp.launch.ledger import Entry
-from distexp.launch.slurm.script import Array, shape
+from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.resolve.run_id import run_id
 from tests.helpers.runs import resolve_cell, run_distexp
 
@@ -20,7 +20,7 @@ NO_SLURM = {"PATH": "/usr/bin:/bin", "SLURM_CONF": "/nowhere"}
 def text(*overrides: str) -> str:
     """The sbatch file of a configuration."""
     config = resolve_cell(*overrides)
-    return Array("array0", config, Path("/sweep"), Path("/sweep/snapshot"), ("0", "1", "2")).text()
+    return JobArray("array0", config, Path("/sweep"), Path("/sweep/snapshot"), ("0", "1", "2")).render()
 
 
 def options(script: str) -> dict[str, str]:
@@ -98,10 +98,10 @@ def test_the_workshops_cluster(site: str) -> None:
 
 
 def test_the_shape_is_what_is_asked_for_and_nothing_else() -> None:
-    base = shape(resolve_cell("cluster=slurm"))
-    assert shape(resolve_cell("cluster=slurm", "train.seed=7", "zero_stage=3")) == base
+    base = resource_key(resolve_cell("cluster=slurm"))
+    assert resource_key(resolve_cell("cluster=slurm", "train.seed=7", "zero_stage=3")) == base
     for other in ("cluster.nodes=2", "cluster.qos=q", "+cluster.environment.A=b", "cluster.setup=[x]"):
-        assert shape(resolve_cell("cluster=slurm", other)) != base
+        assert resource_key(resolve_cell("cluster=slurm", other)) != base
 
 
 def test_a_run_is_the_same_training_wherever_it_waits() -> None:
@@ -139,10 +139,10 @@ def test_a_dry_run_prints_a_file_a_shape_and_leaves_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("hydra.launcher.nodes=2", "cluster.nodes=1"), "hydra.launcher.nodes=2 and cluster.nodes=1 say different"),
-        (("hydra.launcher.partition=a", "cluster.partition=b"), "partition=a and cluster.partition=b say different"),
-        (("hydra.launcher.tasks_per_node=2",), "one task a node"),
-        (("hydra.launcher.cpus_per_task=3", "cluster.workers_per_node=2"), "cannot be shared out"),
+        (("hydra.launcher.nodes=2", "cluster.nodes=1"), "hydra.launcher.nodes=2 contradicts cluster.nodes=1"),
+        (("hydra.launcher.partition=a", "cluster.partition=b"), "partition=a contradicts cluster.partition=b"),
+        (("hydra.launcher.tasks_per_node=2",), "one task per node"),
+        (("hydra.launcher.cpus_per_task=3", "cluster.workers_per_node=2"), "is not divisible by"),
         (("cluster.launcher=local",), "cluster= chooses the launcher"),
         (("hydra.launcher.partitoin=a",), "hydra.launcher.partitoin"),
     ],
@@ -180,12 +180,12 @@ def test_without_slurm_the_command_says_so(tmp_path: Path) -> None:
         (
             ["error: fetch_config: DNS SRV lookup failed", "fatal: Could not establish a configuration source"],
             2,
-            "which this machine has not (Could not establish a configuration source): log in to a node of the cluster",
+            "not configured on this machine (Could not establish a configuration source): log in",
         ),
         (
             ["error: Unable to contact slurm controller (connect failure)"],
             1,
-            "Slurm does not answer (Unable to contact slurm controller (connect failure)), nothing was submitted",
+            "Slurm does not answer (Unable to contact slurm controller (connect failure)); nothing was submitted",
         ),
     ],
     ids=["not configured", "no answer"],

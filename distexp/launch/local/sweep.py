@@ -30,17 +30,17 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
 
     def keep(run: ExistingRun) -> bool:
         if run.status in DONE:
-            screen.kept(RunRecord.read(run.directory / RECORD))
+            screen.show_skipped(RunRecord.read(run.directory / RECORD))
         return run.status in DONE
 
     code = git_state(git_root(PACKAGE))
-    runs = assign_run_dirs(cells, sweep_dir, code, resume=master.sweep.resume, should_skip=keep, warn=screen.tell)
+    runs = assign_run_dirs(cells, sweep_dir, code, resume=master.sweep.resume, should_skip=keep, warn=screen.print)
     try:
         returns = [_as_job(context, cell, info, directory, screen=screen) for cell, info, directory in runs]
     except InterruptedRunError:
-        screen.interrupted()
+        screen.show_interrupted()
         raise
-    screen.compare()
+    screen.show_comparison()
     if any(record.status in FAILURES for record in screen.records):
         raise SweepFailedError
     return returns
@@ -50,7 +50,7 @@ def _as_job(context: HydraContext, cell: Cell, info: RunInfo, directory: Path, *
     """One cell as a job of Hydra: its callbacks and ``.hydra/`` are where its users expect them."""
 
     def task(_: Any) -> str:
-        screen.headline(cell)
+        screen.run_header(info.number, " ".join(cell.varied).replace("'", ""))
         return _run(cell, info, directory, screen).status
 
     done = run_job(
@@ -68,5 +68,5 @@ def _run(cell: Cell, info: RunInfo, directory: Path, screen: Screen) -> RunRecor
     if cell.config is not None:
         return run_locally(RunSpec(cell.config, info), directory, screen)
     record = write_invalid(cell, info, directory)
-    screen.invalid(record)
+    screen.show_invalid(record)
     return record

@@ -1,0 +1,1 @@
+"""Runs on Slurm: submission, monitoring, and the task that runs on each node."""

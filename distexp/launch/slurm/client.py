@@ -1,4 +1,4 @@
-"""Slurm's commands: submitting, asking and cancelling, each with a time limit of its own."""
+"""Wrappers of Slurm's commands (sbatch, squeue, sacct, scancel, scontrol), each with a timeout."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ASK_S, SUBMIT_S = 60, 300
-DEFAULT_MAX_ARRAY = 1001
-CHUNK = 500
-"""Ids in one question, so that a command line does not grow too long."""
+QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, TIME_LEFT_TIMEOUT_S = 60, 300, 10
+DEFAULT_MAX_ARRAY_SIZE = 1001
+MAX_IDS_PER_CALL = 500
+"""More job ids than this are split over several calls, to keep command lines short."""
 
-NO_ANSWER = re.compile(
+UNREACHABLE = re.compile(
     r"unable to contact|connection refused|timed out|could not establish|not responding|zero bytes", re.IGNORECASE
 )
-"""What Slurm's commands say when nobody answers them."""
+"""Error messages of Slurm's commands if the controller does not answer."""
 
-ENDED = (
+FINAL_STATES = (
     "COMPLETED",
     "FAILED",
     "CANCELLED",
@@ -31,166 +31,182 @@ ENDED = (
     "BOOT_FAIL",
     "DEADLINE",
 )
-"""States after which a job does nothing more."""
+"""Slurm states of a job that has ended."""
 
 
 class SlurmError(Exception):
-    """Slurm refused, or did not answer."""
+    """A Slurm command failed."""
 
 
 class UnreachableError(SlurmError):
-    """There is no Slurm here, or its controller does not answer."""
+    """Slurm is not installed, or its controller does not answer."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm says of one element of an array."""
+    """State of one array element, as reported by Slurm."""
 
-    state: str  # PENDING, RUNNING, COMPLETED, ..., in Slurm's words
-    reason: str = ""
+    state: str  # Slurm's name: PENDING, RUNNING, COMPLETED, ...
+    reason: str = ""  # why it is pending
     nodes: str = ""
-    started: bool = False
-    expected: str = ""  # when it is to start, where Slurm has planned it
+    expected_start: str = ""  # empty if Slurm has not planned it yet
 
     @property
-    def ended(self) -> bool:
-        """Whether nothing more will come."""
-        return self.state in ENDED
+    def is_final(self) -> bool:
+        """Whether the job has ended."""
+        return self.state in FINAL_STATES
 
 
-def available() -> bool:
-    """Whether jobs can be submitted from here."""
+def has_sbatch() -> bool:
+    """Return whether sbatch is installed here."""
     return shutil.which("sbatch") is not None
 
 
 def submit(script: Path) -> str:
-    """Submits an sbatch file; the id of its array. SlurmError in Slurm's own words."""
-    # A job submitted from inside another one must not take that one's shape for its own.
-    outside = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
-    said = _call(["sbatch", "--parsable", str(script)], SUBMIT_S, outside)
-    found = re.search(r"^(\d+)(;.*)?$", said, re.MULTILINE)
+    """Submit an sbatch file and return the id of its array.
+
+    Raises:
+        SlurmError: with Slurm's message, if the submission was refused.
+    """
+    # If this command runs inside a job, sbatch must not inherit that job's resources.
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"
+    }
+    output = _call(["sbatch", "--parsable", str(script)], SUBMIT_TIMEOUT_S, environment)
+    found = re.search(r"^(\d+)(;.*)?$", output, re.MULTILINE)
     if found is None:
-        raise SlurmError(f"sbatch answered {said.strip()!r}, which is no job id")
+        raise SlurmError(f"sbatch printed no job id: {output.strip()!r}")
     return found.group(1)
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """Ends jobs, given as ARRAY_INDEX; those that have ended already are no error."""
-    for start in range(0, len(jobs), CHUNK):
-        _call(["scancel", "--quiet", *jobs[start : start + CHUNK]], ASK_S)
+    """Cancel jobs, given as ARRAY_INDEX; ignore those that have ended."""
+    for chunk in _chunks(jobs):
+        _call(["scancel", "--quiet", *chunk], QUERY_TIMEOUT_S)
 
 
 def requeue(job: str) -> None:
-    """Has Slurm end a running job and start it anew later, under the same id."""
-    _call(["scontrol", "requeue", job], ASK_S)
+    """Stop a running job and put it back into the queue under the same id."""
+    _call(["scontrol", "requeue", job], QUERY_TIMEOUT_S)
 
 
 def max_array_size() -> int:
-    """How many elements an array may have here; UnreachableError where there is no Slurm to ask."""
-    said = _call(["scontrol", "show", "config"], ASK_S)
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", said, re.MULTILINE)
-    return int(found.group(1)) if found else DEFAULT_MAX_ARRAY
+    """Return the cluster's MaxArraySize.
+
+    Raises:
+        UnreachableError: if Slurm does not answer.
+    """
+    output = _call(["scontrol", "show", "config"], QUERY_TIMEOUT_S)
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", output, re.MULTILINE)
+    return int(found.group(1)) if found else DEFAULT_MAX_ARRAY_SIZE
 
 
 def minutes_left(job: str) -> float | None:
-    """Minutes to a job's time limit; None where there is none or nobody tells."""
+    """Return the minutes to a job's time limit; None if there is no limit or Slurm does not answer."""
     try:
-        said = _call(["squeue", "-h", "-j", job, "-O", "TimeLeft:30"], 10).strip()
+        output = _call(["squeue", "-h", "-j", job, "-O", "TimeLeft:30"], TIME_LEFT_TIMEOUT_S).strip()
     except SlurmError:
         return None
-    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", said)
+    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", output)
     if found is None:
-        return 0.0 if said.startswith("0:") else None
+        return 0.0 if output.startswith("0:") else None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return days * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """What Slurm knows of jobs, given as ARRAY_INDEX: the queue's word, else the accounting's; unknown ones are absent.
+def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
+    """Return the states of jobs from the queue, or from the accounting if the queue has forgotten them.
+
+    Args:
+        jobs: job ids as ARRAY_INDEX.
+
+    Returns:
+        A state for each job that Slurm knows.
 
     Raises:
-        UnreachableError: where the queue cannot be asked.
+        UnreachableError: if the controller does not answer.
     """
     wanted = set(jobs)
-    found = _of(wanted, _queue(_arrays(wanted)))
+    found = _select(wanted, _read_queue(_array_ids(wanted)))
     missing = wanted - set(found)
-    return found | _of(missing, _accounting(_arrays(missing)))
+    return found | _select(missing, _read_accounting(_array_ids(missing)))
 
 
-def _arrays(jobs: set[str]) -> list[str]:
+def _array_ids(jobs: set[str]) -> list[str]:
     return sorted({job.partition("_")[0] for job in jobs}, key=int)
 
 
-def _of(wanted: set[str], said: Mapping[str, JobState]) -> dict[str, JobState]:
-    """The states of some jobs; Slurm speaks of an array's elements that never began as of one."""
-    told = {job: said.get(job) or said.get(job.partition("_")[0]) for job in wanted}
-    return {job: state for job, state in told.items() if state is not None}
+def _select(jobs: set[str], states: Mapping[str, JobState]) -> dict[str, JobState]:
+    """Return the states of the given jobs; Slurm reports never-started array elements as one entry."""
+    found = {job: states.get(job) or states.get(job.partition("_")[0]) for job in jobs}
+    return {job: state for job, state in found.items() if state is not None}
 
 
-def _element(array: str, index: str) -> str:
+def _job_id(array: str, index: str) -> str:
     return f"{array}_{index}" if index.isdigit() else array
 
 
-def _queue(arrays: Sequence[str]) -> dict[str, JobState]:
-    """What the controller knows, by ARRAY_INDEX, or by ARRAY for elements that it does not tell apart."""
+def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
+    """Return squeue's states by ARRAY_INDEX, or by ARRAY for elements that it does not list separately."""
     found: dict[str, JobState] = {}
-    for some in _chunks(arrays):
-        words = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(some), "-o", "%F|%K|%T|%r|%N|%S|%M"]
+    for chunk in _chunks(arrays):
+        command = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(chunk), "-o", "%F|%K|%T|%r|%N|%S"]
         try:
-            said = _call(words, ASK_S)
+            output = _call(command, QUERY_TIMEOUT_S)
         except UnreachableError:
             raise
         except SlurmError as error:
             if "Invalid job id" not in str(error):
                 raise UnreachableError(str(error)) from None
-            continue  # forgotten by the controller, some time after their end
-        for line in said.splitlines():
-            array, index, state, reason, nodes, expected, elapsed = line.split("|")
-            begun = state != "PENDING" and bool(nodes) and elapsed != "INVALID"
+            continue  # the controller forgets jobs some time after their end
+        for line in output.splitlines():
+            array, index, state, reason, nodes, start = line.split("|")
             reason = "" if reason == "None" else reason
-            expected = "" if expected == "N/A" else expected
-            found[_element(array, index)] = JobState(state, reason, nodes, begun, expected)
+            start = "" if start == "N/A" else start
+            found[_job_id(array, index)] = JobState(state, reason, nodes, start)
     return found
 
 
-def _accounting(arrays: Sequence[str]) -> dict[str, JobState]:
-    """Ended jobs by sacct, as ``_queue`` names them; nothing where there is no accounting."""
+def _read_accounting(arrays: Sequence[str]) -> dict[str, JobState]:
+    """Return sacct's states, with the keys of ``_read_queue``; empty if there is no accounting."""
     found: dict[str, JobState] = {}
-    for some in _chunks(arrays):
-        words = ["sacct", "-X", "-n", "-P", "-j", ",".join(some), "-o", "JobID,State,NodeList"]
+    for chunk in _chunks(arrays):
+        command = ["sacct", "-X", "-n", "-P", "-j", ",".join(chunk), "-o", "JobID,State,NodeList"]
         try:
-            said = _call(words, ASK_S)
+            output = _call(command, QUERY_TIMEOUT_S)
         except SlurmError:
             return found
-        for line in said.splitlines():
+        for line in output.splitlines():
             job, state, nodes = line.split("|")
             nodes = "" if nodes == "None assigned" else nodes
             array, _, index = job.partition("_")
-            found[_element(array, index)] = JobState(state.split()[0], "", nodes, bool(nodes))
+            found[_job_id(array, index)] = JobState(state.split()[0], "", nodes)
     return found
 
 
-def _chunks(arrays: Sequence[str]) -> list[Sequence[str]]:
-    return [arrays[start : start + CHUNK] for start in range(0, len(arrays), CHUNK)]
+def _chunks(ids: Sequence[str]) -> list[Sequence[str]]:
+    return [ids[start : start + MAX_IDS_PER_CALL] for start in range(0, len(ids), MAX_IDS_PER_CALL)]
 
 
-def _call(words: list[str], timeout_s: float, environment: dict[str, str] | None = None) -> str:
+def _call(command: list[str], timeout_s: float, environment: dict[str, str] | None = None) -> str:
+    """Run a Slurm command and return its stdout."""
+    name = command[0]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
     except FileNotFoundError:
-        raise UnreachableError(f"there is no {words[0]} on this machine") from None
+        raise UnreachableError(f"{name} is not installed on this machine") from None
     except subprocess.TimeoutExpired:
-        raise UnreachableError(f"{words[0]} did not answer within {timeout_s:g} s") from None
+        raise UnreachableError(f"{name} did not answer within {timeout_s:g} s") from None
     if done.returncode == 0:
         return done.stdout
-    said = re.sub(rf"\b{words[0]}: (error|fatal): ", "", " ".join(done.stderr.split()))
-    if NO_ANSWER.search(said):
-        raise UnreachableError(_gist(done.stderr) or said)
-    raise SlurmError(said or f"{words[0]} ended with code {done.returncode}")
+    message = re.sub(rf"\b{name}: (error|fatal): ", "", " ".join(done.stderr.split()))
+    if UNREACHABLE.search(message):
+        raise UnreachableError(_main_line(done.stderr) or message)
+    raise SlurmError(message or f"{name} failed with exit code {done.returncode}")
 
 
-def _gist(said: str) -> str:
-    """The line that Slurm's commands gave up at, else their first, without who says it."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _main_line(stderr: str) -> str:
+    """Return the fatal line of an error output, or its first line, without the command's prefix."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     fatal = [line for line in lines if ": fatal: " in line]
     return re.sub(r"^\S+: (error|fatal): ", "", (fatal or lines or [""])[0])

@@ -1,4 +1,4 @@
-"""The Slurm launcher: every cell composed once, the runs grouped by shape, an array submitted for each."""
+"""Submission of a sweep to Slurm: runs with equal resources become one job array."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from distexp.config import ConfigError
 from distexp.launch import ledger
 from distexp.launch.outcome import failed_record
 from distexp.launch.slurm import client
-from distexp.launch.slurm.follow import follow, some
-from distexp.launch.slurm.script import FOLDER, Array, shape
-from distexp.launch.slurm.status import ACTIVE, look
-from distexp.launch.slurm.submitit_keys import adopt
+from distexp.launch.slurm.follow import follow
+from distexp.launch.slurm.script import SLURM_DIR, JobArray, resource_key
+from distexp.launch.slurm.status import poll
+from distexp.launch.slurm.submitit_keys import apply_submitit_options
 from distexp.launch.snapshot import NAME, GitState, take
 from distexp.launch.sweep import Cell, assign_run_dirs, compose_cells, save_master, sweep_directory, write_invalid
 from distexp.runs import attempts
 from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.record import RunError, write_json
 from distexp.runs.spec import RunSpec
+from distexp.runs.text import failure_text, format_count, format_runs
 
 NOT_CONFIGURED = "configuration source"
-"""Of what Slurm's commands say where Slurm is installed, and no more."""
+"""Part of the error message of Slurm's commands if Slurm is installed but not configured."""
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run with its directory, ready to be submitted."""
 
     spec: RunSpec
@@ -44,74 +45,109 @@ class Prepared:
 def run_sweep(
     context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], given: Mapping[str, Any]
 ) -> list[JobReturn]:
-    """Submits every cell, and follows the runs where ``cluster.wait`` says so."""
-    cells = compose_cells(context, master, overrides, partial(adopt, given))
-    how = cells[0].composed.cluster
+    """Submit every cell, and follow the runs unless ``cluster.wait=false``.
+
+    Args:
+        context: Hydra's configuration loader and callbacks.
+        master: configuration of the command, with Hydra's node.
+        overrides: the overrides of each cell.
+        given: options under ``hydra.launcher``.
+    """
+    cells = compose_cells(context, master, overrides, partial(apply_submitit_options, given))
+    cluster = cells[0].composed.cluster
     console = Console()
-    if how.dry_run:
-        show(cells, Path(master.hydra.sweep.dir).absolute(), console)
+    if cluster.dry_run:
+        print_scripts(cells, Path(master.hydra.sweep.dir).absolute(), console)
         return []
-    if not client.available():
-        raise ConfigError(
-            "cluster=slurm needs sbatch, which is not on this machine's PATH: log in to the cluster, or look at the "
-            "sbatch files with cluster.dry_run=true"
-        )
-    try:
-        longest = client.max_array_size()
-    except client.SlurmError as error:
-        if NOT_CONFIGURED in str(error):
-            raise ConfigError(
-                f"cluster=slurm needs a configured Slurm, which this machine has not ({error}): log in to a node of "
-                "the cluster, or set cluster=local; python -m distexp.doctor says more"
-            ) from None
-        raise OSError(f"Slurm does not answer ({error}), nothing was submitted: try it again later") from None
+    max_size = _check_slurm()
     sweep_dir = sweep_directory(master).absolute()
     save_master(master, sweep_dir, len(cells))
     snapshot, code = take(sweep_dir, list(cells[0].composed.trusted_packages))
-    prepared = list(prepare(cells, sweep_dir, master.sweep.resume, (code, snapshot), console))
-    submit(prepared, sweep_dir, snapshot, longest, console)
-    console.print(f"sweep: {sweep_dir}", highlight=False, soft_wrap=True)
-    if how.wait:
+    prepared = list(prepare_runs(cells, sweep_dir, master.sweep.resume, (code, snapshot), console))
+    submit_runs(prepared, sweep_dir, snapshot, max_size, console)
+    _print(console, f"sweep: {sweep_dir}")
+    if cluster.wait:
         follow(sweep_dir, console)
     else:
-        console.print(f"status: python -m distexp.status {sweep_dir}", highlight=False, soft_wrap=True)
+        _print(console, f"status: distexp status {sweep_dir}")
     return []
 
 
-def prepare(
+def _print(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _check_slurm() -> int:
+    """Return Slurm's MaxArraySize.
+
+    Raises:
+        ConfigError: if this machine has no configured Slurm.
+        OSError: if Slurm does not answer.
+    """
+    if not client.has_sbatch():
+        raise ConfigError(
+            "cluster=slurm needs sbatch, which is not on this machine's PATH: log in to the cluster, or print the "
+            "sbatch files with cluster.dry_run=true"
+        )
+    try:
+        return client.max_array_size()
+    except client.SlurmError as error:
+        if NOT_CONFIGURED in str(error):
+            raise ConfigError(
+                f"cluster=slurm: Slurm is not configured on this machine ({error}): log in to a node of the cluster, "
+                "or use cluster=local; distexp doctor shows details"
+            ) from None
+        raise OSError(f"Slurm does not answer ({error}); nothing was submitted: try again later") from None
+
+
+def prepare_runs(
     cells: Sequence[Cell], sweep_dir: Path, resume: bool, code: tuple[GitState, Path], console: Console
-) -> Iterator[Prepared]:
-    """Gives each cell its directory and writes what its job starts from; an invalid one gets its record."""
-    active = {run.number for run in look(sweep_dir) if run.state in ACTIVE} if resume else set()
+) -> Iterator[PreparedRun]:
+    """Give each cell its directory and write the spec of its run; write the record of an invalid one.
 
-    def keep(run: ExistingRun) -> bool:
-        kept = run.status in DONE or run.number in active
-        if kept:
-            console.print(f"run {run.number}: {run.status or 'not ended'}, kept", highlight=False)
-        return kept
+    Args:
+        cells: all cells of the sweep.
+        sweep_dir: directory of the sweep.
+        resume: whether the directory may hold runs of an earlier command.
+        code: state of the git checkout, and the folder of the snapshot.
+        console: where to report runs that are kept or invalid.
+    """
+    active = {run.number for run in poll(sweep_dir) if run.is_active} if resume else set()
 
-    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    def should_skip(run: ExistingRun) -> bool:
+        if run.number in active:
+            _print(console, f"run {run.number}: already submitted")
+            return True
+        if run.status in DONE:
+            _print(console, f"run {run.number}: already {run.status}")
+            return True
+        return False
+
     snapshot = str(code[1].relative_to(sweep_dir))
     for cell, info, directory in assign_run_dirs(
-        cells, sweep_dir, code[0], resume=resume, should_skip=keep, warn=tell, snapshot=snapshot, active=active
+        cells,
+        sweep_dir,
+        code[0],
+        resume=resume,
+        should_skip=should_skip,
+        warn=partial(_print, console),
+        snapshot=snapshot,
+        active=active,
     ):
-        write_hydra(cell, directory)
+        write_hydra_files(cell, directory)
         if cell.config is None:
             record = write_invalid(cell, info, directory)
-            assert record.error is not None
-            console.print(
-                f"run {info.number}: invalid: {record.error.message}", highlight=False, markup=False, soft_wrap=True
-            )
+            _print(console, f"run {info.number}: invalid: {failure_text(record)}")
             continue
         info.attempts = attempts.read_attempts(directory)
         attempts.archive_previous(directory)
         spec = RunSpec(cell.config, info)
         spec.write(directory)
-        yield Prepared(spec, directory)
+        yield PreparedRun(spec, directory)
 
 
-def write_hydra(cell: Cell, directory: Path) -> None:
-    """``.hydra/``, as Hydra itself leaves it."""
+def write_hydra_files(cell: Cell, directory: Path) -> None:
+    """Write ``.hydra/`` with the files that Hydra itself writes."""
     folder = directory / ".hydra"
     folder.mkdir(parents=True, exist_ok=True)
     content = OmegaConf.to_container(cell.composed, enum_to_str=True)
@@ -119,83 +155,88 @@ def write_hydra(cell: Cell, directory: Path) -> None:
     hydra = content.pop("hydra")
     parts = {"overrides": hydra["overrides"]["task"], "hydra": {"hydra": hydra}, "config": content}
     for name, part in parts.items():
-        # The same YAML as OmegaConf's own, ten times as fast: a sweep may have hundreds of runs.
+        # The same YAML as OmegaConf.save writes, ten times as fast: a sweep may have hundreds of runs.
         (folder / f"{name}.yaml").write_text(yaml.dump(part, Dumper=yaml.CSafeDumper, sort_keys=False))
 
 
-def submit(prepared: Sequence[Prepared], sweep_dir: Path, snapshot: Path, longest: int, console: Console) -> None:
-    """One array a shape, or several where one would be longer than Slurm allows; each is in the ledger at once."""
-    (sweep_dir / FOLDER).mkdir(exist_ok=True)
-    for group in grouped(prepared):
-        for start in range(0, len(group), longest):
-            part = group[start : start + longest]
-            directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in part)
-            array = Array(free_name(sweep_dir), part[0].spec.config, sweep_dir, snapshot, directories)
-            write_json(array.list_path, {"directories": directories})
-            array.script_path.write_text(array.text())
-            try:
-                job = client.submit(array.script_path)
-            except client.UnreachableError as error:
-                raise OSError(
-                    f"Slurm does not answer ({error}), {array.name} was not submitted: resume it later"
-                ) from None
-            except client.SlurmError as error:
-                refuse(part, str(error), console)
-                continue
-            entries = [
-                ledger.Entry(run.spec.run.number, run.spec.run.id, where, f"{job}_{index}", "submitted")
-                for index, (run, where) in enumerate(zip(part, directories, strict=True))
-            ]
-            ledger.append(sweep_dir, entries)
-            console.print(f"job {job}: {described(part)}", highlight=False)
+def submit_runs(
+    prepared: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, max_size: int, console: Console
+) -> None:
+    """Submit one array for each set of equal resources, or several if it has more than ``max_size`` runs."""
+    (sweep_dir / SLURM_DIR).mkdir(exist_ok=True)
+    for group in group_by_resources(prepared):
+        for start in range(0, len(group), max_size):
+            _submit_array(group[start : start + max_size], sweep_dir, snapshot, console)
 
 
-def refuse(part: Sequence[Prepared], why: str, console: Console) -> None:
-    """The records of runs that Slurm would not take; the other shapes go on."""
-    for run in part:
-        error = RunError("SubmissionRefused", f"sbatch: {why}")
+def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, console: Console) -> None:
+    """Submit runs as one array, and add them to the ledger at once."""
+    directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in runs)
+    array = JobArray(next_array_name(sweep_dir), runs[0].spec.config, sweep_dir, snapshot, directories)
+    write_json(array.list_path, {"directories": directories})
+    array.script_path.write_text(array.render())
+    try:
+        job = client.submit(array.script_path)
+    except client.UnreachableError as error:
+        raise OSError(
+            f"Slurm does not answer ({error}); {array.name} was not submitted: try again later with distexp resume "
+            f"{sweep_dir}"
+        ) from None
+    except client.SlurmError as error:
+        record_refusal(runs, str(error), console)
+        return
+    entries = [
+        ledger.Entry(run.spec.run.number, run.spec.run.id, directory, f"{job}_{index}", "submitted")
+        for index, (run, directory) in enumerate(zip(runs, directories, strict=True))
+    ]
+    ledger.append(sweep_dir, entries)
+    _print(console, f"job {job}: {describe_runs(runs)}")
+
+
+def record_refusal(runs: Sequence[PreparedRun], reason: str, console: Console) -> None:
+    """Write the records of runs that Slurm refused; the other arrays are still submitted."""
+    for run in runs:
+        error = RunError("SubmissionRefused", f"sbatch: {reason}")
         record = failed_record(run.spec, run.directory, "invalid", error, None)
         record.write(run.directory)
-    console.print(f"{described(part)}: Slurm refuses: {why}", highlight=False, markup=False, soft_wrap=True)
+    _print(console, f"{describe_runs(runs)}: refused by Slurm: {reason}")
 
 
-def grouped(prepared: Sequence[Prepared]) -> list[list[Prepared]]:
-    """The runs by shape, in the order in which the shapes come first."""
-    groups: dict[str, list[Prepared]] = {}
+def group_by_resources(prepared: Sequence[PreparedRun]) -> list[list[PreparedRun]]:
+    """Group the runs by what their jobs request, in the order of first appearance."""
+    groups: dict[str, list[PreparedRun]] = {}
     for run in prepared:
-        groups.setdefault(shape(run.spec.config), []).append(run)
+        groups.setdefault(resource_key(run.spec.config), []).append(run)
     return list(groups.values())
 
 
-def free_name(sweep_dir: Path) -> str:
-    """``array0``, or the first that this sweep has not submitted yet."""
-    taken = len(list((sweep_dir / FOLDER).glob("array*.sbatch")))
-    return f"array{taken}"
+def next_array_name(sweep_dir: Path) -> str:
+    """Return ``array0``, or the next number that this sweep has not used."""
+    used = len(list((sweep_dir / SLURM_DIR).glob("array*.sbatch")))
+    return f"array{used}"
 
 
-def described(part: Sequence[Prepared]) -> str:
-    """``runs 0 to 5, 2 nodes of 2 cpu workers``."""
-    cluster, numbers = part[0].spec.config.cluster, [run.spec.run.number for run in part]
-    runs = f"run{'s' if len(numbers) > 1 else ''} {some(numbers)}"
-    nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
-    workers = f"{cluster.workers_per_node} {cluster.device} worker{'s' if (cluster.workers_per_node or 0) > 1 else ''}"
-    return f"{runs}, {nodes} of {workers}"
+def describe_runs(runs: Sequence[PreparedRun]) -> str:
+    """Describe runs of one array: ``runs 0-5, 2 nodes with 2 cpu workers each``."""
+    cluster = runs[0].spec.config.cluster
+    numbers = format_runs([run.spec.run.number for run in runs])
+    workers = format_count(cluster.workers_per_node or 1, f"{cluster.device} worker")
+    each = " each" if cluster.nodes > 1 else ""
+    return f"{numbers}, {format_count(cluster.nodes, 'node')} with {workers}{each}"
 
 
-def show(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
-    """The sbatch files of a sweep as they would be; nothing is written."""
+def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
+    """Print the sbatch files of a sweep without writing or submitting anything."""
     groups: dict[str, list[tuple[int, Cell]]] = {}
     for number, cell in enumerate(cells):
         if cell.config is None:
-            console.print(
-                f"# run {number}: invalid: {' | '.join(cell.errors)}", highlight=False, markup=False, soft_wrap=True
-            )
+            _print(console, f"# run {number}: invalid: {' | '.join(cell.errors)}")
         else:
-            groups.setdefault(shape(cell.config), []).append((number, cell))
+            groups.setdefault(resource_key(cell.config), []).append((number, cell))
     for index, members in enumerate(groups.values()):
         config = members[0][1].config
         assert config is not None
         directories = tuple(str(number) for number, _ in members)
-        array = Array(f"array{index}", replace(config), sweep_dir, sweep_dir / NAME, directories)
-        console.print(f"# runs {', '.join(directories)}", highlight=False)
-        console.print(array.text(), highlight=False, markup=False, soft_wrap=True)
+        array = JobArray(f"array{index}", replace(config), sweep_dir, sweep_dir / NAME, directories)
+        _print(console, f"# {format_runs([number for number, _ in members])}")
+        _print(console, array.render())

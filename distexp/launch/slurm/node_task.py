@@ -1,7 +1,7 @@
-"""One node of a job: ``srun python -m distexp.launch.slurm.node_task ARRAY.json``, the agent of its node.
+"""The task of a Slurm job on one node: ``srun python -m distexp.launch.slurm.node_task ARRAY.json``.
 
-The head's task settles the run's record after all nodes have told in a file how they ended, and its exit
-code is the job's, so that Slurm's own accounting says FAILED of a run that failed.
+Each task runs the agent of its node and writes its exit code to a file. The task of the head node waits for
+those files and then writes the record. Its own exit code is that of the job, so Slurm reports failed runs as FAILED.
 """
 
 from __future__ import annotations
@@ -24,22 +24,34 @@ from distexp.launch import oom
 from distexp.launch.agent import NodeContext, StoppedError, run_node, stop
 from distexp.launch.outcome import STOPPED_CODE, finalize_run, start_attempt
 from distexp.launch.rendezvous import read_rendezvous
-from distexp.launch.slurm.client import SlurmError, minutes_left, requeue, states
+from distexp.launch.slurm.client import SlurmError, minutes_left, query_jobs, requeue
 from distexp.runs import stop_request
 from distexp.runs.record import RunError, RunRecord, write_json
 from distexp.runs.run_dir import agent_error_path, exit_status_path
 from distexp.runs.spec import RunSpec
+from distexp.runs.text import failure_text
 from distexp.system.processes import NOTICE_SIGNAL
 from distexp.tracking.process import tracked
 
-LOOK_S = 0.5
-DONE_WAIT_S, STOPPED_WAIT_S, REQUEUE_S = 60.0, 6.0, 30.0
-MARGIN_MIN = 1.5
+POLL_S = 0.5
+PEERS_TIMEOUT_S, STOPPED_PEERS_TIMEOUT_S = 60.0, 6.0
+"""How long the head waits for the other nodes: after a normal end, and after Slurm's SIGTERM."""
+
+REQUEUE_WAIT_S = 30.0
+TIME_LIMIT_MARGIN_MIN = 1.5
+"""Slurm sends its signal up to a minute early; within this margin it announces the time limit."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What Slurm tells a task of its job."""
+    """The Slurm job of this task.
+
+    Attributes:
+        id: the job as ARRAY_INDEX.
+        attempt: the job with its restart count, unique for each start.
+        node: the number of this node in the job; 0 is the head.
+        hosts: the names of the job's nodes.
+    """
 
     id: str
     attempt: str
@@ -48,7 +60,7 @@ class Job:
 
     @classmethod
     def from_environment(cls) -> Job:
-        """From Slurm's variables; the last element of an array has the array's own SLURM_JOB_ID."""
+        """Read Slurm's variables; SLURM_JOB_ID is not used because the last element has the array's own id."""
         variables = os.environ
         job = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
         return cls(
@@ -59,8 +71,8 @@ class Job:
         )
 
 
-def own_address() -> str:
-    """This node's name as Slurm has it, under which other nodes find it; its hostname where that has no address."""
+def node_address() -> str:
+    """Return this node's name in Slurm, or its hostname if that name has no address."""
     name = os.environ.get("SLURMD_NODENAME", "")
     try:
         socket.getaddrinfo(name, None)
@@ -70,190 +82,214 @@ def own_address() -> str:
 
 
 class SupersededError(BaseException):
-    """A later attempt has begun; not an Exception, so that nothing takes it for an error."""
+    """A later attempt has started; not an Exception, so that no handler of errors catches it."""
 
 
 @dataclass
-class Others:
-    """The agents of the other nodes, by the files in which they tell how they ended."""
+class Peers:
+    """The agents of the other nodes, observed through their exit status files.
+
+    Attributes:
+        run_dir: the run directory.
+        job: the job of this task.
+        nodes: number of nodes of the run.
+        last_poll: monotonic time in seconds.
+        started: whether the head has announced this attempt.
+        codes: exit codes by node, of those that have ended.
+    """
 
     run_dir: Path
     job: Job
     nodes: int
-    looked: float = 0.0
-    begun: bool = False  # whether the head has told that this attempt has
+    last_poll: float = 0.0
+    started: bool = False
     codes: dict[int, int] = field(default_factory=dict)
 
-    def look(self) -> None:
-        """Reads what has been told since the last call."""
-        for node in set(range(self.nodes)) - {self.job.node} - set(self.codes):
+    def read_exit_codes(self) -> None:
+        """Read the exit codes written since the last call."""
+        for node in self.missing():
             try:
-                told = json.loads(exit_status_path(self.run_dir, node).read_text())
+                status = json.loads(exit_status_path(self.run_dir, node).read_text())
             except (OSError, ValueError):
                 continue
-            if told["attempt"] == self.job.attempt:
-                self.codes[node] = told["code"]
+            if status["attempt"] == self.job.attempt:
+                self.codes[node] = status["code"]
 
-    def lost(self) -> bool:
-        """Whether one has ended badly; looks twice a second, for a network's file system counts every look.
+    def any_failed(self) -> bool:
+        """Return whether another node has failed; poll at most twice a second to spare the file system.
 
-        Raises SupersededError where a later attempt has begun.
+        Raises:
+            SupersededError: if a later attempt has started.
         """
-        if time.monotonic() - self.looked > LOOK_S:
-            self.looked = time.monotonic()
+        if time.monotonic() - self.last_poll > POLL_S:
+            self.last_poll = time.monotonic()
             self.check_latest()
             if self.nodes > 1:
-                self.look()
+                self.read_exit_codes()
         return any(self.codes.values())
 
     def check_latest(self) -> None:
-        """Raises SupersededError where Slurm, cut off from this attempt, has begun another in the same directory."""
+        """Check that this is the latest attempt; Slurm starts another one if it loses contact with the nodes.
+
+        Raises:
+            SupersededError: if a later attempt has started.
+        """
         latest = read_rendezvous(self.run_dir)
         if latest is not None and latest.attempt == self.job.attempt:
-            self.begun = True
-        elif latest is not None and self.begun:
-            raise SupersededError(f"{self.job.attempt} was given up by Slurm, and {latest.attempt} has begun")
+            self.started = True
+        elif latest is not None and self.started:
+            raise SupersededError(f"attempt {self.job.attempt} was replaced by attempt {latest.attempt}")
 
-    def await_all(self, seconds: float) -> dict[int, int]:
-        """Everyone's exit code; an agent that says nothing was killed, or its node is gone."""
+    def wait_all(self, seconds: float) -> dict[int, int]:
+        """Wait for the exit codes of all other nodes; a node that writes none counts as killed."""
         deadline = time.monotonic() + seconds
-        self.look()
-        while self.silent() and time.monotonic() < deadline:
+        self.read_exit_codes()
+        while self.missing() and time.monotonic() < deadline:
             time.sleep(0.1)
-            self.look()
-        return self.codes | dict.fromkeys(self.silent(), -int(signal.SIGKILL))
+            self.read_exit_codes()
+        return self.codes | dict.fromkeys(self.missing(), -int(signal.SIGKILL))
 
-    def silent(self) -> set[int]:
-        """The nodes that have not told how they ended."""
+    def missing(self) -> set[int]:
+        """Return the other nodes that have not written an exit code."""
         return set(range(self.nodes)) - {self.job.node} - set(self.codes)
 
 
 def main() -> None:
-    """Runs a node to its end; the head's exit code is 0 where the run completed."""
+    """Run a node to its end; the exit code of the head is 0 if the run completed."""
     try:
         sys.exit(run_task())
     except SupersededError as error:
-        sys.exit(f"{error}: this one ends, and leaves no record")
+        sys.exit(f"{error}: this attempt stops without a record")
 
 
 def run_task() -> int:
-    """A node's part of a job, as its exit code."""
+    """Run this node's part of a job, and return the exit code."""
     started, job = time.time(), Job.from_environment()
-    listed = Path(sys.argv[1])
-    directory = json.loads(listed.read_text())["directories"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
-    run_dir = listed.parent.parent / directory
+    list_path = Path(sys.argv[1])
+    directory = json.loads(list_path.read_text())["directories"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
+    run_dir = list_path.parent.parent / directory
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(NOTICE_SIGNAL, _noticing(run_dir, job))
+    signal.signal(NOTICE_SIGNAL, _stop_request_handler(run_dir, job))
     spec = RunSpec.read(run_dir)
-    others = Others(run_dir, job, spec.nodes)
+    peers = Peers(run_dir, job, spec.nodes)
     if job.node != 0:
-        attempt(spec, run_dir, job, others, started)
+        run_attempt(spec, run_dir, job, peers, started)
         return 0
     with tracked(spec, run_dir) as tracking:
-        code = attempt(spec, run_dir, job, others, started)
-        record = conclude(spec, run_dir, code, others, started)
-    print(f"{run_dir}: {record.status}" + (f": {record.error.message}" if record.error else ""), flush=True)
-    for sentence in tracking.told:
-        print(sentence, flush=True)
-    if starts_again(spec, run_dir, job, record, lost=bool(others.silent())):
-        time.sleep(REQUEUE_S)  # Slurm ends this process
+        code = run_attempt(spec, run_dir, job, peers, started)
+        record = write_record(spec, run_dir, code, peers, started)
+    reason = failure_text(record)
+    print(f"{run_dir}: {record.status}" + (f": {reason}" if reason else ""), flush=True)
+    for message in tracking.told:
+        print(message, flush=True)
+    if requeue_if_needed(spec, run_dir, job, record, node_lost=bool(peers.missing())):
+        time.sleep(REQUEUE_WAIT_S)  # until Slurm ends this process
     return 0 if record.status == "completed" else 1
 
 
-def starts_again(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord, *, lost: bool) -> bool:
-    """Whether Slurm was asked to start anew a run that had to end, or ``lost`` a node, and left a checkpoint.
+def requeue_if_needed(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord, *, node_lost: bool) -> bool:
+    """Requeue a job that was stopped or lost a node, if it left a later checkpoint; return whether it was requeued.
 
-    Slurm itself does so once it has noticed that a node is gone, which may be after the head's end. A run that
-    came no further than the attempt before would come no further the next time.
+    Slurm requeues the job itself when it notices a lost node, but the head may notice first. An attempt that made
+    no progress is not repeated.
     """
-    had_to_end = record.status == "preempted" or (lost and record.status == "killed")
-    if not had_to_end or not spec.config.cluster.requeue:
+    interrupted = record.status == "preempted" or (node_lost and record.status == "killed")
+    if not interrupted or not spec.config.cluster.requeue:
         return False
     newest = next((step for path in in_run(run_dir) if (step := step_of(path)) is not None), 0)
-    before = record.run.attempts[-1]["resumed_from_step"] or 0
-    if newest <= before:
-        print(f"not started again: this attempt began at step {before} and left no later checkpoint", flush=True)
+    first = record.run.attempts[-1]["resumed_from_step"] or 0
+    if newest <= first:
+        print(f"not requeued: this attempt started at step {first} and left no later checkpoint", flush=True)
         return False
     try:
-        if lost and not _runs(job):
-            return False  # it was cancelled, or Slurm starts it again by itself
+        if node_lost and not _is_running(job):
+            return False  # the job was cancelled, or Slurm requeues it itself
         requeue(job.id)
     except SlurmError as error:
-        print(f"not started again: {error}", flush=True)
+        print(f"not requeued: {error}", flush=True)
         return False
-    print(f"started again by Slurm as {job.id}, from step {newest}", flush=True)
+    print(f"requeued as job {job.id}, to resume from step {newest}", flush=True)
     return True
 
 
-def _runs(job: Job) -> bool:
-    """Whether Slurm has nothing else in mind with a job than to run it."""
-    now = states([job.id]).get(job.id)
-    return now is not None and now.state == "RUNNING"
+def _is_running(job: Job) -> bool:
+    """Return whether Slurm still considers the job as running."""
+    state = query_jobs([job.id]).get(job.id)
+    return state is not None and state.state == "RUNNING"
 
 
-def attempt(spec: RunSpec, run_dir: Path, job: Job, others: Others, started: float) -> int:
-    """This node's part of a run; its exit code, which the other nodes are told."""
+def run_attempt(spec: RunSpec, run_dir: Path, job: Job, peers: Peers, started: float) -> int:
+    """Run this node's agent, write its exit code for the other nodes, and return it."""
     code = STOPPED_CODE
     try:
         if job.node == 0:
             start_attempt(spec, run_dir, job.id, job.hosts)
             oom.save_counters(run_dir)
-        code = run_node(spec, run_dir, NodeContext(job.node, own_address(), job.attempt, others.lost), started)
+        code = run_node(spec, run_dir, NodeContext(job.node, node_address(), job.attempt, peers.any_failed), started)
     except StoppedError:
         pass
     except TimeoutError as error:
-        code = _no_head(run_dir, job, error)
-    others.check_latest()
+        code = _write_no_rendezvous(run_dir, job, error)
+    peers.check_latest()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    tell(run_dir, job, code)
+    write_exit_status(run_dir, job, code)
     return code
 
 
-def tell(run_dir: Path, job: Job, code: int) -> None:
-    """Leaves word for the other nodes how this one ended."""
+def write_exit_status(run_dir: Path, job: Job, code: int) -> None:
+    """Write this node's exit code for the other nodes."""
     path = exit_status_path(run_dir, job.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"attempt": job.attempt, "code": code})
 
 
-def conclude(spec: RunSpec, run_dir: Path, code: int, others: Others, started: float) -> RunRecord:
-    """The head's last act: the record."""
-    codes = {0: code, **others.await_all(STOPPED_WAIT_S if code == STOPPED_CODE else DONE_WAIT_S)}
+def write_record(spec: RunSpec, run_dir: Path, code: int, peers: Peers, started: float) -> RunRecord:
+    """Wait for the other nodes, write the record, and return it.
+
+    Args:
+        spec: the run.
+        run_dir: the run directory.
+        code: exit code of the head's agent.
+        peers: the other nodes.
+        started: Unix time in seconds.
+    """
+    codes = {0: code, **peers.wait_all(STOPPED_PEERS_TIMEOUT_S if code == STOPPED_CODE else PEERS_TIMEOUT_S)}
     if code != STOPPED_CODE:
         return finalize_run(spec, run_dir, codes, started)
-    silent = [node for node, other in codes.items() if other == -signal.SIGKILL]
-    if silent:
-        return finalize_run(spec, run_dir, codes, started, f"node {silent[0]} is gone, and Slurm ended the job")
-    status, why = told_to_end(run_dir)
-    return finalize_run(spec, run_dir, codes, started, why, stopped_status=status)
+    lost = [node for node, other in codes.items() if other == -signal.SIGKILL]
+    if lost:
+        return finalize_run(spec, run_dir, codes, started, f"node {lost[0]} was lost, and Slurm ended the job")
+    status, reason = stop_reason(run_dir)
+    return finalize_run(spec, run_dir, codes, started, reason, stopped_status=status)
 
 
-def told_to_end(run_dir: Path) -> tuple[str, str]:
-    """Status and reason of a run that Slurm told to end."""
+def stop_reason(run_dir: Path) -> tuple[str, str]:
+    """Return status and reason of a run that Slurm stopped."""
     try:
         reason = json.loads((run_dir / stop_request.FILE).read_text())["reason"]
     except (OSError, ValueError, KeyError):
         return "killed", "the job was cancelled"
     if reason == "time_limit":
-        return "timeout", "the job's time limit was reached"
-    return "preempted", "the job had to give way to another one"
+        return "timeout", "the job reached its time limit"
+    return "preempted", "the job was preempted by another job"
 
 
-def _noticing(run_dir: Path, job: Job) -> Callable[[int, FrameType | None], None]:
-    """A handler of Slurm's early word that the job will have to end."""
+def _stop_request_handler(run_dir: Path, job: Job) -> Callable[[int, FrameType | None], None]:
+    """Return the handler of the signal that Slurm sends before it ends a job."""
 
-    def answer(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if job.node == 0:
             left = minutes_left(job.id)
-            margin = RunSpec.read(run_dir).config.cluster.signal_delay_s / 60 + MARGIN_MIN
+            margin = RunSpec.read(run_dir).config.cluster.signal_delay_s / 60 + TIME_LIMIT_MARGIN_MIN
             reason = "time_limit" if left is not None and left <= margin else "preemption"
             stop_request.request_stop(run_dir, reason)
 
-    return answer
+    return handle
 
 
-def _no_head(run_dir: Path, job: Job, error: TimeoutError) -> int:
+def _write_no_rendezvous(run_dir: Path, job: Job, error: TimeoutError) -> int:
+    """Write the error of a node that could not reach the head, and return its exit code."""
     path = agent_error_path(run_dir, job.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     cause = RunError("NoRendezvous", str(error), "setup")

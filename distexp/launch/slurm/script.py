@@ -1,4 +1,4 @@
-"""The sbatch file of one shape: an array of runs that ask for the same, and a task a node in each."""
+"""The sbatch file of a job array: runs with equal resources, with one task on each node."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from typing import Any
 
 from distexp.config import ClusterConfig, Config
 
-FOLDER = "slurm"
-"""Where in a sweep's directory the sbatch files, the lists of their runs and the jobs' own logs are."""
+SLURM_DIR = "slurm"
+"""Folder in the sweep's directory for sbatch files, lists of runs, and the jobs' own logs."""
 
-TASK = "distexp.launch.slurm.node_task"
+NODE_TASK = "distexp.launch.slurm.node_task"
 CPU_OPTIONS = ("cpus-per-gpu",)
-EXIT_SETUP = 1
+SETUP_EXIT_CODE = 1
 
 
 @dataclass(frozen=True)
-class Array:
-    """Runs of one shape, submitted together: element k of the array is ``directories[k]``."""
+class JobArray:
+    """Runs with equal resources, submitted together; array element k runs ``directories[k]``."""
 
     name: str
-    config: Config  # of any of them: they ask for the same
+    config: Config  # of any of the runs: their resources are equal
     sweep_dir: Path
     snapshot: Path
-    directories: tuple[str, ...]  # relative to the sweep's
+    directories: tuple[str, ...]  # relative to sweep_dir
 
     @property
     def list_path(self) -> Path:
-        """What a job finds its run in."""
-        return self.sweep_dir / FOLDER / f"{self.name}.json"
+        """JSON file that lists the run directories."""
+        return self.sweep_dir / SLURM_DIR / f"{self.name}.json"
 
     @property
     def script_path(self) -> Path:
         """The sbatch file."""
-        return self.sweep_dir / FOLDER / f"{self.name}.sbatch"
+        return self.sweep_dir / SLURM_DIR / f"{self.name}.sbatch"
 
-    def text(self) -> str:
-        """The sbatch file, written by submitit, which knows how its options are spelt and quoted."""
-        from submitit.slurm.slurm import _make_sbatch_string
-
+    def render(self) -> str:
+        """Return the text of the sbatch file."""
         cluster = self.config.cluster
-        text: str = _make_sbatch_string(
-            command=f"{cluster.python or shlex.quote(sys.executable)} -u -m {TASK} {shlex.quote(str(self.list_path))}",
-            folder=self.sweep_dir / FOLDER,
+        return render_sbatch(
+            command=(
+                f"{cluster.python or shlex.quote(sys.executable)} -u -m {NODE_TASK} {shlex.quote(str(self.list_path))}"
+            ),
+            folder=self.sweep_dir / SLURM_DIR,
             map_count=len(self.directories),
             array_parallelism=cluster.array_parallelism or len(self.directories),
             job_name=self.config.name,
@@ -60,25 +60,35 @@ class Array:
             exclusive=cluster.exclusive or None,
             time=math.ceil(cluster.timeout_min) if cluster.timeout_min else None,
             gpus_per_node=cluster.gpus_per_node or None,
-            cpus_per_task=cores(cluster),
+            cpus_per_task=cpus_per_task(cluster),
             mem=memory(cluster),
             signal_delay_s=cluster.signal_delay_s,
             stderr_to_stdout=True,
             wckey=None,
-            setup=before(cluster, self.snapshot),
+            setup=setup_lines(cluster, self.snapshot),
             srun_args=srun_options(cluster),
-            additional_parameters=further(cluster, self.snapshot),
+            additional_parameters=extra_options(cluster, self.snapshot),
         )
-        return text
 
 
-def shape(config: Config) -> str:
-    """Equal for two runs exactly where their jobs ask for the same."""
-    return json.dumps(Array("", config, Path(), Path(), ("",)).text())
+def render_sbatch(**options: Any) -> str:
+    """Return an sbatch file written by submitit, which knows the spelling and quoting of options.
+
+    This is the only use of a private function of submitit; pyproject.toml therefore limits its version.
+    """
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    text: str = _make_sbatch_string(**options)
+    return text
 
 
-def cores(cluster: ClusterConfig) -> int | None:
-    """CPUs of a node's task, which are those of all its workers; None where sbatch is told otherwise."""
+def resource_key(config: Config) -> str:
+    """Return a key that is equal for two runs if and only if their jobs request the same."""
+    return json.dumps(JobArray("", config, Path(), Path(), ("",)).render())
+
+
+def cpus_per_task(cluster: ClusterConfig) -> int | None:
+    """Return the CPUs of a node's task, for all its workers; None if an sbatch option decides."""
     assert cluster.cpus_per_worker is not None
     assert cluster.workers_per_node is not None
     if any(option in cluster.sbatch for option in CPU_OPTIONS):
@@ -87,40 +97,40 @@ def cores(cluster: ClusterConfig) -> int | None:
 
 
 def memory(cluster: ClusterConfig) -> str | None:
-    """Memory of a node; all of it (0) where the node is ours alone and nothing else was said."""
+    """Return the memory per node; for an exclusive node the default is all of it (0)."""
     if cluster.memory_gb is None:
         return "0" if cluster.exclusive else None
     return f"{math.ceil(cluster.memory_gb * 1024)}M"
 
 
-def further(cluster: ClusterConfig, snapshot: Path) -> dict[str, Any]:
-    """Options that submitit has no name for, and the user's own."""
+def extra_options(cluster: ClusterConfig, snapshot: Path) -> dict[str, Any]:
+    """Return the sbatch options that submitit has no parameter for, with those of ``cluster.sbatch``."""
     options: dict[str, Any] = {"chdir": str(snapshot), "requeue" if cluster.requeue else "no-requeue": True}
     if cluster.reservation is not None:
         options["reservation"] = cluster.reservation
-    own = {key.lstrip("-").replace("_", "-"): value for key, value in cluster.sbatch.items()}
-    return options | {key: value for key, value in own.items() if value is not False and value is not None}
+    user = {key.lstrip("-").replace("_", "-"): value for key, value in cluster.sbatch.items()}
+    return options | {key: value for key, value in user.items() if value is not False and value is not None}
 
 
 def srun_options(cluster: ClusterConfig) -> list[str]:
-    """How the tasks start: since Slurm 22.05 srun does not take the cores over from sbatch by itself."""
+    """Return the options of srun; since Slurm 22.05 it does not inherit the CPU count from sbatch."""
     options = ["--kill-on-bad-exit=1"]
-    if (count := cores(cluster)) is not None:
+    if (count := cpus_per_task(cluster)) is not None:
         options.append(f"--cpus-per-task={count}")
     if cluster.exclusive:
-        options.append("--cpu-bind=none")  # the node is ours, beyond the cores that were counted
+        options.append("--cpu-bind=none")  # allow all CPUs of an exclusive node, not only the requested ones
     if cluster.device == "cuda":
-        options.append("--gpu-bind=none")  # a node's task sees all of the node's GPUs, and its workers share them
+        options.append("--gpu-bind=none")  # a node's task distributes all GPUs of the node over its workers
     return [*options, *cluster.srun]
 
 
-def before(cluster: ClusterConfig, snapshot: Path) -> list[str]:
-    """Shell lines of a job: modules, the user's own, variables, and the code that was on disk at submission."""
-    failed = f'|| {{ echo "distexp: the job could not be set up" >&2; exit {EXIT_SETUP}; }}'
+def setup_lines(cluster: ClusterConfig, snapshot: Path) -> list[str]:
+    """Return the shell lines before srun: modules, ``cluster.setup``, variables, and the path of the code."""
+    on_error = f'|| {{ echo "distexp: module load failed" >&2; exit {SETUP_EXIT_CODE}; }}'
     lines = []
     if cluster.modules:
         lines.append("command -v module > /dev/null || source /etc/profile")
-        lines.append(f"module load {shlex.join(cluster.modules)} {failed}")
+        lines.append(f"module load {shlex.join(cluster.modules)} {on_error}")
     lines += cluster.setup
     lines += [f"export {name}={shlex.quote(str(value))}" for name, value in cluster.environment.items()]
     lines.append(f"export PYTHONPATH={shlex.quote(str(snapshot))}${{PYTHONPATH:+:$PYTHONPATH}}")

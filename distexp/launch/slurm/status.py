@@ -1,4 +1,4 @@
-"""Where every run of a sweep stands: by the ledger, the records and Slurm, from any machine of the cluster."""
+"""State of every run of a Slurm sweep, from the ledger, the records and Slurm."""
 
 from __future__ import annotations
 
@@ -12,218 +12,223 @@ from distexp.launch import ledger
 from distexp.launch.outcome import add_traces, classify_failure, failed_record, read_rank_errors
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState
-from distexp.launch.slurm.script import FOLDER
+from distexp.launch.slurm.script import SLURM_DIR
 from distexp.runs import attempts
 from distexp.runs.record import RECORD, RunError, RunRecord
+from distexp.runs.run_state import RunState
 from distexp.runs.spec import RunSpec
 
-ACTIVE = ("pending", "running", "ending", "unknown")
-"""States of a run that has not ended, for all that is known."""
-
-LATE_S = 2.0
-"""How long a job that has ended may take to show its record: other nodes' writes come late through a file system."""
+RECORD_DELAY_S = 2.0
+"""How long to wait for the record of a job that has ended; a network file system may show it late."""
 
 LAST_LINES = 3
 MEMORY_KILL = re.compile(r"exceeded (job )?memory limit|oom[-_ ]kill", re.IGNORECASE)
-"""What slurmstepd says of a step that was ended for its memory, whatever Slurm then calls the job's state."""
+"""slurmstepd's message after an out-of-memory kill; Slurm may then report any state for the job."""
 
-REASONS = {
-    "Priority": "others are before it",
-    "Resources": "no nodes are free",
-    "JobArrayTaskLimit": "cluster.array_parallelism runs at once",
-    "BeginTime": "its time to begin is not yet come",
-    "ReqNodeNotAvail": "nodes that it needs are down or reserved",
-    "PartitionTimeLimit": "cluster.timeout_min is more than the partition allows",
-    "PartitionNodeLimit": "cluster.nodes is more than the partition allows",
-    "PartitionConfig": "the partition does not allow such a job",
-    "AssocGrpGRES": "the account's share of GPUs is in use",
-    "QOSMaxGRESPerUser": "your share of GPUs is in use",
-    "QOSMaxJobsPerUserLimit": "you have as many jobs as you may",
-    "MaxGRESPerAccount": "the account's share of GPUs is in use",
+PENDING_REASONS = {
+    "Priority": "waiting behind higher-priority jobs",
+    "Resources": "waiting for free nodes",
+    "JobArrayTaskLimit": "limited by cluster.array_parallelism",
+    "BeginTime": "start time not reached yet",
+    "ReqNodeNotAvail": "required nodes are down or reserved",
+    "PartitionTimeLimit": "cluster.timeout_min exceeds the partition's limit",
+    "PartitionNodeLimit": "cluster.nodes exceeds the partition's limit",
+    "PartitionConfig": "the partition does not allow this job",
+    "AssocGrpGRES": "the account's GPU limit is reached",
+    "QOSMaxGRESPerUser": "your GPU limit is reached",
+    "QOSMaxJobsPerUserLimit": "your job limit is reached",
+    "MaxGRESPerAccount": "the account's GPU limit is reached",
 }
-"""What Slurm's reasons for waiting mean."""
+"""Explanations of Slurm's reasons for a pending job."""
+
+FinishedRuns = dict[int, RunState]
+"""Runs whose final record has been read, by number."""
 
 
-@dataclass(frozen=True)
-class RunState:
-    """One run: ``state`` is pending, running, ending, unknown, or the status of its record."""
+def poll(sweep_dir: Path, finished: FinishedRuns | None = None) -> list[RunState]:
+    """Return the state of every run in the ledger, and write missing records of jobs that have died.
 
-    number: int
-    directory: Path
-    job: str | None
-    state: str
-    why: str = ""
-    nodes: str = ""
-    record: RunRecord | None = None
-
-
-Known = dict[int, RunState]
-
-
-def look(sweep_dir: Path, known: Known | None = None) -> list[RunState]:
-    """The state of every run of the ledger; one that died without a record gets it now.
+    If Slurm does not answer, runs whose state only Slurm knows are ``unknown``.
 
     Args:
-        known: runs whose record was read before, by number; it is added to.
-
-    Where Slurm does not answer, runs that only it could tell of are ``unknown``.
+        sweep_dir: directory of the sweep.
+        finished: runs that earlier calls found finished, and that are not read again; extended by this call.
     """
-    known = {} if known is None else known
+    finished = {} if finished is None else finished
     entries = ledger.latest(sweep_dir)
-    rest = {number: entry for number, entry in entries.items() if number not in known}
-    undecided = [entry for entry in rest.values() if _undecided(sweep_dir, entry)]
-    trouble, said = "", {}
-    try:
-        said = client.states([entry.job for entry in undecided if entry.job])
-    except client.UnreachableError as error:
-        trouble = str(error)
-    asked = {entry.run for entry in undecided}
+    open_entries = [entry for number, entry in entries.items() if number not in finished]
+    answer = _ask_slurm(sweep_dir, open_entries)
     found: dict[int, RunState] = {}
     dead: list[ledger.Entry] = []
-    for entry in rest.values():
-        job = said.get(entry.job or "")
-        state = _state(sweep_dir, entry, job, trouble if entry.run in asked else "")
+    for entry in open_entries:
+        state = _run_state(sweep_dir, entry, answer)
         if state is None:
             dead.append(entry)
         else:
             found[entry.run] = state
-    found |= {state.number: state for state in _bury_all(sweep_dir, dead, said)}
-    _remember(sweep_dir, entries, found)
-    known |= {state.number: state for state in found.values() if state.record is not None}
-    return [known.get(number) or found[number] for number in sorted(entries)]
+    found |= {state.number: state for state in _write_missing_records(sweep_dir, dead, answer.jobs)}
+    _append_final_states(sweep_dir, entries, found)
+    finished |= {state.number: state for state in found.values() if state.record is not None}
+    return [finished.get(number) or found[number] for number in sorted(entries)]
 
 
-def _undecided(sweep_dir: Path, entry: ledger.Entry) -> bool:
-    """Whether only Slurm can tell: nobody has seen the end, or the run was started anew after it."""
+@dataclass(frozen=True)
+class SlurmAnswer:
+    """Slurm's states of the jobs of runs that may not have ended."""
+
+    jobs: Mapping[str, JobState]
+    asked_runs: frozenset[int]
+    error: str = ""  # why Slurm did not answer
+
+    def error_for(self, run: int) -> str:
+        """Return why the job of a run is unknown; empty if Slurm answered or was not asked about it."""
+        return self.error if run in self.asked_runs else ""
+
+
+def _ask_slurm(sweep_dir: Path, entries: Sequence[ledger.Entry]) -> SlurmAnswer:
+    undecided = [entry for entry in entries if _needs_slurm(sweep_dir, entry)]
+    runs = frozenset(entry.run for entry in undecided)
+    try:
+        return SlurmAnswer(client.query_jobs([entry.job for entry in undecided if entry.job]), runs)
+    except client.UnreachableError as error:
+        return SlurmAnswer({}, runs, str(error))
+
+
+def _needs_slurm(sweep_dir: Path, entry: ledger.Entry) -> bool:
+    """Return whether only Slurm knows the state: the run was not seen to end, or was requeued after its end."""
     return entry.state in ("submitted", "cancelled") or not (sweep_dir / entry.directory / RECORD).exists()
 
 
-def _state(sweep_dir: Path, entry: ledger.Entry, job: JobState | None, trouble: str) -> RunState | None:
-    """What is known of a run; None where its job has ended without a record."""
+def _run_state(sweep_dir: Path, entry: ledger.Entry, answer: SlurmAnswer) -> RunState | None:
+    """Return the state of a run; None if its job has ended without a record."""
     directory = sweep_dir / entry.directory
-    record = _settled(directory)
-    done = record is not None and record.status == "completed"
-    if job is not None and not job.ended and not (done and job.state != "PENDING"):
-        return RunState(entry.run, directory, entry.job, *_active(job))
+    job = answer.jobs.get(entry.job or "")
+    record = _read_final_record(directory)
+    completed = record is not None and record.status == "completed"
+    if job is not None and not job.is_final and not (completed and job.state != "PENDING"):
+        return _active_state(entry, directory, job)
     if record is not None:
-        return RunState(entry.run, directory, entry.job, record.status, _cause(record), record=record)
-    if trouble:
-        return RunState(entry.run, directory, entry.job, "unknown", trouble)
+        return RunState.from_record(entry.run, directory, entry.job, record)
+    if error := answer.error_for(entry.run):
+        return RunState(entry.run, directory, entry.job, "unknown", error)
     return None
 
 
-def _active(job: JobState) -> tuple[str, str, str]:
+def _active_state(entry: ledger.Entry, directory: Path, job: JobState) -> RunState:
     if job.state != "PENDING":
-        return "ending" if job.state == "COMPLETING" else "running", "", job.nodes
-    words = REASONS.get(job.reason, "")
-    why = f"{job.reason}: {words}" if words else job.reason
-    return "pending", f"{why}, expected {job.expected}" if job.expected else why, ""
+        state = "ending" if job.state == "COMPLETING" else "running"
+        return RunState(entry.run, directory, entry.job, state, nodes=job.nodes)
+    explanation = PENDING_REASONS.get(job.reason, "")
+    reason = f"{job.reason}: {explanation}" if explanation else job.reason
+    if job.expected_start:
+        reason = f"{reason}, expected to start at {job.expected_start}"
+    return RunState(entry.run, directory, entry.job, "pending", reason)
 
 
-def _record(directory: Path) -> RunRecord | None:
+def _read_record(directory: Path) -> RunRecord | None:
     try:
         return RunRecord.read(directory / RECORD)
     except ValueError:
         return None
 
 
-def _settled(directory: Path) -> RunRecord | None:
-    """A record that is complete: rank 0 writes its part, and the head's task then adds the memory and closes it."""
-    record = _record(directory)
+def _read_final_record(directory: Path) -> RunRecord | None:
+    """Return the record if it is complete: after rank 0 has written it, the head's task adds the memory."""
+    record = _read_record(directory)
     return record if record is not None and attempts.is_final(record) else None
 
 
-def _cause(record: RunRecord) -> str:
-    return f"{record.error.type}: {record.error.message}" if record.error is not None else ""
-
-
-def _bury_all(sweep_dir: Path, dead: Sequence[ledger.Entry], said: Mapping[str, JobState]) -> list[RunState]:
-    if any(_begun(sweep_dir / entry.directory, entry.job) for entry in dead):
-        time.sleep(LATE_S)
+def _write_missing_records(
+    sweep_dir: Path, dead: Sequence[ledger.Entry], jobs: Mapping[str, JobState]
+) -> list[RunState]:
+    if any(_has_started(sweep_dir / entry.directory, entry.job) for entry in dead):
+        time.sleep(RECORD_DELAY_S)
     states = []
     for entry in dead:
         directory = sweep_dir / entry.directory
-        record = _settled(directory) or bury(sweep_dir, entry, said.get(entry.job or ""))
-        states.append(RunState(entry.run, directory, entry.job, record.status, _cause(record), record=record))
+        record = _read_final_record(directory) or write_missing_record(sweep_dir, entry, jobs.get(entry.job or ""))
+        states.append(RunState.from_record(entry.run, directory, entry.job, record))
     return states
 
 
-def bury(sweep_dir: Path, entry: ledger.Entry, job: JobState | None) -> RunRecord:
-    """The record of a run whose job died without leaving one, by whoever looks first."""
+def write_missing_record(sweep_dir: Path, entry: ledger.Entry, job: JobState | None) -> RunRecord:
+    """Write the record of a run whose job died without one, and return it. Any command may do this."""
     directory = sweep_dir / entry.directory
     spec = RunSpec.read(directory)
-    begun = _begun(directory, entry.job)
-    if not begun:
+    started = _has_started(directory, entry.job)
+    if not started:
         spec.run.attempts.append({"job_id": entry.job, "hosts": [], "resumed_from_step": None, "reason": None})
-    record = _record(directory)
+    record = _read_record(directory)
     if record is None or record.status != "completed":
-        status, error = _post_mortem(sweep_dir, entry, job, spec, begun)
+        status, error = _find_cause(sweep_dir, entry, job, spec, started)
         record = failed_record(spec, directory, status, error, None)
         record.run.hosts = spec.run.attempts[-1]["hosts"]
-    if begun:
+    if started:
         add_traces(record, spec, directory)
     attempts.finalize(record)
     record.write(directory)
     return record
 
 
-def _begun(directory: Path, job: str | None) -> bool:
-    """Whether the head's task of a job has listed its attempt."""
+def _has_started(directory: Path, job: str | None) -> bool:
+    """Return whether the head's task of a job has registered its attempt."""
     try:
-        listed = RunSpec.read(directory).run.attempts
+        registered = RunSpec.read(directory).run.attempts
     except (OSError, ValueError):
         return False
-    return bool(listed) and listed[-1]["job_id"] == job and listed[-1]["reason"] is None
+    return bool(registered) and registered[-1]["job_id"] == job and registered[-1]["reason"] is None
 
 
-def _post_mortem(
-    sweep_dir: Path, entry: ledger.Entry, job: JobState | None, spec: RunSpec, begun: bool
+def _find_cause(
+    sweep_dir: Path, entry: ledger.Entry, job: JobState | None, spec: RunSpec, started: bool
 ) -> tuple[str, RunError]:
-    name, directory = f"job {entry.job}", sweep_dir / entry.directory
+    """Return status and error of a run whose job died, from Slurm's state, the job's output and the ranks' errors."""
+    name = f"job {entry.job}"
     if job is None:
-        return "failed", RunError("JobVanished", f"Slurm knows nothing of {name} any more, and it left no record")
-    when = "while it ran" if begun else "before it began"
-    endings: dict[str, tuple[str, str]] = {
+        return "failed", RunError("JobVanished", f"{name} is no longer known to Slurm, and the run has no record")
+    when = "while running" if started else "before it started"
+    causes: dict[str, tuple[str, str]] = {
         "CANCELLED": ("killed", f"{name} was cancelled {when}"),
         "TIMEOUT": ("timeout", f"{name} reached its time limit"),
         "DEADLINE": ("timeout", f"{name} reached its deadline"),
-        "OUT_OF_MEMORY": ("oom_host", f"{name} used more memory than it had asked for"),
-        "PREEMPTED": ("preempted", f"{name} had to give way to another one"),
-        "NODE_FAIL": ("killed", f"{name} lost a node of {job.nodes}"),
+        "OUT_OF_MEMORY": ("oom_host", f"{name} exceeded its memory limit"),
+        "PREEMPTED": ("preempted", f"{name} was preempted by another job"),
+        "NODE_FAIL": ("killed", f"{name} lost a node (nodes: {job.nodes})"),
         "BOOT_FAIL": ("failed", f"a node of {name} did not boot"),
     }
-    if job.state in endings:
-        status, message = endings[job.state]
+    if job.state in causes:
+        status, message = causes[job.state]
         return status, RunError(job.state.title().replace("_", ""), message)
-    printed = _printed(sweep_dir / FOLDER, entry.job or "")
-    for log, line in printed:  # by slurmstepd, before or after what srun says of the tasks that it killed
+    output = _read_output(sweep_dir / SLURM_DIR, entry.job or "")
+    for log, line in output:  # slurmstepd's line may come before or after those of srun
         if MEMORY_KILL.search(line):
-            status, message = endings["OUT_OF_MEMORY"]
+            status, message = causes["OUT_OF_MEMORY"]
             return status, RunError("OutOfMemory", f"{message}: {line} ({log})")
-    if begun and read_rank_errors(directory):
+    directory = sweep_dir / entry.directory
+    if started and read_rank_errors(directory):
         return classify_failure(directory, {0: 1}, spec)
-    said = f"{name} ended as {job.state} {when}, without a record"
-    if printed:
-        said += f": {' | '.join(line for _, line in printed[-LAST_LINES:])} ({printed[0][0]})"
-    return "failed", RunError("JobDied", said)
+    message = f"{name} ended in state {job.state} {when}, without a record"
+    if output:
+        message += f": {' | '.join(line for _, line in output[-LAST_LINES:])} ({output[0][0]})"
+    return "failed", RunError("JobDied", message)
 
 
-def _printed(folder: Path, job: str) -> list[tuple[Path, str]]:
-    """The lines that a job printed, on whichever node, each with its log."""
+def _read_output(folder: Path, job: str) -> list[tuple[Path, str]]:
+    """Return the lines that a job printed on all its nodes, each with its log file."""
     logs = sorted(folder.glob(f"{job}_*_log.out"))
     return [
         (log, line.strip()) for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()
     ]
 
 
-def _remember(sweep_dir: Path, entries: Mapping[int, ledger.Entry], found: Mapping[int, RunState]) -> None:
-    """Adds to the ledger how runs ended, so that nobody needs to ask Slurm again."""
-    news = [
+def _append_final_states(sweep_dir: Path, entries: Mapping[int, ledger.Entry], found: Mapping[int, RunState]) -> None:
+    """Add final states to the ledger, so that later commands need not ask Slurm."""
+    new = [
         ledger.Entry(entry.run, entry.id, entry.directory, entry.job, found[number].state)
         for number, entry in entries.items()
         if number in found and found[number].record is not None and entry.state in ("submitted", "cancelled")
     ]
     try:
-        ledger.append(sweep_dir, news)
+        ledger.append(sweep_dir, new)
     except PermissionError:
-        return  # somebody else's sweep, which one may look at
+        return  # another user's sweep can be read, but not written

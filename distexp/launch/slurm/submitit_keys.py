@@ -1,4 +1,4 @@
-"""The keys that users of Hydra's submitit launcher know, brought into ``cluster``, or refused where both differ."""
+"""Options of Hydra's submitit launcher (``hydra.launcher.*``), converted to options of ``cluster``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from distexp.config import ClusterConfig, ConfigError
 
-SAME = {
+MAPPED = {
     "nodes": "nodes",
     "timeout_min": "timeout_min",
     "gpus_per_node": "gpus_per_node",
@@ -22,9 +22,9 @@ SAME = {
     "array_parallelism": "array_parallelism",
     "setup": "setup",
 }
-"""Keys of ``hydra.launcher`` that have a key of ``cluster``."""
+"""Keys of ``hydra.launcher`` with their keys of ``cluster``."""
 
-FURTHER = {
+SBATCH_ONLY = {
     "name": "job-name",
     "comment": "comment",
     "exclude": "exclude",
@@ -34,71 +34,82 @@ FURTHER = {
     "mem_per_gpu": "mem-per-gpu",
     "mem_per_cpu": "mem-per-cpu",
 }
-"""Those that are options of sbatch without one."""
+"""Keys of ``hydra.launcher`` that become entries of ``cluster.sbatch``."""
 
-REFUSED = {
+UNSUPPORTED = {
     "submitit_folder": "the logs of the jobs are in slurm/ of the sweep's directory",
-    "max_num_timeout": "cluster.requeue says whether Slurm may start a run anew",
+    "max_num_timeout": "use cluster.requeue=true or false",
 }
+"""Keys of ``hydra.launcher`` that are refused, with a hint."""
+
+ACCEPTED = (("tasks_per_node", 1), ("stderr_to_stdout", True))
+"""Values that agree with what distexp does anyway."""
 
 
-def adopt(given: Mapping[str, Any], composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Moves what was set under ``hydra.launcher`` into a cell's ``cluster``.
+def apply_submitit_options(given: Mapping[str, Any], composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Move the options set under ``hydra.launcher`` into the ``cluster`` section of a cell.
+
+    Args:
+        given: the options under ``hydra.launcher``.
+        composed: the composed configuration of the cell; changed in place.
+        overrides: the overrides of the cell.
 
     Raises:
-        ConfigError: where the two say different things, or where a key cannot be followed.
+        ConfigError: if an option contradicts ``cluster``, or is not supported.
     """
-    typed = {text.partition("=")[0].lstrip("+") for text in overrides}
+    overridden = {text.partition("=")[0].lstrip("+") for text in overrides}
     errors: list[str] = []
     with open_dict(composed):
         for key, value in given.items():
-            if key in SAME:
-                errors += _set(composed.cluster, SAME[key], key, value, typed)
-            elif key in FURTHER:
-                errors += _further(composed.cluster.sbatch, FURTHER[key], key, value)
-            elif key == "additional_parameters":
-                for option, setting in value.items():
-                    errors += _further(composed.cluster.sbatch, option.replace("_", "-"), f"{key}.{option}", setting)
-            elif key == "cpus_per_task":
-                errors += _threads(composed.cluster, value, typed)
-            elif key in REFUSED:
-                errors.append(f"hydra.launcher.{key}={value} is not followed: {REFUSED[key]}")
-            elif (key, value) not in (("tasks_per_node", 1), ("stderr_to_stdout", True)):
-                errors.append(
-                    f"hydra.launcher.{key}={value} is not followed: one task a node starts the node's workers, and "
-                    "what it prints goes to one file; leave it out"
-                )
+            errors += _apply(composed.cluster, key, value, overridden)
     if errors:
         raise ConfigError(errors)
 
 
-def _set(cluster: DictConfig, name: str, key: str, value: Any, typed: set[str]) -> list[str]:
-    present = OmegaConf.to_container(cluster)
-    assert isinstance(present, dict)
-    ours, unset = present[name], getattr(ClusterConfig(), name)
-    if ours != value and (ours != unset or f"cluster.{name}" in typed):
+def _apply(cluster: DictConfig, key: str, value: Any, overridden: set[str]) -> list[str]:
+    """Apply one option, and return its errors."""
+    if key in MAPPED:
+        return _set_cluster(cluster, MAPPED[key], key, value, overridden)
+    if key in SBATCH_ONLY:
+        return _set_sbatch(cluster.sbatch, SBATCH_ONLY[key], key, value)
+    if key == "additional_parameters":
         return [
-            f"hydra.launcher.{key}={value} and cluster.{name}={ours} say different things: set cluster.{name} alone"
+            error
+            for option, setting in value.items()
+            for error in _set_sbatch(cluster.sbatch, option.replace("_", "-"), f"{key}.{option}", setting)
         ]
+    if key == "cpus_per_task":
+        return _set_cpus(cluster, value, overridden)
+    if (key, value) in ACCEPTED:
+        return []
+    hint = UNSUPPORTED.get(key, "remove it (distexp starts one task per node, which writes one log file)")
+    return [f"hydra.launcher.{key}={value} is not supported: {hint}"]
+
+
+def _set_cluster(cluster: DictConfig, name: str, key: str, value: Any, overridden: set[str]) -> list[str]:
+    section = OmegaConf.to_container(cluster)
+    assert isinstance(section, dict)
+    current, default = section[name], getattr(ClusterConfig(), name)
+    if current != value and (current != default or f"cluster.{name}" in overridden):
+        return [f"hydra.launcher.{key}={value} contradicts cluster.{name}={current}: set only cluster.{name}"]
     cluster[name] = value
     return []
 
 
-def _threads(cluster: DictConfig, cpus: int, typed: set[str]) -> list[str]:
+def _set_cpus(cluster: DictConfig, cpus: int, overridden: set[str]) -> list[str]:
     workers = cluster.workers_per_node or cluster.gpus_per_node or 1
     if cpus % workers:
         return [
-            f"hydra.launcher.cpus_per_task={cpus} cannot be shared out among cluster.workers_per_node={workers}: "
+            f"hydra.launcher.cpus_per_task={cpus} is not divisible by cluster.workers_per_node={workers}: "
             "set cluster.cpus_per_worker instead"
         ]
-    return _set(cluster, "cpus_per_worker", "cpus_per_task", cpus // workers, typed)
+    return _set_cluster(cluster, "cpus_per_worker", "cpus_per_task", cpus // workers, overridden)
 
 
-def _further(sbatch: DictConfig, option: str, key: str, value: Any) -> list[str]:
+def _set_sbatch(sbatch: DictConfig, option: str, key: str, value: Any) -> list[str]:
     if sbatch.get(option, value) != value:
         return [
-            f"hydra.launcher.{key}={value} and cluster.sbatch.{option}={sbatch[option]} say different things: "
-            "leave one of them out"
+            f"hydra.launcher.{key}={value} contradicts cluster.sbatch.{option}={sbatch[option]}: remove one of the two"
         ]
     sbatch[option] = value
     return []

@@ -1,0 +1,1 @@
+"""Tests of runs on Slurm; most start a real test cluster on this machine."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distexp.config import TrainConfig
-from distexp.console.screen import summary
+from distexp.console.run_summary import summary_lines
 from distexp.measure.profiling.chrome_trace import read_timeline
 from distexp.measure.profiling.communication import Interval, Timeline, merged, overlap, shares
 from distexp.measure.profiling.profiler import TRACE, Window
@@ -261,7 +261,7 @@ def test_what_could_not_be_measured_is_null_and_says_why(runs: Path, name: str, 
     record = RunRecord.read(runs / name / "record.json")
     assert record.metrics.train_samples_per_second is not None
     record.run.duration_s = 1.0  # many runs share their processes, and none of them has its own time
-    assert f"not measured: {why}" in dict(summary(record))["communication"]
+    assert f"not measured: {why}" in dict(summary_lines(record))["communication"]
 
 
 @pytest.mark.slow

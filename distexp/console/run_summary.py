@@ -1,0 +1,146 @@
+"""Texts about one run: its title before it starts, and the lines of its panel when it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from distexp.config import Config
+from distexp.config.targets import load_strategy
+from distexp.runs.record import RunRecord
+from distexp.runs.spec import RunSpec
+from distexp.runs.text import failure_text, format_count
+
+MAX_EPOCHS = 6
+"""Epochs shown in a panel."""
+
+COLORS = {"completed": "green", "invalid": "yellow", "oom_gpu": "magenta", "oom_host": "magenta"}
+
+
+def status_color(status: str) -> str:
+    """Return the color of a status on a terminal."""
+    return COLORS.get(status, "red")
+
+
+def run_title(spec: RunSpec) -> str:
+    """Describe a run before it starts, for example ``bloom_tiny on squad_sample, fsdp full_shard, 2 cpu workers``."""
+    config = spec.config
+    workers = format_count(spec.world_size, f"{config.cluster.device} worker")
+    nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
+    if config.preflight.only:
+        return f"preflight with {workers}{nodes}"
+    engine = "" if config.engine.name == "native" else f", {config.engine.name}"
+    return (
+        f"{_model_label(config.model.name)} on {config.dataset.name}, {_strategy_label(config)}{engine}, "
+        f"{config.precision.name}, {workers}{nodes}"
+    )
+
+
+def _model_label(name: str) -> str:
+    """Return a model's name; for a local folder its last part."""
+    return Path(name).name if Path(name).is_absolute() else name
+
+
+def _strategy_label(config: Config) -> str:
+    """Return the strategy's name, with the main option if its class has a method ``main_option``."""
+    main_option = getattr(load_strategy(config), "main_option", None)
+    option = f" {main_option(config)}" if main_option is not None else ""
+    offload = ", offloaded" if config.offload.enabled else ""
+    return f"{config.strategy.name}{option}{offload}"
+
+
+def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each line of a run's panel."""
+    metrics, built = record.metrics, record.built
+    if record.error is not None:
+        rank = "" if record.error.rank is None else f" (rank {record.error.rank})"
+        yield "error", f"{failure_text(record)}{rank}"
+    if record.preflight is not None:
+        yield "interconnect", _interconnect(record.preflight)
+    if built is not None:
+        yield (
+            "built",
+            f"{built.wrapper}, mesh {built.mesh}, {built.parameters:,} parameters, {built.optimizer}",
+        )
+    yield from _quality(record)
+    yield from _speed(record)
+    memory = [
+        *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
+        *(f"CPU of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["cpu"]),
+    ]
+    if memory:
+        yield "peak memory", ", ".join(memory)
+    if metrics.train_runtime is not None:
+        yield (
+            "runtime",
+            f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s total",
+        )
+
+
+def format_loss(value: float | None) -> str:
+    """Format a loss; None is a loss that is not finite, because JSON has no number for it."""
+    return "nan" if value is None else f"{value:.4f}"
+
+
+def format_answer_scores(exact_match: float, f1: float) -> str:
+    """Format the scores of generated answers, in percent."""
+    return f"exact match {exact_match:.1f}%, F1 {f1:.1f}%"
+
+
+def _quality(record: RunRecord) -> Iterator[tuple[str, str]]:
+    metrics = record.metrics
+    if metrics.train_losses:
+        yield "train loss", _by_epoch(map(format_loss, metrics.train_losses))
+        yield "eval loss", _by_epoch(map(format_loss, metrics.eval_losses))
+    if metrics.eval_accuracies:
+        yield "eval accuracy", _by_epoch(f"{value:.1%}" for value in metrics.eval_accuracies)
+    if metrics.eval_top5_accuracies:
+        yield "eval top-5", _by_epoch(f"{value:.1%}" for value in metrics.eval_top5_accuracies)
+    if metrics.exact_match is not None and metrics.f1 is not None:
+        yield "answers", format_answer_scores(metrics.exact_match, metrics.f1)
+
+
+def _by_epoch(texts: Iterable[str]) -> str:
+    """Join the values of all epochs, or of the first two and last three if there are many."""
+    epochs = list(texts)
+    shown = epochs if len(epochs) <= MAX_EPOCHS else [*epochs[:2], "...", *epochs[-3:]]
+    return " -> ".join(shown)
+
+
+def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
+    metrics = record.metrics
+    if metrics.train_samples_per_second is not None:
+        yield "throughput", f"{metrics.train_samples_per_second:,.1f} samples/s"
+    elif record.built is not None:
+        yield "throughput", "not measured: no step after train.measure_after_step"
+    if metrics.step_time_s is not None:
+        yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"
+    if metrics.communication is not None:
+        yield "communication", _communication(metrics.communication)
+
+
+def _interconnect(preflight: dict[str, Any]) -> str:
+    """Return the bus bandwidth of the largest all-reduce over all ranks."""
+    reduces = [one for one in preflight["measurements"] if (one["group"], one["operation"]) == ("all", "all_reduce")]
+    if not reduces:
+        return "not measured: single worker"
+    largest = max(reduces, key=lambda one: int(one["bytes"]))
+    return (
+        f"{largest['busbw_gbps']:.2f} GB/s bus bandwidth, all_reduce of {largest['bytes'] / 2**20:,.0f} MiB over "
+        f"{preflight['backend']}"
+    )
+
+
+def _communication(measured: dict[str, Any]) -> str:
+    """Return the fraction of the profiled steps that is communication."""
+    if measured["share"] is None:
+        return f"not measured: {measured['note']}"
+    exposed = measured["exposed_share"]
+    overlap = "" if exposed is None else f" ({exposed:.0%} not overlapped with compute)"
+    steps = format_count(measured["profiled_steps"], "profiled step")
+    return f"{measured['share']:.0%} of the step time{overlap}, from {steps} in profile/rank0.json.gz"
+
+
+def _mib(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.0f} MiB"

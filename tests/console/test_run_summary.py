@@ -1,0 +1,53 @@
+"""Tests of the title and the panel of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from distexp.console.run_summary import run_title, summary_lines
+from distexp.runs.record import RunError
+from tests.helpers.records import record
+from tests.helpers.runs import make_spec
+
+
+@pytest.mark.parametrize(
+    ("overrides", "title"),
+    [
+        (("strategy=ddp",), "bloom_tiny on squad_sample, ddp, fp32, 2 cpu workers"),
+        (("strategy=single",), "bloom_tiny on squad_sample, single, fp32, 1 cpu worker"),
+        (("sharding=shard_grad_op",), "bloom_tiny on squad_sample, fsdp shard_grad_op, fp32, 2 cpu workers"),
+        (
+            ("zero_stage='2'", "offload='true'", "cluster.nodes=2"),
+            "bloom_tiny on squad_sample, deepspeed ZeRO-2, offloaded, fp32, 4 cpu workers on 2 nodes",
+        ),
+        (("preflight.only=true",), "preflight with 2 cpu workers"),
+    ],
+)
+def test_the_title_names_model_data_strategy_and_workers(overrides: tuple[str, ...], title: str) -> None:
+    workers = () if "strategy=single" in overrides else ("cluster.workers_per_node=2",)
+    assert run_title(make_spec("cluster.device=cpu", *workers, *overrides)) == title
+
+
+def test_the_panel_has_scores_if_they_were_measured() -> None:
+    run = record(0)
+    run.run.duration_s = 4.0
+    assert not {"answers", "eval top-5"} & {name for name, _ in summary_lines(run)}
+    run.metrics.exact_match, run.metrics.f1 = 53.8, 72.8
+    run.metrics.eval_accuracies, run.metrics.eval_top5_accuracies = [0.2, 0.3], [0.7, 0.9]
+    lines = dict(summary_lines(run))
+    assert lines["answers"] == "exact match 53.8%, F1 72.8%"
+    assert lines["eval top-5"] == "70.0% -> 90.0%"
+
+
+def test_the_panel_shortens_the_losses_of_many_epochs() -> None:
+    run = record(0)
+    run.run.duration_s = 4.0
+    run.metrics.train_losses = run.metrics.eval_losses = [float(epoch) for epoch in range(1, 61)]
+    assert dict(summary_lines(run))["eval loss"] == "1.0000 -> 2.0000 -> ... -> 58.0000 -> 59.0000 -> 60.0000"
+
+
+def test_the_panel_has_the_error_with_its_phase_and_rank() -> None:
+    run = record(0)
+    run.run.duration_s = 4.0
+    run.status, run.error = "failed", RunError("ValueError", "bad value", "train", 1)
+    assert dict(summary_lines(run))["error"] == "ValueError in phase train: bad value (rank 1)"

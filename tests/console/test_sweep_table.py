@@ -1,0 +1,48 @@
+"""Tests of the table of a sweep's runs."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from distexp.console.sweep_table import count_states, states_table, truncated_reasons
+from distexp.runs.record import RunError
+from distexp.runs.run_state import RunState
+from tests.helpers.records import record
+
+LONG = "the value of the option is far too large for this machine and this model"
+
+
+def failed(number: int, message: str) -> RunState:
+    """Return the state of a run that failed with a message."""
+    run = record(number)
+    run.status, run.error = "failed", RunError("ValueError", message)
+    return RunState.from_record(number, Path(str(number)), None, run)
+
+
+def draw(runs: list[RunState], width: int, overrides: dict[int, str]) -> list[str]:
+    """Return the lines of the table."""
+    shown = io.StringIO()
+    Console(file=shown, width=width, color_system=None).print(states_table(runs, width, overrides))
+    return shown.getvalue().splitlines()
+
+
+def test_the_table_truncates_overrides_on_the_left() -> None:
+    runs = [RunState(0, Path("0"), "7_0", "pending", "Priority"), failed(1, "bad value")]
+    header, first, second = draw(runs, 75, {0: "strategy=fsdp train.seed=1", 1: "strategy=fsdp train.seed=2"})
+    assert header.split() == ["run", "job", "state", "overrides", "detail"]
+    assert first.split() == ["0", "7_0", "pending", "…rategy=fsdp", "train.seed=1", "Priority"]
+    assert second.split()[:4] == ["1", "failed", "…rategy=fsdp", "train.seed=2"]
+
+
+def test_a_truncated_reason_is_printed_once_with_all_its_runs() -> None:
+    runs = [*(failed(number, LONG) for number in (0, 1, 2, 5)), failed(6, "bad value")]
+    assert truncated_reasons(runs, 60, {}) == [f"runs 0-2, 5 failed: ValueError: {LONG}"]
+    assert truncated_reasons(runs, 160, {}) == []
+
+
+def test_states_are_counted() -> None:
+    runs = [failed(0, "a"), failed(1, "b"), RunState(2, Path("2"), None, "running")]
+    assert count_states(runs) == "2 failed, 1 running"
