@@ -1,4 +1,4 @@
-"""What the tests share: composing as the command line does, and starting real processes."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.slurm_cluster import Cluster, missing, standing
+from tests.helpers.slurm_cluster import Cluster, missing_requirement, running_cluster
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Samples and tokenizers are made once for all tests, away from the user's own cache."""
+    """Share generated samples and tokenizers between all tests, outside the user's cache."""
     os.environ.setdefault("DISTEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A Slurm cluster on this machine; where there can be none, an error that says why, and never a skipped test."""
-    error = missing()
+    """Start a Slurm cluster on this machine; fail with the reason, instead of skipping, if that is not possible."""
+    error = missing_requirement()
     if error is not None:
         pytest.fail(f"no Slurm cluster for the tests: {error}", pytrace=False)
-    with standing(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
+    with running_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
         yield cluster

@@ -22,7 +22,7 @@ class Tracking:
     """A tracker's process; what it has to tell is there when the block of ``tracked`` is over."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
 
 @contextmanager
@@ -45,11 +45,11 @@ def tracked(spec: RunSpec, directory: Path) -> Iterator[Tracking]:
             process.wait(FINISH_S)
         except subprocess.TimeoutExpired:
             end_tree(process, 1.0)
-            tracking.told.append(
+            tracking.messages.append(
                 f"warning: tracker={spec.config.tracker.name} did not finish within {FINISH_S:g} s and was ended"
             )
         lines = log.read_text(errors="replace").splitlines()
-        tracking.told += [line for line in lines if line.startswith(("warning:", f"{spec.config.tracker.name}:"))]
-        if not tracking.told:
+        tracking.messages += [line for line in lines if line.startswith(("warning:", f"{spec.config.tracker.name}:"))]
+        if not tracking.messages:
             last = lines[-1] if lines else "it said nothing"
-            tracking.told.append(f"warning: tracker={spec.config.tracker.name} ended early ({last}): see {log}")
+            tracking.messages.append(f"warning: tracker={spec.config.tracker.name} ended early ({last}): see {log}")

@@ -57,25 +57,26 @@ ALLOWED = (
 
 IMPERATIVES = """
 accept accumulate add adjust align allocate allow append apply archive arrange ask assert assign attach
-average bind broadcast build bundle cache calculate call cancel cap cast change check choose claim classify
-clear clip clone close collate collect color combine compare compile complete compose compress compute
-configure confirm connect consume continue convert copy count create crop cut decide decode default define
-delete derive describe detach detect determine discard discover display distribute divide download drain draw
-drop dump embed emit enable encode end ensure enter enumerate escape estimate evaluate exchange exclude
-execute exit expand explain export extend extract fail fetch fill filter finalize find finish fit flatten flip
-flush follow format forward free freeze gather generate get give group guess handle hash hide hold identify
-ignore import include index infer initialize insert inspect install instantiate integrate interpolate
-interrupt invert iterate join keep kill label launch leave let limit link list load locate lock log look lower
-make map mark mask match materialize measure merge move multiply name narrow normalize note number observe
-offer open order overwrite pack pad parse pass patch pick place plan poll pop predict prefix prepare prevent
-preview print probe process produce profile prune publish pull push put quote raise rank read rebuild receive
-record redirect reduce refuse register reject release reload remove rename render repeat replace report
-requeue request require reserve reset reshape resize resolve restart restore restrict resume retry return reuse
-reverse round route run sample save scale scan schedule score search seed select send separate serialize serve
-set shard shift shorten show shrink shuffle shut signal skip slice smooth snapshot solve sort spawn split
-stack start state stop store stream strip submit subscribe substitute suggest sum summarize suppress suspend
-swap switch synchronize take test tokenize total trace track train transform translate traverse truncate try
-turn unpack update upload use validate verify visit wait walk warm warn watch weigh wrap write yield zip
+average bind bring broadcast build bundle cache calculate call cancel cap cast change check choose claim
+classify clear clip clone close collate collect color combine compare compile complete compose compress
+compute configure confirm connect consume continue convert copy count create crop cut decide decode default
+define delete derive describe detach detect determine discard disconnect discover display distribute divide
+download drain draw drop dump embed emit enable encode end ensure enter enumerate escape estimate evaluate
+exchange exclude execute exit expand explain export extend extract fail fetch fill filter finalize find finish
+fit flatten flip flush follow format forward free freeze gather generate get give group guess handle hash hide
+hold identify ignore import include index infer initialize insert inspect install instantiate integrate
+interpolate interrupt invert iterate join keep kill label launch leave let limit link list load locate lock
+log look lower make map mark mask match materialize measure merge move multiply name narrow normalize note
+number observe offer open order overwrite pack pad parse pass patch pick place plan poll pop predict prefix
+prepare prevent preview print probe process produce profile prune publish pull push put quote raise rank read
+rebuild receive record redirect reduce refuse register reject release reload remove rename render repeat
+replace report request requeue require reserve reset reshape resize resolve restart restore restrict resume
+retry return reuse reverse round route run sample save scale scan schedule score search seed select send
+separate serialize serve set shard share shift shorten show shrink shuffle shut signal skip slice smooth
+snapshot solve sort spawn split stack start state stop store stream strip submit subscribe substitute suggest
+sum summarize suppress suspend swap switch synchronize take test tokenize total trace track train transform
+translate traverse truncate try turn unpack update upload use validate verify visit wait walk warm warn watch
+weigh wrap write yield zip
 """
 """Verbs that a function's docstring may start with. Add one if it is missing."""
 

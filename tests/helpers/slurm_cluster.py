@@ -1,7 +1,7 @@
-"""A real Slurm cluster on this machine: controller, accounting, and four nodes with four pretended GPUs each.
+"""A real Slurm cluster on this machine: controller, accounting, and four nodes with four fake GPUs each.
 
-Every node is a network namespace with an address, a hostname and ports of its own, so that a job sees
-what it would see on a cluster. Nothing of the machine's own Slurm, if there is one, is touched.
+Every node is a network namespace with a separate address, hostname and ports, as on a real cluster. The machine's
+installed Slurm configuration, if any, is not used or changed.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ import psutil
 PACKAGES = "slurmctld slurmd slurm-client slurmdbd munge mariadb-server-core mariadb-client-core iproute2"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "slurmdbd", "munged", "mariadbd", "mariadb-install-db", "ip", "nsenter")
 NODES, CPUS, GPUS, MEMORY_MB = 4, 8, 4, 16000
-PLACES = 32
-"""Clusters that may stand on one machine at the same time, for several people's tests."""
+MAX_CLUSTERS = 32
+"""Test clusters that may run on one machine at the same time."""
 SBIN = "/usr/sbin:/sbin"
 
 
-def missing() -> str | None:
-    """Why no cluster can be started here, with the mend; None where one can."""
+def missing_requirement() -> str | None:
+    """Return why no cluster can be started here, with a hint; None if one can."""
     path = f"{os.environ['PATH']}:{SBIN}"
     absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if absent:
         return f"{', '.join(absent)} not installed: apt-get install --no-install-recommends {PACKAGES}"
     if os.geteuid() != 0:
         return (
-            "the test cluster makes network namespaces, which needs root: run the tests as root, or leave these out "
-            "by -m 'not slow and not slurm'"
+            "the test cluster creates network namespaces, which needs root: run the tests as root, or skip these "
+            "with -m 'not slow and not slurm'"
         )
     return None
 
 
 @contextmanager
-def standing(root: Path) -> Iterator[Cluster]:
-    """A cluster that stands as long as it is used."""
+def running_cluster(root: Path) -> Iterator[Cluster]:
+    """Start a cluster, and stop it at the end of the block."""
     cluster = Cluster(root)
     try:
         cluster.start()
@@ -53,7 +53,15 @@ def standing(root: Path) -> Iterator[Cluster]:
 
 
 class Cluster:
-    """Starts on ``start``, and leaves neither a process nor a network interface after ``stop``."""
+    """A Slurm cluster in a folder; after ``stop`` no process and no network interface is left.
+
+    Attributes:
+        root: folder of configuration, logs and state.
+        slot: number of the cluster on this machine; -1 before the start.
+        daemons: the started daemons by name.
+        nodes: names of the compute nodes.
+        env: environment variables for Slurm's commands.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -62,10 +70,10 @@ class Cluster:
         self.nodes = [f"node{number}" for number in range(1, NODES + 1)]
         self.env = {**os.environ, "PATH": f"{os.environ['PATH']}:{SBIN}", "SLURM_CONF": str(root / "etc/slurm.conf")}
 
-    # Life
+    # Start and stop
 
     def start(self) -> None:
-        """Everything in its order, each waited for."""
+        """Start all daemons in order, and wait until all nodes are idle."""
         for name in ("etc", "run", "log", "state", "spool", "dev", "db"):
             (self.root / name).mkdir(parents=True)
         self.slot = self._claim_network()
@@ -73,53 +81,53 @@ class Cluster:
         self._make_network()
         self._start_munge()
         self._start_database()
-        self._in_namespace("head", "slurmdbd", "slurmdbd", "-D", env={"SLURM_CONF": str(self.root / "etc/slurm.conf")})
-        self._await("accounting", lambda: self._answers("sacctmgr", "-n", "show", "cluster"))
+        self._start_on("head", "slurmdbd", "slurmdbd", "-D", env={"SLURM_CONF": str(self.root / "etc/slurm.conf")})
+        self._wait_for("accounting", lambda: self._succeeds("sacctmgr", "-n", "show", "cluster"))
         self.start_controller("-c")
         for node in self.nodes:
             self.start_node(node)
-        self._await("idle nodes", lambda: self.idle() == NODES, seconds=30)
+        self._wait_for("idle nodes", lambda: self.count_idle() == NODES, seconds=30)
 
     def start_controller(self, *options: str) -> None:
-        """The controller; ``-c`` forgets all jobs."""
-        self._in_namespace("head", "slurmctld", "slurmctld", "-D", *options)
+        """Start the controller; with ``-c`` it forgets all jobs."""
+        self._start_on("head", "slurmctld", "slurmctld", "-D", *options)
 
     def stop_controller(self) -> None:
-        """Ends the controller as a restart would."""
+        """Stop the controller as for a restart."""
         controller = self.daemons.pop("slurmctld")
         controller.terminate()
         controller.wait(timeout=30)
 
     def start_node(self, node: str) -> None:
-        """One node's daemon."""
-        self._in_namespace(node, f"slurmd-{node}", "slurmd", "-D", "-N", node)
+        """Start the daemon of a node."""
+        self._start_on(node, f"slurmd-{node}", "slurmd", "-D", "-N", node)
 
     def crash_node(self, node: str) -> None:
-        """A node dies: its daemon and all that ran on it, from one moment to the next."""
+        """Kill the daemon of a node and all processes on it at once."""
         for process in self.processes(node):
             process.kill()
         self.daemons.pop(f"slurmd-{node}").wait(timeout=30)
 
-    def cut_off(self, node: str) -> None:
-        """A node's network goes, for good; what runs there runs on, on the file system that all share."""
-        self._ip("-n", self._space(node), "link", "set", "eth0", "down")
+    def disconnect_node(self, node: str) -> None:
+        """Disconnect a node for good; its processes continue on the shared file system."""
+        self._ip("-n", self._namespace(node), "link", "set", "eth0", "down")
 
-    def mend_node(self, node: str) -> None:
-        """Brings back a node that crashed or was set down, and waits until it is idle."""
+    def restore_node(self, node: str) -> None:
+        """Bring back a node that crashed or was set down, and wait until it is idle."""
         if f"slurmd-{node}" not in self.daemons:
             self.start_node(node)
         state = f"sinfo -h -N -n {node} -p low -o %T".split()
 
         def idle() -> bool:
             found = self.command(*state).strip()
-            if found == "down":  # by its administrator; one that did not answer (down*) comes back by itself
-                self._answers("scontrol", "update", f"nodename={node}", "state=resume")
+            if found == "down":  # set by the administrator; a node that did not answer is "down*" and recovers
+                self._succeeds("scontrol", "update", f"nodename={node}", "state=resume")
             return found == "idle"
 
-        self._await(f"{node} to be idle", idle, seconds=60)
+        self._wait_for(f"{node} to be idle", idle, seconds=60)
 
     def stop(self) -> None:
-        """Kills what lives in the nodes' namespaces, then the daemons, then removes the network."""
+        """Kill the processes in the nodes' namespaces and the daemons, and remove the network."""
         for process in self.processes():
             process.kill()
         for daemon in reversed(self.daemons.values()):
@@ -129,64 +137,64 @@ class Cluster:
         if self.slot >= 0:
             self._remove_network()
 
-    def processes(self, *places: str) -> list[psutil.Process]:
-        """Processes in the network namespaces of the cluster, or in those of some places."""
-        ours = set()
-        for place in places or ("head", *self.nodes):
-            name = Path(f"/run/netns/{self._space(place)}")
+    def processes(self, *hosts: str) -> list[psutil.Process]:
+        """Return the processes in the network namespaces of the given hosts, or of the whole cluster."""
+        namespaces = set()
+        for host in hosts or ("head", *self.nodes):
+            name = Path(f"/run/netns/{self._namespace(host)}")
             if name.exists():
-                ours.add(name.stat().st_ino)
+                namespaces.add(name.stat().st_ino)
         found = []
         for process in psutil.process_iter():
             try:
-                if os.stat(f"/proc/{process.pid}/ns/net").st_ino in ours:
+                if os.stat(f"/proc/{process.pid}/ns/net").st_ino in namespaces:
                     found.append(process)
             except OSError:
                 continue
         return found
 
-    # What tests ask
+    # Queries of tests
 
-    def command(self, *words: str, timeout: float = 30) -> str:
-        """A Slurm command's output."""
-        done = subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=timeout, check=False)
-        assert done.returncode == 0, (words, done.stdout, done.stderr)
+    def command(self, *arguments: str, timeout: float = 30) -> str:
+        """Run a Slurm command and return its output."""
+        done = subprocess.run(arguments, env=self.env, capture_output=True, text=True, timeout=timeout, check=False)
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return done.stdout
 
-    def idle(self) -> int:
-        """Nodes that are idle."""
+    def count_idle(self) -> int:
+        """Return the number of idle nodes."""
         try:
             counted = self.command("sinfo", "-h", "-t", "idle", "-o", "%D").split()
         except AssertionError:
             return 0
         return sum(map(int, counted))
 
-    def accounted(self, job: str, field: str) -> str:
-        """A field of a job in the accounting, which lags a little: once the job has ended there."""
+    def wait_accounted(self, job: str, field: str) -> str:
+        """Wait until the accounting shows the end of a job, and return a field of it."""
         found = ""
 
-        def told() -> bool:
+        def has_ended() -> bool:
             nonlocal found
             state, _, found = self.command("sacct", "-X", "-n", "-P", "-j", job, "-o", f"State,{field}").partition("|")
             found = found.strip()
             return bool(state) and state.split()[0] not in ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")
 
-        self._await(f"{job} to have ended", told, seconds=60)
+        self._wait_for(f"{job} to end", has_ended, seconds=60)
         return found
 
     def restarts(self, job: str) -> int:
-        """How often Slurm has put a job back into its queue."""
+        """Return how often Slurm has requeued a job."""
         (count,) = re.findall(r"\bRestarts=(\d+)", self.command("scontrol", "show", "job", job))
         return int(count)
 
     def cancel_all(self) -> None:
-        """No job left."""
+        """Cancel all jobs, and wait until the queue is empty."""
         self.command("scancel", "-u", "root")
-        self._await("an empty queue", lambda: not self.command("squeue", "-h"), seconds=60)
+        self._wait_for("an empty queue", lambda: not self.command("squeue", "-h"), seconds=60)
 
-    # Parts
+    # Implementation
 
-    def _await(self, what: str, condition: Callable[[], bool], seconds: float = 20) -> None:
+    def _wait_for(self, what: str, condition: Callable[[], bool], seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if condition():
@@ -196,36 +204,36 @@ class Cluster:
             f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}"
             for path in sorted((self.root / "log").glob("*.log"))
         )
-        raise RuntimeError(f"the test cluster waited {seconds:g} s in vain for {what}\n{logs}")
+        raise RuntimeError(f"the test cluster waited {seconds:g} s for {what}\n{logs}")
 
-    def _answers(self, *words: str) -> bool:
-        return subprocess.run(words, env=self.env, capture_output=True, check=False, timeout=20).returncode == 0
+    def _succeeds(self, *arguments: str) -> bool:
+        return subprocess.run(arguments, env=self.env, capture_output=True, check=False, timeout=20).returncode == 0
 
-    def _start(self, name: str, *words: str, env: Mapping[str, str] | None = None) -> None:
+    def _start(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         with (self.root / "log" / f"{name}.log").open("ab") as log:
             self.daemons[name] = subprocess.Popen(
-                words, env={**self.env, **(env or {})}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                arguments, env={**self.env, **(env or {})}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
-    def _in_namespace(self, place: str, name: str, *words: str, env: Mapping[str, str] | None = None) -> None:
+    def _start_on(self, host: str, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         hosts = self.root / "etc/hosts"
-        script = f'hostname {place} && mount --bind {hosts} /etc/hosts && exec "$@"'
+        script = f'hostname {host} && mount --bind {hosts} /etc/hosts && exec "$@"'
         prefix = (
             "nsenter",
-            f"--net=/run/netns/{self._space(place)}",
+            f"--net=/run/netns/{self._namespace(host)}",
             "unshare",
             "--uts",
             "--mount",
             "--propagation=slave",
         )
-        self._start(name, *prefix, "bash", "-c", script, "bash", *words, env=env)
+        self._start(name, *prefix, "bash", "-c", script, "bash", *arguments, env=env)
 
-    def _ip(self, *words: str) -> None:
-        subprocess.run(("ip", *words), env=self.env, check=True, capture_output=True)
+    def _ip(self, *arguments: str) -> None:
+        subprocess.run(("ip", *arguments), env=self.env, check=True, capture_output=True)
 
     def _claim_network(self) -> int:
-        """A bridge that nobody else's cluster has; one whose owner is gone is cleared away and taken."""
-        for self.slot in range(PLACES):
+        """Create a bridge with a free number and return the number; reuse one whose owner has died."""
+        for self.slot in range(MAX_CLUSTERS):
             try:
                 self._ip("link", "add", self._bridge, "type", "bridge")
             except subprocess.CalledProcessError:
@@ -236,39 +244,39 @@ class Cluster:
                 self._ip("link", "add", self._bridge, "type", "bridge")
             self._ip("link", "set", self._bridge, "alias", str(os.getpid()))
             return self.slot
-        raise RuntimeError(f"{PLACES} test clusters stand on this machine already")
+        raise RuntimeError(f"{MAX_CLUSTERS} test clusters are already running on this machine")
 
     @property
     def _bridge(self) -> str:
         return f"dxbr{self.slot}"
 
-    def _space(self, place: str) -> str:
-        return f"dx{self.slot}{place}"
+    def _namespace(self, host: str) -> str:
+        return f"dx{self.slot}{host}"
 
-    def _address(self, place: str) -> str:
-        return f"10.213.{self.slot}.{self._number(place)}"
+    def _address(self, host: str) -> str:
+        return f"10.213.{self.slot}.{self._number(host)}"
 
     def _make_network(self) -> None:
         self._ip("addr", "add", f"10.213.{self.slot}.254/24", "dev", self._bridge)
         self._ip("link", "set", self._bridge, "up")
-        for number, place in enumerate(("head", *self.nodes)):
-            space, link = self._space(place), f"dx{self.slot}v{number}"
-            self._ip("netns", "add", space)
-            self._ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
+        for number, host in enumerate(("head", *self.nodes)):
+            namespace, link = self._namespace(host), f"dx{self.slot}v{number}"
+            self._ip("netns", "add", namespace)
+            self._ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
             self._ip("link", "set", link, "master", self._bridge, "up")
-            self._ip("-n", space, "addr", "add", f"{self._address(place)}/24", "dev", "eth0")
-            self._ip("-n", space, "link", "set", "eth0", "up")
-            self._ip("-n", space, "link", "set", "lo", "up")
+            self._ip("-n", namespace, "addr", "add", f"{self._address(host)}/24", "dev", "eth0")
+            self._ip("-n", namespace, "link", "set", "eth0", "up")
+            self._ip("-n", namespace, "link", "set", "lo", "up")
 
     def _remove_network(self) -> None:
-        for place in ("head", *self.nodes):
-            if Path(f"/run/netns/{self._space(place)}").exists():
-                self._ip("netns", "del", self._space(place))
+        for host in ("head", *self.nodes):
+            if Path(f"/run/netns/{self._namespace(host)}").exists():
+                self._ip("netns", "del", self._namespace(host))
         if Path(f"/sys/class/net/{self._bridge}").exists():
             self._ip("link", "del", self._bridge)
 
-    def _number(self, place: str) -> int:
-        return 253 if place == "head" else 1 + self.nodes.index(place)
+    def _number(self, host: str) -> int:
+        return 253 if host == "head" else 1 + self.nodes.index(host)
 
     def _start_munge(self) -> None:
         key = self.root / "etc/munge.key"
@@ -277,7 +285,7 @@ class Cluster:
         run = self.root / "run"
         files = (f"--key-file={key}", f"--pid-file={run}/munge.pid", f"--seed-file={run}/munge.seed")
         self._start("munged", "munged", "-F", "--force", f"--socket={run}/munge.sock", *files)
-        self._await("munge", (run / "munge.sock").exists)
+        self._wait_for("munge", (run / "munge.sock").exists)
 
     def _start_database(self) -> None:
         db, socket = self.root / "db", self.root / "run/mysql.sock"
@@ -287,7 +295,7 @@ class Cluster:
         small = ("--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=0", "--performance-schema=OFF")
         where = (f"--datadir={db}", f"--socket={socket}", "--user=root", "--skip-networking", "--skip-log-bin")
         self._start("mariadbd", "mariadbd", "--no-defaults", *where, *small)
-        self._await("the database", socket.exists)
+        self._wait_for("the database", socket.exists)
         self.env["MYSQL_UNIX_PORT"] = str(socket)
 
     def _write_configuration(self) -> None:

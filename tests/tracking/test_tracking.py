@@ -33,7 +33,7 @@ def follow(folder: Path, tracker: TrackerConfig) -> list[str]:
     spec.write(folder)
     with tracked(spec, folder) as tracking:
         pass
-    return tracking.told
+    return tracking.messages
 
 
 def losses(folder: Path) -> list[float]:

@@ -50,7 +50,7 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
             with signals_ignored():
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 record = finalize_run(spec, directory, codes, started, str(stopped) if stopped else None)
-    screen.show_result(record, tracking.told)
+    screen.show_result(record, tracking.messages)
     if stopped is None and noticed:
         stopped = InterruptedRunError(noticed[0])
     if stopped is not None:

@@ -181,7 +181,7 @@ def run_task() -> int:
         record = write_record(spec, run_dir, code, peers, started)
     reason = failure_text(record)
     print(f"{run_dir}: {record.status}" + (f": {reason}" if reason else ""), flush=True)
-    for message in tracking.told:
+    for message in tracking.messages:
         print(message, flush=True)
     if requeue_if_needed(spec, run_dir, job, record, node_lost=bool(peers.missing())):
         time.sleep(REQUEUE_WAIT_S)  # until Slurm ends this process

@@ -1,4 +1,4 @@
-"""The tests' own cluster: quick to start, and gone without a trace; and how fast its nodes talk to each other."""
+"""Tests of the test cluster itself, and of a preflight between its nodes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import pytest
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import run_module
 from tests.helpers.slurm_cluster import Cluster
-from tests.launch.slurm.test_sweeps import wait_for
+from tests.helpers.slurm_sweeps import wait_for
 
 pytestmark = pytest.mark.slurm
 
 
-def test_it_starts_within_20_s_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_cluster_starts_within_20_s_and_leaves_nothing(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "cluster")
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         cluster.start()
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - started < 20
         cluster.command("sbatch", "-N4", "-o", "/dev/null", "--wrap", "trap '' TERM; srun sleep 600")
         wait_for(lambda: cluster.command("squeue", "-h", "-t", "RUNNING") != "", 20)
         inside = cluster.processes()
-        assert len(inside) > 2 + len(cluster.nodes), "two daemons at the head, one on each node, and the job"
+        assert len(inside) > 2 + len(cluster.nodes), "two daemons on the head, one on each node, and the job"
     finally:
         cluster.stop()
     assert psutil.wait_procs(inside, timeout=5)[1] == []
@@ -37,11 +37,11 @@ def test_it_starts_within_20_s_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_nodes_are_measured_before_any_training(slurm: Cluster, tmp_path: Path) -> None:
+def test_the_preflight_measures_between_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=1", "cluster.device=cpu")
+    overrides = ("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=1", "cluster.device=cpu")
     small = ("preflight.max_bytes=65536", "preflight.rounds=3", "preflight.warmup_rounds=1")
-    done = run_module("distexp.preflight", *words, *small, f"hydra.run.dir={run}", cwd=tmp_path, env=slurm.env)
+    done = run_module("distexp.preflight", *overrides, *small, f"hydra.run.dir={run}", cwd=tmp_path, env=slurm.env)
     assert done.returncode == 0, done.stdout + done.stderr
     record = RunRecord.read(run / "record.json")
     assert (record.status, len(record.run.hosts)) == ("completed", 2)
