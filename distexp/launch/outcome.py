@@ -196,7 +196,7 @@ def invalid_record(run: RunInfo, config: dict[str, Any], errors: list[str]) -> R
         status="invalid",
         run=run,
         config=config,
-        error=RunError("ConfigError", " | ".join(errors)),
+        error=RunError("ConfigError", " | ".join(errors), errors=errors),
         environment=launcher_environment(),
     )
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from distexp.report.data.failures import failure_reason
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED, Metric
-from distexp.report.data.overview import reason
 from distexp.report.data.repeats import RunGroup, Spread, format_metric, group_repeats, is_within_noise
 from distexp.report.data.rows import Row
-from distexp.report.data.settings import SEED, format_setting, varying_settings
+from distexp.report.data.setting_names import SEED
+from distexp.report.data.settings import format_setting
+from distexp.report.data.varying import varying_settings
 from distexp.report.table import ALWAYS, LONGEST_VALUE, Column, build_table, fit_columns, heading
 
 SLOWER = 0.95
@@ -135,7 +137,7 @@ def _throughout(before: Sequence[Row], after: Sequence[Row], varied: Sequence[st
 def _errors(pair: Pair) -> Iterator[str]:
     broken = [row for row in pair.after.rows if not row.completed]
     if pair.before.status == "completed" and broken:
-        yield f"completed -> {pair.after.status} ({reason(broken[0])})"
+        yield f"completed -> {pair.after.status} ({failure_reason(broken[0])})"
     speed, memory, loss = SPEED, pair.first(list(MEMORIES)), pair.first(list(LOSSES))
     if (ratio := _beyond_spread(pair, speed)) is not None and ratio < SLOWER:
         yield f"slower, {_change(pair, speed)} samples/s ({ratio - 1:+.1%})"

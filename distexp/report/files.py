@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distexp.report.data.flat import Flat, columns_of, flat
 from distexp.report.data.metrics import METRICS
 from distexp.report.data.overview import Overview
+from distexp.report.data.result_rows import ResultRow, column_names, result_row
 from distexp.report.exercises import exercise_tables
 from distexp.report.findings.summary import sentences
 from distexp.report.table import overview_columns
@@ -38,8 +38,8 @@ def write_files(
     from distexp.report.traces import load_traces
 
     directory.mkdir(parents=True, exist_ok=True)
-    rows = [flat(row) for row in overview.rows]
-    names = columns_of(rows)
+    rows = [result_row(row) for row in overview.rows]
+    names = column_names(rows)
     figures = list(plots(overview, load_traces(overview, traced_runs)))
     drawn = list(pictures(figures, directory / "plots"))
     for path, content in drawn:
@@ -54,7 +54,7 @@ def write_files(
     ]
 
 
-def write_csv(rows: Sequence[Flat], names: Sequence[str], path: Path) -> None:
+def write_csv(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
     """Writes comma-separated values; what was not measured is empty."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, restval=None)
@@ -62,7 +62,7 @@ def write_csv(rows: Sequence[Flat], names: Sequence[str], path: Path) -> None:
         writer.writerows(rows)
 
 
-def write_parquet(rows: Sequence[Flat], names: Sequence[str], path: Path) -> None:
+def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
     """Writes typed columns; figures are doubles even where no run has them, so that files can be joined."""
     import pyarrow as pa
     import pyarrow.parquet as pq

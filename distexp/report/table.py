@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from distexp.report.data.overview import Overview, rows_from_records
+from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
 from distexp.report.data.settings import format_setting
 from distexp.report.data.text_table import TextTable
@@ -192,9 +192,9 @@ def _longest_word(texts: Sequence[str]) -> int:
 
 def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
     """The tables of the exercises alone, as after a single run."""
-    return ExerciseTables(Overview.from_rows(rows_from_records(records)))
+    return ExerciseTables(Overview.from_records(records))
 
 
 def build_overview_table(records: Sequence[RunRecord]) -> OverviewTable:
     """A row a run: what was varied, what became of it, its figures, and what they say."""
-    return OverviewTable(Overview.from_rows(rows_from_records(records)))
+    return OverviewTable(Overview.from_records(records))

@@ -34,6 +34,7 @@ class RunError:
     message: str
     phase: str | None = None  # setup, warmup, train, profile, eval, save
     rank: int | None = None
+    errors: list[str] = field(default_factory=list)  # all errors of an invalid run; ``message`` joins them
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from statistics import mean
 from typing import Any, Protocol
 
+from distexp.config.flatten import flatten
+from distexp.runs.devices import device_values, mean_or_none
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 
@@ -45,38 +46,19 @@ def summary(record: RunRecord) -> dict[str, float]:
     flat |= {f"step_time_s/{name}": value for name, value in (record.metrics.step_time_s or {}).items()}
     memory, utilization = record.memory, record.utilization
     named = {
-        "avg_gpu_util_%": _mean(_present(utilization["gpu"], "average_pct")),
-        "avg_mem_alloc_MB": _mean(_present(memory["torch"], "average_allocated_mib")),
-        "peak_mem_alloc_MB": max(_present(memory["torch"], "peak_allocated_mib"), default=None),
-        "peak_gpu_mem_MB": max(_present(memory["gpu"], "peak_mib"), default=None),
-        "peak_cpu_mem_MB": max(_present(memory["cpu"], "peak_mib"), default=None),
+        "avg_gpu_util_%": mean_or_none(device_values(utilization["gpu"], "average_pct")),
+        "avg_mem_alloc_MB": mean_or_none(device_values(memory["torch"], "average_allocated_mib")),
+        "peak_mem_alloc_MB": max(device_values(memory["torch"], "peak_allocated_mib"), default=None),
+        "peak_gpu_mem_MB": max(device_values(memory["gpu"], "peak_mib"), default=None),
+        "peak_cpu_mem_MB": max(device_values(memory["cpu"], "peak_mib"), default=None),
         "train/samples_per_second_mean": record.metrics.train_samples_per_second,
     }
     return flat | {name: value for name, value in named.items() if value is not None}
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    there = list(values)
-    return mean(there) if there else None
-
-
-def _present(entries: Iterable[Mapping[str, Any]], key: str) -> Iterator[float]:
-    return (entry[key] for entry in entries if entry.get(key) is not None)
-
-
 def flat_config(spec: RunSpec) -> dict[str, Any]:
     """The resolved configuration as ``section.key``; nothing in it is secret."""
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else key, inner)
-        else:
-            flat[prefix] = value
-
-    walk("", asdict(spec.config))
-    return flat
+    return dict(flatten(asdict(spec.config)))
 
 
 def run_name(spec: RunSpec) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from distexp.config import Config, ConfigError
 from distexp.config.paths import options_of
-from distexp.report.data.overview import Overview, rows_from_records
+from distexp.report.data.overview import Overview
 from distexp.report.exercises import exercise_tables
 from distexp.report.exercises.filling import PRINTED
 from distexp.report.exercises.layouts import LAYOUTS
@@ -79,7 +79,7 @@ def test_a_preset_has_its_runs_and_fills_its_table(preset: str) -> None:
     assert len(cells) == len(SHAPES[preset])
     for record in records:
         has_seeds_hyperparameters(preset, record)
-    (table,) = exercise_tables(Overview.from_rows(rows_from_records(records)))
+    (table,) = exercise_tables(Overview.from_records(records))
     assert preset in table.title
     texts = [cell for row in table.rows for cell in row if row[0] != PRINTED]
     missing = [text for text in texts if text in ("not run", "not measured", "no GPU")]
@@ -141,16 +141,14 @@ def weak_scaling(*words: str) -> list[RunRecord]:
 
 
 def test_efficiency_is_ideal_time_over_real_time() -> None:
-    overview = Overview.from_rows(rows_from_records(weak_scaling()))
+    overview = Overview.from_records(weak_scaling())
     (table,) = exercise_tables(overview)
     assert table.header[:4] == ("GPUs", "Num Layers", "Per-GPU Batch", "Total Params")
     assert [row[:3] for row in table.rows] == [("2", "3", "8"), ("4", "8", "4"), ("8", "18", "2"), ("16", "38", "1")]
     shown = [float(row[-1]) for row in table.rows]
     assert shown == [pytest.approx(100 * (workers / 2) ** -0.1, abs=0.06) for workers in (2, 4, 8, 16)]
     assert [series.kind for series in overview.series] == ["weak"]
-    overview = Overview.from_rows(
-        rows_from_records(weak_scaling("scaling=weak_model_seed", "model.tie_embeddings=false"))
-    )
+    overview = Overview.from_records(weak_scaling("scaling=weak_model_seed", "model.tie_embeddings=false"))
     (table,) = exercise_tables(overview)
     assert [row[1] for row in table.rows] == ["3", "6", "12", "24"]
     assert [series.kind for series in overview.series] == ["mixed"]
@@ -160,7 +158,7 @@ def test_a_run_out_of_memory_says_so_in_its_cells() -> None:
     records = weak_scaling()
     records[1].status, records[1].error = "oom_gpu", RunError("OutOfMemoryError", "too much", "train")
     records[1].memory["gpu"][0]["peak_mib"] = 143000.0
-    (table,) = exercise_tables(Overview.from_rows(rows_from_records(records[:3])))
+    (table,) = exercise_tables(Overview.from_records(records[:3]))
     assert table.rows[1][1] == "out of GPU memory in phase train, at a peak of 143,000 of 143,771 MiB on a GPU"
     assert table.rows[1][4] == "oom_gpu"
     assert table.rows[3][0:2] == ("16", "not run")
@@ -169,7 +167,7 @@ def test_a_run_out_of_memory_says_so_in_its_cells() -> None:
 def test_the_workshops_figures_stand_beside_ours() -> None:
     config = judged(cells_of("deepspeed/baseline")[0])
     assert isinstance(config, Config)
-    (table,) = exercise_tables(Overview.from_rows(rows_from_records([finished(config, 0)])))
+    (table,) = exercise_tables(Overview.from_records([finished(config, 0)]))
     assert table.header == ("Category", "Metric", "Your Value", PRINTED)
     rows = {row[1]: row[2:] for row in table.rows}
     assert rows["GPU Peak Usage (MiB)"] == ("20,000", "21,658")
@@ -183,7 +181,7 @@ def test_the_lowest_peak_of_each_size_is_computed() -> None:
     configs = [judged(cell) for cell in cells_of("deepspeed/model_sizes")]
     records = [finished(each, n) for n, each in enumerate(configs) if isinstance(each, Config)]
     records[1].memory["gpu"][0]["peak_mib"] = 10.0
-    (table,) = exercise_tables(Overview.from_rows(rows_from_records(records)))
+    (table,) = exercise_tables(Overview.from_records(records))
     assert "stage 2 on bloom_560m (10 MiB), stage 1 on bloom_1b1 (20,003 MiB)" in table.note
 
 

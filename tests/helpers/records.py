@@ -1,4 +1,4 @@
-"""Records as runs leave them, made without running anything."""
+"""Records of runs that never ran."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ GPU = "NVIDIA H200"
 
 
 def config(**settings: Any) -> dict[str, Any]:
-    """A resolved configuration: ``strategy`` by its name, else dotted keys with two underscores."""
+    """Return a resolved configuration.
+
+    Args:
+        settings: ``strategy`` by name, and keys such as ``train__seed`` for ``train.seed``.
+    """
     content = asdict(Config())
     content["model"].update(name="bloom_tiny", task="causal_lm", _target_="distexp.models.bloom.build")
     content["dataset"].update(name="squad_sample", task="causal_lm", _target_="distexp.data.squad_sample.load")
@@ -45,14 +49,17 @@ def record(
     error: RunError | None = None,
     **settings: Any,
 ) -> RunRecord:
-    """A run: ``speed`` in samples/s, ``peak`` in MiB of GPU memory."""
+    """Return the record of a run; ``speed`` is in samples/s, ``peak`` in MiB of GPU memory."""
     chosen = config(**settings)
     world = chosen["cluster"]["nodes"] * (chosen["cluster"]["workers_per_node"] or 1)
     done = status == "completed"
     metrics = Metrics(train_loss=loss, eval_loss=loss, train_samples_per_second=speed, train_runtime=3.0)
     name = chosen["strategy"]["name"]
     types = ("float32", "float32", "AdamW", 1000)
-    built = Built(name, "native", "X", world, [1, world], 0, None, "none", *types)
+    is_sharded = name in ("fsdp", "deepspeed")
+    stage = chosen["deepspeed"]["zero_stage"] if name == "deepspeed" else None
+    mesh = [1, world] if is_sharded else [world, 1]
+    built = Built(name, "native", "X", world, mesh, int(is_sharded), stage, "none", *types)
     memory: dict[str, Any] = {"gpu": [], "torch": [], "cpu": []}
     if peak is not None:
         memory["gpu"] = [
@@ -78,14 +85,14 @@ def record(
 
 
 def invalid(number: int, message: str, **settings: Any) -> RunRecord:
-    """A cell that was refused, and so never resolved."""
+    """Return the record of an invalid cell, which was never resolved."""
     refused = record(number, status="invalid", error=RunError("ConfigError", message), run_id="invalid", **settings)
     refused.config["cluster"].update(device="auto", workers_per_node=None, cpus_per_worker=None)
     return refused
 
 
 def write(sweep: Path, *records: RunRecord) -> Path:
-    """Writes runs as a sweep does, and returns its folder."""
+    """Write records as a sweep does. Return its directory."""
     for each in records:
         directory = sweep / str(each.run.number)
         directory.mkdir(parents=True)

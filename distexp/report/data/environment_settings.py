@@ -1,4 +1,4 @@
-"""Under which conditions a training ran: they make it no other training, but runs under others are no repeats of it."""
+"""Hardware and environment settings: they do not define a training, but repeats must share them."""
 
 from __future__ import annotations
 
@@ -7,56 +7,65 @@ from dataclasses import fields
 from typing import Any
 
 from distexp.config import ClusterConfig
-from distexp.report.data.short_names import flatten, short_name
+from distexp.config.flatten import flatten
+from distexp.report.data.setting_names import short_name
 from distexp.runs.record import RunRecord
 
-OF_THE_TRAINING = frozenset({"nodes", "workers_per_node", "device"})
-OF_SUBMISSION = frozenset(
+TRAINING_KEYS = frozenset({"nodes", "workers_per_node", "device"})
+SUBMISSION_KEYS = frozenset(
     {"name", "launcher", "gpus_per_node", "timeout_min", "hang_timeout_min", "account", "qos", "reservation"}
     | {"signal_delay_s", "requeue", "array_parallelism", "wait", "dry_run"}
 )
-"""Keys of ``cluster`` that say when, by whom and for how long: no figure comes from them."""
+"""Keys of ``cluster`` that no metric depends on: how a job is submitted, and how long it may run."""
 
-OF_CLUSTER = frozenset(field.name for field in fields(ClusterConfig)) - OF_THE_TRAINING - OF_SUBMISSION
-OF_TRAIN = frozenset({"checkpoint_every", "profile_steps"})
+CLUSTER_KEYS = frozenset(field.name for field in fields(ClusterConfig)) - TRAINING_KEYS - SUBMISSION_KEYS
+TRAIN_KEYS = frozenset({"checkpoint_every", "profile_steps"})
 SECTIONS = frozenset({"measure", "preflight", "tracker"})
 
 GPU = "gpu"
-SILENT = ("NCCL_VERSION", "NCCL_DEBUG")
-"""How variables begin that change nothing but what is said."""
+
+IGNORED_VARIABLES = (
+    *("NCCL_VERSION", "NCCL_DEBUG"),  # change nothing but the logs
+    *("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),  # set by torchrun
+)
+"""Prefixes of environment variables that never distinguish runs. Records of older versions may hold them."""
 
 
 def is_environment_key(key: str) -> bool:
-    """Whether a dotted key of the configuration is a condition."""
+    """Return whether a dotted key of the configuration is an environment setting."""
     section, _, rest = key.partition(".")
-    own = {"cluster": OF_CLUSTER, "train": OF_TRAIN}.get(section)
-    return section in SECTIONS if own is None else rest.partition(".")[0] in own
+    keys = {"cluster": CLUSTER_KEYS, "train": TRAIN_KEYS}.get(section)
+    return section in SECTIONS if keys is None else rest.partition(".")[0] in keys
 
 
 def is_environment_setting(name: str) -> bool:
-    """Whether a short name is that of a condition."""
+    """Return whether a short name is that of an environment setting."""
     head = name.partition(".")[0]
-    return is_hardware(name) or head in OF_CLUSTER or head in OF_TRAIN or head in SECTIONS
+    return is_hardware(name) or head in CLUSTER_KEYS or head in TRAIN_KEYS or head in SECTIONS
 
 
 def is_hardware(name: str) -> bool:
-    """Whether it was found on the machine, as the GPU and variables are: a run that broke early does not know it."""
+    """Return whether a setting was found on the machine: the GPU, or an environment variable.
+
+    A run that failed early may not know it.
+    """
     return name == GPU or name.isupper()
 
 
 def read_environment_settings(record: RunRecord) -> dict[str, Any]:
-    """The conditions of a run under their short names; variables are those that the workers saw."""
-    seen = record.environment
+    """Return the environment settings of a run by short name; variables are those that the workers had."""
+    environment = record.environment
     found = {short_name(key): value for key, value in flatten(record.config) if is_environment_key(key)}
-    found |= {name: value for name, value in (seen.variables if seen else {}).items() if not name.startswith(SILENT)}
-    return {GPU: seen.gpu_name if seen else None, **found}
+    variables = environment.variables if environment else {}
+    found |= {name: value for name, value in variables.items() if not name.startswith(IGNORED_VARIABLES)}
+    return {GPU: environment.gpu_name if environment else None, **found}
 
 
-def is_distinguishing(name: str, typed: Collection[str]) -> bool:
-    """Whether a condition may tell runs apart: one of the machine always, a key where somebody set it."""
-    return is_hardware(name) or name in typed or name.partition(".")[0] in typed
+def is_distinguishing(name: str, overridden: Collection[str]) -> bool:
+    """Return whether an environment setting may distinguish runs: hardware always, a key only if a user set it."""
+    return is_hardware(name) or name in overridden or name.partition(".")[0] in overridden
 
 
 def knows_hardware(record: RunRecord) -> bool:
-    """Whether a run came so far that what it does not say of its machine is not there."""
+    """Return whether a run got far enough to record all of its hardware."""
     return record.status == "completed" or bool(record.environment and record.environment.gpu_name)

@@ -1,37 +1,49 @@
-"""Every number of a record that a report shows: its name with unit, its header, and how it is written."""
+"""All metrics of a run: name with unit, header in tables, and number format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from distexp.report.data.zero_memory import ideal_states_mib
+from distexp.runs.devices import device_values, mean_or_none
 from distexp.runs.record import RunRecord
+
+ReadMetric = Callable[[RunRecord], float | None]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a run."""
+    """A number of a run.
 
-    name: str  # column of the files, the unit in it
-    read: Callable[[RunRecord], float | None]
-    title: str = ""  # header on a terminal; without one it is in the files alone
-    form: str = "{:,.1f}"
-    factor: float = 1.0  # from the unit of the files to that of the terminal
-    importance: int = 0  # what goes last when a terminal is narrow
+    Attributes:
+        name: Column in the result files, with the unit.
+        read: Returns the value of a record, or None if it was not measured.
+        title: Header in tables. A metric without a title is in the result files only.
+        number_format: Format of the value in tables.
+        factor: Converts from the unit of the files to that of the tables.
+        importance: In a narrow terminal, columns of low importance are hidden first.
+    """
 
-    def text(self, value: float, deviation: float | None = None) -> str:
-        """The value in the terminal's unit, with its spread where one is known."""
-        text = self.form.format(value * self.factor)
-        return text if deviation is None else f"{text} ± {self.form.format(deviation * self.factor)}"
+    name: str
+    read: ReadMetric
+    title: str = ""
+    number_format: str = "{:,.1f}"
+    factor: float = 1.0
+    importance: int = 0
+
+    def format_value(self, value: float, deviation: float | None = None) -> str:
+        """Return a value in the unit of the tables, with its standard deviation if known."""
+        text = self.number_format.format(value * self.factor)
+        return text if deviation is None else f"{text} ± {self.number_format.format(deviation * self.factor)}"
 
 
-def _metric(name: str) -> Callable[[RunRecord], float | None]:
+def _metric(name: str) -> ReadMetric:
     return lambda record: _number(getattr(record.metrics, name))
 
 
-def _last_percent(name: str) -> Callable[[RunRecord], float | None]:
+def _last_percent(name: str) -> ReadMetric:
     def read(record: RunRecord) -> float | None:
         fractions = getattr(record.metrics, name)
         return 100 * float(fractions[-1]) if fractions else None
@@ -39,38 +51,33 @@ def _last_percent(name: str) -> Callable[[RunRecord], float | None]:
     return read
 
 
-def _step_time(quantile: str) -> Callable[[RunRecord], float | None]:
+def _step_time(quantile: str) -> ReadMetric:
     return lambda record: _number((record.metrics.step_time_s or {}).get(quantile))
 
 
-def _communication(name: str) -> Callable[[RunRecord], float | None]:
+def _communication_percent(name: str) -> ReadMetric:
     def read(record: RunRecord) -> float | None:
-        share = _number((record.metrics.communication or {}).get(name))
-        return None if share is None else 100 * share
+        fraction = _number((record.metrics.communication or {}).get(name))
+        return None if fraction is None else 100 * fraction
 
     return read
 
 
-def _largest(kind: str, key: str) -> Callable[[RunRecord], float | None]:
-    return lambda record: max(_present(record.memory.get(kind), key), default=None)
+def _largest(kind: str, key: str) -> ReadMetric:
+    return lambda record: max(device_values(record.memory.get(kind), key), default=None)
 
 
 def _gpu_peak(record: RunRecord) -> float | None:
-    """As NVML saw it; where a run ran out of memory between two samples, what torch had reserved by then."""
-    seen = _largest("gpu", "peak_mib")(record)
-    return None if seen is None else max(seen, _largest("torch", "peak_reserved_mib")(record) or 0.0)
+    """Return the peak that NVML sampled, or what torch had reserved if that is more.
+
+    A run may run out of memory between two samples.
+    """
+    sampled = _largest("gpu", "peak_mib")(record)
+    return None if sampled is None else max(sampled, _largest("torch", "peak_reserved_mib")(record) or 0.0)
 
 
-def _mean_utilization(kind: str) -> Callable[[RunRecord], float | None]:
-    def read(record: RunRecord) -> float | None:
-        values = _present(record.utilization.get(kind), "average_pct")
-        return sum(values) / len(values) if values else None
-
-    return read
-
-
-def _present(entries: Iterable[dict[str, Any]] | None, key: str) -> list[float]:
-    return [float(entry[key]) for entry in entries or () if entry.get(key) is not None]
+def _mean_utilization(kind: str) -> ReadMetric:
+    return lambda record: mean_or_none(device_values(record.utilization.get(kind), "average_pct"))
 
 
 def _number(value: Any) -> float | None:
@@ -78,13 +85,12 @@ def _number(value: Any) -> float | None:
 
 
 def _ideal_states(record: RunRecord) -> float | None:
-    """What model states must take, where it was measured what they do take."""
-    measured = any(entry.get("states_mib") is not None for entry in record.memory["torch"])
-    return ideal_states_mib(record) if measured else None
+    """Return the ideal memory of model states, only if the real one was measured."""
+    return ideal_states_mib(record) if device_values(record.memory["torch"], "states_mib") else None
 
 
-def _unknown(record: RunRecord) -> float | None:
-    """Of figures that come from the comparison with another run."""
+def _from_other_runs(record: RunRecord) -> float | None:
+    """Return None: the value follows from a comparison with other runs, which fills it in."""
     return None
 
 
@@ -98,7 +104,7 @@ MEMORIES = {
     "torch_peak_allocated_mib": "GPU memory allocated by torch at peak",
     "cpu_peak_mib": "CPU memory at peak",
 }
-"""What stands for a run's memory, the first that was measured."""
+"""Metrics of memory, by preference: a run is compared by the first that was measured."""
 
 TABLE_METRICS = (
     Metric("train_loss", _metric("train_loss"), "train\nloss", "{:.4f}", importance=60),
@@ -110,7 +116,7 @@ TABLE_METRICS = (
     Metric(SPEED, _metric(SPEED), "samples/s", importance=95),
     Metric("tokens_per_second", _metric("tokens_per_second"), "tokens/s", "{:,.0f}", importance=40),
     Metric("step_time_p50_s", _step_time("p50"), "step\nms", factor=1000, importance=35),
-    Metric(COMMUNICATION, _communication("share"), "commu-\nnication %", "{:.0f}", importance=65),
+    Metric(COMMUNICATION, _communication_percent("share"), "commu-\nnication %", "{:.0f}", importance=65),
     Metric("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:,.0f}", importance=90),
     Metric("gpu_average_mib", _largest("gpu", "average_mib"), "GPU avg\nMiB", "{:,.0f}", importance=22),
     Metric("gpu_mode_mib", _largest("gpu", "mode_mib"), "GPU mode\nMiB", "{:,.0f}", importance=20),
@@ -123,19 +129,19 @@ TABLE_METRICS = (
     Metric("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:.0f}", importance=15),
     Metric("train_runtime_s", _metric("train_runtime"), "run-\ntime s", importance=48),
     Metric("energy_j_per_sample", _metric("energy_j_per_sample"), "J per\nsample", "{:,.2f}", importance=30),
-    Metric(SPEEDUP, _unknown, "speedup", "{:.2f}", importance=75),
-    Metric(EFFICIENCY, _unknown, "effi-\nciency %", "{:.0f}", importance=80),
+    Metric(SPEEDUP, _from_other_runs, "speedup", "{:.2f}", importance=75),
+    Metric(EFFICIENCY, _from_other_runs, "effi-\nciency %", "{:.0f}", importance=80),
 )  # fmt: skip
 
-_FILES_ALONE = (
+_FILE_METRICS = (
     "train_samples_per_second_overall", "train_steps_per_second", "eval_samples_per_second",
     "steps_per_epoch", "total_steps", "data_wait_s", "tflops_per_device", "mfu",
 )  # fmt: skip
 
 METRICS = (
     *TABLE_METRICS,
-    *(Metric(name, _metric(name)) for name in _FILES_ALONE),
-    Metric(EXPOSED, _communication("exposed_share")),
+    *(Metric(name, _metric(name)) for name in _FILE_METRICS),
+    Metric(EXPOSED, _communication_percent("exposed_share")),
     Metric("eval_runtime_s", _metric("eval_runtime")),
     Metric("step_time_p90_s", _step_time("p90")),
     Metric("step_time_max_s", _step_time("max")),
@@ -146,11 +152,15 @@ METRICS = (
     Metric("cpu_mode_mib", _largest("cpu", "mode_mib")),
     Metric("duration_s", lambda record: _number(record.run.duration_s)),
 )
-"""Memory is that of the fullest GPU, rank or node; utilisation the mean over them."""
+"""Memory is that of the GPU, rank or node that uses most; utilization is the mean over them."""
 
-METRICS_BY_NAME = {figure.name: figure for figure in METRICS}
+METRICS_BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def read_metrics(record: RunRecord) -> dict[str, float | None]:
-    """All figures of a record by name; TypeError or ValueError where one is no number."""
-    return {figure.name: figure.read(record) for figure in METRICS}
+    """Return all metrics of a record by name.
+
+    Raises:
+        TypeError, ValueError: if a value is not a number.
+    """
+    return {metric.name: metric.read(record) for metric in METRICS}

@@ -1,10 +1,11 @@
-"""From records on disk to flat rows, one a run."""
+"""Rows of a report: one run each, read from the records on disk."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +16,51 @@ from distexp.runs.record import RunRecord, find_records
 
 @dataclass(frozen=True)
 class Row:
-    """One run: what was chosen and what came out."""
+    """One run with its settings and metrics.
 
-    label: str  # short, and unlike those of the other rows
+    Attributes:
+        label: Short name of the run, unique in the report.
+        settings: Values by short name.
+        metrics: Values by ``Metric.name``.
+        path: The record on disk; None if it was never read from there.
+    """
+
+    label: str
     record: RunRecord
     settings: dict[str, Any]
-    metrics: dict[str, float | None]  # by the names of figures.METRICS
-    path: Path | None = None  # of the record; None where it was never read from disk
+    metrics: dict[str, float | None]
+    path: Path | None = None
 
     @property
     def completed(self) -> bool:
-        """Whether the training went to its end."""
+        """Whether the training finished."""
         return self.record.status == "completed"
 
 
 def row_from_record(record: RunRecord, label: str, path: Path | None = None) -> Row:
-    """The row of a record.
+    """Return the row of a record.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it has the outline of a record, but not its content.
+        KeyError, TypeError, ValueError, AttributeError: if it looks like a record, but its content is not valid.
     """
     return Row(label, record, read_settings(record), read_metrics(record), path)
 
 
-def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:
-    """A row for every readable record below some folders, and a sentence for each that is not.
+def rows_from_records(records: Sequence[RunRecord]) -> list[Row]:
+    """Return the rows of records in memory; their labels are their run numbers."""
+    return [row_from_record(record, str(record.run.number)) for record in records]
 
-    A record that lies below two of the folders counts once.
+
+def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:
+    """Read all records below some directories. A record below two of them counts once.
+
+    Returns:
+        A row for each readable record, and a message for each other one.
     """
     rows: list[Row] = []
     skipped: list[str] = []
     paths = list(dict.fromkeys(Path(os.path.abspath(path)) for path in find_records(*roots)))
-    for path, label in zip(paths, labels(paths), strict=True):
+    for path, label in zip(paths, run_labels(paths), strict=True):
         try:
             rows.append(row_from_record(RunRecord.read(path), label, path))
         except (KeyError, TypeError, AttributeError) as error:
@@ -54,28 +68,26 @@ def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:
         except OSError as error:
             skipped.append(f"{path} cannot be read: {error.strerror}")
         except ValueError as error:
-            sentence = str(error)
-            skipped.append(sentence if str(path) in sentence else f"{path}: {sentence}")
+            message = str(error)
+            skipped.append(message if str(path) in message else f"{path}: {message}")
     return rows, skipped
 
 
-def labels(paths: Sequence[Path]) -> list[str]:
-    """``3`` for a run of the only sweep, ``01-35-43/3`` among several: what all have in common is cut."""
+def run_labels(paths: Sequence[Path]) -> list[str]:
+    """Return ``3`` for each run of a single sweep, ``01-35-43/3`` for runs of several sweeps."""
     sweeps = [str(path.parent.parent) for path in paths]
     if len(set(sweeps)) < 2:
         return [path.parent.name for path in paths]
-    short = _told_apart(sorted(set(sweeps)))
+    short = _shorten(sorted(set(sweeps)))
     return [f"{short[sweep]}/{path.parent.name}" for sweep, path in zip(sweeps, paths, strict=True)]
 
 
-def _told_apart(folders: Sequence[str]) -> dict[str, str]:
-    """As few of the last parts of each path as differ, without the date that all begin with."""
+def _shorten(folders: Sequence[str]) -> dict[str, str]:
+    """Return the shortest end of each path that is unique, without a date that all of them start with."""
     parts = [folder.split("/") for folder in folders]
     deepest = max(map(len, parts))
     count = next(n for n in range(1, deepest + 1) if len({tuple(each[-n:]) for each in parts}) == len(parts))
-    tails = ["/".join(each[-count:]) for each in parts]
-    alike = 0
-    while len({tail[: alike + 1] for tail in tails}) == 1:
-        alike += 1
-    cut = tails[0].rfind("_", 0, alike) + 1
-    return {folder: tail[cut:] for folder, tail in zip(folders, tails, strict=True)}
+    ends = ["/".join(each[-count:]) for each in parts]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(min(ends), max(ends), strict=False))
+    cut = "".join(first for first, _ in same).rfind("_") + 1
+    return {folder: end[cut:] for folder, end in zip(folders, ends, strict=True)}

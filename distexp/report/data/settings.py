@@ -1,63 +1,57 @@
-"""What was chosen for a run, under the short names that people type, and which of it differs."""
+"""Settings of one run by their short names, and how they are written."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from distexp.config.flatten import flatten
 from distexp.report.data.environment_settings import (
-    is_distinguishing,
     is_environment_key,
     is_environment_setting,
-    is_hardware,
-    knows_hardware,
     read_environment_settings,
 )
-from distexp.report.data.short_names import flatten, overridden_names, short_name
+from distexp.report.data.setting_names import SEED, WORKERS, short_name, strategy_sections, usual_order
 from distexp.runs.record import RunRecord
 
-ORDER = (
-    "model", "dataset", "engine", "strategy", "sharding", "zero_stage", "offload", "precision", "scaling",
-    "device", "gpu", "nodes", "workers",
-)  # fmt: skip
-"""The usual ones stand first, in this order."""
+NOT_A_SETTING = ("name", "exercise", "scale", "sweep", "trusted_packages", "cluster", "offload")
+"""Sections that are left out here. ``read_settings`` adds what matters of ``cluster`` and ``offload``."""
 
-STRATEGY_SECTIONS = ("ddp", "fsdp", "deepspeed")
-"""Sections that mean nothing under another strategy."""
-
-FOLLOWS = {"sharding": "strategy", "zero_stage": "strategy"} | dict.fromkeys(STRATEGY_SECTIONS, "strategy")
-"""What is given by another setting as a rule: such a column is shown only where it adds something."""
-
-NOT_A_SETTING = ("name", "exercise", "scale", "sweep", "trusted_packages", "cluster")
-"""Places and bookkeeping; what matters of ``cluster`` is added by name."""
-
-SEED = "seed"
+MAX_LENGTH = 24  # characters of a value in a table or in a list of settings
 
 
 def read_settings(record: RunRecord) -> dict[str, Any]:
-    """The settings of a run under their short names, then its conditions; KeyError where a section is missing."""
+    """Return the settings of a run by short name, then its environment settings.
+
+    Options of another strategy are None, because they mean nothing in this run.
+
+    Raises:
+        KeyError: if a section is missing.
+    """
     config = record.config
-    strategy = config["strategy"]["name"]
-    found: dict[str, Any] = {}
-    for key, value in flatten(config):
-        section, _, rest = key.partition(".")
-        if section in NOT_A_SETTING or section == "offload" or rest in ("_target_", "keys") or is_environment_key(key):
-            continue
-        foreign = section in STRATEGY_SECTIONS and section != strategy
-        found[short_name(key)] = None if foreign else value
+    foreign = strategy_sections() - {config["strategy"]["name"]}
+    found = {short_name(key): None if section in foreign else value for section, key, value in _training_keys(config)}
     offload, cluster = config["offload"], config["cluster"]
     found["offload"] = "pinned" if offload["pin_memory"] else offload["enabled"]
     found["device"], found["nodes"] = cluster["device"], cluster["nodes"]
-    found["workers"] = world_size(record)
+    found[WORKERS] = world_size(record)
     found |= read_environment_settings(record)
-    first = {name: found.pop(name) for name in ORDER if name in found}
+    first = {name: found.pop(name) for name in usual_order() if name in found}
     return {**first, **found}
 
 
+def _training_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield section, key and value of what defines the training."""
+    for key, value in flatten(config):
+        section, _, rest = key.partition(".")
+        if section not in NOT_A_SETTING and rest not in ("_target_", "keys") and not is_environment_key(key):
+            yield section, key, value
+
+
 def world_size(record: RunRecord) -> int | None:
-    """Workers in all; None where an invalid cell never decided."""
+    """Return the number of workers on all nodes; None if an invalid cell left it open."""
     if record.built is not None:
         return record.built.world_size
     cluster = record.config["cluster"]
@@ -66,83 +60,38 @@ def world_size(record: RunRecord) -> int | None:
 
 
 def task_name(settings: Mapping[str, Any]) -> str:
-    """The model on its data: speed, memory and losses of others are no better or worse."""
+    """Return the model and its data set. Only runs of the same task can be compared."""
     return f"{settings.get('model')} on {settings.get('dataset')}"
 
 
 def global_batch(settings: Mapping[str, Any]) -> int | None:
-    """Samples of an optimizer step over all workers; None where one of its factors is not known."""
-    parts = [settings.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", "workers")]
-    return math.prod(int(part) for part in parts if part) if all(parts) else None
-
-
-def varying_settings(records: Sequence[RunRecord], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings that tell these runs apart, without those that follow from another one.
-
-    A setting that someone typed is never taken for one that follows: with ``model=a,b`` a model's width
-    is part of the model, with ``fsdp.replicas=1,2`` it is a choice.
-    """
-    names = list(dict.fromkeys(name for each in settings for name in each))
-    typed = overridden_names(records)
-    kept = []
-    for name in names:
-        if is_environment_setting(name) and not is_distinguishing(name, typed):
-            continue
-        decided = [
-            (each.get(name), each) for record, each in zip(records, settings, strict=True)
-            if not _undecided(record, name, each)
-        ]  # fmt: skip
-        if len({_key(value) for value, _ in decided}) < 2:
-            continue
-        leader = FOLLOWS.get(name) or _leader(name)
-        if leader is None or name in typed or not _follows(decided, leader):
-            kept.append(name)
-    return kept
-
-
-def _leader(name: str) -> str | None:
-    """``model.hidden_size`` belongs to ``model``, ``fsdp.wrap`` to ``strategy``."""
-    section, dot, _ = name.partition(".")
-    return FOLLOWS.get(section, section) if dot else None
-
-
-def _follows(decided: Sequence[tuple[Any, Mapping[str, Any]]], leader: str) -> bool:
-    given: dict[str, str] = {}
-    return all(given.setdefault(_key(each.get(leader)), _key(value)) == _key(value) for value, each in decided)
-
-
-def _undecided(record: RunRecord, name: str, settings: Mapping[str, Any]) -> bool:
-    """A refused cell was never resolved, a broken run may not know its GPU: that is no difference."""
-    value = settings.get(name)
-    if is_hardware(name):
-        return value is None and not knows_hardware(record)
-    if name not in settings:
-        return True
-    if record.status != "invalid":
-        return False
-    return value in (None, "auto") or (_rescaled(record) and name not in overridden_names([record]))
-
-
-def _rescaled(record: RunRecord) -> bool:
-    """Whether resolving would have changed what was composed: by ``scale`` or ``scaling``."""
-    sections = ((record.config.get(section) or {}).get("name") for section in ("scale", "scaling"))
-    return any(name not in (None, "full", "fixed") for name in sections)
-
-
-def _key(value: Any) -> str:
-    if value is None or isinstance(value, (str, int, float)):
-        return repr(value)  # most are, and a report has a million of them
-    return json.dumps(value, sort_keys=True, default=str)
+    """Return the samples of an optimizer step over all workers; None if a factor is unknown."""
+    factors = [settings.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", WORKERS)]
+    return math.prod(int(factor) for factor in factors if factor) if all(factors) else None
 
 
 def training_key(settings: Mapping[str, Any]) -> str:
-    """Equal for runs that differ by their seed, or by conditions, at most."""
-    return _key({name: value for name, value in settings.items() if name != SEED and not is_environment_setting(name)})
+    """Return a text that is equal for runs that differ only in seed and environment settings."""
+    ignored = {name for name in settings if name == SEED or is_environment_setting(name)}
+    return value_key({name: value for name, value in settings.items() if name not in ignored})
+
+
+def value_key(value: Any) -> str:
+    """Return a text that is equal for equal values of a setting."""
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value)  # the usual case, and a report has a million of them
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def format_setting(value: Any, limit: int | None = None) -> str:
-    """A value as it is typed; its end where it is longer than a limit, for that is what paths differ in."""
+    """Return a value as it is typed; cut on the left if longer than a limit, because paths differ at their end."""
     if value is None:
         return "-"
     text = value if isinstance(value, str) else json.dumps(value, default=str).replace('"', "")
     return text if limit is None or len(text) <= limit else "…" + text[-limit + 1 :]
+
+
+def format_settings(settings: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return ``strategy=fsdp, offload=true`` for some settings, without those that are None."""
+    known = ((name, settings.get(name)) for name in names)
+    return ", ".join(f"{name}={format_setting(value, MAX_LENGTH)}" for name, value in known if value is not None)

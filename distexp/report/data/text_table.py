@@ -1,4 +1,4 @@
-"""Tables beside that of the runs."""
+"""Small tables of texts, for the terminal, the page and ``results.md``."""
 
 from __future__ import annotations
 

@@ -1,49 +1,70 @@
-"""What a model's states must take on each device: the arithmetic of the ZeRO paper (arXiv:1910.02054, section 5).
+"""Memory of model states by arithmetic, as in the ZeRO paper (arXiv:1910.02054, section 5).
 
-With Adam and a master copy in fp32, a parameter costs 16 bytes: 4 of weight, 4 of gradient and 8 of moments
-in fp32 (autocast keeps no other copy), or 2 + 2 + 12 where the weights are in 16 bits. What is sharded is
-divided by the number of workers that share it. Activations and buffers are not in it.
+With Adam a parameter costs 16 bytes. In fp32 these are 4 of weight, 4 of gradient and 8 of moments. Autocast keeps no
+other copy. With 16-bit weights, ZeRO keeps a master copy in fp32: 2 of weight, 2 of gradient and 12 of states.
+Sharded states are divided by the number of workers that share them. Activations and buffers are not included.
+
+Everything is read from ``built``, never from the name of a strategy, so that custom strategies are treated alike.
 """
 
 from __future__ import annotations
 
-from distexp.runs.record import RunRecord
+from distexp.runs.record import Built, RunRecord
 
 MIB = 2**20
+BYTES_PER_VALUE = 4.0
 MOMENTS = {"adamw": 2, "sgd": 1}
-"""Numbers of four bytes that an optimizer keeps for each parameter; sgd's is its momentum."""
+"""Values in fp32 that an optimizer keeps for each parameter; the one of sgd is its momentum."""
+
+States = dict[str, float]
+"""Bytes of ``parameters``, ``gradients`` and ``optimizer`` states for each parameter."""
 
 
 def ideal_states_mib(record: RunRecord) -> float | None:
-    """Parameters, gradients and optimizer states of one worker, on its own device, in MiB; None if unknown."""
-    built = record.built
-    if built is None or not built.parameters:
+    """Return parameters, gradients and optimizer states on the device of one worker in MiB; None if unknown."""
+    per_parameter = bytes_per_parameter(record)
+    if per_parameter is None or record.built is None or not record.built.parameters:
         return None
-    return bytes_per_parameter(record) * built.parameters / MIB
+    return per_parameter * record.built.parameters / MIB
 
 
-def bytes_per_parameter(record: RunRecord) -> float:
-    """The bytes of one worker's device for each parameter of the whole model."""
+def bytes_per_parameter(record: RunRecord) -> float | None:
+    """Return the bytes on one worker's device for each parameter of the whole model.
+
+    Returns:
+        None if ``built`` does not show how the states are stored. A custom strategy may shard in another way.
+    """
     built = record.built
-    assert built is not None
-    moments = 4.0 * MOMENTS[record.config["train"]["optimizer"]]
-    shards = built.mesh[1]
-    if built.strategy == "fsdp":
-        return 0.0 if built.offload != "none" else (8 + moments) / shards
+    moments = MOMENTS.get(record.config["train"]["optimizer"])
+    if built is None or moments is None or len(built.mesh) != 2:
+        return None
+    if built.zero_stage is not None:
+        return sum(_zero_states(built, built.zero_stage, BYTES_PER_VALUE * moments).values())
+    if built.param_dtype != "float32" or (built.mesh[1] > 1 and not built.sharded_units):
+        return None
+    return sum(_sharded_states(built, BYTES_PER_VALUE * moments).values())
+
+
+def _sharded_states(built: Built, moments: float) -> States:
+    """Return the states if all of them are sharded over the second axis of the mesh, which may have size 1."""
+    parts = {"parameters": BYTES_PER_VALUE, "gradients": BYTES_PER_VALUE, "optimizer": moments}
+    on_cpu = built.offload.split("+")
+    return {name: 0.0 if name in on_cpu else size / built.mesh[1] for name, size in parts.items()}
+
+
+def _zero_states(built: Built, stage: int, moments: float) -> States:
+    """Return the states of a ZeRO stage. From stage 2 on, an offloaded optimizer takes its gradients along."""
+    shards, on_cpu = built.mesh[1], built.offload.split("+")
     half = built.param_dtype in ("bfloat16", "float16")
-    weight, gradient, states = (2.0, 2.0, 4 + moments) if half else (4.0, 4.0, moments)
-    stage = built.zero_stage or 0
-    if stage == 0:
-        return weight + gradient + states
-    # From stage 2 on an offloaded optimizer takes its share of the gradients along.
-    on_device = {"weight": weight, "gradient": gradient, "states": states / shards}
-    if stage >= 2:
-        on_device["gradient"] = gradient / shards
-    if stage == 3:
-        on_device["weight"] = weight / shards
-    if "optimizer" in built.offload:
-        on_device["states"] = 0.0
-        on_device["gradient"] = gradient if stage == 1 else 0.0
-    if "parameters" in built.offload:
-        on_device["weight"] = 0.0
-    return sum(on_device.values())
+    value, states = (BYTES_PER_VALUE / 2, BYTES_PER_VALUE + moments) if half else (BYTES_PER_VALUE, moments)
+    parts = {
+        "parameters": value / shards if stage >= 3 else value,
+        "gradients": value / shards if stage >= 2 else value,
+        "optimizer": states / shards if stage >= 1 else states,
+    }
+    if "optimizer" in on_cpu:
+        parts["optimizer"] = 0.0
+        parts["gradients"] = 0.0 if stage >= 2 else parts["gradients"]
+    if "parameters" in on_cpu:
+        parts["parameters"] = 0.0
+    return parts

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distexp.report.data.overview import reason
+from distexp.report.data.failures import failure_reasons
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import format_setting
 
@@ -50,9 +50,9 @@ def _broken(measure: Measure, group: RunGroup, *, first: bool) -> str:
         return f"{_spread(measure, values)} ({group.status})"
     if not first:
         return group.status
-    why = reason(group.rows[0], 160)
+    why = failure_reasons(group.rows[0], 160)[0]
     if group.status == "invalid":
-        why = why.split(" | ")[0].split(": ")[0]  # the mend is in the notes above
+        why = why.split(": ")[0]  # the mend is in the notes above
     return why if group.status.startswith("oom") else f"{group.status}: {why}"
 
 

@@ -8,14 +8,15 @@ from itertools import combinations
 from typing import Any
 
 from distexp.report.data.environment_settings import is_environment_setting
-from distexp.report.data.settings import STRATEGY_SECTIONS, global_batch, task_name
+from distexp.report.data.setting_names import is_strategy_option
+from distexp.report.data.settings import global_batch, task_name
 from distexp.report.findings.base import Finding, listed
 from distexp.report.traces import RunTrace
 
 SAME_TRAINING = "Is it the same training?"
 AGREES = 1e-4  # relative; strategies that sum in another order differ by less in fp32
 PLACEMENT = frozenset(
-    {"strategy", "sharding", "zero_stage", "offload", "engine", "device", "nodes", "workers"}
+    {"strategy", "offload", "engine", "device", "nodes", "workers"}
     | {"micro_batch_size", "gradient_accumulation_steps", "eval_batch_size", "log_every", "measure_after_step"}
 )
 """What distributes a training without being meant to change it, given the global batch."""
@@ -98,7 +99,7 @@ def _training(traced: RunTrace) -> str:
     """Equal where two runs ought to follow the same losses: same settings, but for how they are distributed."""
     settings: dict[str, Any] = {
         name: value for name, value in traced.row.settings.items()
-        if name not in PLACEMENT and name.split(".")[0] not in STRATEGY_SECTIONS and not is_environment_setting(name)
+        if name not in PLACEMENT and not is_strategy_option(name) and not is_environment_setting(name)
     }  # fmt: skip
     return json.dumps([settings, global_batch(traced.row.settings)], sort_keys=True, default=str)
 

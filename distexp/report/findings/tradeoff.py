@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, is_within_noise
-from distexp.report.data.settings import SEED, format_setting
+from distexp.report.data.setting_names import SEED
+from distexp.report.data.settings import format_setting
 from distexp.report.findings.base import Finding, capital, first_few, listed, mean_of
 from distexp.report.findings.summary import memory_figure, pareto_fronts
 

@@ -122,7 +122,7 @@ def _tiles(overview: Overview) -> list[dict[str, str]]:
         if len(known) > 1 and len({group.task for _, group in known}) == 1:
             value, best = (max if largest else min)(known, key=lambda pair: pair[0])
             unit = "samples/s" if largest else "MiB"
-            number = METRICS_BY_NAME[name].text(value)
+            number = METRICS_BY_NAME[name].format_value(value)
             label = what if largest else f"{what} {MEMORIES[name]}"
             detail = overview.format_settings(best) or f"run {best.label}"
             tiles.append({"what": label, "value": f"{number} {unit}", "detail": detail, "mood": ""})

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from distexp.report.data.flat import flat
+from distexp.report.data.failures import failure_reason
 from distexp.report.data.metrics import Metric
-from distexp.report.data.overview import Overview, reason
+from distexp.report.data.overview import Overview
+from distexp.report.data.result_rows import result_row
 from distexp.report.data.rows import Row
 from distexp.report.data.settings import format_setting
 
@@ -36,7 +37,7 @@ def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
         [
             int(row.label) if numbered else row.label,
             *(_setting(row.settings.get(name)) for name in names),
-            [row.record.status, "" if row.completed else reason(row)],
+            [row.record.status, "" if row.completed else failure_reason(row)],
             *(_rounded(row.metrics[metric.name], metric) for metric in metrics),
             _links(row, directory),
         ]
@@ -61,7 +62,7 @@ def _column(metric: Metric) -> dict[str, Any]:
 
 
 def _digits(metric: Metric) -> int:
-    found = re.search(r"\.(\d+)f", metric.form)
+    found = re.search(r"\.(\d+)f", metric.number_format)
     return int(found[1]) if found else 0
 
 
@@ -97,7 +98,7 @@ def configurations(overview: Overview) -> dict[str, Any]:
 
 
 def _compared(row: Row) -> dict[str, str]:
-    content = {**flat(row), "overrides": " ".join(row.record.run.overrides) or None}
+    content = {**result_row(row), "overrides": " ".join(row.record.run.overrides) or None}
     kept = {key: value for key, value in content.items() if key.startswith(COMPARED) or key in ("overrides", "git_sha")}
     return {
         key: "null" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -1,22 +1,24 @@
-"""The arithmetic of model states, against the figures of the ZeRO paper."""
+"""Tests of the memory of model states by arithmetic, against the numbers of the ZeRO paper."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
 from distexp.report.data.metrics import METRICS_BY_NAME
-from distexp.report.data.zero_memory import bytes_per_parameter
+from distexp.report.data.zero_memory import bytes_per_parameter, ideal_states_mib
 from distexp.runs.record import Built, RunInfo, RunRecord
 
 
-def record(strategy: str, mesh: list[int], stage: int | None = None, **more: str) -> RunRecord:
+def record(strategy: str, mesh: list[int], stage: int | None = None, units: int = 0, **more: str) -> RunRecord:
     built = Built(
         strategy=strategy,
         engine="native",
         wrapper="",
-        world_size=mesh[0] * mesh[1],
+        world_size=math.prod(mesh),
         mesh=mesh,
-        sharded_units=0,
+        sharded_units=units,
         zero_stage=stage,
         offload=more.get("offload", "none"),
         param_dtype=more.get("dtype", "float32"),
@@ -29,29 +31,50 @@ def record(strategy: str, mesh: list[int], stage: int | None = None, **more: str
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
-def test_bf16_stages_are_those_of_the_paper(workers: int) -> None:
+def test_bf16_stages_match_the_paper(workers: int) -> None:
     stages = [bytes_per_parameter(record("deepspeed", [1, workers], stage, dtype="bfloat16")) for stage in (1, 2, 3)]
     assert stages == pytest.approx([4 + 12 / workers, 2 + 14 / workers, 16 / workers])
-    assert bytes_per_parameter(record("deepspeed", [workers, 1], 0)) == 16
+    assert bytes_per_parameter(record("deepspeed", [workers, 1], 0, dtype="bfloat16")) == 16
 
 
-def test_plain_and_sharded() -> None:
+def test_replicated_and_sharded_states() -> None:
     assert bytes_per_parameter(record("single", [1, 1])) == 16
     assert bytes_per_parameter(record("ddp", [4, 1])) == 16
-    assert bytes_per_parameter(record("fsdp", [1, 4])) == 4
-    assert bytes_per_parameter(record("fsdp", [2, 2])) == 8
+    assert bytes_per_parameter(record("fsdp", [1, 4], units=6)) == 4
+    assert bytes_per_parameter(record("fsdp", [2, 2], units=6)) == 8
     assert bytes_per_parameter(record("ddp", [4, 1], optimizer="sgd")) == 12
 
 
-def test_what_is_offloaded_is_not_on_the_device() -> None:
-    assert bytes_per_parameter(record("fsdp", [1, 4], offload="parameters+gradients+optimizer")) == 0
+def test_offloaded_states_are_not_on_the_device() -> None:
+    assert bytes_per_parameter(record("fsdp", [1, 4], units=6, offload="parameters+gradients+optimizer")) == 0
     assert bytes_per_parameter(record("deepspeed", [1, 2], 2, dtype="bfloat16", offload="optimizer")) == 2
     assert bytes_per_parameter(record("deepspeed", [1, 2], 1, dtype="bfloat16", offload="optimizer")) == 4
     both = record("deepspeed", [1, 2], 3, dtype="bfloat16", offload="optimizer+parameters")
     assert bytes_per_parameter(both) == 0
 
 
-def test_a_peak_between_two_samples_is_torchs() -> None:
+def test_a_custom_strategy_is_computed_from_what_was_built() -> None:
+    assert bytes_per_parameter(record("mine", [4, 1])) == 16
+    assert bytes_per_parameter(record("mine", [1, 4], units=6)) == 4
+    assert bytes_per_parameter(record("mine", [1, 4], units=6, offload="optimizer")) == 2
+    assert bytes_per_parameter(record("mine", [1, 4], 2, dtype="bfloat16")) == 2 + 14 / 4
+
+
+def test_a_custom_strategy_with_unknown_sharding_has_no_value() -> None:
+    unknown = [
+        record("mine", [1, 4]),  # sharded, but not in units: maybe by tensor parallelism
+        record("mine", [4]),
+        record("mine", [1, 2, 2], units=6),
+        record("mine", [4, 1], dtype="bfloat16"),  # with or without a master copy
+        record("mine", [4, 1], optimizer="lion"),
+    ]
+    for each in unknown:
+        each.memory["torch"] = [{"rank": 0, "states_mib": 1.0}]
+        assert ideal_states_mib(each) is None
+        assert METRICS_BY_NAME["model_states_ideal_mib"].read(each) is None
+
+
+def test_a_peak_between_two_samples_is_taken_from_torch() -> None:
     run = record("single", [1, 1])
     run.memory["gpu"] = [{"node": 0, "index": 0, "peak_mib": 10_523.0, "average_mib": 1.0, "mode_mib": 1.0}]
     run.memory["torch"] = [{"rank": 0, "peak_reserved_mib": 141_462.0}]

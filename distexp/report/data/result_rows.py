@@ -1,4 +1,4 @@
-"""Everything about a run under one level of names, as files of rows and columns want it."""
+"""Rows of ``results.csv`` and ``results.parquet``: everything about a run under flat names."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from distexp.config.flatten import flatten
 from distexp.report.data.rows import Row
-from distexp.report.data.short_names import flatten
+from distexp.report.data.setting_names import WORKERS
 
-Flat = dict[str, Any]
+ResultRow = dict[str, Any]
 
 
-def flat(row: Row) -> Flat:
-    """Everything about a run under flat names; lists as JSON, None where nothing was measured."""
+def result_row(row: Row) -> ResultRow:
+    """Return everything about a run by column name. Lists are JSON; None means not measured."""
     record, built, environment = row.record, row.record.built, row.record.environment
     error = record.error
-    found: Flat = {
+    found: ResultRow = {
         "run": row.label,
         "run_id": record.run.id,
         "name": record.run.name,
@@ -30,7 +31,7 @@ def flat(row: Row) -> Flat:
         "started_at": record.run.started_at,
         "hosts": " ".join(record.run.hosts),
         "git_sha": record.run.git_sha,
-        "world_size": row.settings["workers"],
+        "world_size": row.settings[WORKERS],
         **row.metrics,
         **{f"config.{key}": value for key, value in flatten(record.config)},
         **{f"built.{key}": value for key, value in (vars(built) if built else {}).items()},
@@ -40,8 +41,8 @@ def flat(row: Row) -> Flat:
     return {name: json.dumps(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-def columns_of(rows: Sequence[Flat]) -> list[str]:
-    """Every name of any row, the path of the record last."""
+def column_names(rows: Sequence[ResultRow]) -> list[str]:
+    """Return the column names of some rows; the path of the record is the last."""
     names = dict.fromkeys(name for row in rows for name in row)
     del names["record"]
     return [*names, "record"]

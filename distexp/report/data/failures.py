@@ -1,0 +1,60 @@
+"""Reasons why runs did not complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from distexp.report.data.rows import Row
+from distexp.report.data.text import join_first
+from distexp.runs.record import RunError
+
+MAX_LENGTH = 300  # characters of a message
+MAX_LABELS = 8
+OLD_SEPARATOR = " | "
+"""Between the errors of an invalid run in the message of older records, which have no list of them."""
+
+
+def failure_notes(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield one line for each reason, with the runs that share it."""
+    labels: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if not row.completed:
+            for reason in failure_reasons(row):
+                labels.setdefault((row.record.status, reason), []).append(row.label)
+    for (status, reason), found in labels.items():
+        yield f"run{'s' if len(found) > 1 else ''} {join_first(found, MAX_LABELS)} {status}: {reason}"
+
+
+def failure_reason(row: Row, limit: int = MAX_LENGTH) -> str:
+    """Return why a run did not complete, in one line."""
+    return "; ".join(failure_reasons(row, limit))
+
+
+def failure_reasons(row: Row, limit: int = MAX_LENGTH) -> list[str]:
+    """Return why a run did not complete, one line each: an invalid run may have several errors."""
+    status, error = row.record.status, row.record.error
+    if error is None:
+        return ["its record has no error message"]
+    if status == "invalid":
+        return [" ".join(message.split()) for message in error.errors or error.message.split(OLD_SEPARATOR)]
+    phase = f" in phase {error.phase}" if error.phase else ""
+    if status in ("oom_gpu", "oom_host"):
+        return [f"out of {'GPU' if status == 'oom_gpu' else 'host'} memory{phase}{_peak_memory(row)}"]
+    return [f"{error.type}{phase}: {_shorten(error, limit)}"]
+
+
+def _shorten(error: RunError, limit: int) -> str:
+    message = " ".join(error.message.split())
+    return message if len(message) <= limit else message[: limit - 1] + "…"
+
+
+def _peak_memory(row: Row) -> str:
+    if row.record.status == "oom_host":
+        peak = row.metrics["cpu_peak_mib"]
+        return "" if peak is None else f", at a peak of {peak:,.0f} MiB on a node"
+    total = row.record.environment.gpu_total_mib if row.record.environment else None
+    of_total = f" of {total:,.0f}" if total else ""
+    for name, where in (("gpu_peak_mib", "on a GPU"), ("torch_peak_allocated_mib", "allocated by torch")):
+        if (peak := row.metrics[name]) is not None:
+            return f", at a peak of {peak:,.0f}{of_total} MiB {where}"
+    return ""

@@ -1,0 +1,80 @@
+"""Settings that vary between runs, without those that follow from another setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distexp.report.data.environment_settings import (
+    is_distinguishing,
+    is_environment_setting,
+    is_hardware,
+    knows_hardware,
+)
+from distexp.report.data.setting_names import is_strategy_option, overridden_names
+from distexp.report.data.settings import value_key
+from distexp.runs.record import RunRecord
+
+Settings = Mapping[str, Any]
+
+
+def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings]) -> list[str]:
+    """Return the names of the settings in which some runs differ.
+
+    A setting that follows from another one is left out: with ``model=a,b`` the width of a model is part of the
+    model. A setting that a user typed is always kept: with ``fsdp.replicas=1,2`` it is a choice.
+
+    Args:
+        records: The records of the runs.
+        settings: The settings of the same runs, as ``read_settings`` returns them.
+    """
+    overridden = overridden_names(records)
+    kept = []
+    for name in dict.fromkeys(name for each in settings for name in each):
+        if is_environment_setting(name) and not is_distinguishing(name, overridden):
+            continue
+        known = [each for record, each in zip(records, settings, strict=True) if _is_known(record, name, each)]
+        if len({value_key(each.get(name)) for each in known}) < 2:
+            continue
+        leader = _leading_setting(name)
+        if leader is None or name in overridden or not _follows(known, name, leader):
+            kept.append(name)
+    return kept
+
+
+def _leading_setting(name: str) -> str | None:
+    """Return the setting that usually decides another one: ``model`` decides ``model.hidden_size``."""
+    if is_strategy_option(name):
+        return "strategy"
+    section, dot, _ = name.partition(".")
+    return section if dot else None
+
+
+def _follows(known: Sequence[Settings], name: str, leader: str) -> bool:
+    """Return whether runs with equal values of the leading setting have equal values of this one."""
+    values: dict[str, str] = {}
+    return all(
+        values.setdefault(value_key(each.get(leader)), value_key(each.get(name))) == value_key(each.get(name))
+        for each in known
+    )
+
+
+def _is_known(record: RunRecord, name: str, settings: Settings) -> bool:
+    """Return whether a run has a value of a setting that can be compared.
+
+    An invalid cell was never resolved, and a failed run may not know its GPU. Neither is a difference.
+    """
+    value = settings.get(name)
+    if is_hardware(name):
+        return value is not None or knows_hardware(record)
+    if name not in settings:
+        return False
+    if record.status != "invalid":
+        return True
+    return value not in (None, "auto") and (not _is_rescaled(record) or name in overridden_names([record]))
+
+
+def _is_rescaled(record: RunRecord) -> bool:
+    """Return whether ``scale`` or ``scaling`` changes settings when the run is resolved."""
+    sections = ((record.config.get(section) or {}).get("name") for section in ("scale", "scaling"))
+    return any(name not in (None, "full", "fixed") for name in sections)

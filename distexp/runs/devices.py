@@ -1,0 +1,22 @@
+"""Values of a record's entries for each GPU, rank or node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any
+
+
+def device_values(entries: Iterable[Mapping[str, Any]] | None, key: str) -> list[float]:
+    """Return the values of a key in entries such as ``record.memory["gpu"]``, without those not measured.
+
+    Raises:
+        TypeError, ValueError: if a value is not a number.
+    """
+    return [float(entry[key]) for entry in entries or () if entry.get(key) is not None]
+
+
+def mean_or_none(values: Iterable[float]) -> float | None:
+    """Return the mean; None if there are no values."""
+    known = list(values)
+    return fmean(known) if known else None
