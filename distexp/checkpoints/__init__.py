@@ -1,0 +1,1 @@
+"""Checkpoints: writing them during a training, and resuming from them."""

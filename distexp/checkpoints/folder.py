@@ -1,8 +1,7 @@
-"""Checkpoints on disk: ``checkpoints/step-00000010/`` in a run's directory, and whether one is whole.
+"""Checkpoints on disk: ``checkpoints/step-00000010/`` in a run directory.
 
-A checkpoint is written beside, in ``.step-00000010.tmp``, and renamed when every rank has written. Its
-manifest says the size and the CRC-32 of every file, so that a torn or rotten one is found out before
-anything is read from it. Nothing here needs torch.
+A checkpoint is written to ``.step-00000010.tmp`` and renamed when all ranks have written. Its manifest holds the size
+and the CRC-32 of each file, so that a damaged checkpoint is detected before it is loaded. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -20,100 +19,107 @@ from distexp.runs.record import write_json
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
-KEPT = 2
+KEEP = 2
+"""Number of checkpoints that a run keeps."""
+
 NAME = re.compile(r"step-(\d{8,})")
 CHUNK = 1 << 22
+"""Bytes to read at once."""
 
-Sums = dict[str, tuple[int, int]]
-"""Size in bytes and CRC-32 by the path of a file, relative to its checkpoint."""
+Checksums = dict[str, tuple[int, int]]
+"""Size in bytes and CRC-32 of each file; the keys are paths relative to the checkpoint."""
 
 
 @dataclass(frozen=True)
-class Meta:
-    """What a training must have in common with a checkpoint that it goes on from."""
+class CheckpointMeta:
+    """What identifies a checkpoint, and what a training must have in common with it."""
 
     run_id: str
-    step: int  # optimizer steps that are done
+    step: int  # optimizer steps done
     steps_per_epoch: int
     global_batch: int  # samples of a step
     parameters: int
-    checkpoint_format: str  # DistributedModel.checkpoint_format of the writer
+    checkpoint_format: str  # DistributedModel.checkpoint_format of the model that was saved
     world_size: int
 
 
 def checkpoints_root(run_dir: Path) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Return the folder of all checkpoints of a run."""
     return run_dir / FOLDER
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
-    """The folder of the checkpoint after a step."""
+    """Return the folder of the checkpoint after a step."""
     return checkpoints_root(run_dir) / f"step-{step:08d}"
 
 
 def tmp_dir(run_dir: Path, step: int) -> Path:
-    """Where that checkpoint is while it is written."""
+    """Return the folder in which that checkpoint is written."""
     return checkpoints_root(run_dir) / f".step-{step:08d}.tmp"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a checkpoint by its name; None of another name."""
+    """Return the step of a checkpoint folder; None if the folder has another name."""
     found = NAME.fullmatch(folder.name)
     return int(found[1]) if found else None
 
 
-def in_run(run_dir: Path) -> list[Path]:
-    """A run's checkpoints, the newest first; whether one is whole is yet to be seen."""
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoints of a run, newest first; they may be damaged."""
     found = [(step, path) for path in checkpoints_root(run_dir).glob("step-*") if (step := step_of(path)) is not None]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints to start from that a folder names: itself, or those of a run, the newest first."""
+    """Return the checkpoints that ``train.resume=folder`` may mean, newest first.
+
+    Args:
+        folder: a checkpoint, a run directory, or its ``checkpoints`` folder.
+    """
     if step_of(folder) is not None:
         return [folder] if folder.is_dir() else []
-    return in_run(folder.parent if folder.name == FOLDER else folder)
+    return list_checkpoints(folder.parent if folder.name == FOLDER else folder)
 
 
 def suggest(folder: Path) -> list[Path]:
-    """What may have been meant by a folder that names none: checkpoints beside it, or runs below it."""
+    """Return folders to suggest if ``folder`` has no checkpoint: other steps of the run, or runs below the folder."""
     if folder.parent.name == FOLDER:
-        return in_run(folder.parent.parent)
-    return sorted(path.parent for path in folder.glob(f"*/{FOLDER}") if in_run(path.parent))
+        return list_checkpoints(folder.parent.parent)
+    return sorted(path.parent for path in folder.glob(f"*/{FOLDER}") if list_checkpoints(path.parent))
 
 
-def write_manifest(folder: Path, meta: Meta, sums: Sums) -> None:
-    """Says what the checkpoint is and what its files hold; the last file to be written."""
-    write_json(folder / MANIFEST, {"meta": vars(meta), "files": sums})
+def write_manifest(folder: Path, meta: CheckpointMeta, checksums: Checksums) -> None:
+    """Write the manifest of a checkpoint, after all of its other files."""
+    write_json(folder / MANIFEST, {"meta": vars(meta), "files": checksums})
 
 
-def read_manifest(folder: Path) -> tuple[Meta, Sums] | None:
-    """What a checkpoint is; None where its manifest is missing or torn."""
+def read_manifest(folder: Path) -> tuple[CheckpointMeta, Checksums] | None:
+    """Return the manifest of a checkpoint; None if it is missing or invalid."""
     try:
         raw: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         files = {name: (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
-        return Meta(**raw["meta"]), files
+        return CheckpointMeta(**raw["meta"]), files
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def find_damage(folder: Path, sums: Sums) -> str | None:
-    """The first file that is not as the manifest says, and how; None where all are."""
-    for name, (size, crc) in sums.items():
+def find_damage(folder: Path, checksums: Checksums) -> str | None:
+    """Describe the first file that differs from its checksum; return None if all files are intact."""
+    for name, (size, crc) in checksums.items():
         path = folder / name
         try:
-            there = path.stat().st_size
-            if there != size:
-                return f"{name} has {there} bytes and not {size}"
+            actual = path.stat().st_size
+            if actual != size:
+                return f"{name} has {actual} bytes instead of {size}"
             if checksum(path)[1] != crc:
-                return f"{name} has another checksum"
+                return f"{name} has a wrong checksum"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None
 
 
 def checksum(path: Path, *, flush: bool = False) -> tuple[int, int]:
-    """Size in bytes and CRC-32 of a file; ``flush`` waits until the disk has it."""
+    """Return the size in bytes and the CRC-32 of a file; ``flush`` also flushes it to disk."""
     size = crc = 0
     with path.open("rb") as file:
         if flush:
@@ -124,36 +130,36 @@ def checksum(path: Path, *, flush: bool = False) -> tuple[int, int]:
     return size, crc
 
 
-def files_in(folder: Path) -> list[str]:
-    """All files below a folder, relative to it, in order."""
+def list_files(folder: Path) -> list[str]:
+    """Return the paths of all files below a folder, relative to it and sorted."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def put_in_place(run_dir: Path, step: int) -> None:
-    """Renames the finished checkpoint of a step, then drops those that it makes superfluous.
+def publish(run_dir: Path, step: int) -> None:
+    """Rename the finished checkpoint of a step, then delete the checkpoints that are no longer needed.
 
-    The newest two stay. Later ones, which a run that goes on from here did not find whole, are dropped too.
+    The newest two up to this step stay. Later ones are left from an attempt that found them damaged; they are deleted.
     """
     target = checkpoint_dir(run_dir, step)
     if target.exists():
         shutil.rmtree(target)
     tmp_dir(run_dir, step).rename(target)
-    _flush(target.parent)
-    known = [(number, path) for path in in_run(run_dir) if (number := step_of(path)) is not None]
-    kept = [path for number, path in known if number <= step][:KEPT]
+    _flush_folder(target.parent)
+    known = [(number, path) for path in list_checkpoints(run_dir) if (number := step_of(path)) is not None]
+    kept = [path for number, path in known if number <= step][:KEEP]
     for _, path in known:
         if path not in kept:
             shutil.rmtree(path)
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Drops what attempts that died while writing left."""
+    """Delete the unfinished checkpoints of attempts that died while writing."""
     for path in checkpoints_root(run_dir).glob(".step-*.tmp"):
         shutil.rmtree(path)
 
 
-def _flush(folder: Path) -> None:
-    """Waits until the disk has the names in a folder."""
+def _flush_folder(folder: Path) -> None:
+    """Flush the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

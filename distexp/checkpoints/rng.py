@@ -1,4 +1,4 @@
-"""The states of all sources of chance of one rank."""
+"""Save and restore the random states (RNG) of one rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 
-def state(device: torch.device) -> dict[str, Any]:
-    """What ``restore`` takes up; of plain numbers and tensors, so that reading it runs no code."""
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the RNG states as plain numbers and tensors, so that loading them runs no code."""
     legacy: Any = np.random.get_state(legacy=True)
     name, keys, *rest = legacy
     return {
@@ -21,8 +21,8 @@ def state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def restore(saved: dict[str, Any], device: torch.device) -> None:
-    """Chance goes on from where it was."""
+def restore_rng(saved: dict[str, Any], device: torch.device) -> None:
+    """Restore what ``rng_state`` returned."""
     version, inner, gauss = saved["python"]
     random.setstate((version, tuple(inner), gauss))
     name, keys, *rest = saved["numpy"]

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distexp.config import Config, ConfigError
-
-if TYPE_CHECKING:
-    from distexp.engines.base import Trainer
-    from distexp.strategies.base import Strategy
+from distexp.config import ConfigError
 
 
 def check_target(target: str, trusted: Sequence[str]) -> str | None:
@@ -31,15 +27,3 @@ def locate(target: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"_target_={target} cannot be imported ({error}): correct the name") from error
-
-
-def load_strategy(config: Config) -> Strategy:
-    """The chosen strategy."""
-    strategy: Strategy = locate(config.strategy._target_)()
-    return strategy
-
-
-def load_trainer(config: Config) -> Trainer:
-    """The chosen engine."""
-    engine: Trainer = locate(config.engine._target_)()
-    return engine

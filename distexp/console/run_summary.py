@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import Config
-from distexp.config.targets import load_strategy
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import failure_text, format_count
+from distexp.strategies.base import load_strategy
 
 MAX_EPOCHS = 6
 """Epochs shown in a panel."""
@@ -43,11 +43,9 @@ def _model_label(name: str) -> str:
 
 
 def _strategy_label(config: Config) -> str:
-    """Return the strategy's name, with the main option if its class has a method ``main_option``."""
-    main_option = getattr(load_strategy(config), "main_option", None)
-    option = f" {main_option(config)}" if main_option is not None else ""
-    offload = ", offloaded" if config.offload.enabled else ""
-    return f"{config.strategy.name}{option}{offload}"
+    """Return the strategy's name with its main option, for example ``fsdp full_shard, offloaded``."""
+    name = f"{config.strategy.name} {load_strategy(config).main_option(config)}".rstrip()
+    return f"{name}, offloaded" if config.offload.enabled else name
 
 
 def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:

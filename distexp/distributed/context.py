@@ -1,4 +1,4 @@
-"""Where a worker stands among all: handed to whatever has to know."""
+"""Rank, world size and device of one worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """One worker of a run."""
+    """The position of one worker in its run, its device and the run directory."""
 
     rank: int
     world_size: int
@@ -24,5 +24,5 @@ class Context:
 
     @property
     def node(self) -> int:
-        """The node's number."""
+        """Return the number of this worker's node."""
         return self.rank // self.workers_per_node

@@ -1,4 +1,4 @@
-"""The process group, and the few collectives that the loop needs."""
+"""The process group, and the collectives that distexp needs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ T = TypeVar("T")
 
 
 def join(spec: RunSpec, run_dir: Path) -> Context:
-    """Joins the process group that torchrun's environment names, and checks that it is the asked one."""
+    """Initialize the process group from torchrun's environment variables.
+
+    Raises:
+        RuntimeError: the number of workers or GPUs differs from the spec.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if world_size != spec.world_size:
         raise RuntimeError(
-            f"torchrun started {world_size} workers, spec.json asks for {spec.nodes} x {spec.workers_per_node}: "
-            f"start as many as it asks for"
+            f"torchrun started {world_size} workers, but spec.json has {spec.nodes} nodes x {spec.workers_per_node} "
+            f"workers: start torchrun with --nnodes={spec.nodes} --nproc-per-node={spec.workers_per_node}"
         )
     device = torch.device("cpu")
     if spec.config.cluster.device == "cuda":
         if torch.cuda.device_count() < per_node:
             raise RuntimeError(
-                f"this node has {per_node} workers and {torch.cuda.device_count()} visible GPUs: give every worker one"
+                f"this node has {per_node} workers but only {torch.cuda.device_count()} visible GPUs: "
+                "start at most one worker per GPU"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    # gloo serves what is offloaded to the CPU, also where the training is on GPUs.
+    # gloo is needed on GPUs too, for tensors that are offloaded to the CPU.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(minutes=30),
@@ -52,19 +57,19 @@ def join(spec: RunSpec, run_dir: Path) -> Context:
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, in place; nothing to do for one."""
+    """Sum a tensor over all ranks in place, and return it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def gather_to_all(value: T) -> list[T]:
-    """Each rank's value, in the order of the ranks."""
+    """Return the values of all ranks, in rank order; a collective."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
 
 def head_address() -> str:
-    """Where the ranks met."""
+    """Return the address and port of the rendezvous."""
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from omegaconf import OmegaConf
-
-from distexp.config.paths import conf_dir, options_of
-from distexp.config.targets import locate
+from distexp.config.paths import options_of
 from distexp.doctor.check_result import CheckResult
 from distexp.doctor.software import TorchInfo
-from distexp.strategies.base import COMMUNICATION
+from distexp.strategies.base import COMMUNICATION, shipped_strategies
 
 REQUIRED_CHECKS = ("configuration", "torch", "distexp cache", "current folder")
 """Checks that must not be missing, because every training needs them."""
@@ -56,10 +53,7 @@ def make_verdict(results: Sequence[CheckResult], torch: TorchInfo) -> Verdict:
 
 def strategy_requirements() -> dict[str, tuple[str, ...]]:
     """Return what each strategy requires, those with the fewest requirements first."""
-    requirements = {}
-    for name in options_of("strategy"):
-        option = OmegaConf.load(conf_dir() / "strategy" / f"{name}.yaml")
-        requirements[name] = tuple(locate(option._target_).requires)
+    requirements = {name: strategy.requires for name, strategy in shipped_strategies().items()}
     return dict(sorted(requirements.items(), key=lambda item: len(item[1])))
 
 

@@ -1,63 +1,60 @@
-"""What turns a model into a trained one: our loop, or a trainer of another library.
+"""The Trainer protocol, which every option of the config group ``engine`` implements.
 
-Like a strategy, an engine of the group ``engine`` decides before anything runs, and imports torch only
-inside ``train``. A new one is one file here and one YAML in conf/engine.
+The launcher asks a trainer for errors. It has no torch, so a trainer imports torch only inside ``train``. To add one,
+add one file here and one YAML in conf/engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from distexp.config import Config
+from distexp.config.targets import locate
 from distexp.distributed.context import Context
 from distexp.runs.record import Built
 from distexp.strategies.base import EvaluableModel
-
-if TYPE_CHECKING:
-    from distexp.data.shards import ShardedLoader
-    from distexp.models.blueprint import Blueprint
-    from distexp.training.metrics_logger import MetricsLogger, Plan
-
-
-ModelFactory = Callable[[], "Blueprint"]
-
-
-@dataclass(frozen=True)
-class TrainingInputs:
-    """What is to be done with a model, and where it is told."""
-
-    training: ShardedLoader
-    evaluation: ShardedLoader
-    plan: Plan
-    logger: MetricsLogger
-    run_id: str  # of the run that the checkpoints belong to
+from distexp.training.inputs import ModelFactory, TrainingInputs
 
 
 class Trainer(Protocol):
-    """Distributes a model as the strategy says, and trains it."""
+    """A training loop that distributes a model with the chosen strategy and trains it."""
 
     def validate(self, config: Config) -> list[str]:
-        """A sentence for each thing that this engine cannot do as asked; the configuration is complete."""
+        """Return one message for each setting that this trainer does not support; all defaults are set."""
 
     def train(
-        self, build: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
+        self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
     ) -> tuple[EvaluableModel, Built]:
-        """Trains to the end of the plan; the model as it was distributed, and what that really was.
+        """Train until the end of the plan.
 
-        The model's blueprint is to be let go once it is built: rank 0's holds all weights in the host's memory.
+        Args:
+            build_model: builds the model. Keep no reference to its blueprint, because rank 0's holds all weights in
+                host memory.
+            config: the configuration of the run.
+            context: this worker.
+            inputs: data loaders, step plan and metrics logger.
 
-        Stops by ``check_built`` before the first step where it is not what the strategy expects.
+        Returns:
+            The trained model, and what was built.
+
+        Raises:
+            RuntimeError: the strategy expects something else than what was built; raised before the first step.
         """
 
 
+def load_trainer(config: Config) -> Trainer:
+    """Return the trainer of a configuration."""
+    trainer: Trainer = locate(config.engine._target_)()
+    return trainer
+
+
 def check_built(built: Built, expected: Mapping[str, Any]) -> None:
-    """Stops a run that would measure something else than it was asked to."""
+    """Raise RuntimeError if what was built differs from the requested configuration."""
     wrong = [
         f"{name} is {getattr(built, name)!r}, not {value!r}"
         for name, value in expected.items()
         if getattr(built, name) != value
     ]
     if wrong:
-        raise RuntimeError("what was built is not what was asked for: " + "; ".join(wrong))
+        raise RuntimeError("the model was not built as requested: " + "; ".join(wrong))

@@ -1,4 +1,4 @@
-"""Our own loop over the strategies' engines."""
+"""The native engine: distexp's own training loop over the models of the strategies."""
 
 from __future__ import annotations
 
@@ -8,61 +8,53 @@ from contextlib import contextmanager
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.engines.base import ModelFactory, TrainingInputs, check_built
+from distexp.engines.base import check_built
 from distexp.runs.record import Built
-from distexp.strategies.base import EvaluableModel
+from distexp.strategies.base import EvaluableModel, load_strategy
+from distexp.training.inputs import ModelFactory, TrainingInputs
 
 
 class Native:
-    """``distexp.training.loop.fit``."""
+    """The Trainer that runs ``distexp.training.loop.fit``."""
 
     def validate(self, config: Config) -> list[str]:
-        """Does whatever the strategy can."""
+        """Accept everything that the strategy accepts."""
         return []
 
     def train(
-        self, build: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
+        self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
     ) -> tuple[EvaluableModel, Built]:
-        """Sets the strategy up, checks what came of it, and runs the loop from the newest checkpoint."""
+        """Build and check the distributed model, resume from the newest checkpoint, and train."""
         from distexp.checkpoints.manager import CheckpointManager
-        from distexp.config.targets import load_strategy
         from distexp.data.shards import StopRequestedError
         from distexp.runs.stop_request import StopRequest
         from distexp.system.seeding import seed_everything
         from distexp.training.loop import fit
 
         strategy = load_strategy(config)
-        engine = strategy.setup(build(), config, context)
-        # From here on chance is each rank's own: two ranks that drop the same units would learn less.
+        model = strategy.setup(build_model(), config, context)
+        # Each rank needs its own random state from here on, or all ranks would drop the same units.
         seed_everything(config.train.seed + context.rank)
-        built = engine.describe()
+        built = model.describe()
         check_built(built, strategy.expected_build(config))
-        checkpoints = CheckpointManager(inputs, engine, built, config.train, context)
+        checkpoints = CheckpointManager(inputs, model, built, config.train, context)
         checkpoints.resume()
-        notice = inputs.training.stop_requested = inputs.evaluation.stop_requested = StopRequest(
-            context.run_dir, enabled=context.rank == 0
-        )
+        stop_request = StopRequest(context.run_dir, enabled=context.rank == 0)
+        inputs.training.stop_requested = inputs.evaluation.stop_requested = stop_request
         try:
-            with set_up_uncollected():
-                fit(
-                    engine,
-                    inputs.training,
-                    inputs.evaluation,
-                    inputs.plan,
-                    inputs.logger,
-                    after_step=checkpoints.after_step,
-                )
+            with frozen_gc():
+                fit(model, inputs, after_step=checkpoints.save_if_due)
         except StopRequestedError:
-            checkpoints.stop(notice.reason())
-        return engine, built
+            checkpoints.save_and_stop(stop_request.reason())
+        return model, built
 
 
 @contextmanager
-def set_up_uncollected() -> Iterator[None]:
-    """Hides from the garbage collector what stands before the first step.
+def frozen_gc() -> Iterator[None]:
+    """Exclude all objects that exist now from garbage collection, during the block.
 
-    To look through all that torch and transformers brought along stops a rank for 0.2 s, each at another
-    step, and the others wait for it: on four H200s 3 % of the time of BLOOM-560m's first fifty steps.
+    A full collection visits every object of torch and transformers, which takes 0.2 s. Each rank does it at another
+    step, and the others wait. On four H200s this was 3 % of the time of BLOOM-560m's first fifty steps.
     """
     gc.collect()
     gc.freeze()

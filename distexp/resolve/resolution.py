@@ -13,13 +13,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
 from distexp.config.model_checks import loads_from_source, model_errors, unused_key_errors, weights_source_key
-from distexp.config.targets import check_target, load_strategy, load_trainer
+from distexp.config.targets import check_target
+from distexp.engines.base import load_trainer
 from distexp.resolve.cross_checks import cross_field_errors
 from distexp.resolve.local_resources import decide_placement
 from distexp.resolve.scaling import scale_work
 from distexp.resolve.shrink import shrink, too_many_workers
 from distexp.resolve.slurm_resources import misplaced_cluster_keys
 from distexp.resolve.value_ranges import bad_values
+from distexp.strategies.base import load_strategy
 
 Choices = Mapping[str, str | None]
 

@@ -1,0 +1,1 @@
+"""Strategies: how a model is distributed over the workers."""

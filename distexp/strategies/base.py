@@ -1,16 +1,22 @@
-"""The two protocols of a way of distributing a training.
+"""The base class of all strategies, and the protocols of a distributed model.
 
-A Strategy decides before anything runs (and so imports torch only inside ``setup``); an DistributedModel is all
-that the training loop knows afterwards. A new strategy is one file here and one YAML in conf/strategy.
+The launcher asks a strategy for defaults, errors and descriptions. It has no torch, so a strategy imports torch only
+inside ``setup``. A worker calls ``setup``, and the training loop uses only the DistributedModel that it returns.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from distexp.config import Config
+from omegaconf import OmegaConf
+
+from distexp.config import Config, ConfigError
+from distexp.config.paths import conf_dir, options_of
+from distexp.config.targets import locate
 from distexp.runs.record import Built
 
 if TYPE_CHECKING:
@@ -24,71 +30,130 @@ if TYPE_CHECKING:
 
 
 class EvaluableModel(Protocol):
-    """A model as it is distributed: it can be run, and says what it is."""
+    """A model on its devices: it can be evaluated, exported and described."""
 
     @property
-    def model(self) -> nn.Module:
-        """As it is called; switched to training or evaluation by its own ``train`` and ``eval``."""
+    def module(self) -> nn.Module:
+        """Return the module to call; its ``train`` and ``eval`` switch the mode."""
 
     def forward(self, batch: Batch) -> Any:
-        """The model's outputs, without gradients, in the precision of the training."""
+        """Return the model's outputs, without gradients, in the precision of the training."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained parameter and every buffer, whole, on this rank's device, one at a time.
+        """Yield the name and full value of every trained parameter and buffer, one at a time.
 
-        A collective: every rank must take all of them. Names are the bare model's.
+        A collective: all ranks must consume all values. The values are on this rank's device. The names are those of
+        the model before it was distributed.
         """
 
     def describe(self) -> Built:
-        """What was really built, read off the live objects."""
+        """Return what was built, read from the live objects."""
 
 
 class DistributedModel(EvaluableModel, Protocol):
-    """A model that trains, whatever is behind it."""
+    """A model that the native training loop can train."""
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
-        """Adds a micro-batch's gradients.
+        """Run one micro-batch and accumulate its gradients.
 
-        ``normalizer`` counts the targets of the whole global step, over all ranks and micro-batches,
-        so that unequal lengths weigh as they do on one worker. Returns this rank's shares of the step's
-        mean loss and accuracy, shape (2,), detached: they add up over micro-batches and ranks.
+        Args:
+            batch: one micro-batch of this rank.
+            normalizer: number of targets in the global step, over all ranks and micro-batches. Dividing by it gives
+                every target the same weight, as on one worker.
+            last_micro: whether this is the last micro-batch of the step.
+
+        Returns:
+            This rank's contribution to the mean loss and accuracy of the step: shape (2,), detached. The sum over
+            micro-batches and ranks is the mean.
         """
 
     def step(self, learning_rate: float) -> Tensor:
-        """Clips, updates the weights and clears the gradients; the global gradient norm before clipping."""
+        """Clip the gradients, update the weights, clear the gradients.
+
+        Returns:
+            The global gradient norm before clipping.
+        """
 
     @property
     def checkpoint_format(self) -> str:
-        """Who writes the weights in ``save``, and what must be the same where they are read."""
+        """Return the checkpoint format; only a model with an equal value can load the checkpoint."""
 
     def save(self, folder: Path) -> None:
-        """Writes weights, optimizer and loss scale into a new folder; a collective."""
+        """Write weights, optimizer state and loss scale into a new folder; a collective."""
 
     def load(self, folder: Path) -> None:
-        """Takes up what an engine of the same ``checkpoint_format`` saved; a collective, before the first step.
+        """Read what a model with the same ``checkpoint_format`` saved; a collective, before the first step.
 
-        Hyperparameters stay those of this run.
+        The hyperparameters of this run are kept.
         """
 
 
 COMMUNICATION = "communication"
-"""Requirement of a strategy that runs several workers."""
+"""The requirement of a strategy that runs several workers."""
 
 
-class Strategy(Protocol):
-    """A way of distributing a training, with its options."""
+class Strategy(ABC):
+    """A way to distribute the training.
 
-    requires: tuple[str, ...]
-    """What must work on the machine: ``COMMUNICATION`` between workers, and names of libraries."""
+    Attributes:
+        requires: what must work on the machine: COMMUNICATION between workers, and names of libraries.
+        hf_adapter: dotted name of the HFAdapter class for ``engine=hf_trainer``; None if that is not supported.
+    """
 
-    def set_defaults(self, config: Config) -> None:
-        """Fills in what the user left open in this strategy's section."""
+    requires: ClassVar[tuple[str, ...]] = (COMMUNICATION,)
+    hf_adapter: ClassVar[str | None] = None
+
+    @classmethod
+    def own_hf_adapter(cls) -> str | None:
+        """Return this class's own ``hf_adapter``; a subclass does not inherit it, as it may distribute differently."""
+        return vars(cls).get("hf_adapter")
+
+    def set_defaults(self, config: Config) -> None:  # noqa: B027 (a strategy without options has no defaults)
+        """Set the options of this strategy that the user left open."""
 
     def validate(self, config: Config) -> list[str]:
-        """A sentence for each thing that this strategy cannot do as asked."""
+        """Return one message for each setting that this strategy does not support."""
+        return []
 
+    def hf_errors(self, config: Config) -> list[str]:
+        """Return one message for each setting that this strategy does not support with ``engine=hf_trainer``."""
+        return []
+
+    def main_option(self, config: Config) -> str:
+        """Return the main option for the title of a run, for example ``full_shard``; empty if there is none."""
+        return ""
+
+    def shards_all_parameters(self, config: Config) -> bool:
+        """Return whether each worker holds an equal share of the parameters."""
+        return False
+
+    @abstractmethod
     def expected_build(self, config: Config) -> Mapping[str, Any]:
-        """The fields of Built that must come out; a difference stops the run."""
+        """Return the fields of Built that ``setup`` must produce; a difference stops the run."""
 
+    @abstractmethod
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
-        """Brings the model to life where it belongs, distributes it and builds its optimizer."""
+        """Initialize the model on its device, distribute it and build its optimizer."""
+
+
+def load_strategy(config: Config) -> Strategy:
+    """Return the strategy of a configuration.
+
+    Raises:
+        ConfigError: ``strategy._target_`` is not a Strategy.
+    """
+    strategy = locate(config.strategy._target_)()
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"strategy._target_={config.strategy._target_} is not a strategy: "
+            "derive the class from distexp.strategies.base.Strategy"
+        )
+    return strategy
+
+
+@lru_cache(maxsize=1)
+def shipped_strategies() -> Mapping[str, type[Strategy]]:
+    """Return the class of each option of the config group ``strategy``, by name."""
+    folder = conf_dir() / "strategy"
+    options = [OmegaConf.load(folder / f"{name}.yaml") for name in options_of("strategy")]
+    return {option.name: locate(option._target_) for option in options}

@@ -1,34 +1,37 @@
-"""torch's DistributedDataParallel."""
+"""PyTorch DistributedDataParallel."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.strategies.base import COMMUNICATION, DistributedModel
+from distexp.strategies.base import DistributedModel, Strategy
 from distexp.strategies.single import offload_errors
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
 
 
-class DDP:
-    """The whole model on every worker; gradients are averaged while the backward pass runs."""
+class DDP(Strategy):
+    """The full model on every worker; gradients are averaged during the backward pass."""
 
-    requires: tuple[str, ...] = (COMMUNICATION,)
-
-    def set_defaults(self, config: Config) -> None:
-        """Leaves nothing open."""
+    hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DDPAdapter"
 
     def validate(self, config: Config) -> list[str]:
-        """Nothing to offload."""
+        """Refuse offload."""
         return offload_errors(config)
 
+    def hf_errors(self, config: Config) -> list[str]:
+        """Refuse one worker on a GPU, because the Trainer uses DDP there only for several."""
+        if config.cluster.world_size == 1 and config.cluster.device == "cuda":
+            return ["engine=hf_trainer does not use DDP on one GPU: choose strategy=single, or more workers"]
+        return []
+
     def expected_build(self, config: Config) -> Mapping[str, Any]:
-        """A DDP module over all workers."""
+        """Require a DistributedDataParallel module over all workers."""
         workers = config.cluster.world_size
         return {
             "wrapper": "DistributedDataParallel",
@@ -39,15 +42,14 @@ class DDP:
         }
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
-        """Wraps the model on its device."""
+        """Initialize the model on its device and wrap it."""
         from torch.nn.parallel import DistributedDataParallel
 
         from distexp.strategies.torch_model import Distribution, TorchModel
 
-        model = blueprint.model
-        blueprint.materialize(model)
+        blueprint.materialize(blueprint.model)
         wrapped = DistributedDataParallel(
-            model,
+            blueprint.model,
             device_ids=[context.device] if context.device.type == "cuda" else None,
             bucket_cap_mb=config.ddp.bucket_cap_mb,
             static_graph=config.ddp.static_graph,
@@ -55,12 +57,10 @@ class DDP:
             gradient_as_bucket_view=True,
         )
 
-        def synchronising(last_micro: bool) -> AbstractContextManager[Any]:
+        def sync_context(last_micro: bool) -> AbstractContextManager[Any]:
             return nullcontext() if last_micro else wrapped.no_sync()
 
         def distribution() -> Distribution:
             return Distribution(type(wrapped).__name__, mesh=[wrapped.process_group.size(), 1])
 
-        return TorchModel(
-            wrapped, config, context, synchronising=synchronising, autocast=True, distribution=distribution
-        )
+        return TorchModel(wrapped, config, context, sync_context=sync_context, autocast=True, distribution=distribution)

@@ -1,17 +1,17 @@
-"""DeepSpeed's ZeRO, stages 0 to 3, with and without offloading."""
+"""DeepSpeed ZeRO, stages 0 to 3, with and without offload."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
-from distexp.strategies.base import COMMUNICATION, DistributedModel
-from distexp.strategies.ds_config import BUCKETS, at, conflicts, read_or_empty
+from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy
+from distexp.strategies.ds_config import BUCKETS, conflicts, get_nested, read_or_empty
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,47 +20,38 @@ if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
 
 TAG = "state"
-"""DeepSpeed's name for what it puts into a checkpoint's folder."""
+"""The tag of DeepSpeed's checkpoints: the name of their subfolder."""
 
 STAGES = (0, 1, 2, 3)
 DEFAULT_STAGE = 2
 
 
-class DeepSpeed:
-    """States partitioned over the workers by ZeRO."""
+class DeepSpeed(Strategy):
+    """Optimizer states, gradients and parameters partitioned over the workers by ZeRO."""
 
-    requires: tuple[str, ...] = (COMMUNICATION, "deepspeed")
+    requires: ClassVar[tuple[str, ...]] = (COMMUNICATION, "deepspeed")
+    hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DeepSpeedAdapter"
 
     def set_defaults(self, config: Config) -> None:
-        """The stage of the user's file, else 2; offloaded states go to DeepSpeed's CPU Adam on GPUs."""
+        """Set the stage (of the user's file, else 2) and the optimizer kernel for offloaded states."""
         options = config.deepspeed
         if options.zero_stage is None:
-            stage = at(read_or_empty(options.config_file), ("zero_optimization", "stage"))
+            stage = get_nested(read_or_empty(options.config_file), ("zero_optimization", "stage"))
             options.zero_stage = DEFAULT_STAGE if stage in (None, "auto") else stage
         if options.cpu_optimizer == "auto":
             options.cpu_optimizer = "deepspeed" if config.cluster.device == "cuda" else "torch"
 
     def validate(self, config: Config) -> list[str]:
-        """A stage that exists and has something to offload, bucket sizes, the user's own file."""
+        """Check the stage, offload, bucket sizes and the user's ds_config.json."""
         options, stage = config.deepspeed, config.deepspeed.zero_stage
-        errors = []
         if stage not in STAGES:
             return [f"deepspeed.zero_stage={stage} is not one of 0, 1, 2, 3"]
-        if config.offload.enabled and stage == 0:
-            errors.append(
-                "offload=true needs partitioned states, and zero_stage=0 partitions none: "
-                "choose zero_stage=1,2,3 or offload=false"
-            )
+        errors = list(_offload_errors(config))
         if options.cpu_optimizer not in ("torch", "deepspeed"):
             errors.append(f"deepspeed.cpu_optimizer={options.cpu_optimizer} is not one of auto, torch, deepspeed")
-        if config.offload.enabled and config.train.optimizer != "adamw" and options.cpu_optimizer == "deepspeed":
-            errors.append(
-                f"train.optimizer={config.train.optimizer} has no DeepSpeed CPU kernel for offload=true: "
-                "set deepspeed.cpu_optimizer=torch or train.optimizer=adamw"
-            )
         if config.train.compile and stage == 3:
             errors.append(
-                "train.compile=true traces through the hooks that gather zero_stage=3's parameters: "
+                "train.compile=true does not work with zero_stage=3, which gathers parameters in module hooks: "
                 "choose zero_stage=0,1,2 or train.compile=false"
             )
         errors += [
@@ -71,15 +62,16 @@ class DeepSpeed:
         return [*errors, *conflicts(config)]
 
     def main_option(self, config: Config) -> str:
-        """Return the ZeRO stage, for the title of a run."""
+        """Return the stage, for example ``ZeRO-2``."""
         return f"ZeRO-{config.deepspeed.zero_stage}"
 
+    def shards_all_parameters(self, config: Config) -> bool:
+        """Return whether the stage is 3."""
+        return config.deepspeed.zero_stage == 3
+
     def expected_build(self, config: Config) -> Mapping[str, Any]:
-        """The stage and the offload that were asked for."""
-        stage, workers = (
-            config.deepspeed.zero_stage,
-            config.cluster.world_size,
-        )
+        """Require the requested stage and offload."""
+        stage, workers = config.deepspeed.zero_stage, config.cluster.world_size
         offload = "none"
         if config.offload.enabled:
             offload = "optimizer+parameters" if stage == 3 else "optimizer"
@@ -92,84 +84,99 @@ class DeepSpeed:
         }
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
-        """Hands the model and our optimizer to DeepSpeed; writes the effective ds_config.json."""
-        return DeepSpeedModel(blueprint, config, context, ds_model.settings_for(blueprint, config, context))
+        """Write the effective ds_config.json and give model and optimizer to DeepSpeed."""
+        return DeepSpeedModel(blueprint, config, context, ds_model.build_settings(blueprint, config, context))
+
+
+def _offload_errors(config: Config) -> Iterator[str]:
+    if not config.offload.enabled:
+        return
+    if config.deepspeed.zero_stage == 0:
+        yield (
+            "offload=true needs partitioned states, and zero_stage=0 partitions none: "
+            "choose zero_stage=1,2,3 or offload=false"
+        )
+    if config.train.optimizer != "adamw" and config.deepspeed.cpu_optimizer == "deepspeed":
+        yield (
+            f"train.optimizer={config.train.optimizer} has no DeepSpeed CPU kernel for offload=true: "
+            "set deepspeed.cpu_optimizer=torch or train.optimizer=adamw"
+        )
 
 
 class DeepSpeedModel:
-    """A deepspeed.DeepSpeedEngine behind the protocol of the loop."""
+    """The DistributedModel of a deepspeed.DeepSpeedEngine."""
 
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, settings: dict[str, Any]) -> None:
         import deepspeed
 
         self.config, self.context = config, context
         self.task, self.world_size = config.model.task, context.world_size
-        ds_model.materialize(blueprint, config, settings)
-        self.model, *_ = deepspeed.initialize(
+        ds_model.initialize_weights(blueprint, config, settings)
+        self.module, *_ = deepspeed.initialize(
             model=blueprint.model,
-            optimizer=ds_model.optimizer_for(blueprint.model, config, context),
+            optimizer=ds_model.build_optimizer_for(blueprint.model, config, context),
             config=settings,
             dist_init_required=False,
         )
         if ds_model.in_16_bits(config):
-            ds_model.restore_masters(self.model, blueprint)
+            ds_model.restore_masters(self.module, blueprint)
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
-        """Adds a micro-batch's gradients; DeepSpeed counts the micro-steps by its own step()."""
+        """Run one micro-batch and accumulate its gradients; return its share of mean loss and accuracy."""
         from distexp.models.objective import loss_sum, partial_metrics
 
-        outputs = self.model(**batch.inputs)
+        outputs = self.module(**batch.inputs)
         loss = loss_sum(self.task, outputs, batch) / normalizer
-        told = partial_metrics(self.task, outputs, batch, loss, normalizer)
-        del outputs  # a large vocabulary's logits, which the backward pass can do without
-        # The normalizer already holds the accumulation, and the ranks are averaged by DeepSpeed.
-        self.model.backward(loss * self.world_size, scale_wrt_gas=False)
+        metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
+        del outputs  # Frees the logits, which are large and not needed in the backward pass.
+        # The normalizer includes the accumulation steps. DeepSpeed averages over the ranks.
+        self.module.backward(loss * self.world_size, scale_wrt_gas=False)
         if not last_micro:
-            self.model.step()
-        return told
+            self.module.step()  # DeepSpeed counts micro-batches by the calls of step().
+        return metrics
 
     def step(self, learning_rate: float) -> Tensor:
-        """Clips, updates and clears; the gradient norm before clipping."""
+        """Clip the gradients, update the weights, clear the gradients; return the norm before clipping."""
         import torch
 
-        for group in self.model.optimizer.param_groups:
+        for group in self.module.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = ds_model.unpartitioned_norm(self.model) if ds_model.keeps_plain_gradients(self.config) else None
-        self.model.step()
+        norm = ds_model.unpartitioned_norm(self.module) if ds_model.keeps_plain_gradients(self.config) else None
+        self.module.step()
         if norm is None:
-            norm = self.model.get_global_grad_norm()
+            norm = self.module.get_global_grad_norm()
         return torch.as_tensor(norm, device=self.context.device)
 
     def forward(self, batch: Batch) -> Any:
-        """The model's outputs in the precision of the training."""
+        """Return the outputs of the module in the precision of the training."""
         import torch
 
         with torch.no_grad():
-            return self.model(**batch.inputs)
+            return self.module(**batch.inputs)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer, whole, in fp32 where it is trained in it; a collective."""
-        return ds_model.whole_weights(self.model)
+        """Yield every parameter and buffer, unpartitioned, from the fp32 masters if there are any; a collective."""
+        return ds_model.unpartitioned_weights(self.module)
 
     @property
     def checkpoint_format(self) -> str:
-        """DeepSpeed's own, which only the same engine on as many workers reads."""
-        stage, precision = self.model.zero_optimization_stage(), self.config.precision.name
+        """Return DeepSpeed's format: it needs the same stage, precision and number of workers."""
+        stage, precision = self.module.zero_optimization_stage(), self.config.precision.name
         return f"deepspeed, zero_stage={stage}, {precision}, {self.world_size} workers"
 
     def save(self, folder: Path) -> None:
-        """Writes what DeepSpeed's save_checkpoint does."""
-        self.model.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        """Write a checkpoint with DeepSpeed's ``save_checkpoint``."""
+        self.module.save_checkpoint(str(folder), tag=TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        """Reads it again; the fp32 masters are the saved ones too."""
-        from distexp.strategies.optimizer import own_hyperparameters
+        """Read a checkpoint with DeepSpeed's ``load_checkpoint``, including the fp32 masters."""
+        from distexp.strategies.optimizer import keep_hyperparameters
 
-        with own_hyperparameters(self.model.optimizer.param_groups):
-            found, _ = self.model.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
+        with keep_hyperparameters(self.module.optimizer.param_groups):
+            found, _ = self.module.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
         if found is None:
-            raise RuntimeError(f"DeepSpeed read nothing from {folder}")
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
 
     def describe(self) -> Built:
-        """Asked of the engine, its optimizer and where its tensors are."""
-        return ds_model.describe(self.model)
+        """Return what was built, read from the DeepSpeed engine."""
+        return ds_model.describe(self.module)

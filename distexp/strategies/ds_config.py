@@ -1,4 +1,4 @@
-"""The ds_config.json that DeepSpeed gets: the user's own file, with everything that distexp decides filled in."""
+"""The ds_config.json for DeepSpeed: the user's file plus the values that distexp sets."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ BUCKETS = (
     "stage3_param_persistence_threshold",
     "stage3_max_live_parameters",
 )
-"""Keys of ``deepspeed`` in the configuration, by the names that they have in zero_optimization."""
+"""Keys of the section ``deepspeed`` that have the same name in ``zero_optimization``."""
 
 SMALLEST_BUCKET = 5_000_000
 LARGEST_BUCKET = 500_000_000
-"""Elements; the second is DeepSpeed's own default."""
+"""Limits in elements; the largest is DeepSpeed's default."""
 
 
 def effective_config(config: Config, world_size: int) -> dict[str, Any]:
-    """The ds_config that DeepSpeed gets: the user's file, with everything that distexp decides filled in."""
+    """Return the ds_config for DeepSpeed: the user's file plus the values that distexp sets."""
     settings = _read(config.deepspeed.config_file)
-    for section in ("optimizer", "scheduler"):  # ours, the same for every strategy; conflicts were refused
+    for section in ("optimizer", "scheduler"):  # distexp builds these; ``conflicts`` has refused other values
         settings.pop(section, None)
-    for path, value in _decided(config, world_size):
+    for path, value in _values_set_by_distexp(config, world_size):
         node = settings
         for name in path[:-1]:
             node = node.setdefault(name, {})
@@ -36,24 +36,27 @@ def effective_config(config: Config, world_size: int) -> dict[str, Any]:
     return _without_auto(settings)
 
 
-def autocasts(config: Config) -> bool:
-    """Whether bf16 is torch's autocast over fp32 weights, as in the other strategies.
+def uses_autocast(config: Config) -> bool:
+    """Return whether bf16 means torch's autocast over fp32 weights, as in the other strategies.
 
-    Stage 0 has it, for DeepSpeed's own bf16 keeps no fp32 weights there; a file that asks for bf16 gets that.
+    It does at stage 0, because DeepSpeed's bf16 has no fp32 weights there. A user's file can still enable that bf16.
     """
-    theirs = at(read_or_empty(config.deepspeed.config_file), ("bf16", "enabled"))
-    return config.precision.name == "bf16" and config.deepspeed.zero_stage == 0 and theirs is not True
+    in_file = get_nested(read_or_empty(config.deepspeed.config_file), ("bf16", "enabled"))
+    return config.precision.name == "bf16" and config.deepspeed.zero_stage == 0 and in_file is not True
 
 
 def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict[str, int]:
-    """Fills in buckets of a sixteenth of the model where nobody chose any; returns what was filled in.
+    """Set bucket sizes that the user left open to a sixteenth of the model.
 
-    DeepSpeed's own hold 500 million elements, which is more than all that a stage saves on a model of that size.
+    DeepSpeed's default of 500 million elements can take more memory than a stage saves on a model of that size.
 
     Args:
-        settings: an effective_config; changed in place.
-        parameters: of the whole model.
-        largest: elements of its largest parameter.
+        settings: the result of ``effective_config``; changed in place.
+        parameters: number of parameters of the model.
+        largest: number of elements of its largest parameter.
+
+    Returns:
+        The keys and values that were set.
     """
     zero = settings["zero_optimization"]
     if zero["stage"] == 0:
@@ -71,7 +74,7 @@ def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict
 
 
 def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out every "auto" that distexp does not decide: DeepSpeed's own default holds there."""
+    """Return the settings without "auto" values, for which DeepSpeed uses its default."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in settings.items()
@@ -79,15 +82,15 @@ def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _decided(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """What distexp decides, as paths into a ds_config."""
+def _values_set_by_distexp(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path into a ds_config and the value of every key that distexp sets."""
     train, options = config.train, config.deepspeed
     micro, accumulation = train.micro_batch_size, train.gradient_accumulation_steps
     yield ("train_micro_batch_size_per_gpu",), micro
     yield ("gradient_accumulation_steps",), accumulation
     yield ("train_batch_size",), micro * accumulation * world_size
     yield ("gradient_clipping",), train.gradient_clipping or 0.0
-    autocast = autocasts(config)
+    autocast = uses_autocast(config)
     yield ("bf16", "enabled"), config.precision.name == "bf16" and not autocast
     yield ("fp16", "enabled"), config.precision.name == "fp16"
     if autocast:
@@ -99,7 +102,7 @@ def _decided(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...],
         if options.zero_stage == 3:
             yield ("zero_optimization", "offload_param"), where
     yield ("zero_force_ds_cpu_optimizer",), options.cpu_optimizer == "deepspeed" and config.offload.enabled
-    # DeepSpeed calls torch's SGD untested; the parity tests hold it to the others.
+    # DeepSpeed does not test torch's SGD; distexp's parity tests do.
     yield ("zero_allow_untested_optimizer",), True
     if options.overlap_comm:
         yield ("zero_optimization", "overlap_comm"), True
@@ -109,33 +112,32 @@ def _decided(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...],
 
 
 def conflicts(config: Config) -> Iterator[str]:
-    """Where the user's ds_config.json says something else than the configuration does."""
+    """Yield one message for each value in the user's ds_config.json that contradicts the configuration."""
     path = config.deepspeed.config_file
     if path is None or not Path(path).is_file():
         return
     try:
         settings = _read(path)
     except ValueError as error:
-        yield f"deepspeed.config_file={path} is not a JSON object: {error}"
+        yield f"deepspeed.config_file={path} is not a JSON object ({error}): correct the file"
         return
-    world_size = config.cluster.world_size
-    decided = dict(_decided(config, world_size))
-    for keys, value in {**decided, **_decided_optimizer(config)}.items():
-        theirs = at(settings, keys)
-        if theirs not in (None, "auto") and theirs != value:
+    expected = dict(_values_set_by_distexp(config, config.cluster.world_size))
+    for keys, value in {**expected, **_expected_optimizer(config)}.items():
+        in_file = get_nested(settings, keys)
+        if in_file not in (None, "auto") and in_file != value:
             yield (
-                f"deepspeed.config_file sets {'.'.join(keys)}={json.dumps(theirs)}, and this run has "
+                f"deepspeed.config_file sets {'.'.join(keys)}={json.dumps(in_file)}, but this run has "
                 f'{json.dumps(value)}: make them equal, or write "auto" in the file'
             )
     if "scheduler" in settings:
-        yield "deepspeed.config_file has a scheduler: leave it out, train.schedule sets the learning rate"
+        yield "deepspeed.config_file has a scheduler: remove it, and set train.schedule instead"
     for name in ("offload_optimizer", "offload_param"):
-        device = at(settings, ("zero_optimization", name, "device"))
+        device = get_nested(settings, ("zero_optimization", name, "device"))
         if not config.offload.enabled and device not in (None, "auto", "none"):
-            yield f"deepspeed.config_file sets zero_optimization.{name}.device={device}: choose offload=true as well"
+            yield f"deepspeed.config_file sets zero_optimization.{name}.device={device}: also choose offload=true"
 
 
-def _decided_optimizer(config: Config) -> dict[tuple[str, ...], Any]:
+def _expected_optimizer(config: Config) -> dict[tuple[str, ...], Any]:
     train = config.train
     return {
         ("optimizer", "type"): {"adamw": "AdamW", "sgd": "SGD"}[train.optimizer],
@@ -146,7 +148,8 @@ def _decided_optimizer(config: Config) -> dict[tuple[str, ...], Any]:
     }
 
 
-def at(settings: Any, keys: tuple[str, ...]) -> Any:
+def get_nested(settings: Any, keys: tuple[str, ...]) -> Any:
+    """Return the value at a path of keys; None if it does not exist."""
     for key in keys:
         if not isinstance(settings, dict):
             return None
@@ -155,7 +158,7 @@ def at(settings: Any, keys: tuple[str, ...]) -> Any:
 
 
 def read_or_empty(path: str | None) -> dict[str, Any]:
-    """As _read, before the file has been judged."""
+    """Return the content of a ds_config file; empty if there is none or it is invalid."""
     try:
         return _read(path)
     except ValueError:
@@ -167,5 +170,5 @@ def _read(path: str | None) -> dict[str, Any]:
         return {}
     settings = json.loads(Path(path).read_text())
     if not isinstance(settings, dict):
-        raise ValueError("it holds a " + type(settings).__name__)
+        raise ValueError(f"it is a {type(settings).__name__}")
     return settings

@@ -1,19 +1,20 @@
-"""FSDP2: torch's ``fully_shard``, one unit for each block, for the embedding and for the head.
+"""PyTorch FSDP2 (``fully_shard``): one FSDP unit for each block, for the embedding and for the head.
 
-Where embedding and head are one weight, it is left to the root unit, which is gathered once for forward
-and backward pass and reduced once, at the end. A unit of its own would be reduced twice, the first time
-when memory is at its peak: on four H200s that cost BLOOM-560m 5 % of its speed and 480 MiB.
+If embedding and head share one weight, it belongs to the root unit. The root unit is gathered once per step and reduced
+once, at the end. A separate unit would be reduced twice, the first time when memory use is at its peak. On four H200s
+that cost BLOOM-560m 5 % of its speed and 480 MiB.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from distexp.config import Config
+from distexp.config.sharding import Sharding
 from distexp.distributed.context import Context
-from distexp.strategies.base import COMMUNICATION, DistributedModel
+from distexp.strategies.base import DistributedModel, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,70 +26,77 @@ if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
     from distexp.strategies.torch_model import Distribution
 
-SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+TORCH_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 1}
+"""Number of blocks that torch prefetches by default."""
 
 
-class FSDP:
+class FSDP(Strategy):
     """Parameters, gradients and optimizer states sharded over the workers."""
 
-    requires: tuple[str, ...] = (COMMUNICATION,)
+    hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.FSDPAdapter"
 
     def set_defaults(self, config: Config) -> None:
-        """full_shard where no sharding was chosen."""
+        """Set the sharding to full_shard."""
         if config.fsdp.sharding is None:
-            config.fsdp.sharding = "full_shard"
+            config.fsdp.sharding = Sharding.FULL_SHARD.value
 
     def validate(self, config: Config) -> list[str]:
-        """A sharding that exists, replicas that divide the workers, prefetching that makes sense."""
-        options, workers = config.fsdp, config.cluster.world_size
+        """Check the sharding, that replicas divide the workers, and the prefetch options."""
+        options = config.fsdp
+        known = [sharding.value for sharding in Sharding]
+        if options.sharding not in known:
+            return [f"fsdp.sharding={options.sharding} is not one of {', '.join(known)}"]
+        return [*_replicas_errors(config), *_prefetch_errors(config)]
+
+    def hf_errors(self, config: Config) -> list[str]:
+        """Refuse meshes and prefetch options that accelerate does not support."""
         errors = []
-        if options.sharding not in SHARDINGS:
-            errors.append(f"fsdp.sharding={options.sharding} is not one of {', '.join(SHARDINGS)}")
-        replicas = options.replicas
-        if replicas is not None and options.sharding != "hybrid_shard":
+        replicate, shard = mesh_shape(config)
+        if shard == 1 and not sharding_of(config).shards_over_all_workers:
             errors.append(
-                f"fsdp.replicas={replicas} splits a hybrid mesh, and this run has "
-                f"sharding={options.sharding}: leave it out, or choose sharding=hybrid_shard"
+                f"sharding={config.fsdp.sharding} over {replicate} workers shards nothing, and engine=hf_trainer "
+                "does not support that: choose strategy=ddp, or engine=native"
             )
-        elif replicas is not None and (replicas < 1 or workers % replicas):
-            errors.append(
-                f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
-                f"{config.cluster.workers_per_node} = {workers} workers"
-            )
-        for key in ("forward_prefetch", "backward_prefetch"):
-            if getattr(options, key) < 0:
-                errors.append(f"fsdp.{key}={getattr(options, key)} must be at least 0 blocks")
+        for key, value in TORCH_PREFETCH.items():
+            if getattr(config.fsdp, key) != value:
+                errors.append(
+                    f"fsdp.{key}={getattr(config.fsdp, key)} is not supported by engine=hf_trainer: "
+                    f"use {value}, or engine=native"
+                )
         return errors
 
     def main_option(self, config: Config) -> str:
-        """Return the sharding, for the title of a run."""
+        """Return the sharding."""
         return config.fsdp.sharding or ""
 
+    def shards_all_parameters(self, config: Config) -> bool:
+        """Return whether the mesh has no replicas by definition of the sharding."""
+        return sharding_of(config).shards_over_all_workers
+
     def expected_build(self, config: Config) -> Mapping[str, Any]:
-        """Sharded units on the mesh that the sharding means, parameters where they belong."""
-        reshard = config.fsdp.sharding != "shard_grad_op"
+        """Require sharded units on the mesh of the sharding, and parameters on the requested device."""
         return {
-            "wrapper": f"fully_shard(reshard_after_forward={reshard})",
+            "wrapper": f"fully_shard(reshard_after_forward={sharding_of(config).reshards_after_forward})",
             "world_size": config.cluster.world_size,
             "mesh": list(mesh_shape(config)),
             "offload": "parameters+gradients+optimizer" if config.offload.enabled else "none",
         }
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
-        """Shards the model, unit by unit, and builds the optimizer over the shards."""
+        """Initialize and shard the model one unit at a time, then build the optimizer over the shards."""
         from torch.distributed.fsdp import FSDPModule
 
         from distexp.strategies.torch_model import TorchModel
 
         model = blueprint.model
-        inner = _shard(blueprint, config, context)
+        blocks = _shard_units(blueprint, config, context)
         wrapped = cast(FSDPModule, model)
-        gathers_once = config.fsdp.sharding == "shard_grad_op"
+        keeps_parameters = not sharding_of(config).reshards_after_forward
 
         @contextmanager
-        def synchronising(last_micro: bool) -> Iterator[None]:
+        def sync_context(last_micro: bool) -> Iterator[None]:
             wrapped.set_requires_gradient_sync(last_micro)
-            if gathers_once:  # for all micro-batches of a step: each has all parameters at once in its turn anyway
+            if keeps_parameters:  # Gather once per step, because each micro-batch needs all parameters anyway.
                 wrapped.set_reshard_after_backward(last_micro)
             yield
 
@@ -96,25 +104,51 @@ class FSDP:
             model,
             config,
             context,
-            synchronising=synchronising,
+            sync_context=sync_context,
             autocast=False,
-            distribution=lambda: distribution_of(model, inner),
+            distribution=lambda: read_distribution(model, blocks),
         )
 
 
+def sharding_of(config: Config) -> Sharding:
+    """Return the sharding of a configuration whose defaults are set."""
+    return Sharding(config.fsdp.sharding or Sharding.FULL_SHARD)
+
+
 def mesh_shape(config: Config) -> tuple[int, int]:
-    """The axes (replicate, shard)."""
-    workers = config.cluster.world_size
-    replicas = {"no_shard": workers, "hybrid_shard": config.fsdp.replicas or config.cluster.nodes}
-    replicate = replicas.get(config.fsdp.sharding or "", 1)
-    return replicate, workers // replicate
+    """Return the mesh axes (replicate, shard)."""
+    cluster = config.cluster
+    return sharding_of(config).mesh_shape(cluster.world_size, nodes=cluster.nodes, replicas=config.fsdp.replicas)
 
 
-def _mesh(config: Config, context: Context) -> DeviceMesh:
+def _replicas_errors(config: Config) -> Iterator[str]:
+    replicas, workers = config.fsdp.replicas, config.cluster.world_size
+    if replicas is None:
+        return
+    if sharding_of(config) is not Sharding.HYBRID_SHARD:
+        yield (
+            f"fsdp.replicas={replicas} has no effect with sharding={config.fsdp.sharding}: "
+            "leave it out, or choose sharding=hybrid_shard"
+        )
+    elif replicas < 1 or workers % replicas:
+        yield (
+            f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
+            f"{config.cluster.workers_per_node} = {workers} workers"
+        )
+
+
+def _prefetch_errors(config: Config) -> Iterator[str]:
+    for key in TORCH_PREFETCH:
+        value = getattr(config.fsdp, key)
+        if value < 0:
+            yield f"fsdp.{key}={value} must be at least 0 blocks"
+
+
+def _build_mesh(config: Config, context: Context) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     replicate, shard = mesh_shape(config)
-    if config.fsdp.sharding in ("full_shard", "shard_grad_op"):
+    if sharding_of(config).shards_over_all_workers:
         return init_device_mesh(context.device.type, (shard,), mesh_dim_names=("shard",))
     if context.rank == 0 and 1 in (replicate, shard):
         print(
@@ -125,8 +159,8 @@ def _mesh(config: Config, context: Context) -> DeviceMesh:
     return init_device_mesh(context.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
-def _shard(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Module]:
-    """Brings every unit to life and shards it at once, inner ones first; the blocks, their prefetching chained."""
+def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Module]:
+    """Initialize and shard each unit, inner units first; return the blocks."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -134,8 +168,8 @@ def _shard(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Mo
     from distexp.strategies.torch_model import DTYPES
 
     policy: dict[str, Any] = {
-        "mesh": _mesh(config, context),
-        "reshard_after_forward": config.fsdp.sharding != "shard_grad_op",
+        "mesh": _build_mesh(config, context),
+        "reshard_after_forward": sharding_of(config).reshards_after_forward,
     }
     if config.precision.name != "fp32":
         policy["mp_policy"] = MixedPrecisionPolicy(
@@ -148,48 +182,52 @@ def _shard(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Mo
     ends = [] if has_tied_embeddings(model) else [module for _, module in find_embeddings(model)]
     for unit in [*inner, *ends, model]:
         blueprint.materialize(unit)
-        # The head ends the forward pass and begins the backward pass: to free it between would gather it twice.
+        # The backward pass starts with the head. Freeing it after the forward pass would only gather it twice.
         last = unit is model or (len(ends) == 2 and unit is ends[1])
         fully_shard(unit, **policy | ({"reshard_after_forward": False} if last else {}))
-    _chain_prefetch(cast("list[FSDPModule]", inner), config)
+    _set_prefetch(cast("list[FSDPModule]", inner), config)
     return inner
 
 
-def _chain_prefetch(units: list[FSDPModule], config: Config) -> None:
+def _set_prefetch(units: list[FSDPModule], config: Config) -> None:
     ahead, behind = config.fsdp.forward_prefetch, config.fsdp.backward_prefetch
     for position, unit in enumerate(units):
         if ahead:
             unit.set_modules_to_forward_prefetch(units[position + 1 : position + 1 + ahead])
-        if behind != 1:  # one block ahead is what FSDP does by itself
+        if behind != TORCH_PREFETCH["backward_prefetch"]:
             unit.set_modules_to_backward_prefetch(units[max(0, position - behind) : position][::-1])
 
 
-def distribution_of(model: nn.Module, inner: Sequence[nn.Module]) -> Distribution:
-    """Read off the sharded parameters and FSDP's own state; whether it reshards, off the inner units."""
+def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribution:
+    """Return how FSDP distributed a model, read from the sharded parameters and the state of its units.
+
+    Args:
+        model: the root unit.
+        inner: the blocks, which show whether parameters are resharded after the forward pass.
+
+    Raises:
+        RuntimeError: parameters were left unsharded.
+    """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
+    from distexp.strategies.torch_internals import read_fsdp_policies
     from distexp.strategies.torch_model import Distribution
 
-    sharding = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     if len(sharded) != len(parameters):
         raise RuntimeError(f"FSDP left {len(parameters) - len(sharded)} of {len(parameters)} parameters unsharded")
-    shapes = {tuple(p.device_mesh.shape) for p in sharded}
-    (shape,) = shapes
-    groups = _parameter_groups(sharding)
-    reshards = {group.post_forward_mesh_info is not None for group in _parameter_groups(inner)}
+    (shape,) = {tuple(p.device_mesh.shape) for p in sharded}
+    policies = read_fsdp_policies(units)
+    reshards = {policy.reshards_after_forward for policy in read_fsdp_policies(inner)}
+    offloaded = all(policy.offloads_to_cpu for policy in policies)
     on_cpu = all(p.to_local().device.type == "cpu" for p in sharded)
-    offloaded = all(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups)
     return Distribution(
         wrapper=f"fully_shard(reshard_after_forward={'/'.join(map(str, sorted(reshards)))})",
         mesh=[1, *shape] if len(shape) == 1 else list(shape),
-        sharded_units=len(sharding),
+        sharded_units=len(units),
         offload="parameters+gradients+optimizer" if offloaded and on_cpu else "none",
-        compute_dtype=groups[0].mp_policy.param_dtype,
+        compute_dtype=policies[0].param_dtype,
     )
-
-
-def _parameter_groups(units: Sequence[Any]) -> list[Any]:
-    return [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of learning rates: the same arithmetic for every strategy."""
+"""The optimizer and the gradient clipping: the same arithmetic for every strategy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distexp.config import TrainConfig
+from distexp.strategies.torch_internals import scale_tensors, tensor_norms
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and the scales of norms do not, as in the Trainer."""
+    """Return the optimizer's groups: weight decay for matrices only, as in the Hugging Face Trainer."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if _dimensions(p) >= 2], "weight_decay": weight_decay},
@@ -25,16 +26,18 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    """A parameter's axes; one that ZeRO-3 has partitioned is flat and keeps its shape beside it."""
+    """Return a parameter's number of axes; ZeRO-3 flattens it and keeps the shape in ``ds_shape``."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> torch.optim.Optimizer:
-    """AdamW or SGD over a model as it is now; the loop sets the learning rate before each step.
+    """Build AdamW or SGD for a distributed model; the loop sets the learning rate before each step.
 
     Args:
-        fused: for AdamW. When the loss scale of fp16 skips the first step, torch's fused SGD leaves its momentum
-            uninitialised and goes on from that: ResNet-50 diverged by it.
+        model: the model, after it was sharded.
+        train: the training options.
+        fused: whether to use the fused kernel of AdamW. SGD never uses its own: if fp16's loss scaling skips the first
+            step, fused SGD leaves the momentum uninitialized. ResNet-50 diverged because of it.
     """
     groups = parameter_groups(model, train.weight_decay)
     if train.optimizer == "sgd":
@@ -44,24 +47,24 @@ def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> tor
 
 
 @contextmanager
-def own_hyperparameters(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Puts back the groups' hyperparameters, which a loaded state brings along."""
-    own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+def keep_hyperparameters(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Restore the hyperparameters of the groups after the block, which may load a state with other values."""
+    saved = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     yield
-    for group, values in zip(groups, own, strict=True):
+    for group, values in zip(groups, saved, strict=True):
         group.update(values)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-    """Scales all gradients down to a global norm of ``limit``; the norm before that.
+    """Scale all gradients down to a global norm of ``limit``; return the norm before that.
 
-    Shards are measured where they are, and one number is reduced over the ranks that share them.
+    Each rank computes the norm of its shards. One number is reduced over the ranks that share the shards.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    # A CPU adds up in one long row, which costs float32 five digits of seven; a GPU adds up in a tree.
+    # A CPU adds the squares one after the other, so float32 would keep two of seven digits. A GPU adds them as a tree.
     dtype = torch.float64 if local[0].device.type == "cpu" else torch.float32
-    norm: Tensor = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).norm(2)
+    norm: Tensor = torch.stack(tensor_norms(local, dtype)).norm(2)
     first = gradients[0]
     if isinstance(first, DTensor):
         squared = norm.square()
@@ -71,21 +74,5 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
         norm = squared.sqrt()
     if limit is not None:
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(local, scale.to(local[0].dtype))
+        scale_tensors(local, scale.to(local[0].dtype))
     return norm.to(torch.float32)
-
-
-def learning_rate(train: TrainConfig, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
-    """The learning rate of a step, counted from 0.
-
-    linear: up over ``warmup_steps``, then down to zero at ``total_steps`` (the Trainer's default);
-    step: times ``gamma`` every ``step_size`` epochs (StepLR); constant. All warm up alike.
-    """
-    if step < train.warmup_steps:
-        return train.learning_rate * step / train.warmup_steps
-    if train.schedule == "linear":
-        left = (total_steps - step) / max(1, total_steps - train.warmup_steps)
-        return train.learning_rate * max(0.0, left)
-    if train.schedule == "step":
-        return float(train.learning_rate * train.gamma ** (step // steps_per_epoch // train.step_size))
-    return train.learning_rate

@@ -1,65 +1,62 @@
-"""One worker, nothing distributed."""
+"""Training on one worker, without distribution."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.strategies.base import DistributedModel
+from distexp.strategies.base import DistributedModel, Strategy
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
 
 
-class Single:
-    """The reference: plain torch on one device."""
+class Single(Strategy):
+    """Plain PyTorch on one device: the reference for all other strategies."""
 
-    requires: tuple[str, ...] = ()
-
-    def set_defaults(self, config: Config) -> None:
-        """Leaves nothing open."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.SingleAdapter"
 
     def validate(self, config: Config) -> list[str]:
-        """One worker only, and nothing to offload."""
+        """Require one worker and no offload."""
         errors = offload_errors(config)
-        workers = config.cluster.world_size
-        if workers != 1:
+        cluster = config.cluster
+        if cluster.world_size != 1:
             errors.append(
-                f"strategy=single trains on one worker, and cluster.nodes={config.cluster.nodes} x "
-                f"cluster.workers_per_node={config.cluster.workers_per_node} makes {workers}: "
+                f"strategy=single trains on one worker, but cluster.nodes={cluster.nodes} x "
+                f"cluster.workers_per_node={cluster.workers_per_node} makes {cluster.world_size}: "
                 "set both to 1, or choose strategy=ddp"
             )
         return errors
 
     def expected_build(self, config: Config) -> Mapping[str, Any]:
-        """The bare model."""
+        """Require the model without a wrapper."""
         return {"wrapper": "none", "world_size": 1, "mesh": [1, 1], "sharded_units": 0, "offload": "none"}
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
-        """Puts the model on its device."""
+        """Initialize the model on its device."""
         from distexp.strategies.torch_model import Distribution, TorchModel
 
-        model = blueprint.model
-        blueprint.materialize(model)
+        module = blueprint.model
+        blueprint.materialize(module)
         return TorchModel(
-            model,
+            module,
             config,
             context,
-            synchronising=lambda last_micro: nullcontext(),
+            sync_context=lambda last_micro: nullcontext(),
             autocast=True,
             distribution=lambda: Distribution(wrapper="none", mesh=[1, 1]),
         )
 
 
 def offload_errors(config: Config) -> list[str]:
-    """The error of offloading where every worker holds the whole model."""
+    """Return an error if offload is enabled; for strategies that keep all states on each device."""
     if not config.offload.enabled:
         return []
     return [
-        f"offload={'pinned' if config.offload.pin_memory else 'true'} has nothing to move with "
-        f"strategy={config.strategy.name}, which keeps all states on its device: "
-        "choose strategy=fsdp, zero_stage=1,2,3, or offload=false"
+        f"offload={'pinned' if config.offload.pin_memory else 'true'} is not supported by "
+        f"strategy={config.strategy.name}: choose strategy=fsdp, zero_stage=1,2,3, or offload=false"
     ]

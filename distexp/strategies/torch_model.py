@@ -1,4 +1,4 @@
-"""The engine of everything that is plain torch: single, DDP and FSDP differ in how they wrap the model."""
+"""The DistributedModel of single, DDP and FSDP: these strategies differ only in how they wrap the module."""
 
 from __future__ import annotations
 
@@ -19,77 +19,77 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record import Built
-from distexp.strategies.optimizer import build_optimizer, clip_gradients, own_hyperparameters
+from distexp.strategies.optimizer import build_optimizer, clip_gradients, keep_hyperparameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a model is spread over the workers; the fields are those of Built."""
+    """How a module is distributed over the workers; the fields are those of Built."""
 
     wrapper: str
     mesh: list[int]
     sharded_units: int = 0
     offload: str = "none"
-    compute_dtype: torch.dtype | None = None  # where the wrapper casts, and not autocast
+    compute_dtype: torch.dtype | None = None  # if the wrapper casts, instead of autocast
 
 
 class TorchModel:
-    """Forward, backward and step of a wrapped model.
+    """Forward pass, backward pass and optimizer step of a wrapped PyTorch module.
 
     Args:
-        wrapped: the model as the loop calls it.
-        synchronising: ``synchronising(last_micro)`` is the context of one micro-batch's forward and
-            backward pass, in which gradients are reduced only when ``last_micro``.
-        autocast: whether arithmetic is cast here; FSDP casts by its own policy.
-        distribution: how the model is distributed, read off the live model.
+        module: the wrapped module.
+        config: the configuration of the run.
+        context: this worker.
+        sync_context: returns the context for one micro-batch's forward and backward pass. Its argument is
+            ``last_micro``; gradients are reduced only if it is true.
+        autocast: whether to run the module under autocast. FSDP casts with its own policy.
+        distribution: returns how the module is distributed, read from the live module.
     """
 
     def __init__(
         self,
-        wrapped: nn.Module,
+        module: nn.Module,
         config: Config,
         context: Context,
         *,
-        synchronising: Callable[[bool], AbstractContextManager[Any]],
+        sync_context: Callable[[bool], AbstractContextManager[Any]],
         autocast: bool,
         distribution: Callable[[], Distribution],
     ) -> None:
-        self.model = wrapped
+        self.module = module
         self.device = context.device
         self.strategy = config.strategy.name
         self.task = config.model.task
         self.world_size = context.world_size
         self.clipping = config.train.gradient_clipping
-        self.synchronising = synchronising
-        on_gpu = context.device.type == "cuda"
-        self.autocast = torch.autocast(
-            context.device.type,
-            DTYPES[config.precision.name],
-            enabled=autocast and config.precision.name != "fp32",
-        )
-        # Offloaded shards are on the CPU, where the fused kernel of another device cannot reach them.
-        self.optimizer = build_optimizer(wrapped, config.train, fused=on_gpu and not config.offload.enabled)
+        self.sync_context = sync_context
+        dtype = DTYPES[config.precision.name]
+        self.autocast_dtype = dtype if autocast and dtype != torch.float32 else None
+        self.autocast = torch.autocast(context.device.type, dtype, enabled=self.autocast_dtype is not None)
+        # The fused kernel runs on the GPU, but offloaded shards are on the CPU.
+        fused = context.device.type == "cuda" and not config.offload.enabled
+        self.optimizer = build_optimizer(module, config.train, fused=fused)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=config.precision.name == "fp16")
         self.distribution = distribution
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
-        """Adds a micro-batch's gradients; this rank's shares of the step's mean loss and accuracy."""
-        with self.synchronising(last_micro):
+        """Run one micro-batch and accumulate its gradients; return its share of mean loss and accuracy."""
+        with self.sync_context(last_micro):
             with self.autocast:
-                outputs = self.model(**batch.inputs)
+                outputs = self.module(**batch.inputs)
             loss = loss_sum(self.task, outputs, batch) / normalizer
-            told = partial_metrics(self.task, outputs, batch, loss, normalizer)
-            del outputs  # a large vocabulary's logits, which the backward pass can do without
-            # Gradients are averaged over the ranks; their sum is wanted.
+            metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
+            del outputs  # Frees the logits, which are large and not needed in the backward pass.
+            # Gradients are averaged over the ranks, but the normalizer requires their sum.
             self.scaler.scale(loss * self.world_size).backward()  # type: ignore[no-untyped-call]
-        return told
+        return metrics
 
     def step(self, learning_rate: float) -> Tensor:
-        """Clips, updates and clears; the gradient norm before clipping."""
+        """Clip the gradients, update the weights, clear the gradients; return the norm before clipping."""
         self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(self.model.parameters(), self.clipping)
+        norm = clip_gradients(self.module.parameters(), self.clipping)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.scaler.step(self.optimizer)
@@ -99,74 +99,82 @@ class TorchModel:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
-        """The model's outputs in the precision of the training."""
+        """Return the outputs of the module in the precision of the training."""
         with self.autocast:
-            return self.model(**batch.inputs)
+            return self.module(**batch.inputs)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer, whole, on this rank's device, one at a time; a collective."""
-        return whole_weights(self.model, self.device)
+        """Yield every parameter and buffer, unsharded, on this rank's device; a collective."""
+        return unsharded_weights(self.module, self.device)
 
     @property
     def checkpoint_format(self) -> str:
-        """DCP's, which any number of workers reads; a loss scale is there only with fp16."""
+        """Return "torch": torch.distributed.checkpoint, which any number of workers can load."""
         return "torch" + (" with a loss scale" if self.scaler.is_enabled() else "")
 
     def _state(self) -> dict[str, Any]:
-        """Everything that steps change, by the bare model's names, shards as DTensors."""
+        """Return the state that steps change, by the names of the unwrapped module; shards are DTensors."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.module, self.optimizer)
         scaler = {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
         return {"model": model, "optimizer": optimizer, **scaler}
 
     def save(self, folder: Path) -> None:
-        """Writes weights, optimizer and loss scale by torch.distributed.checkpoint."""
+        """Write weights, optimizer state and loss scale with torch.distributed.checkpoint."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         save(self._state(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        """Reads each rank's part of what any number of ranks wrote."""
+        """Read this rank's part of a checkpoint that any number of ranks wrote."""
         from torch.distributed.checkpoint.state_dict import set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        with own_hyperparameters(self.optimizer.param_groups):
+        with keep_hyperparameters(self.optimizer.param_groups):
             state = self._state()
             load(state, checkpoint_id=folder)
             set_state_dict(
-                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
 
     def describe(self) -> Built:
-        """What was really built."""
-        cast_to = self.autocast.fast_dtype if self.autocast._enabled else None
-        return describe(self.model, self.optimizer, self.distribution(), cast_to, strategy=self.strategy)
+        """Return what was built, read from the live objects."""
+        return describe(self.module, self.optimizer, self.distribution(), self.autocast_dtype, strategy=self.strategy)
 
 
 @torch.no_grad()
-def whole_weights(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer of a model of plain torch, as ``EvaluableModel.weights`` gives them."""
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
-    for name, tensor in [*bare.named_parameters(), *bare.named_buffers()]:
-        # An offloaded shard is gathered where the others' shards arrive.
-        here = tensor.detach().to(device)
-        yield name, here.full_tensor() if isinstance(here, DTensor) else here
+def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and full value of every parameter and buffer, one at a time; a collective."""
+    unwrapped = module.module if isinstance(module, DistributedDataParallel) else module
+    for name, tensor in [*unwrapped.named_parameters(), *unwrapped.named_buffers()]:
+        # Offloaded shards are on the CPU; they are gathered on the device of the process group.
+        local = tensor.detach().to(device)
+        yield name, local.full_tensor() if isinstance(local, DTensor) else local
 
 
 def describe(
-    model: nn.Module,
+    module: nn.Module,
     optimizer: torch.optim.Optimizer,
     distribution: Distribution,
-    autocast: torch.dtype | None,
+    autocast_dtype: torch.dtype | None,
     *,
     strategy: str,
     engine: str = "native",
 ) -> Built:
-    """What can be seen of a model of plain torch, and of what autocast makes of it."""
-    parameters = list(model.parameters())
+    """Return what was built of a PyTorch module, read from the live objects.
+
+    Args:
+        module: the wrapped module.
+        optimizer: the optimizer that does the arithmetic.
+        distribution: how the module is distributed.
+        autocast_dtype: dtype of autocast; None without autocast.
+        strategy: name of the strategy, for the record.
+        engine: name of the engine, for the record.
+    """
+    parameters = list(module.parameters())
     return Built(
         strategy=strategy,
         engine=engine,
@@ -177,12 +185,12 @@ def describe(
         zero_stage=None,
         offload=distribution.offload,
         param_dtype=dtype_name(parameters[0].dtype),
-        compute_dtype=dtype_name(distribution.compute_dtype or autocast or parameters[0].dtype),
+        compute_dtype=dtype_name(distribution.compute_dtype or autocast_dtype or parameters[0].dtype),
         optimizer=type(optimizer).__name__,
         parameters=sum(p.numel() for p in parameters),
     )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for torch.float32."""
+    """Return the name of a dtype, for example ``float32``."""
     return str(dtype).removeprefix("torch.")

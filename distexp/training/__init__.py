@@ -1,0 +1,1 @@
+"""The training loop and what all engines share: inputs, schedule and metrics."""

@@ -1,4 +1,4 @@
-"""The training loop: the same for every strategy, model and data set."""
+"""The native training loop: the same for every strategy, model and data set."""
 
 from __future__ import annotations
 
@@ -7,72 +7,66 @@ from collections.abc import Callable
 
 import torch
 
-from distexp.data.shards import ShardedLoader, StepData
+from distexp.data.shards import StepData
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import synchronize
 from distexp.models.objective import evaluation_sums
 from distexp.strategies.base import DistributedModel, EvaluableModel
-from distexp.training.metrics_logger import Evaluation, MetricsLogger, Plan
+from distexp.training.inputs import TrainingInputs
+from distexp.training.metrics_logger import Evaluation
 
 
-def fit(
-    engine: DistributedModel,
-    training: ShardedLoader,
-    evaluation: ShardedLoader,
-    plan: Plan,
-    logger: MetricsLogger,
-    *,
-    after_step: Callable[[], None] = lambda: None,
-) -> None:
-    """Trains from ``logger.steps`` to ``plan.total_steps``, evaluating after each epoch and the last step."""
-    logger.begin()
+def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable[[], None] = lambda: None) -> None:
+    """Train from ``logger.steps`` to ``plan.total_steps``; evaluate after each epoch and the last step."""
+    plan, logger = inputs.plan, inputs.logger
+    logger.start()
     for epoch in plan.epochs(logger.steps):
-        engine.model.train()
-        logger.begin_steps()
-        for data in logger.timed(training.iter_steps(epoch, plan.steps_of(epoch, logger.steps))):
-            shares = train_step(engine, data)
+        model.module.train()
+        logger.start_steps()
+        for step in logger.count_wait(inputs.training.iter_steps(epoch, plan.steps_of(epoch, logger.steps))):
+            contribution = train_step(model, step)
             logger.allocator.before_update()
             rate = plan.learning_rate(logger.steps)
-            norm = engine.step(rate)
-            logger.step(data, shares, norm, rate)
+            norm = model.step(rate)
+            logger.record_step(step, contribution, norm, rate)
             after_step()
-        end_epoch(engine, training, evaluation, plan, logger)
+        end_epoch(model, inputs)
 
 
-def train_step(engine: DistributedModel, data: StepData) -> torch.Tensor:
-    """Forward and backward over a step's micro-batches; this rank's shares of mean loss and accuracy."""
-    shares = []
-    for position, batch in enumerate(data.micro_batches, start=1):
-        last = position == len(data.micro_batches)
-        shares.append(engine.forward_backward(batch, normalizer=data.normalizer, last_micro=last))
-    return torch.stack(shares).sum(dim=0)
+def train_step(model: DistributedModel, step: StepData) -> torch.Tensor:
+    """Run all micro-batches of a step; return this rank's contribution to its mean loss and accuracy."""
+    contributions = []
+    for position, batch in enumerate(step.micro_batches, start=1):
+        last = position == len(step.micro_batches)
+        contributions.append(model.forward_backward(batch, normalizer=step.normalizer, last_micro=last))
+    return torch.stack(contributions).sum(dim=0)
 
 
-def end_epoch(
-    engine: EvaluableModel, training: ShardedLoader, evaluation: ShardedLoader, plan: Plan, logger: MetricsLogger
-) -> None:
-    """Evaluates, while loader workers read what the next epoch begins with."""
+def end_epoch(model: EvaluableModel, inputs: TrainingInputs) -> None:
+    """Evaluate while the loader processes already read the next epoch's first batches."""
+    plan, logger = inputs.plan, inputs.logger
     if logger.steps < plan.total_steps:
         epoch = logger.steps // plan.steps_per_epoch
-        training.prefetch(epoch, plan.steps_of(epoch, logger.steps))
-    logger.end_epoch(evaluate(engine, evaluation, logger))
+        inputs.training.prefetch(epoch, plan.steps_of(epoch, logger.steps))
+    logger.end_epoch(evaluate(model, inputs))
 
 
-def evaluate(engine: EvaluableModel, data: ShardedLoader, logger: MetricsLogger) -> Evaluation:
-    """Mean loss and accuracies over the whole set, each sample counted once for any number of ranks."""
+def evaluate(model: EvaluableModel, inputs: TrainingInputs) -> Evaluation:
+    """Return mean loss and accuracies over the evaluation set; each sample counts once on any number of ranks."""
+    data, logger = inputs.evaluation, inputs.logger
     logger.events.set_phase("eval")
-    engine.model.eval()
+    model.module.eval()
     synchronize(data.device)
     started = time.perf_counter()
     totals = torch.zeros(4, dtype=torch.float64, device=data.device)
     for step in data.iter_steps(0):
         logger.heartbeat.beat()
         for batch in step.micro_batches:
-            totals += evaluation_sums(data.task, engine.forward(batch), batch)
-    loss, targets, first, among_five = sum_over_ranks(totals).tolist()
+            totals += evaluation_sums(data.task, model.forward(batch), batch)
+    loss, targets, top1, top5 = sum_over_ranks(totals).tolist()
     return Evaluation(
         loss=loss / targets,
-        accuracies=(first / targets, among_five / targets) if data.task == "image_classification" else None,
+        accuracies=(top1 / targets, top5 / targets) if data.task == "image_classification" else None,
         samples=len(data.samples),
         seconds=time.perf_counter() - started,
     )

@@ -1,6 +1,6 @@
-"""What a training tells while it runs, and what it adds up to afterwards.
+"""Training metrics: the per-step log and the final summary.
 
-``metrics.jsonl`` gets a line every ``train.log_every`` steps; rank 0 alone writes.
+Rank 0 writes one line to ``metrics.jsonl`` every ``train.log_every`` steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distexp.config import TrainConfig
 from distexp.data.shards import StepData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import sum_over_ranks
@@ -24,39 +23,12 @@ from distexp.measure.profiling.profiler import StepProfiler, Window
 from distexp.runs.events import Events, append_json_line
 from distexp.runs.heartbeat import Heartbeat
 from distexp.runs.record import Metrics, RunError
-from distexp.strategies.optimizer import learning_rate
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How many steps there are, and each one's learning rate."""
-
-    train: TrainConfig
-    steps_per_epoch: int
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole training."""
-        steps = self.train.num_epochs * self.steps_per_epoch
-        return min(steps, self.train.max_steps or steps)
-
-    def epochs(self, done: int) -> range:
-        """The epochs that have a step, or their evaluation, left after ``done`` steps."""
-        return range(max(done - 1, 0) // self.steps_per_epoch, -(-self.total_steps // self.steps_per_epoch))
-
-    def steps_of(self, epoch: int, done: int) -> range:
-        """What is left of an epoch's steps, counted from its first."""
-        before = epoch * self.steps_per_epoch
-        return range(max(0, done - before), min(self.steps_per_epoch, self.total_steps - before))
-
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        return learning_rate(self.train, step, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+from distexp.training.schedule import StepPlan
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation over the whole set, all ranks together."""
+    """The result of one evaluation over the whole set, on all ranks together."""
 
     loss: float
     accuracies: tuple[float, float] | None  # top-1 and top-5, from 0 to 1; None for text
@@ -65,28 +37,27 @@ class Evaluation:
 
 
 class DivergedError(RuntimeError):
-    """The loss is not a number any more."""
+    """The loss is NaN or infinite."""
 
 
 class MetricsLogger:
-    """The records of one rank's training; every rank calls all of it, for there are reductions inside.
+    """The metrics of one training; all ranks must call every method, because some reduce over the ranks.
 
-    Losses, counts and run time are those of the whole training, the attempts before this one included;
-    speed is measured on the steps of this attempt.
+    Losses, counts and run time include earlier attempts of the run. Speed is measured on the steps of this attempt.
     """
 
-    def __init__(self, plan: Plan, context: Context, events: Events) -> None:
+    def __init__(self, plan: StepPlan, context: Context, events: Events) -> None:
         self.plan, self.device, self.events = plan, context.device, events
         self.clock = StepClock(context.device)
         self.steps = self.samples = self.measured_steps = self.measured_samples = self.measured_tokens = 0
         self.stopped: RunError | None = None  # why the training ended before its last step
-        self.resumed_at = 0  # the step that this attempt went on from
-        self.logged = 0  # steps that lines of metrics.jsonl have told of
-        self.runtime_s = 0.0  # of earlier attempts, as far as they count
+        self.resumed_at = 0  # the step that this attempt resumed from
+        self.logged = 0  # last step written to metrics.jsonl
+        self.runtime_s = 0.0  # of earlier attempts, up to the checkpoint
         self.data_wait_s = 0.0
-        self.window: list[Tensor] = []
-        self.losses: list[float] = []  # of all steps, filled a window at a time
-        self.accuracies: list[float] = []  # likewise
+        self.window: list[Tensor] = []  # this rank's loss and accuracy of each step since the last reduction
+        self.losses: list[float] = []  # of all reduced steps
+        self.accuracies: list[float] = []  # of all reduced steps
         self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
         self.started = time.perf_counter()
         self.allocator = AllocatorWatch(context.device, context.rank)
@@ -96,7 +67,7 @@ class MetricsLogger:
         self._file = self.path.open("w") if context.rank == 0 else None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, of plain numbers and texts; ``restore`` takes it up."""
+        """Return the state for a checkpoint, as plain numbers and strings."""
         self._reduce_window()
         return {
             "steps": self.steps,
@@ -111,7 +82,7 @@ class MetricsLogger:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint; what metrics.jsonl told of later steps is dropped."""
+        """Load the state of a checkpoint; metrics.jsonl loses the lines of later steps."""
         self.steps = self.resumed_at = state["steps"]
         self.samples, self.logged = state["samples"], state["logged"]
         self.losses, self.accuracies = state["losses"], state["accuracies"]
@@ -123,20 +94,20 @@ class MetricsLogger:
             self._file.write(state["lines"])
             self._file.flush()
 
-    def begin(self) -> None:
-        """The first step is about to start."""
+    def start(self) -> None:
+        """Start the run time; call it before the first step."""
         total, per_epoch = self.plan.total_steps, self.plan.steps_per_epoch
         self.profiler.window = Window.of(self.plan.train, total=total, per_epoch=per_epoch, done=self.steps)
         self.started = time.perf_counter() - self.runtime_s
 
-    def begin_steps(self) -> None:
-        """Steps follow; warm-up ones first, where they are not over."""
+    def start_steps(self) -> None:
+        """Start the step clock; call it before steps that follow anything else."""
         self.clock.restart()
         self.profiler.interrupted("a checkpoint was written")
-        self._enter("profile" if self.profiler.running else "train" if self._warm() else "warmup")
+        self._set_phase("profile" if self.profiler.running else "train" if self._warmed_up() else "warmup")
 
-    def timed(self, steps: Iterator[StepData]) -> Iterator[StepData]:
-        """The same steps; the time spent waiting for each is counted."""
+    def count_wait(self, steps: Iterator[StepData]) -> Iterator[StepData]:
+        """Yield the steps, and count the time spent waiting for each."""
         while True:
             started = time.perf_counter()
             step = next(steps, None)
@@ -145,31 +116,38 @@ class MetricsLogger:
                 return
             yield step
 
-    def step(self, step: StepData, shares: Tensor, norm: Tensor, rate: float) -> None:
-        """A step is done: this rank's shares of loss and accuracy, and the global gradient norm."""
+    def record_step(self, step: StepData, contribution: Tensor, norm: Tensor, rate: float) -> None:
+        """Record a finished step.
+
+        Args:
+            step: the data of the step.
+            contribution: this rank's contribution to mean loss and accuracy, shape (2,).
+            norm: the global gradient norm before clipping.
+            rate: the learning rate.
+        """
         self.clock.mark()
-        measured = self._warm() and not self.profiler.running
+        measured = self._warmed_up() and not self.profiler.running
         self.profiler.step()
         self.heartbeat.beat()
         self.allocator.sample()
         self.steps += 1
         self.samples += step.num_samples
-        self.window.append(shares)
+        self.window.append(contribution)
         if measured:
             self.measured_steps += 1
             self.measured_samples += step.num_samples
             self.measured_tokens += sum(batch.num_tokens for batch in step.micro_batches)
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
-            self._log(step, norm, rate)
+            self._write_line(step, norm, rate)
         if self.profiler.window is not None and self.steps == self.profiler.window.begin:
-            self._enter("profile")
+            self._set_phase("profile")
             self.profiler.begin()
             self.clock.restart()
         elif self.steps - self.resumed_at == self.plan.train.measure_after_step:
-            self._enter("train")
+            self._set_phase("train")
 
     def end_epoch(self, evaluation: Evaluation) -> None:
-        """Steps and evaluation of an epoch are done."""
+        """Record the evaluation after the steps of an epoch."""
         self._reduce_window()
         metrics = self.metrics
         starts_at = len(metrics.eval_losses) * self.plan.steps_per_epoch
@@ -192,10 +170,10 @@ class MetricsLogger:
             eval_accuracy=accuracy,
             eval_top5_accuracy=top5_accuracy,
         )
-        self._judge(evaluation.loss, f"the evaluation after step {self.steps}")
+        self._check_finite(evaluation.loss, f"the evaluation after step {self.steps}")
 
     def finish(self) -> Metrics:
-        """The figures of the whole training."""
+        """Return the metrics of the whole training."""
         synchronize(self.device)
         runtime = self._runtime()
         first = self.plan.train.measure_after_step
@@ -220,19 +198,19 @@ class MetricsLogger:
         metrics.communication = self.profiler.summary()
         return metrics
 
-    def _warm(self) -> bool:
+    def _warmed_up(self) -> bool:
         return self.steps - self.resumed_at >= self.plan.train.measure_after_step
 
-    def _enter(self, phase: str) -> None:
+    def _set_phase(self, phase: str) -> None:
         self.events.set_phase(phase, step=self.steps, total_steps=self.plan.total_steps)
 
     def _runtime(self) -> float:
-        """Seconds of the training so far, without what the profiler did beside it."""
+        """Return the run time in seconds so far, without the overhead of the profiler."""
         return time.perf_counter() - self.started - self.profiler.overhead_s
 
-    def _log(self, step: StepData, norm: Tensor, rate: float) -> None:
+    def _write_line(self, step: StepData, norm: Tensor, rate: float) -> None:
         self._reduce_window()
-        told = self.losses[self.logged :]
+        losses = self.losses[self.logged :]
         self.logged = self.steps
         if self._file is None:
             return
@@ -243,7 +221,7 @@ class MetricsLogger:
             {
                 "step": self.steps,
                 "epoch": self.steps / self.plan.steps_per_epoch,
-                "loss": sum(told) / len(told),
+                "loss": sum(losses) / len(losses),
                 "grad_norm": norm.item(),
                 "learning_rate": rate,
                 "step_time_s": seconds,
@@ -252,7 +230,7 @@ class MetricsLogger:
         )
 
     def _reduce_window(self) -> None:
-        """Takes up the losses of the steps since the last time; one reduction for all of them."""
+        """Reduce the losses of the steps since the last call over the ranks, in one collective."""
         if not self.window:
             return
         losses, accuracies = sum_over_ranks(torch.stack(self.window, dim=1)).tolist()
@@ -260,11 +238,11 @@ class MetricsLogger:
         self.losses += losses
         self.accuracies += accuracies
         for position, loss in enumerate(losses, start=len(self.losses) - len(losses) + 1):
-            self._judge(loss, f"step {position}")
+            self._check_finite(loss, f"step {position}")
 
-    def _judge(self, loss: float, what: str) -> None:
-        """Stops a training whose loss is not finite, unless such losses are to be recorded."""
+    def _check_finite(self, loss: float, source: str) -> None:
+        """Raise DivergedError for a loss that is not finite, unless ``train.on_nan=record``."""
         if self.plan.train.on_nan != "record" and not math.isfinite(loss):
             raise DivergedError(
-                f"the loss of {what} is {loss}: lower train.learning_rate, or set train.on_nan=record to go on"
+                f"the loss of {source} is {loss}: lower train.learning_rate, or set train.on_nan=record to continue"
             )

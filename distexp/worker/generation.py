@@ -38,7 +38,7 @@ def check_answerable(data: TaskData) -> None:
 
 
 def score_answers(
-    engine: EvaluableModel, data: ShardedLoader, tokenizer: Tokenizer, most_tokens: int, beat: Callable[[], None]
+    model: EvaluableModel, data: ShardedLoader, tokenizer: Tokenizer, most_tokens: int, beat: Callable[[], None]
 ) -> tuple[Score, dict[str, str]]:
     """Exact match and F1 over the whole evaluation set, and each question's answer by its id, on every rank.
 
@@ -50,10 +50,10 @@ def score_answers(
     """
     samples = data.samples
     assert isinstance(samples, QASamples), "check_answerable"
-    writer = Writer(engine, tokenizer, most_tokens, data.device, beat)
+    writer = Writer(model, tokenizer, most_tokens, data.device, beat)
     # Prompts of like length share a batch; the longest come first, so that a lack of memory shows at once.
     order = np.argsort(-samples.prompt_lengths, kind="stable").tolist()
-    engine.model.eval()
+    model.module.eval()
     mine: dict[int, str] = {}
     for batch in data.sampler:
         indices = [order[index % len(order)] for index in batch]
@@ -69,7 +69,7 @@ def score_answers(
 class Writer:
     """Continues prompts, all ranks in step."""
 
-    engine: EvaluableModel
+    model: EvaluableModel
     tokenizer: Tokenizer
     most_tokens: int
     device: device
@@ -86,7 +86,7 @@ class Writer:
         ids = torch.full((len(prompts), capacity), self.tokenizer.pad_id, device=self.device)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
-        limit = max_positions(self.engine.model) or capacity
+        limit = max_positions(self.model.module) or capacity
         lengths = torch.tensor(starts, device=self.device)
         unfinished = torch.tensor(wanted, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
@@ -110,7 +110,7 @@ class Writer:
         """The likeliest next token of each row, shape (rows,), among those that the tokenizer has."""
         mask = (torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).long()
         inputs, last = {"input_ids": ids, "attention_mask": mask}, lengths - 1
-        if supports_logits_to_keep(self.engine.model):
+        if supports_logits_to_keep(self.model.module):
             inputs[LOGITS_TO_KEEP], last = last, torch.arange(len(ids), device=self.device)
         batch = Batch(
             inputs=inputs,
@@ -119,7 +119,7 @@ class Writer:
             num_targets=0,
             num_tokens=0,
         )
-        logits = get_logits(self.engine.forward(batch))
+        logits = get_logits(self.model.forward(batch))
         following = logits[torch.arange(len(ids), device=self.device), last]
         return following[:, : self.tokenizer.size].argmax(dim=-1)
 

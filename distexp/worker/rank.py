@@ -21,14 +21,14 @@ from torch import nn
 
 from distexp.config import Config, ConfigError
 from distexp.config.size_checks import check_samples_per_rank
-from distexp.config.targets import load_trainer, locate
+from distexp.config.targets import locate
 from distexp.data.base import TaskData
 from distexp.data.shards import BatchSharding, ShardedLoader
 from distexp.data.text import TargetLogits
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, head_address, join
-from distexp.engines.base import TrainingInputs
+from distexp.engines.base import load_trainer
 from distexp.measure.flops import peak_tflops, training_flops
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
@@ -43,7 +43,9 @@ from distexp.strategies.base import EvaluableModel
 from distexp.system.environment_variables import captured_environment
 from distexp.system.hardware import cpu_count
 from distexp.system.seeding import seed_everything
-from distexp.training.metrics_logger import MetricsLogger, Plan
+from distexp.training.inputs import TrainingInputs
+from distexp.training.metrics_logger import MetricsLogger
+from distexp.training.schedule import StepPlan
 from distexp.worker.generation import check_answerable, score_answers
 
 
@@ -86,16 +88,16 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     seed_everything(config.train.seed)
     data = load_data(config, context)
     training, evaluation = loaders(config, data, context)
-    plan = Plan(config.train, training.steps_per_epoch)
+    plan = StepPlan(config.train, training.steps_per_epoch)
     logger = MetricsLogger(plan, context, events)
     inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)
     build = partial(build_model, config, data, context)
-    engine, built = load_trainer(config).train(build, config, context, inputs)
+    model, built = load_trainer(config).train(build, config, context, inputs)
     built.tokenizer = data.tokenizer_name
     attempts.record_resume_step(spec.run, logger.resumed_at or None)
     if config.train.save_model and logger.stopped is None:
         events.set_phase("save")
-        save_model(engine.weights(), builder(config, data), data, context.run_dir, context.rank)
+        save_model(model.weights(), builder(config, data), data, context.run_dir, context.rank)
     record = RunRecord(
         status="preempted" if logger.stopped else "completed",
         error=logger.stopped,
@@ -109,13 +111,13 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     record.memory["torch"] = [entry for entry in watched if entry is not None]
     add_arithmetic(record, training_flops(config, data), context.world_size)
     if config.train.score_answers and logger.stopped is None:
-        add_answers(record, engine, evaluation, data.tokenizer, logger=logger, context=context)
+        add_answers(record, model, evaluation, data.tokenizer, logger=logger, context=context)
     return record
 
 
 def add_answers(
     record: RunRecord,
-    engine: EvaluableModel,
+    model: EvaluableModel,
     evaluation: ShardedLoader,
     tokenizer: Tokenizer,
     *,
@@ -125,7 +127,7 @@ def add_answers(
     """Exact match and F1, after all that is timed; the answers go to a file that SQuAD's own script reads."""
     logger.events.set_phase("eval")
     most_tokens = record.config["dataset"]["answer_tokens"]
-    found, answers = score_answers(engine, evaluation, tokenizer, most_tokens, logger.heartbeat.beat)
+    found, answers = score_answers(model, evaluation, tokenizer, most_tokens, logger.heartbeat.beat)
     record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
     logger.events.emit(exact_match=found.exact_match, f1=found.f1)
     if context.rank == 0:

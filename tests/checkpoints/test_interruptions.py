@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -
     assert record.status == "killed"
     assert attempts(record) == [(None, "killed")]
     assert lines(run_dir)[-1]["step"] == 7
-    assert [disk.step_of(path) for path in disk.in_run(run_dir)] == [6, 4], "the newest two are kept"
+    assert [disk.step_of(path) for path in disk.list_checkpoints(run_dir)] == [6, 4], "the newest two are kept"
 
     (rank_file,) = disk.checkpoint_dir(run_dir, 6).glob("rank-*.pt")
     rank_file.write_bytes(rank_file.read_bytes()[:-1])
@@ -82,8 +82,8 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -
     torn.mkdir()
     (torn / "rank-00000.pt").write_bytes(b"half a file")
     told = again(run_dir, workers=1)
-    assert f"{disk.checkpoint_dir(run_dir, 6)} is passed over: rank-00000.pt has " in told
-    assert "goes on from step 4" in told
+    assert f"skipping checkpoint {disk.checkpoint_dir(run_dir, 6)}: rank-00000.pt has " in told
+    assert "resuming from step 4" in told
     assert not torn.exists()
     record = RunRecord.read(run_dir / "record.json")
     assert record.status == "completed"
@@ -138,11 +138,11 @@ def test_a_signal_to_the_command_ends_the_run_with_a_checkpoint(tmp_path: Path) 
     assert record.error is not None
     assert f"stopped after step {stopped_at} of 40 (SIGUSR1)" in record.error.message
     assert record.built is not None
-    assert [disk.step_of(path) for path in disk.in_run(run_dir)] == [stopped_at]
+    assert [disk.step_of(path) for path in disk.list_checkpoints(run_dir)] == [stopped_at]
     before = lines(run_dir)
 
     told = again(run_dir, workers=2)
-    assert f"goes on from step {stopped_at}" in told
+    assert f"resuming from step {stopped_at}" in told
     record = RunRecord.read(run_dir / "record.json")
     assert record.status == "completed"
     assert record.error is None
@@ -179,7 +179,7 @@ def test_what_a_run_goes_on_from_is_part_of_its_identity(tmp_path: Path) -> None
     assert run_id(resolve_cell("train.checkpoint_every=epoch")) == plain
     source = disk.checkpoint_dir(tmp_path / "source", 4)
     source.mkdir(parents=True)
-    meta = disk.Meta("0", 4, 2, 8, 1000, "torch", 2)
+    meta = disk.CheckpointMeta("0", 4, 2, 8, 1000, "torch", 2)
     disk.write_manifest(source, meta, {"file": (1, 2)})
     resumed = make_spec(f"train.resume={tmp_path}/source").run.id
     assert resumed != plain

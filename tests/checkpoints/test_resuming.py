@@ -81,7 +81,7 @@ def test_an_interrupted_training_is_the_same_training(library: str, workers: int
     assert gone_on.train_samples_per_second is not None, "two of the three steps were measured"
     events = lines(folder / "events.jsonl")
     assert [event["resumed_from_step"] for event in events if "resumed_from_step" in event] == [6]
-    assert [disk.step_of(path) for path in disk.in_run(folder)] == [9, 6], "the newest two are kept"
+    assert [disk.step_of(path) for path in disk.list_checkpoints(folder)] == [9, 6], "the newest two are kept"
 
 
 @pytest.mark.slow
@@ -120,4 +120,4 @@ def test_three_workers_go_on_from_what_two_wrote(runs: Runs, tmp_path: Path) -> 
     assert ours.built.mesh == [1, 3]
     assert ours.metrics.eval_losses == pytest.approx(record.metrics.eval_losses, rel=1e-5)
     refused = (folder / "other" / "refused.txt").read_text()
-    assert "it has global_batch 24 where this run has 12; steps_per_epoch 4 where this run has 8" in refused
+    assert "global_batch is 24 instead of 12; steps_per_epoch is 4 instead of 8" in refused

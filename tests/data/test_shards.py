@@ -15,8 +15,9 @@ from distexp.config import TrainConfig
 from distexp.data.base import Batch, Sample, TaskData
 from distexp.data.images import collate_images
 from distexp.data.shards import BatchSharding, ShardedBatchSampler, ShardedLoader
+from distexp.training.inputs import TrainingInputs
 from distexp.training.loop import end_epoch
-from distexp.training.metrics_logger import Plan
+from distexp.training.schedule import StepPlan
 
 
 def steps_of(length: int, world: int, micro: int, accumulation: int, epoch: int = 0) -> list[list[int]]:
@@ -105,10 +106,10 @@ def test_the_next_epoch_is_read_while_the_last_is_evaluated() -> None:
     samples, seen = Watched(), []
     training, evaluation = loader_of(samples, 1), loader_of(Watched(), 0)
     order_of(training, 0)
-    plan = Plan(TrainConfig(num_epochs=2), steps_per_epoch=training.steps_per_epoch)
+    plan = StepPlan(TrainConfig(num_epochs=2), steps_per_epoch=training.steps_per_epoch)
 
     class Patient:
-        model: Any = torch.nn.Identity()
+        module: Any = torch.nn.Identity()
 
         def forward(self, batch: Batch) -> Tensor:
             seen.append(samples.are_read(20.0 if waits else 0.5))
@@ -117,6 +118,7 @@ def test_the_next_epoch_is_read_while_the_last_is_evaluated() -> None:
     for waits, steps in ((True, 6), (False, 12)):
         samples.reads.zero_()
         seen.clear()
-        end_epoch(Patient(), training, evaluation, plan, MagicMock(steps=steps))  # type: ignore[arg-type]
+        inputs = TrainingInputs(training, evaluation, plan, MagicMock(steps=steps), run_id="")
+        end_epoch(Patient(), inputs)  # type: ignore[arg-type]
         assert seen == [waits] * 6, "after the last epoch nothing is read"
         order_of(training, 1)

@@ -1,4 +1,4 @@
-"""The Trainer beside our loop: in one sweep, and never something else than was asked."""
+"""engine=hf_trainer: it refuses what it does not support, and trains as the native engine does."""
 
 from __future__ import annotations
 
@@ -9,29 +9,37 @@ import pytest
 
 from distexp.config import ConfigError
 from distexp.runs.record import RunRecord
+from distexp.strategies.ddp import DDP
 from tests.helpers.runs import HELPERS, REPOSITORY, resolve_cell, run_distexp
 
 SHORT = ("dataset.train_size=32", "dataset.eval_size=8", "train.num_epochs=1", "train.measure_after_step=1")
-REFUSED = {  # what the Trainer would leave out, and what to do instead
+REFUSED = {  # overrides: a part of the message
     "sharding=no_shard cluster.workers_per_node=2": "choose strategy=ddp, or engine=native",
-    "sharding=hybrid_shard fsdp.replicas=2 cluster.workers_per_node=2": "shards nothing here",
-    "sharding=full_shard fsdp.forward_prefetch=2": "fsdp.forward_prefetch=2 is nothing that accelerate",
-    "sharding=full_shard fsdp.backward_prefetch=0": "leave it at 1, or choose engine=native",
-    "strategy=ddp strategy.name=mine": "engine=hf_trainer distributes by single, ddp, fsdp, deepspeed, not by",
-    "strategy=ddp train.checkpoint_every=5": "train.checkpoint_every=5 is for our own loop: leave it out",
+    "sharding=hybrid_shard fsdp.replicas=2 cluster.workers_per_node=2": "shards nothing, and engine=hf_trainer does",
+    "sharding=full_shard fsdp.forward_prefetch=2": "fsdp.forward_prefetch=2 is not supported by engine=hf_trainer",
+    "sharding=full_shard fsdp.backward_prefetch=0": "use 1, or engine=native",
+    "strategy=ddp strategy._target_=tests.engines.test_hf_trainer.CustomDDP strategy.name=custom": (
+        "engine=hf_trainer does not support strategy=custom: choose engine=native"
+    ),
+    "strategy=ddp train.checkpoint_every=5": "train.checkpoint_every=5 is not supported by engine=hf_trainer",
     "strategy=ddp engine._target_=os.system": "trusted_packages=[os]",
 }
 
 
+class CustomDDP(DDP):
+    """A strategy that may distribute the model in another way than its base class."""
+
+
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_it_cannot_do_is_refused_before_anything_starts(line: str) -> None:
+def test_unsupported_settings_are_refused_before_the_run_starts(line: str) -> None:
+    trusted = ("trusted_packages=[tests]",) if "tests." in line else ()
     with pytest.raises(ConfigError) as refusal:
-        resolve_cell("engine=hf_trainer", "cluster.device=cpu", *line.split())
+        resolve_cell("engine=hf_trainer", "cluster.device=cpu", *trusted, *line.split())
     assert REFUSED[line] in str(refusal.value)
 
 
 @pytest.mark.parametrize("line", ["strategy=single", "strategy=fsdp", "sharding=hybrid_shard", "zero_stage=3"])
-def test_what_it_can_do_is_accepted(line: str) -> None:
+def test_supported_settings_are_accepted(line: str) -> None:
     assert resolve_cell("engine=hf_trainer", "cluster.device=cpu", line).engine.name == "hf_trainer"
 
 
@@ -63,8 +71,8 @@ def test_both_engines_in_one_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_that_wraps_something_else_fails(tmp_path: Path) -> None:
-    """As it does on a CPU by itself: plain DDP where FSDP was asked for."""
+def test_a_run_fails_if_the_trainer_uses_another_wrapper(tmp_path: Path) -> None:
+    """Without FSDPAdapter's help, accelerate uses DDP instead of FSDP on a CPU."""
     words = ("engine=hf_trainer", "strategy=fsdp", "cluster.workers_per_node=1", *SHORT, "cluster.device=cpu")
     own = ("dataset._target_=failing_trainer.unsharded", "trusted_packages=[failing_trainer]")
     path = os.pathsep.join([str(HELPERS), str(REPOSITORY)])
@@ -76,7 +84,7 @@ def test_a_trainer_that_wraps_something_else_fails(tmp_path: Path) -> None:
     assert record.error is not None
     assert record.error.phase == "setup"
     assert record.error.message.startswith(
-        "what was built is not what was asked for: wrapper is 'DistributedDataParallel', "
+        "the model was not built as requested: wrapper is 'DistributedDataParallel', "
         "not 'fully_shard(reshard_after_forward=True)'"
     )
     assert record.metrics.train_loss is None

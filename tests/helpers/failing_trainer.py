@@ -1,4 +1,4 @@
-"""A data set that takes FSDP's last help away from the Trainer, reached as ``_target_=failing_trainer.unsharded``."""
+"""A data set after which the Trainer uses DDP instead of FSDP: ``_target_=failing_trainer.unsharded``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from distexp.data.base import TaskData
 
 
 def unsharded(*arguments: Any) -> TaskData:
-    from distexp.engines import hf_arguments
+    """Disable what lets accelerate use FSDP on a CPU; return the data set squad_sample."""
+    from distexp.engines.hf_adapters import FSDPAdapter, HFAdapter
 
-    hf_arguments._complete_fsdp = lambda *_: None  # type: ignore[assignment]
+    FSDPAdapter.configure_arguments = HFAdapter.configure_arguments  # type: ignore[method-assign]
     return squad_sample.load(*arguments)

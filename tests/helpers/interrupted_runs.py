@@ -34,7 +34,7 @@ def main() -> None:
             continue
         dist.barrier()
         if context.rank == 0:
-            newest, *_ = disk.in_run(cell)
+            newest, *_ = disk.list_checkpoints(cell)
             shutil.rmtree(newest)
             (cell / "metrics.jsonl").rename(cell / "whole.jsonl")
             (cell / "record.json").rename(cell / "whole.json")

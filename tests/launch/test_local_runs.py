@@ -120,7 +120,7 @@ def test_impossible_cells_become_rows_and_the_sweep_goes_on(sweep: tuple[Path, s
     records = [RunRecord.read(sweep[0] / str(number) / "record.json") for number in range(4)]
     assert [record.status for record in records] == ["invalid", "completed", "completed", "completed"]
     assert records[0].error is not None
-    assert "offload=true has nothing to move with strategy=single" in records[0].error.message
+    assert "offload=true is not supported by strategy=single" in records[0].error.message
     built = [record.built for record in records[1:]]
     assert [b.offload for b in built if b] == ["none", "parameters+gradients+optimizer", "none"]
     losses = [record.metrics.train_loss for record in records[2:]]

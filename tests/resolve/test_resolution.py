@@ -132,7 +132,7 @@ def test_a_ds_config_of_ones_own_is_filled_in_and_held_to_the_rest(tmp_path: Pat
     assert settings["wall_clock_breakdown"] is True
     assert settings["train_batch_size"] == 16
     assert "auto" not in json.dumps(settings)
-    with pytest.raises(ConfigError, match=r"zero_optimization\.stage=3, and this run has 1"):
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage=3, but this run has 1"):
         resolve_cell(*words, "zero_stage=1")
     path.write_text(json.dumps({"optimizer": {"type": "Lamb"}, "scheduler": {}, "gradient_clipping": 9}))
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""Optimizers under a loss scale, which skips steps."""
+"""Optimizers under loss scaling, which skips steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.helpers.runs import resolve_cell
 
 
 @pytest.fixture(autouse=True)
-def _uninitialised_is_nan() -> Iterator[None]:
-    """What torch does not write is visible."""
+def _uninitialized_is_nan() -> Iterator[None]:
+    """Fill uninitialized memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_first_step_that_overflows_leaves_no_trace(optimizer: str) -> None:
-    """As nearly every first step of fp16 does; the momentum must not begin with it."""
+def test_a_first_step_that_overflows_changes_nothing(optimizer: str) -> None:
+    """Most first steps of fp16 overflow; the momentum must not start from them."""
     train = resolve_cell("model=resnet_tiny", f"train.optimizer={optimizer}").train
     weights = []
     for overflows in (True, False):

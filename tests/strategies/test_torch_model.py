@@ -1,4 +1,4 @@
-"""What the engine of plain torch holds on to."""
+"""The memory that TorchModel keeps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from distexp.strategies.torch_model import Distribution, TorchModel
 from tests.helpers.runs import resolve_cell
 
 
-class Recording(nn.Module):
-    """A model that remembers which logits it gave, and whether they are still there when its gradients come."""
+class RecordingModel(nn.Module):
+    """A model that records whether its logits still exist when its gradients are computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
-        self.alive: list[bool] = []
-        self.embedding.weight.register_hook(lambda _: self.alive.append(self.logits() is not None))
+        self.logits_alive: list[bool] = []
+        self.embedding.weight.register_hook(lambda _: self.logits_alive.append(self.logits() is not None))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         logits: Tensor = self.head(self.embedding(input_ids))
@@ -31,22 +31,22 @@ class Recording(nn.Module):
 
 
 def test_logits_are_freed_before_the_backward_pass(tmp_path: Path) -> None:
-    """Of a large vocabulary they are the largest tensor of all."""
+    """With a large vocabulary they are the largest tensor."""
     config = resolve_cell("strategy=single")
     context = Context(
         rank=0, world_size=1, local_rank=0, workers_per_node=1, nodes=1, device=torch.device("cpu"), run_dir=tmp_path
     )
-    model = Recording()
-    engine = TorchModel(
+    model = RecordingModel()
+    distributed = TorchModel(
         model,
         config,
         context,
-        synchronising=lambda last_micro: nullcontext(),
+        sync_context=lambda last_micro: nullcontext(),
         autocast=True,
         distribution=lambda: Distribution(wrapper="none", mesh=[1, 1]),
     )
     ids = torch.arange(10).view(2, 5)
     batch = Batch({"input_ids": ids}, labels=ids, num_samples=2, num_targets=8, num_tokens=10)
-    loss, _ = engine.forward_backward(batch, normalizer=torch.tensor(8), last_micro=True)
+    loss, _ = distributed.forward_backward(batch, normalizer=torch.tensor(8), last_micro=True)
     assert loss > 0
-    assert model.alive == [False]
+    assert model.logits_alive == [False]

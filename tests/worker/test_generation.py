@@ -40,13 +40,13 @@ class Plain:
     """The forward pass of an engine; notes the widths that it was given."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model.eval()
+        self.module = model.eval()
         self.widths: list[int] = []
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
         self.widths.append(batch.inputs["input_ids"].shape[1])
-        return self.model(**batch.inputs)
+        return self.module(**batch.inputs)
 
 
 def prompts() -> list[Any]:

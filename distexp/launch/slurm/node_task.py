@@ -19,7 +19,7 @@ from types import FrameType
 
 import submitit
 
-from distexp.checkpoints.folder import in_run, step_of
+from distexp.checkpoints.folder import list_checkpoints, step_of
 from distexp.launch import oom
 from distexp.launch.agent import NodeContext, StoppedError, run_node, stop
 from distexp.launch.outcome import STOPPED_CODE, finalize_run, start_attempt
@@ -197,7 +197,7 @@ def requeue_if_needed(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord,
     interrupted = record.status == "preempted" or (node_lost and record.status == "killed")
     if not interrupted or not spec.config.cluster.requeue:
         return False
-    newest = next((step for path in in_run(run_dir) if (step := step_of(path)) is not None), 0)
+    newest = next((step for path in list_checkpoints(run_dir) if (step := step_of(path)) is not None), 0)
     first = record.run.attempts[-1]["resumed_from_step"] or 0
     if newest <= first:
         print(f"not requeued: this attempt started at step {first} and left no later checkpoint", flush=True)

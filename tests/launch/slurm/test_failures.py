@@ -235,7 +235,7 @@ def test_a_run_continues_after_the_time_limit_of_its_job(slurm: Cluster, tmp_pat
         assert time.monotonic() < deadline
         if slurm.restarts(job) > restarts:  # a pending job may not have started at all
             restarts += 1
-            assert "(time_limit): the run goes on from its checkpoint" in str(read_record(sweep, 0).error)
+            assert "(time_limit): the run can be resumed from the checkpoint" in str(read_record(sweep, 0).error)
             restart_now(slurm, job)
         time.sleep(1)
     attempts = read_record(sweep, 0).run.attempts
@@ -253,7 +253,7 @@ def test_a_preempted_run_resumes(slurm: Cluster, tmp_path: Path) -> None:
     urgent = f"sbatch --parsable -p high -w {node} --exclusive -o /dev/null --wrap true".split()
     interrupting = slurm.command(*urgent).strip()
     assert slurm.wait_accounted(interrupting, "State") == "COMPLETED"
-    assert "(preemption): the run goes on from its checkpoint" in str(read_record(sweep, 0).error)
+    assert "(preemption): the run can be resumed from the checkpoint" in str(read_record(sweep, 0).error)
     restart_now(slurm, latest_jobs(sweep)[0])
     wait_for(all_ended(slurm, sweep))
     first, second = read_record(sweep, 0).run.attempts

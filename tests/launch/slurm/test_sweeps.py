@@ -230,7 +230,7 @@ def test_jobs_continue_after_ctrl_c_and_running_jobs_can_be_cancelled(slurm: Clu
     ended = read_record(sweep, 0)
     assert ended.status == "preempted"
     assert ended.error is not None
-    assert "(preemption): the run goes on from its checkpoint" in ended.error.message, (
+    assert "(preemption): the run can be resumed from the checkpoint" in ended.error.message, (
         "not time_limit: the job has none"
     )
     assert ended.run.attempts[-1]["reason"] == "preempted"
