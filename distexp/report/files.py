@@ -16,11 +16,11 @@ from distexp.report.data.metrics import METRICS
 from distexp.report.data.overview import Overview
 from distexp.report.data.result_rows import ResultRow, column_names, result_row
 from distexp.report.exercises import exercise_tables
-from distexp.report.findings.summary import sentences
+from distexp.report.summary import summarize
 from distexp.report.table import overview_columns
 
 if TYPE_CHECKING:
-    from distexp.report.plots import Plot
+    from distexp.report.figures.base import Figure
 
 PAGE = "report.html"
 
@@ -33,15 +33,16 @@ def write_files(
     ``traced_runs`` are the labels of those to draw over time, ``skipped`` sentences on records left out.
     """
     # Here, so that the table after a sweep waits for no plotting library.
+    from distexp.report.figures import build_figures
+    from distexp.report.figures.base import render_files
     from distexp.report.page.build import write_page
-    from distexp.report.plots import pictures, plots
     from distexp.report.traces import load_traces
 
     directory.mkdir(parents=True, exist_ok=True)
     rows = [result_row(row) for row in overview.rows]
     names = column_names(rows)
-    figures = list(plots(overview, load_traces(overview, traced_runs)))
-    drawn = list(pictures(figures, directory / "plots"))
+    figures = build_figures(overview, load_traces(overview, traced_runs))
+    drawn = list(render_files(figures, directory / "plots"))
     for path, content in drawn:
         path.parent.mkdir(exist_ok=True)
         _write(path, partial(_bytes, content))
@@ -90,7 +91,7 @@ def _column(pa: Any, values: list[Any]) -> Any:
     return pa.array([None if value is None else str(value) for value in values], pa.string())
 
 
-def write_markdown(overview: Overview, figures: Sequence[Plot], path: Path) -> None:
+def write_markdown(overview: Overview, figures: Sequence[Figure], path: Path) -> None:
     """Writes the table of runs, why some did not complete, the sentences, and what each figure says."""
     columns = list(overview_columns(overview))
     lines = [
@@ -98,18 +99,16 @@ def write_markdown(overview: Overview, figures: Sequence[Plot], path: Path) -> N
                 [column.right for column in columns]),
         *(f"- {_escape(note)}" for note in overview.notes()),
         "",
-        *(_escape(sentence) + "  " for sentence in sentences(overview)),
+        *(_escape(sentence) + "  " for sentence in summarize(overview)),
     ]  # fmt: skip
     for table in exercise_tables(overview):
         lines += ["", f"## {table.title}", "", *_table(table.header, table.rows), _escape(table.note)]
     for figure in figures:
         picture = [f"![{figure.title}](plots/{figure.name}.svg)", ""] if figure.panels else []
-        lines += ["", f"## {figure.title}", "", *picture]
+        lines += ["", f"## {figure.title}", "", *picture, _escape(figure.caption), ""]
         for table in figure.tables:
             lines += [f"{table.title}:", "", *_table(table.header, table.rows)]
-        for finding in figure.findings:
-            question = f"*{_escape(finding.question)}* " if finding.question else ""
-            lines.append(f"- {question}{_escape(finding.text)}")
+        lines += [f"- {_escape(sentence)}" for sentence in figure.sentences]
     path.write_text("\n".join(lines) + "\n")
 
 

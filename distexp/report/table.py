@@ -17,7 +17,7 @@ from distexp.report.data.repeats import RunGroup, format_metric
 from distexp.report.data.settings import format_setting
 from distexp.report.data.text_table import TextTable
 from distexp.report.exercises import exercise_tables
-from distexp.report.findings.summary import sentences
+from distexp.report.summary import summarize
 from distexp.runs.record import FAILURES, RunRecord
 
 GAP = 2  # blanks between two columns, one of them the box's own
@@ -134,7 +134,7 @@ class OverviewTable:
             yield Text(note, style="yellow")
         if len(notes) > NOTES:
             yield Text(f"{len(notes) - NOTES} more reasons are not shown here.", style="dim")
-        for sentence in sentences(overview):
+        for sentence in summarize(overview):
             yield Text(sentence)
         yield ExerciseTables(overview)
 

@@ -59,7 +59,7 @@ def test_the_files_hold_a_row_a_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in plots.iterdir()) == ["memory_throughput.png", "memory_throughput.svg"]
     assert (plots / "memory_throughput.png").read_bytes().startswith(b"\x89PNG")
     drawing = (plots / "memory_throughput.svg").read_text()
-    assert "GPU memory at peak" in drawing
+    assert "peak GPU memory" in drawing
     assert "var(" not in drawing  # real colours, for what knows no style sheet of ours
     assert f"written: {folder}, 6 files: plots/, report.html, results.csv, results.md, results.parquet" in done.stdout
 
@@ -195,9 +195,9 @@ def test_open_shows_the_page_and_trace_chooses_what_is_drawn(tmp_path: Path) -> 
         assert report(tmp_path / "sweep", "--open").returncode == 0
     assert shown == [page.as_uri()]
     text = (page.parent / "results.md").read_text()
-    assert "8 of 10 trainings are drawn" in text
+    assert "Drawn: 8 of 10 rows of the table." in text
     assert report(tmp_path / "sweep", "--trace", 3, 9).returncode == 0
-    assert "2 of 10 trainings are drawn" in (page.parent / "results.md").read_text()
+    assert "Drawn: 2 of 10 rows of the table." in (page.parent / "results.md").read_text()
     drawn = (page.parent / "plots" / "losses.svg").read_text()
     assert "learning_rate=0.0001" in drawn
     assert "learning_rate=5e-05" not in drawn
@@ -214,7 +214,7 @@ def test_one_number_of_workers_on_few_nodes_and_on_more_is_a_pair_without_a_curv
     ]
     assert report(write(tmp_path, *runs)).returncode == 0
     text = (tmp_path / "report" / "results.md").read_text()
-    assert "2 workers as 2 x 1 instead of 1 x 2 (nodes x workers a node) costs 20.0% of the speed" in text
+    assert "| - | 2 | 1 x 2 | 100.0 | 2 x 1 | 80.0 | 0.80 |" in text
     assert "scaling.svg" not in text
     assert not (tmp_path / "report" / "plots" / "scaling.svg").exists()
 
@@ -250,7 +250,7 @@ def sweep(path: Path, *, speed: float = 1.0, peak: float = 1000.0, loss: float =
     ("change", "said"),
     [
         ({"speed": 0.9}, "strategy=ddp: slower, 100.0 -> 90.0 samples/s (-10.0%)"),
-        ({"peak": 1100.0}, "strategy=fsdp: more GPU memory at peak, 1,000 -> 1,100 MiB (+10.0%)"),
+        ({"peak": 1100.0}, "strategy=fsdp: more peak GPU memory, 1,000 -> 1,100 MiB (+10.0%)"),
         ({"loss": 2.1}, "strategy=ddp: worse eval loss, 2.0000 -> 2.1000 (+5.0%)"),
     ],
 )

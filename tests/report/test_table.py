@@ -137,16 +137,16 @@ def test_repeats_over_seeds_become_mean_and_spread() -> None:
     text = unwrapped(printed(records))
     assert "101.0 ± 1.0" in text
     assert "seed" not in header(printed(records))
-    assert "Fastest: run 3 +2 (strategy=fsdp) with 101.5 samples/s" in text
-    assert "the difference is within the spread" in text
+    assert "Fastest: run 3 +2 (strategy=fsdp), 101.5 samples/s." in text
+    assert "The difference to run 0 +2 (strategy=ddp), 101.0 samples/s, is within run-to-run noise." in text
     apart = [r for r in records if r.config["strategy"]["name"] != "fsdp"]
-    assert "the difference is beyond the spread" in unwrapped(printed(apart))
+    assert "is beyond run-to-run noise" in unwrapped(printed(apart))
 
 
-def test_without_repeats_the_spread_is_said_to_be_unknown() -> None:
+def test_without_repeats_the_noise_is_unknown() -> None:
     text = printed([record(0, speed=100.0), record(1, strategy="fsdp", speed=100.1)])
-    assert "within the spread" not in text
-    assert "to know the spread" in text
+    assert "run-to-run noise" not in text
+    assert "to measure the noise" in text
 
 
 def test_a_failed_repeat_is_counted_out() -> None:
@@ -214,17 +214,17 @@ def test_a_killed_run_keeps_the_variables_that_it_was_given() -> None:
     assert rows == [["0", "active", "completed"], ["1", "passive", "failed"]]
 
 
-def test_it_says_what_a_setup_and_few_steps_made_of_figures() -> None:
+def test_memory_peaks_during_setup_and_few_measured_steps_are_reported() -> None:
     runs = [record(n, strategy=name, train__measure_after_step=5) for n, name in enumerate(("ddp", "deepspeed"))]
     for run, setup in zip(runs, (900.0, 4300.0), strict=True):
         run.memory["cpu"] = [{"node": 0, "peak_mib": setup, "phases": {"setup": setup, "train": 1400.0}}]
         run.metrics.total_steps = 30
     text = unwrapped(printed(runs))
-    assert "Run 1 was at its peak during setup, and at 1,400 MiB at most after it: DeepSpeed compiles" in text
-    assert "Run 0 was" not in text
-    assert "fewer than 5 steps" not in text
+    assert "Run 1 had its memory peak during setup. After setup its peak was 1,400 MiB. DeepSpeed compiles" in text
+    assert "Run 0 had" not in text
+    assert "Fewer than 5 steps" not in text
     runs[1].metrics.total_steps = 6
-    assert "The speed of run 1 is that of fewer than 5 steps" in unwrapped(printed(runs))
+    assert "Fewer than 5 steps were measured in run 1." in unwrapped(printed(runs))
 
 
 def test_sentences_keep_models_apart() -> None:
@@ -234,9 +234,9 @@ def test_sentences_keep_models_apart() -> None:
         for m, strategy in enumerate(("ddp", "fsdp"))
     ]
     text = unwrapped(printed(runs))
-    assert "Global batches of gpt_tiny on squad_sample differ" in text
-    assert "Global batches of bloom_tiny on squad_sample differ" in text
-    assert ", for runs of gpt_tiny on squad_sample." in text
+    assert "Global batch sizes differ (gpt_tiny on squad_sample): " in text
+    assert "Global batch sizes differ (bloom_tiny on squad_sample): " in text
+    assert "Only runs of gpt_tiny on squad_sample have one." in text
 
 
 def test_a_variable_that_steers_is_a_condition() -> None:
@@ -260,9 +260,9 @@ def test_scale_and_efficiency_name_their_reference() -> None:
     text = unwrapped(printed(records))
     assert "1.80 90" in text
     assert "3.20 80" in text
-    assert "Speedup is samples/s against run 1 (" in text
+    assert "Speedup: samples/s relative to run 1 (" in text
     flat = unwrapped(printed([record(0, model__name="resnet_tiny"), record(1), record(2, strategy="fsdp")]))
-    assert "Speedup is samples/s against run 1 (" in flat, "the first task that two have"
+    assert "Speedup: samples/s relative to run 1 (" in flat, "the first task that two have"
     flat = printed([record(0), record(1, strategy="fsdp")])
     assert "effi" not in header(flat)
 
@@ -273,10 +273,10 @@ def test_sentences_follow_the_figures() -> None:
             printed([record(0, peak=first, speed=first), record(1, strategy="fsdp", peak=second, speed=second)])
         )
 
-    assert "Fastest: run 1 (strategy=fsdp) with 2,000.0 samples/s, 2.00x of run 0" in told(1000, 2000)
-    assert "Smallest GPU memory at peak: run 0 (strategy=ddp) with 1,000 MiB" in told(1000, 2000)
+    assert "Fastest: run 1 (strategy=fsdp), 2,000.0 samples/s." in told(1000, 2000)
+    assert "Lowest peak GPU memory: run 0 (strategy=ddp), 1,000 MiB." in told(1000, 2000)
     assert "Fastest: run 0 (strategy=ddp)" in told(2000, 1000)
-    assert "Smallest GPU memory at peak: run 1 (strategy=fsdp)" in told(2000, 1000)
+    assert "Lowest peak GPU memory: run 1 (strategy=fsdp), 1,000 MiB." in told(2000, 1000)
 
 
 def test_what_trains_something_else_is_not_ranked_with_the_rest() -> None:
@@ -290,15 +290,15 @@ def test_what_trains_something_else_is_not_ranked_with_the_rest() -> None:
 
 def test_what_is_equal_is_called_so() -> None:
     text = unwrapped(printed([record(0, speed=100.0, peak=1000), record(1, strategy="fsdp", speed=100.2, peak=1003)]))
-    assert "100.2 samples/s, as fast as run 0 (strategy=ddp)" in text
-    assert "run 0 (strategy=ddp) and run 1 (strategy=fsdp) with 1,000 and 1,003 MiB." in text
+    assert "100.2 samples/s. Equal within 0.5%: run 0 (strategy=ddp), 100.0 samples/s." in text
+    assert "run 0 (strategy=ddp), 1,000 MiB. Equal within 0.5%: run 1 (strategy=fsdp), 1,003 MiB." in text
 
 
-def test_other_global_batches_are_said_to_be_another_training() -> None:
+def test_different_global_batches_are_reported() -> None:
     records = [record(0, strategy="single", train__micro_batch_size=8), record(1, train__micro_batch_size=16)]
     text = unwrapped(printed(records))
-    assert "Global batches differ (samples a step: 16 in run 0; 32 in run 1), so these are not the same" in text
-    assert "Global batches" not in printed([record(0), record(1, strategy="fsdp")])
+    assert "Global batch sizes differ: 16 in run 0, 32 in run 1. Their losses are not comparable." in text
+    assert "Global batch" not in printed([record(0), record(1, strategy="fsdp")])
 
 
 def test_a_narrow_terminal_keeps_figures_before_further_settings() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from distexp.report.data.rows import Row
-from distexp.report.data.text import join_first
+from distexp.report.data.text import name_runs
 from distexp.runs.record import RunError
 
 MAX_LENGTH = 300  # characters of a message
@@ -22,7 +22,7 @@ def failure_notes(rows: Sequence[Row]) -> Iterator[str]:
             for reason in failure_reasons(row):
                 labels.setdefault((row.record.status, reason), []).append(row.label)
     for (status, reason), found in labels.items():
-        yield f"run{'s' if len(found) > 1 else ''} {join_first(found, MAX_LABELS)} {status}: {reason}"
+        yield f"{name_runs(found, MAX_LABELS)} {status}: {reason}"
 
 
 def failure_reason(row: Row, limit: int = MAX_LENGTH) -> str:

@@ -100,9 +100,9 @@ EFFICIENCY = "efficiency_pct"
 COMMUNICATION = "communication_pct"
 EXPOSED = "communication_exposed_pct"
 MEMORIES = {
-    "gpu_peak_mib": "GPU memory at peak",
-    "torch_peak_allocated_mib": "GPU memory allocated by torch at peak",
-    "cpu_peak_mib": "CPU memory at peak",
+    "gpu_peak_mib": "peak GPU memory",
+    "torch_peak_allocated_mib": "peak GPU memory allocated by torch",
+    "cpu_peak_mib": "peak CPU memory",
 }
 """Metrics of memory, by preference: a run is compared by the first that was measured."""
 

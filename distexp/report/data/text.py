@@ -1,12 +1,23 @@
-"""Helpers for the sentences of a report."""
+"""Helpers that format the sentences and labels of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 
-def join_first(names: Iterable[str], limit: int) -> str:
+def join_first(names: Iterable[str], limit: int = 6) -> str:
     """Return ``a, b, c and 4 more`` for many names."""
     known = list(names)
     more = len(known) - limit
     return ", ".join(known[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def name_runs(labels: Iterable[str], limit: int = 4) -> str:
+    """Return ``run 3``, or ``runs 3, 5 and 2 more``."""
+    known = list(labels)
+    return f"run{'s' if len(known) > 1 else ''} {join_first(known, limit)}"
+
+
+def format_change(after: float, before: float) -> str:
+    """Return the relative change as a percentage with its sign, never ``-0.0%``."""
+    return f"{round(100 * (after / before - 1), 1) + 0.0:+.1f}%"

@@ -1,1 +1,1 @@
-"""``report.html``: one file that holds all it shows, and asks nothing of any network."""
+"""``report.html``: one self-contained file that works offline."""

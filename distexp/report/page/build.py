@@ -1,4 +1,4 @@
-"""Puts the page together: template, style, script, the libraries' own scripts, and the data."""
+"""Builds the page from its template, style and script, the data, and two JavaScript libraries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import gzip
 import json
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -18,120 +19,123 @@ import vl_convert
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from distexp.report.charts.theme import DARK, LIGHT, PHASES
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import Overview
+from distexp.report.data.ranking import memory_metric, rank_by_metric
+from distexp.report.data.text import join_first
 from distexp.report.exercises import exercise_tables
-from distexp.report.findings.summary import memory_figure, sentences
-from distexp.report.page.provenance import provenance
+from distexp.report.figures.base import VEGALITE, Figure
+from distexp.report.figures.theme import DARK, LIGHT
+from distexp.report.page.provenance import provenance_tables
 from distexp.report.page.runs import configurations, run_table
-from distexp.report.plots import VEGALITE, Plot
+from distexp.report.summary import summarize
 from distexp.runs.record import FAILURES, finite
 
 MOST_NOTES = 20
-HERE = files("distexp.report.page")
+PAGE_FILES = files("distexp.report.page")
 
 
-def write_page(overview: Overview, figures: Sequence[Plot], path: Path, skipped: Sequence[str] = ()) -> None:
-    """Writes the page; its links are relative to its own folder."""
+@dataclass(frozen=True)
+class Tile:
+    """A number at the top of the page."""
+
+    name: str
+    value: str
+    detail: str
+    style: str = ""  # bad: in red
+
+
+def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skipped: Sequence[str] = ()) -> None:
+    """Write the page. Its links are relative to its folder."""
     notes = [*skipped, *overview.notes()]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((HERE / "page.html").read_text())
+    template = environment.from_string((PAGE_FILES / "page.html").read_text())
     text = template.render(
-        title=_title(overview),
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        tiles=_tiles(overview),
-        sentences=list(sentences(overview)),
+        title=join_first(dict.fromkeys(row.record.run.name for row in overview.rows), 3),
+        created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        tiles=list(_tiles(overview)),
+        summary=list(summarize(overview)),
         notes=notes[:MOST_NOTES],
         more_notes=max(0, len(notes) - MOST_NOTES),
         exercises=list(exercise_tables(overview)),
         figures=figures,
-        provenance=list(provenance(overview.rows)),
-        phases=PHASES,
+        provenance=list(provenance_tables(overview.rows)),
         palettes={"light": LIGHT, "dark": DARK},
-        style=Markup((HERE / "page.css").read_text()),
-        table_style=_code(_table_library(".css")),
-        table_library=_packed(_table_library(".js")),
-        chart_library=_packed(_chart_library()),
-        script=_code((HERE / "page.js").read_text()),
-        data=_packed(_json(_data(overview, figures, path.parent))),
+        style=Markup((PAGE_FILES / "page.css").read_text()),
+        table_style=_escape_closing_tags(_read_table_library(".css")),
+        table_library=_compress(_read_table_library(".js")),
+        chart_library=_compress(_bundle_chart_library()),
+        script=_escape_closing_tags((PAGE_FILES / "page.js").read_text()),
+        data=_compress(_to_json(_page_data(overview, figures, path.parent))),
     )
     path.write_text(text)
 
 
-def _data(overview: Overview, figures: Sequence[Plot], directory: Path) -> dict[str, Any]:
-    """What the script of the page reads."""
+def _page_data(overview: Overview, figures: Sequence[Figure], directory: Path) -> dict[str, Any]:
+    """Return the data for the page's script."""
     return {
         "runs": run_table(overview, directory),
         "configurations": configurations(overview),
-        "charts": {
-            f"{figure.name}-{n}": figure.specification(n) for figure in figures for n in range(len(figure.panels))
-        },
+        "charts": {f"{figure.name}-{n}": figure.panel_spec(n) for figure in figures for n in range(len(figure.panels))},
     }
 
 
 @cache
-def _chart_library() -> str:
-    """A module of Vega, Vega-Lite and Vega-Embed, as vl_convert bundles them; it takes a second to make."""
+def _bundle_chart_library() -> str:
+    """Return a JavaScript module with Vega, Vega-Lite and Vega-Embed. Cached, because it takes a second."""
     return vl_convert.javascript_bundle("export default vegaEmbed;", vl_version=VEGALITE)
 
 
-def _table_library(kind: str) -> str:
-    """DataTables, as the package itables bundles it: a module, and its style.
+def _read_table_library(suffix: str) -> str:
+    """Return the JavaScript module or the style of DataTables from the package itables.
 
-    The package is not imported, for it would read the pyproject.toml of whatever folder one is in.
+    The package is not imported, because it would read the pyproject.toml of the current folder.
     """
     package = find_spec("itables")
     assert package is not None
     assert package.origin is not None
-    return (Path(package.origin).parent / "html" / f"dt_bundle{kind}").read_text()
+    return (Path(package.origin).parent / "html" / f"dt_bundle{suffix}").read_text()
 
 
-def _packed(text: str) -> str:
-    """A library's module, or the data, for the page's script to unpack: it makes the page a quarter as large."""
+def _compress(text: str) -> str:
+    """Compress a text, which the page's script decompresses. It makes the page four times smaller."""
     return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def _code(text: str) -> Markup:
-    """Code inside a script or style element, which ends at the first closing tag of either."""
-    return Markup(text.replace("</script", "<\\/script").replace("</style", "<\\/style"))
+def _escape_closing_tags(code: str) -> Markup:
+    """Escape the tags that would end a script or style element early."""
+    return Markup(code.replace("</script", "<\\/script").replace("</style", "<\\/style"))
 
 
-def _json(content: Any) -> str:
+def _to_json(content: Any) -> str:
     return json.dumps(finite(content), separators=(",", ":"), allow_nan=False)
 
 
-def _title(overview: Overview) -> str:
-    names = list(dict.fromkeys(row.record.run.name for row in overview.rows))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _tiles(overview: Overview) -> Iterator[Tile]:
+    yield _completed_tile(overview)
+    yield from _best_tile(overview, SPEED, "fastest", "samples/s", largest=True)
+    memory = memory_metric(overview)
+    if memory:
+        yield from _best_tile(overview, memory, f"lowest {MEMORIES[memory]}", "MiB", largest=False)
+    scaled = [series for series in overview.series if series.points[-1].workers > series.baseline.workers]
+    if scaled:
+        best = max(scaled, key=lambda series: series.points[-1].efficiency)
+        last = best.points[-1]
+        detail = f"{last.workers} workers" + (f", {best.name}" if best.name else "")
+        yield Tile("efficiency at the most workers", f"{last.efficiency:.0%}", detail)
 
 
-def _tiles(overview: Overview) -> list[dict[str, str]]:
-    """The few numbers at the top."""
-    rows = overview.rows
-    statuses = Counter(row.record.status for row in rows)
+def _completed_tile(overview: Overview) -> Tile:
+    statuses = Counter(row.record.status for row in overview.rows)
     others = ", ".join(f"{count} {status}" for status, count in statuses.items() if status != "completed")
-    mood = "bad" if FAILURES & set(statuses) else ""
-    done = f"{statuses['completed']:,} of {len(rows):,}"
-    tiles = [{"what": "completed", "value": done, "detail": others or "every run", "mood": mood}]
-    for what, name, largest in (("fastest", SPEED, True), ("smallest", memory_figure(overview) or "", False)):
-        known = [
-            (figure.mean, group) for group in overview.groups
-            if name and group.completed and (figure := group.metric(name))
-        ]  # fmt: skip
-        if len(known) > 1 and len({group.task for _, group in known}) == 1:
-            value, best = (max if largest else min)(known, key=lambda pair: pair[0])
-            unit = "samples/s" if largest else "MiB"
-            number = METRICS_BY_NAME[name].format_value(value)
-            label = what if largest else f"{what} {MEMORIES[name]}"
-            detail = overview.format_settings(best) or f"run {best.label}"
-            tiles.append({"what": label, "value": f"{number} {unit}", "detail": detail, "mood": ""})
-    grown = [series for series in overview.series if series.points[-1].workers > series.baseline.workers]
-    if grown:
-        best_series = max(grown, key=lambda series: series.points[-1].efficiency)
-        last = best_series.points[-1]
-        detail = f"{last.workers} workers" + (f", {best_series.name}" if best_series.name else "")
-        tiles.append(
-            {"what": "efficiency at the most workers", "value": f"{last.efficiency:.0%}", "detail": detail, "mood": ""}
-        )
-    return tiles
+    value = f"{statuses['completed']:,} of {len(overview.rows):,}"
+    return Tile("completed runs", value, others or "no failures", "bad" if FAILURES & set(statuses) else "")
+
+
+def _best_tile(overview: Overview, metric: str, name: str, unit: str, *, largest: bool) -> Iterator[Tile]:
+    """Yield the best run; nothing if there is one run only, or several tasks, which are not comparable."""
+    tasks = list(rank_by_metric(overview, metric, largest=largest))
+    if len(tasks) == 1 and len(tasks[0][1]) > 1:
+        best, value = tasks[0][1][0]
+        detail = overview.format_settings(best) or f"run {best.label}"
+        yield Tile(name, f"{METRICS_BY_NAME[metric].format_value(value.mean)} {unit}", detail)

@@ -1,31 +1,32 @@
 "use strict";
-// The page's own script: it hands the data to DataTables and Vega, and compares two configurations.
-const DIGITS = new Map();
+// Script of the page: passes the data to DataTables and Vega, and compares two configurations.
+const NUMBER_FORMATS = new Map();
 
-function number(value, digits) {
-  if (!DIGITS.has(digits)) {
-    const exactly = { minimumFractionDigits: digits, maximumFractionDigits: digits };
-    DIGITS.set(digits, new Intl.NumberFormat("en-US", exactly));
+function formatNumber(value, digits) {
+  if (!NUMBER_FORMATS.has(digits)) {
+    // "negative" writes no sign for values that round to zero.
+    const options = { minimumFractionDigits: digits, maximumFractionDigits: digits, signDisplay: "negative" };
+    NUMBER_FORMATS.set(digits, new Intl.NumberFormat("en-US", options));
   }
-  return DIGITS.get(digits).format(value);
+  return NUMBER_FORMATS.get(digits).format(value);
 }
 
 function element(name, text, attributes = {}) {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
+  const created = document.createElement(name);
+  if (text !== undefined) created.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) created.setAttribute(key, value);
+  return created;
 }
 
-// A text that stands in the page, packed by gzip.
-async function unpacked(id) {
-  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
-  const source = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(source).text();
+// Decompress the text of a script element.
+async function decompress(id) {
+  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
 }
 
-async function library(id) {
-  const address = URL.createObjectURL(new Blob([await unpacked(id)], { type: "text/javascript" }));
+async function importLibrary(id) {
+  const address = URL.createObjectURL(new Blob([await decompress(id)], { type: "text/javascript" }));
   const module = await import(address);
   URL.revokeObjectURL(address);
   return module;
@@ -33,28 +34,28 @@ async function library(id) {
 
 // ---- the table of runs ----
 
-function statusCell([status, why]) {
-  return element("span", status, { class: `status ${status}`, ...(why ? { title: why } : {}) });
+function statusCell([status, reason]) {
+  return element("span", status, { class: `status ${status}`, ...(reason ? { title: reason } : {}) });
 }
 
 function filesCell([folder, ...names]) {
   const cell = element("span", undefined, { class: "files" });
   if (folder === undefined) return cell;
-  const said = { "record.json": "record", "metrics.jsonl": "metrics" };
+  const titles = { "record.json": "record", "metrics.jsonl": "metrics" };
   cell.append(element("a", "folder", { href: `${folder}/` }));
   for (const name of names) {
     const isFolder = !name.includes(".");
-    cell.append(" ", element("a", said[name] ?? name, { href: `${folder}/${name}${isFolder ? "/" : ""}` }));
+    cell.append(" ", element("a", titles[name] ?? name, { href: `${folder}/${name}${isFolder ? "/" : ""}` }));
   }
   return cell;
 }
 
-// Sorting and filtering see what is read: a number, a status with its reason, or a text.
+// Sorting and filtering use the raw value: a number, a text, or a status with its reason.
 const RENDER = {
   text: () => (value, kind) => value ?? (kind === "display" ? "–" : ""),
   number: ({ digits }) => (value, kind) => {
     if (kind !== "display") return value;
-    return value === null ? "–" : number(value, digits);
+    return value === null ? "–" : formatNumber(value, digits);
   },
   "setting-number": () => (value, kind) => (value === null && kind === "display" ? "–" : value),
   status: () => (value, kind) => (kind === "display" ? statusCell(value) : kind === "filter" ? value.join(" ") : value[0]),
@@ -74,12 +75,12 @@ function columnOf(column) {
 }
 
 async function drawRuns({ columns, rows }) {
-  const { default: DataTable, set_or_remove_dark_class: followTheme } = await library("table-library");
+  const { default: DataTable, set_or_remove_dark_class: followTheme } = await importLibrary("table-library");
   followTheme();
-  // What was not measured stands last, whichever way a column is sorted.
+  // Missing values come last in both directions.
   const compare = (way) => (a, b) => (a === null) - (b === null) || way * (a - b);
   DataTable.type("num", "order", { asc: compare(1), desc: compare(-1) });
-  // The filters go into a second row of a header, which therefore has to be there before.
+  // DataTables adds the filters as a second row to an existing header.
   const heads = element("tr");
   heads.append(...columns.map((column) => element("th", column.title)));
   document.getElementById("runs-table").createTHead().append(heads);
@@ -100,7 +101,7 @@ async function drawRuns({ columns, rows }) {
   const drawn = table.table().node();
   drawn.replaceWith(box);
   box.append(drawn);
-  // Paper has no second page to turn to.
+  // Print all rows, not one page of them.
   let shown = table.page.len();
   window.addEventListener("beforeprint", () => {
     shown = table.page.len();
@@ -111,45 +112,45 @@ async function drawRuns({ columns, rows }) {
 
 // ---- the charts ----
 
-const PAPER = { alone: 640, beside: 270 }; // pixels that a chart has on paper, by itself or in two columns
+const PRINT_WIDTH = { single: 640, column: 270 }; // pixels of a chart on paper, alone or in two columns
 
 async function drawCharts(charts) {
-  const { default: vegaEmbed } = await library("chart-library");
+  const { default: vegaEmbed } = await importLibrary("chart-library");
   const drawn = [];
   for (const place of document.querySelectorAll("[data-chart]")) {
     const options = { actions: false, renderer: "svg", tooltip: { theme: "custom" } };
     const { view } = await vegaEmbed(place, charts[place.dataset.chart], options);
     drawn.push([place, view]);
   }
-  // What is drawn for a screen would be shrunk on paper, its letters with it.
+  // Redraw for paper: a shrunk chart would have tiny labels.
   window.addEventListener("beforeprint", () => {
-    for (const [place, view] of drawn) view.width(place.closest(".many") ? PAPER.beside : PAPER.alone).run();
+    for (const [place, view] of drawn) view.width(place.closest(".many") ? PRINT_WIDTH.column : PRINT_WIDTH.single).run();
   });
   window.addEventListener("afterprint", () => window.dispatchEvent(new Event("resize")));
 }
 
-// ---- the difference of two runs ----
+// ---- comparison of two runs ----
 
-function offerRuns({ shared, differing, runs }) {
-  const said = runs.map(([label, choices]) => (choices ? `${label} · ${choices}` : label));
+function setUpComparison({ shared, differing, runs }) {
+  const names = runs.map(([label, choices]) => (choices ? `${label} · ${choices}` : label));
   const inputs = ["run-a", "run-b"].map((id) => document.getElementById(id));
   const position = ({ value }) => {
-    const exact = said.indexOf(value);
+    const exact = names.indexOf(value);
     return exact >= 0 ? exact : runs.findIndex(([label]) => label === value.trim());
   };
   const show = () => {
     const [a, b] = inputs.map(position);
-    const keys = a < 0 || b < 0 ? [] : Object.entries(differing).filter(([, { of }]) => of[a] !== of[b]);
-    showDifference(keys.map(([key, { values, of }]) => [key, values[of[a]], values[of[b]]]));
+    const keys = a < 0 || b < 0 ? [] : Object.entries(differing).filter(([, { indices }]) => indices[a] !== indices[b]);
+    showDifference(keys.map(([key, { values, indices }]) => [key, values[indices[a]], values[indices[b]]]));
     const all = Object.keys(shared).length + Object.keys(differing).length;
     document.getElementById("difference-note").textContent =
-      a < 0 || b < 0 ? "Choose two runs by their names, or type their numbers."
+      a < 0 || b < 0 ? "Choose two runs, or type their numbers."
       : keys.length ? `${keys.length} of ${all} keys differ.`
       : `All ${all} keys are equal.`;
   };
-  document.getElementById("run-names").append(...said.map((text) => element("option", undefined, { value: text })));
+  document.getElementById("run-names").append(...names.map((text) => element("option", undefined, { value: text })));
   inputs.forEach((input, index) => {
-    input.value = said[Math.min(index, said.length - 1)] ?? "";
+    input.value = names[Math.min(index, names.length - 1)] ?? "";
     input.addEventListener("input", show);
     input.addEventListener("focus", () => input.select());
   });
@@ -175,17 +176,17 @@ document.getElementById("theme").addEventListener("click", () => {
   root.dataset.theme = dark ? "light" : "dark";
 });
 
-async function fill() {
-  const { configurations, runs, charts } = JSON.parse(await unpacked("data"));
-  offerRuns(configurations);
+async function fillPage() {
+  const { configurations, runs, charts } = JSON.parse(await decompress("data"));
+  setUpComparison(configurations);
   await Promise.all([drawRuns(runs), drawCharts(charts)]);
   document.documentElement.dataset.ready = "yes";
 }
 
-// Older browsers cannot unpack.
-fill().catch((error) => {
-  const where = "The charts are also in the folder plots, the table in results.md.";
-  const said = element("p", `This browser cannot show the table and the charts (${error}). ${where}`, { class: "card" });
-  document.querySelector(".tiles").before(said);
+// Older browsers have no DecompressionStream.
+fillPage().catch((error) => {
+  const hint = "The charts are also in plots/, the table in results.md.";
+  const text = `This browser cannot show the table and the charts (${error}). ${hint}`;
+  document.querySelector(".tiles").before(element("p", text, { class: "card" }));
   throw error;
 });

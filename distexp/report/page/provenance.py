@@ -1,4 +1,4 @@
-"""Where the numbers come from: machines, versions, code and commands."""
+"""Tables of the machines, versions, git commits and commands of runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 
 from distexp.report.data.rows import Row
+from distexp.report.data.text import join_first
 from distexp.report.data.text_table import TextTable
 
 MOST_COMMANDS = 200
@@ -13,31 +14,31 @@ Cells = tuple[str, ...]
 VERSIONS = ("python", "torch", "cuda", "nccl", "transformers", "deepspeed")
 
 
-def provenance(rows: Sequence[Row]) -> Iterator[TextTable]:
-    """Tables, each with the runs that its rows hold for."""
-    yield _kinds("Machines", ("hosts", "GPU", "GPU memory (MiB)", "CPU cores"), rows, _machine)
-    yield _kinds("Versions", VERSIONS, rows, _versions)
-    yield _kinds("Code", ("git commit", "changed since"), rows, _code)
-    yield commands(rows)
+def provenance_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
+    """Yield the tables. The last column of each row lists its runs."""
+    yield _count_kinds("Machines", ("hosts", "GPU", "GPU memory (MiB)", "CPU cores"), rows, _machine)
+    yield _count_kinds("Versions", VERSIONS, rows, _versions)
+    yield _count_kinds("Code", ("git commit", "uncommitted changes"), rows, _code)
+    yield command_table(rows)
 
 
-def commands(rows: Sequence[Row]) -> TextTable:
-    """What repeats each run."""
+def command_table(rows: Sequence[Row]) -> TextTable:
+    """List the command of each run."""
     shown = tuple(
         (row.label, command(row), (row.record.run.started_at or "-")[:19].replace("T", " "))
         for row in rows[:MOST_COMMANDS]
     )
     more = len(rows) - MOST_COMMANDS
-    note = f"{more} more are in results.csv, column overrides." if more > 0 else ""
+    note = f"{more} more runs are in results.csv, column overrides." if more > 0 else ""
     return TextTable("Commands", ("run", "command", "started (UTC)"), shown, note)
 
 
 def command(row: Row) -> str:
-    """The command line of a run by itself."""
+    """Return the command line that repeats a run."""
     return shlex.join(["python", "-m", "distexp", *row.record.run.overrides])
 
 
-def _kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[[Row], Cells]) -> TextTable:
+def _count_kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[[Row], Cells]) -> TextTable:
     counts: dict[Cells, list[str]] = {}
     for row in rows:
         counts.setdefault(read(row), []).append(row.label)
@@ -46,9 +47,7 @@ def _kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[[Row],
 
 
 def _runs(labels: Sequence[str], total: int) -> str:
-    if len(labels) == total:
-        return "all"
-    return ", ".join(labels[:6]) + (f" and {len(labels) - 6} more" if len(labels) > 6 else "")
+    return "all" if len(labels) == total else join_first(labels)
 
 
 def _machine(row: Row) -> Cells:
@@ -67,5 +66,5 @@ def _versions(row: Row) -> Cells:
 
 def _code(row: Row) -> Cells:
     run = row.record.run
-    changed = {True: "yes: uncommitted changes", False: "no", None: "unknown"}[run.git_dirty]
+    changed = {True: "yes", False: "no", None: "unknown"}[run.git_dirty]
     return run.git_sha or "unknown", changed

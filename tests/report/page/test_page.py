@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from distexp.report.__main__ import main
-from distexp.report.charts.theme import DARK, LIGHT
+from distexp.report.figures.theme import DARK, LIGHT
 from distexp.runs.record import RunError
 from tests.helpers.records import record, write
 from tests.helpers.report_sweeps import enrich, growing_sweep, leave_traces, zero_sweep

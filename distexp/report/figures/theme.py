@@ -1,4 +1,8 @@
-"""How charts look. Colours are names of CSS variables: the page binds them light or dark, a file always light."""
+"""Colors and styles of all charts.
+
+Charts name their colors as CSS variables. The page defines the variables for light and dark mode; files get the
+light palette.
+"""
 
 from __future__ import annotations
 
@@ -26,42 +30,43 @@ DARK = {
 }  # fmt: skip
 
 PHASES = ("setup", "warmup", "train", "profile", "eval", "save")
-CATEGORIES = 8
+MOST_COLORS = 8  # of one legend
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
 
 
-def colour(name: str) -> str:
-    """A colour of the two palettes."""
+def color(name: str) -> str:
+    """Return the CSS variable of a color of the palettes."""
     return f"var(--{name})"
 
 
-def config() -> dict[str, Any]:
-    """What all charts share."""
+def chart_config() -> dict[str, Any]:
+    """Return the Vega-Lite configuration of all charts."""
     axis = {
-        "labelColor": colour("muted"), "titleColor": colour("muted"), "gridColor": colour("grid"),
-        "domainColor": colour("line"), "tickColor": colour("line"), "titleFontWeight": 500, "titlePadding": 8,
-        "labelFontSize": 11, "titleFontSize": 12, "labelOverlap": True,
+        "labelColor": color("muted"), "titleColor": color("muted"), "gridColor": color("grid"),
+        "domainColor": color("line"), "tickColor": color("line"), "titleFontWeight": 500, "titlePadding": 8,
+        "labelFontSize": 11, "titleFontSize": 12, "labelOverlap": True, "labelSeparation": 8,
     }  # fmt: skip
     legend = {
-        "labelColor": colour("ink"), "titleColor": colour("muted"), "titleFontWeight": 500, "orient": "bottom",
+        "labelColor": color("ink"), "titleColor": color("muted"), "titleFontWeight": 500, "orient": "bottom",
         "labelFontSize": 11, "titleFontSize": 11, "labelLimit": 320, "symbolStrokeWidth": 2,
-        "symbolBaseFillColor": colour("muted"), "symbolBaseStrokeColor": colour("muted"), "direction": "vertical",
+        "symbolBaseFillColor": color("muted"), "symbolBaseStrokeColor": color("muted"), "direction": "vertical",
+        "layout": {"bottom": {"direction": "vertical", "anchor": "start", "margin": 6}},
     }  # fmt: skip
     return {
         "background": "transparent", "font": FONT, "view": {"stroke": None}, "axis": axis, "legend": legend,
-        "title": {"color": colour("ink"), "fontSize": 12, "fontWeight": 600, "anchor": "start"},
-        "text": {"color": colour("muted"), "fontSize": 11},
-        "range": {"category": [colour(f"c{n + 1}") for n in range(CATEGORIES)]},
+        "title": {"color": color("ink"), "fontSize": 12, "fontWeight": 600, "anchor": "start"},
+        "text": {"color": color("muted"), "fontSize": 11},
+        "range": {"category": [color(f"c{n + 1}") for n in range(MOST_COLORS)]},
         "line": {"strokeWidth": 2, "strokeJoin": "round"},
     }  # fmt: skip
 
 
-def painted(specification: dict[str, Any], palette: dict[str, str]) -> dict[str, Any]:
-    """A specification with real colours in place of the names, for what knows no CSS."""
+def apply_palette(specification: dict[str, Any], palette: dict[str, str]) -> dict[str, Any]:
+    """Replace CSS variables by colors, for formats without CSS."""
     text = re.sub(r"var\(--([a-z0-9-]+)\)", lambda match: palette[match[1]], json.dumps(specification))
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def values(rows: list[dict[str, Any]]) -> alt.Data:
-    """Rows as they are, inside the chart."""
+def inline_data(rows: list[dict[str, Any]]) -> alt.Data:
+    """Put rows into a chart without copying them to a data frame."""
     return alt.Data(values=rows)

@@ -1,0 +1,112 @@
+"""GPU and CPU memory over time: one panel per run, one line per node, the phases as shaded areas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import altair as alt
+
+from distexp.report.data.overview import Overview
+from distexp.report.figures.base import Figure, LegendEntry, Panel, describe_selection
+from distexp.report.figures.theme import MOST_COLORS, PHASES, color, inline_data
+from distexp.report.traces import RunTrace
+
+UNEVEN = 1.1  # ratio of two nodes' peaks
+DEVICES = {"gpu": "GPU", "cpu": "CPU"}
+LINES = {"gpu": "the fullest GPU of a node", "cpu": "the processes of the run on a node"}
+
+
+def build_gpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure of GPU memory; None if it was not sampled."""
+    return _build(overview, traces, "gpu")
+
+
+def build_cpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure of CPU memory; None if it was not sampled."""
+    return _build(overview, traces, "cpu")
+
+
+def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure | None:
+    sampled = [each for each in traces if each.curves(kind)]
+    if not sampled:
+        return None
+    nodes = sorted({curve.node for each in sampled for curve in each.curves(kind)})
+    phases = [phase for phase in PHASES if any(phase == each.phase for run in sampled for each in run.phases)]
+    highest = max(mib for each in sampled for curve in each.curves(kind) for _, mib in curve.points)
+    panels = tuple(Panel(_title(each), _draw(each, kind, highest, nodes, phases)) for each in sampled)
+    caption = f"Line: {LINES[kind]}. Shades: phases of the run. {describe_selection(overview, traces)}".strip()
+    sentences = (_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
+    title = f"{DEVICES[kind]} memory over time"
+    return Figure(f"{kind}_memory", title, panels, caption, sentences, legend=_legend(nodes, phases))
+
+
+def _legend(nodes: Sequence[int], phases: Sequence[str]) -> tuple[LegendEntry, ...]:
+    lines = [LegendEntry(f"node {node}", f"c{n % MOST_COLORS + 1}", "line") for n, node in enumerate(nodes)]
+    areas = [LegendEntry(phase, f"phase-{phase}", "area") for phase in phases]
+    return (*(lines if len(lines) > 1 else ()), *areas)
+
+
+def _title(trace: RunTrace) -> str:
+    status = "" if trace.row.completed else f" ({trace.row.record.status})"
+    label = f"run {trace.row.label}"
+    return (label if trace.name == label else f"{label}: {trace.name}") + status
+
+
+def _describe(trace: RunTrace) -> str:
+    label = f"run {trace.row.label}"
+    return label if trace.name == label else f"{label} ({trace.name})"
+
+
+def _draw(trace: RunTrace, kind: str, highest: float, nodes: Sequence[int], phases: Sequence[str]) -> alt.LayerChart:
+    """Draw the memory of a run. The memory axis is the same for all runs."""
+    rows: list[dict[str, Any]] = [
+        {"node": f"node {curve.node}", "seconds": second, "mib": mib}
+        for curve in trace.curves(kind) for second, mib in curve.points
+    ]  # fmt: skip
+    end = max(row["seconds"] for row in rows)
+    x = alt.X("seconds:Q", title="time (s)", scale=alt.Scale(domain=[0, end], nice=False),
+              axis=alt.Axis(grid=False, tickCount=8))  # fmt: skip
+    y = alt.Y("mib:Q", title="MiB", scale=alt.Scale(domain=[0, highest * 1.05], nice=False),
+              axis=alt.Axis(tickCount=4))  # fmt: skip
+    domain = [f"node {node}" for node in nodes]
+    legend = alt.Legend(title=None, direction="horizontal", symbolType="stroke") if len(nodes) > 1 else None
+    tooltip = ["node:N", alt.Tooltip("seconds:Q", format=".1f"), alt.Tooltip("mib:Q", title="MiB", format=",.0f")]
+    line = alt.Chart(inline_data(rows)).mark_line(strokeWidth=1.8, clip=True)
+    lines = line.encode(x=x, y=y, tooltip=tooltip,
+                        color=alt.Color("node:N", scale=alt.Scale(domain=domain), legend=legend))  # fmt: skip
+    return alt.layer(_shades(trace, phases), lines).properties(height=170)
+
+
+def _shades(trace: RunTrace, phases: Sequence[str]) -> alt.Chart:
+    rows = [
+        {"phase": each.phase, "begin": each.begin_s, "end": each.end_s} for each in trace.phases if each.phase in phases
+    ]
+    scale = alt.Scale(domain=list(phases), range=[color(f"phase-{phase}") for phase in phases])
+    areas = alt.Chart(inline_data(rows)).mark_rect(opacity=0.17)
+    return areas.encode(
+        x=alt.X("begin:Q", title="time (s)"), x2="end:Q",
+        fill=alt.Fill("phase:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal")),
+        tooltip=["phase:N", alt.Tooltip("begin:Q", format=".1f"), alt.Tooltip("end:Q", format=".1f")],
+    )  # fmt: skip
+
+
+def _highest_peak(traces: Sequence[RunTrace], kind: str) -> str:
+    """Describe the highest peak of all runs: when and in which phase it was first reached."""
+    peaks = [
+        (mib, -second, n)
+        for n, each in enumerate(traces) for curve in each.curves(kind) for second, mib in curve.points
+    ]  # fmt: skip
+    mib, negative_second, n = max(peaks)
+    phase = next((each.phase for each in traces[n].phases if each.begin_s <= -negative_second < each.end_s), None)
+    during = f" in phase {phase}" if phase else ""
+    return f"Highest peak: {mib:,.0f} MiB{during}, {_describe(traces[n])}."
+
+
+def _uneven_nodes(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
+    for each in traces:
+        peaks = {curve.node: max(mib for _, mib in curve.points) for curve in each.curves(kind)}
+        full, empty = max(peaks, key=peaks.__getitem__), min(peaks, key=peaks.__getitem__)
+        if peaks[full] > UNEVEN * peaks[empty] > 0:
+            values = f"{peaks[full]:,.0f} MiB on node {full}, {peaks[empty]:,.0f} MiB on node {empty}"
+            yield f"The nodes of {_describe(each)} have different peaks: {values}."

@@ -1,0 +1,138 @@
+"""Scaling with the number of workers: speedup or time, and efficiency, next to the ideal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import altair as alt
+
+from distexp.report.data.overview import Overview
+from distexp.report.data.scaling import ScalingPoint, ScalingSeries
+from distexp.report.figures.base import Figure, Panel
+from distexp.report.figures.scaling_table import build_nodes_table, build_scaling_table
+from distexp.report.figures.theme import MOST_COLORS, color, inline_data
+from distexp.report.traces import RunTrace
+
+KINDS = {"strong": "Strong scaling", "weak": "Weak scaling", "mixed": "Mixed scaling"}
+MOST_SENTENCES = 6
+Rows = list[dict[str, Any]]
+
+
+def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure; None if no configuration ran on several numbers of workers or nodes.
+
+    Runs with equal numbers of workers on few and on many nodes have a table, but no curve.
+    """
+    if not overview.series:
+        return None
+    panels = tuple(panel for kind in KINDS for panel in _panels(overview.series, kind))
+    tables = tuple(table for table in (build_scaling_table(overview), build_nodes_table(overview)) if table)
+    sentences = [text for series in overview.series if _has_several_sizes(series) for text in _describe(series)]
+    return Figure("scaling", "Scaling", panels, _caption(overview), tuple(sentences[:MOST_SENTENCES]), tables)
+
+
+def _caption(overview: Overview) -> str:
+    mixed = any(series.kind == "mixed" for series in overview.series)
+    return "Dashed gray line: ideal." + (
+        " Mixed scaling: neither the total work nor the work per worker is constant." if mixed else ""
+    )
+
+
+def _has_several_sizes(series: ScalingSeries) -> bool:
+    return series.points[-1].workers > series.baseline.workers
+
+
+def _describe(series: ScalingSeries) -> Iterator[str]:
+    """Compare the most workers with the fewest."""
+    first, last = series.baseline, series.points[-1]
+    ratio = last.workers / first.workers
+    name = f" ({series.name})" if series.name else ""
+    if series.kind == "mixed":
+        total = last.work / first.work
+        result = f"total work {total:.2f}x, work per worker {total / ratio:.2f}x"
+    else:
+        what = "as fast" if series.kind == "strong" else "the work per second"
+        result = f"{last.speedup:.2f}x {what} (ideal: {ratio:g}x)"
+    span = f"{first.workers} to {last.workers} workers"
+    yield f"{KINDS[series.kind]}{name}, {span}: {result}, efficiency {last.efficiency:.0%}."
+    best = max(series.points, key=lambda point: point.speedup)
+    if series.kind == "strong" and best.workers < last.workers:
+        yield f"{best.workers} workers are faster than {last.workers}: {best.speedup:.2f}x."
+
+
+def _panels(series: Sequence[ScalingSeries], kind: str) -> Iterator[Panel]:
+    """Yield the panels of one kind of scaling; none if no series of this kind has several sizes."""
+    rows = [row for each in [each for each in series if each.kind == kind][:MOST_COLORS] for row in _rows(each)]
+    workers = sorted({row["workers"] for row in rows})
+    if len(workers) < 2:
+        return
+    if kind == "strong":
+        speedups = [n / workers[0] for n in workers]
+        # On two logarithmic axes the ideal speedup is a straight line.
+        y = alt.Y("speedup:Q", title="speedup", axis=alt.Axis(values=speedups, format="~g"),
+                  scale=alt.Scale(type="log", base=2, nice=False, padding=14))  # fmt: skip
+        yield Panel(f"{KINDS[kind]}: speedup", _draw(rows, y, workers, speedups))
+    if kind == "weak":
+        y = alt.Y("relative_time:Q", title="time / time of the fewest workers", scale=alt.Scale(zero=True))
+        yield Panel(f"{KINDS[kind]}: relative time", _draw(rows, y, workers, [1.0] * len(workers)))
+    y = alt.Y("efficiency:Q", title="efficiency (%)", scale=alt.Scale(zero=True))
+    yield Panel(f"{KINDS[kind]}: efficiency", _draw(rows, y, workers, [100.0] * len(workers)))
+
+
+def _rows(series: ScalingSeries) -> Rows:
+    """Return the data of a series, with separate lines for one node and for several if both ran equal workers."""
+    split = any(True for _ in series.node_pairs())
+    rows = [_row(series, point, _line(point, split=split)) for point in series.points]
+    if split and series.baseline.nodes == 1:  # both lines start at the baseline
+        rows.insert(0, _row(series, series.baseline, "several nodes"))
+    return rows
+
+
+def _line(point: ScalingPoint, *, split: bool) -> str:
+    if not split:
+        return "all"
+    return "several nodes" if point.nodes > 1 else "one node"
+
+
+def _row(series: ScalingSeries, point: ScalingPoint, line: str) -> dict[str, Any]:
+    return {
+        "series": series.name or "all", "line": line, "run": point.group.label,
+        "workers": point.workers, "nodes": point.nodes, "speed": round(point.speed, 2),
+        "speedup": round(point.speedup, 4), "relative_time": round(point.relative_time, 4),
+        "efficiency": round(100 * point.efficiency, 2),
+    }  # fmt: skip
+
+
+def _draw(rows: Rows, y: alt.Y, workers: Sequence[int], ideal: Sequence[float]) -> alt.LayerChart:
+    scale = alt.Scale(type="log", base=2, domain=[workers[0], workers[-1]], nice=False, padding=14)
+    x = alt.X("workers:Q", title="workers", scale=scale, axis=alt.Axis(values=list(workers), format="d", grid=False))
+    base = alt.Chart(inline_data(rows)).encode(x=x, y=y, tooltip=_tooltip(), **_styles(rows))
+    target = [{"workers": n, "ideal": value} for n, value in zip(workers, ideal, strict=True)]
+    line = alt.Chart(inline_data(target)).mark_line(strokeDash=[6, 4], strokeWidth=1.5, color=color("muted"))
+    label = alt.Chart(inline_data(target[-1:])).mark_text(align="right", dy=-8, fontStyle="italic")
+    return alt.layer(
+        line.encode(x=x, y="ideal:Q"), label.encode(x=x, y="ideal:Q", text=alt.value("ideal")),
+        base.mark_line(), base.mark_point(filled=True, size=60),
+    ).properties(height=280)  # fmt: skip
+
+
+def _styles(rows: Rows) -> dict[str, Any]:
+    """Return the encodings of color (series) and dash (one node or several)."""
+    names = list(dict.fromkeys(row["series"] for row in rows))
+    lines = sorted({row["line"] for row in rows})
+    dashes = [[1, 0], [3, 3]] if "several nodes" in lines else [[1, 0]]
+    dash_legend = alt.Legend(title=None, direction="horizontal", symbolType="stroke", symbolSize=250)
+    return {
+        "color": alt.Color("series:N", scale=alt.Scale(domain=names),
+                           legend=alt.Legend(title=None, columns=1) if len(names) > 1 else None),
+        "strokeDash": alt.StrokeDash("line:N", scale=alt.Scale(domain=lines, range=dashes),
+                                     legend=dash_legend if len(lines) > 1 else None),
+    }  # fmt: skip
+
+
+def _tooltip() -> list[Any]:
+    return [
+        "run:N", "series:N", "workers:Q", "nodes:Q", alt.Tooltip("speed:Q", title="samples/s", format=",.1f"),
+        alt.Tooltip("speedup:Q", format=".2f"), alt.Tooltip("efficiency:Q", title="efficiency %", format=".1f"),
+    ]  # fmt: skip

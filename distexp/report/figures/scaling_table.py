@@ -1,0 +1,92 @@
+"""Tables of the scaling figure: work and efficiency, and equal numbers of workers on few and on many nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from distexp.report.data.metrics import COMMUNICATION, EXPOSED, MEMORIES, SPEED
+from distexp.report.data.overview import Overview
+from distexp.report.data.ranking import memory_metric
+from distexp.report.data.repeats import is_within_noise
+from distexp.report.data.scaling import ScalingPoint, ScalingSeries
+from distexp.report.data.text_table import TextTable
+
+MOST_ROWS = 40
+SHAPE = "nodes x workers per node"
+AVERAGES = {"gpu_peak_mib": "gpu_average_mib", "cpu_peak_mib": "cpu_average_mib"}
+Read = Callable[[ScalingSeries, ScalingPoint], str]
+
+
+def build_scaling_table(overview: Overview) -> TextTable | None:
+    """Build the table with a row per training of a series; None if nothing was scaled."""
+    points = [(series, point) for series in overview.series for point in series.points]
+    if not points:
+        return None
+    columns = {title: [read(*each) for each in points] for title, read in _columns(overview).items()}
+    known = {title: cells for title, cells in columns.items() if any(cell != "-" for cell in cells)}
+    rows = tuple(zip(*known.values(), strict=True))
+    more = f"{len(rows) - MOST_ROWS} more rows are in results.csv." if len(rows) > MOST_ROWS else ""
+    return TextTable("Work, efficiency and memory", tuple(known), rows[:MOST_ROWS], more)
+
+
+def _columns(overview: Overview) -> dict[str, Read]:
+    memory = memory_metric(overview) or ""
+    average = AVERAGES.get(memory, "")
+    return {
+        "configuration": lambda series, point: f"{series.name} ({series.kind})" if series.name else series.kind,
+        SHAPE: lambda series, point: _shape(point),
+        "parameters": lambda series, point: _parameters(point),
+        "samples per worker": lambda series, point: _samples(point),
+        "relative work per worker": lambda series, point: f"{_relative_work(series, point):.2f}",
+        "time (s)": lambda series, point: "-" if point.samples is None else f"{point.time:,.2f}",
+        "samples/s": lambda series, point: f"{point.speed:,.1f}",
+        "speedup": lambda series, point: f"{point.speedup:.2f}",
+        "efficiency": lambda series, point: f"{point.efficiency:.0%}",
+        f"{MEMORIES.get(memory, 'memory')} (MiB)": lambda series, point: _metric(point, memory),
+        "average (MiB)": lambda series, point: _metric(point, average),
+        "communication (%)": lambda series, point: _metric(point, COMMUNICATION),
+        "not overlapped (%)": lambda series, point: _metric(point, EXPOSED),
+    }
+
+
+def _parameters(point: ScalingPoint) -> str:
+    built = point.group.counted_rows[0].record.built
+    return f"{built.parameters:,}" if built else "-"
+
+
+def _samples(point: ScalingPoint) -> str:
+    return "-" if point.samples is None else f"{point.samples / point.workers:,.0f}"
+
+
+def _relative_work(series: ScalingSeries, point: ScalingPoint) -> float:
+    first = series.baseline
+    return point.work / point.workers / (first.work / first.workers)
+
+
+def _metric(point: ScalingPoint, name: str) -> str:
+    value = point.group.metric(name) if name else None
+    return "-" if value is None else f"{value.mean:,.0f}"
+
+
+def build_nodes_table(overview: Overview) -> TextTable | None:
+    """Compare equal numbers of workers on few nodes and on more; None if there are none."""
+    rows = tuple(
+        (
+            series.name or "-", str(few.workers), _shape(few), f"{few.speed:,.1f}", _shape(more), f"{more.speed:,.1f}",
+            f"{more.speed / few.speed:.2f}{_noise(few, more)}",
+        )
+        for series in overview.series for few, more in series.node_pairs()
+    )  # fmt: skip
+    if not rows:
+        return None
+    header = ("configuration", "workers", f"few: {SHAPE}", "samples/s", f"more: {SHAPE}", "samples/s", "more / few")
+    return TextTable("Equal numbers of workers on few nodes and on more", header, rows)
+
+
+def _noise(few: ScalingPoint, more: ScalingPoint) -> str:
+    one, other = few.group.metric(SPEED), more.group.metric(SPEED)
+    return " (within noise)" if one and other and is_within_noise(one, other) else ""
+
+
+def _shape(point: ScalingPoint) -> str:
+    return f"{point.nodes} x {point.workers // point.nodes}"

@@ -1,0 +1,220 @@
+"""Figures of the report: their sentences and tables follow the records, and swap when two records are swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from distexp.report.data.metrics import COMMUNICATION
+from distexp.report.data.overview import Overview
+from distexp.report.data.rows import load_rows
+from distexp.report.figures import build_figures
+from distexp.report.figures.base import Figure
+from distexp.report.traces import load_traces
+from distexp.runs.record import RunRecord
+from tests.helpers.records import record
+from tests.helpers.report_sweeps import enrich, growing_sweep, leave_traces, with_traces, zero_sweep
+
+Sweep = Callable[..., Path]
+
+
+def overview(path: Path) -> Overview:
+    return Overview.from_rows(load_rows([path])[0])
+
+
+def figures(path: Path) -> dict[str, Figure]:
+    runs = overview(path)
+    return {figure.name: figure for figure in build_figures(runs, load_traces(runs))}
+
+
+def text_of(path: Path, name: str) -> str:
+    """Return captions, sentences and rows of a figure; the cells of a row are separated by two spaces."""
+    figure = figures(path)[name]
+    rows = ["  ".join(row) for table in figure.tables for row in table.rows]
+    return "\n".join([figure.caption, *figure.sentences, *rows])
+
+
+def sentence_words(path: Path) -> list[int]:
+    return [len(text.split()) for figure in figures(path).values() for text in figure.sentences]
+
+
+OFFLOAD = "bloom_560m  1  true  false  {0}x"
+STRONG = "Strong scaling, 1 to 8 workers: {0}x as fast (ideal: 8x), efficiency {1}."
+
+
+@pytest.mark.parametrize(
+    ("sweep", "swapped", "name", "texts"),
+    [
+        (zero_sweep, (0, 1), "memory_throughput", (OFFLOAD.format("1.82"), OFFLOAD.format("0.55"))),
+        (zero_sweep, (0, 1), "memory_throughput", ("-38.0% (19,220 MiB)", "+61.3% (31,000 MiB)")),
+        (growing_sweep, (0, 5), "scaling", (STRONG.format("5.20", "65%"), STRONG.format("0.19", "2%"))),
+        (growing_sweep, (1, 3), "scaling", ("2 x 1  170.0  0.89", "2 x 1  190.0  1.12")),
+    ],
+)
+def test_results_swap_when_two_records_are_swapped(
+    tmp_path: Path, sweep: Sweep, swapped: tuple[int, int], name: str, texts: tuple[str, str]
+) -> None:
+    before, after = texts
+    one, other = text_of(sweep(tmp_path / "a"), name), text_of(sweep(tmp_path / "b", swap=swapped), name)
+    assert before in one, one
+    assert after not in one
+    assert after in other, other
+    assert before not in other
+
+
+def test_sentences_are_short(tmp_path: Path) -> None:
+    counts = sentence_words(zero_sweep(tmp_path / "a")) + sentence_words(growing_sweep(tmp_path / "b"))
+    assert counts
+    assert max(counts) <= 20
+
+
+def test_memory_throughput_has_a_front_per_model_and_names_runs_out_of_memory(tmp_path: Path) -> None:
+    figure = figures(zero_sweep(tmp_path))["memory_throughput"]
+    layers = figure.panels[0].chart.to_dict(validate=False)["layer"]
+    front = next(layer["data"]["values"] for layer in layers if layer["mark"].get("interpolate"))
+    assert [sum(point["front"] == n for point in front) for n in (0, 1)] == [6, 5]
+    assert "Red crosses: runs out of memory" in figure.caption
+    assert "bloom_3b  1  true  false  oom_gpu without it  -" in text_of(tmp_path, "memory_throughput")
+
+
+def test_weak_scaling_compares_the_work_per_second(tmp_path: Path) -> None:
+    text = text_of(growing_sweep(tmp_path, weak=True), "scaling")
+    assert "Weak scaling, 1 to 8 workers: 5.20x the work per second (ideal: 8x), efficiency 65%." in text
+    panels = figures(tmp_path)["scaling"].panels
+    assert [panel.title for panel in panels] == ["Weak scaling: relative time", "Weak scaling: efficiency"]
+
+
+def test_a_growing_model_counts_as_work(tmp_path: Path) -> None:
+    """The same samples/s on four times the parameters and workers is ideal, not a quarter."""
+    runs: list[RunRecord] = []
+    for number, (workers, layers) in enumerate(((1, 3), (2, 6), (4, 12))):
+        run = record(number, cluster__workers_per_node=workers, model__num_layers=layers, dataset__train_size=500,
+                     speed=100.0 / (1 + number / 4))  # fmt: skip
+        runs.append(enrich(run, parameters=1_000_000 * layers))
+        run.metrics.total_steps = None
+    series = overview(with_traces(tmp_path, runs)).series
+    assert [each.kind for each in series] == ["weak"]
+    assert [round(point.efficiency, 3) for point in series[0].points] == [1.0, 0.8, 0.667]
+
+
+def test_mixed_scaling_is_neither_strong_nor_weak(tmp_path: Path) -> None:
+    sizes = {1: 500, 2: 500, 4: 2000}
+    runs = [
+        record(n, cluster__workers_per_node=w, dataset__train_size=size) for n, (w, size) in enumerate(sizes.items())
+    ]
+    text = text_of(with_traces(tmp_path, runs), "scaling")
+    assert "Mixed scaling: neither the total work nor the work per worker is constant." in text
+    assert "Mixed scaling, 1 to 4 workers: total work 4.00x, work per worker 1.00x, efficiency" in text
+
+
+def test_each_configuration_has_its_own_series(tmp_path: Path) -> None:
+    runs = [
+        record(4 * n + k, strategy=name, cluster__workers_per_node=workers, speed=speed * workers / (1 + k * n / 2))
+        for n, (name, speed) in enumerate((("ddp", 100.0), ("fsdp", 50.0))) for k, workers in enumerate((1, 2))
+    ]  # fmt: skip
+    series = {each.name: each for each in overview(with_traces(tmp_path, runs)).series}
+    assert round(series["strategy=ddp"].points[-1].efficiency, 3) == 1.0
+    assert round(series["strategy=fsdp"].points[-1].efficiency, 3) == 0.667
+
+
+def test_equal_numbers_of_workers_on_one_node_and_on_several_are_compared(tmp_path: Path) -> None:
+    tables = figures(growing_sweep(tmp_path))["scaling"].tables
+    assert [table.title for table in tables] == [
+        "Work, efficiency and memory",
+        "Equal numbers of workers on few nodes and on more",
+    ]
+    assert tables[1].rows == (
+        ("-", "2", "1 x 2", "190.0", "2 x 1", "170.0", "0.89"),
+        ("-", "4", "1 x 4", "340.0", "2 x 2", "300.0", "0.88"),
+    )
+    assert "scaling" not in figures(zero_sweep(tmp_path / "other"))
+
+
+Shares = Mapping[int, tuple[float | None, float | None]]
+
+
+def with_communication(path: Path, shares: Shares) -> Path:
+    """Write runs with these numbers of workers, and their fractions of communication: total and not overlapped."""
+    runs = []
+    for number, (workers, (share, exposed)) in enumerate(shares.items()):
+        run = record(number, cluster__workers_per_node=workers, dataset__train_size=500, speed=100.0 * workers)
+        run.metrics.communication = {"share": share, "exposed_share": exposed}
+        runs.append(run)
+    return with_traces(path, runs)
+
+
+@pytest.mark.parametrize(
+    ("shares", "cells"),
+    [
+        ({1: (0.0, 0.0), 2: (0.12, 0.04), 4: (0.234, 0.09)}, [("0", "0"), ("12", "4"), ("23", "9")]),
+        ({1: (0.0, 0.0), 2: (0.234, 0.09), 4: (0.12, 0.04)}, [("0", "0"), ("23", "9"), ("12", "4")]),
+        ({1: (0.0, None), 2: (0.31, None), 4: (None, None)}, [("0",), ("31",), ("-",)]),
+    ],
+)
+def test_the_scaling_table_shows_communication(tmp_path: Path, shares: Shares, cells: list[tuple[str, ...]]) -> None:
+    path = with_communication(tmp_path, shares)
+    table = figures(path)["scaling"].tables[0]
+    columns = ["communication (%)", "not overlapped (%)"][: len(cells[0])]
+    assert list(table.header[-len(columns) :]) == columns
+    assert [row[-len(columns) :] for row in table.rows] == cells
+    runs = overview(path)
+    assert COMMUNICATION in {metric.name for metric in runs.metrics()}
+    assert runs.rows[1].metrics[COMMUNICATION] == pytest.approx(100 * (shares[2][0] or 0))
+
+
+def test_communication_that_was_not_measured_is_not_shown(tmp_path: Path) -> None:
+    for path in (growing_sweep(tmp_path / "a"), with_communication(tmp_path / "b", {1: (None, None), 2: (None, None)})):
+        assert not any("communication" in title for table in figures(path)["scaling"].tables for title in table.header)
+        assert COMMUNICATION not in {metric.name for metric in overview(path).metrics()}
+
+
+def test_equal_and_different_losses_are_reported(tmp_path: Path) -> None:
+    same = [enrich(record(n, strategy=name, peak=1000.0)) for n, name in enumerate(("ddp", "fsdp"))]
+    text = text_of(with_traces(tmp_path / "a", same), "losses")
+    assert "Same training: losses of 2 runs (global batch 8) are equal at every logged step." in text
+    other = tmp_path / "b"
+    with_traces(other, same[:1])
+    (other / "1").mkdir()
+    same[1].write(other / "1")
+    leave_traces(other / "1", same[1], gap=0.03)
+    text = text_of(other, "losses")
+    assert "Different losses: 2 runs (global batch 8) differ by up to 2.91%, at step " in text
+    assert "of strategy=ddp and strategy=fsdp." in text
+
+
+def test_losses_of_different_global_batches_are_not_compared(tmp_path: Path) -> None:
+    runs = [enrich(record(n, train__micro_batch_size=4 * (n + 1))) for n in range(2)]
+    assert figures(with_traces(tmp_path, runs))["losses"].sentences == ()
+
+
+def test_evaluations_are_in_the_legend_of_losses(tmp_path: Path) -> None:
+    spec = figures(zero_sweep(tmp_path))["losses"].file_spec()
+    assert spec["layer"][-1]["encoding"]["shape"]["scale"]["domain"] == ["evaluation loss"]
+    assert "legend" in spec["layer"][-1]["encoding"]["shape"]
+
+
+def test_the_longest_wait_for_data_is_reported(tmp_path: Path) -> None:
+    for slow, other in ((0, 1), (1, 0)):
+        runs = [enrich(record(n, strategy=name, peak=1000.0)) for n, name in enumerate(("ddp", "fsdp"))]
+        runs[slow].metrics.data_wait_s, runs[other].metrics.data_wait_s = 0.6, 0.3
+        text = text_of(with_traces(tmp_path / str(slow), runs), "step_times")
+        assert f"Longest wait for data: 20.0% of the runtime, run {slow}." in text
+        assert "Dot: median. Bar: up to the 90th percentile." in text
+
+
+def test_the_highest_peak_and_its_phase_are_those_of_the_trace(tmp_path: Path) -> None:
+    runs = [enrich(record(0, peak=5000.0)), enrich(record(1, strategy="fsdp", peak=4000.0))]
+    text = text_of(with_traces(tmp_path, runs), "gpu_memory")
+    assert "Highest peak: 5,000 MiB in phase train, run 0 (strategy=ddp)." in text
+
+
+def test_nodes_with_different_peaks_are_reported(tmp_path: Path) -> None:
+    runs = [enrich(record(0, cluster__nodes=2, peak=5000.0))]
+    path = with_traces(tmp_path, runs)
+    sampled = path / "0" / "memory" / "node1.csv"
+    assert "different peaks" not in text_of(path, "gpu_memory")
+    sampled.write_text(sampled.read_text() + "1031.0,eval,gpu,0,9000.0,143771,90,500\n")
+    text = text_of(path, "gpu_memory")
+    assert "The nodes of run 0 have different peaks: 9,000 MiB on node 1, 5,000 MiB on node 0." in text
