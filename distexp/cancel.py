@@ -12,7 +12,7 @@ from distexp.exceptions import run_until_pipe_closes
 from distexp.launch import ledger
 from distexp.launch.slurm import client
 from distexp.launch.slurm.status import poll
-from distexp.runs.text import format_count
+from distexp.runs.text import format_count, suggest_command
 
 TIMEOUT_S, POLL_S = 60.0, 0.5
 """Slurm's KillWait is 30 s by default, so jobs may need that long to end."""
@@ -41,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ledger.append(sweep_dir, [ledger.Entry(e.run, e.id, e.directory, e.job, "cancelled") for e in cancelled])
     left = _wait_for_end(sweep_dir)
     print(f"{format_count(len(active), 'run')} cancelled")
+    hint = suggest_command("status", sweep_dir)
     for number in left:
-        print(f"run {number} (job {entries[number].job}) is still ending: check again with distexp status {sweep_dir}")
+        print(f"run {number} (job {entries[number].job}) is still ending: check again with {hint}")
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from distexp.runs.existing import COMMAND, ExistingRun, ExistingRuns, not_a_swee
 from distexp.runs.progress import last_activity, progress
 from distexp.runs.record import FAILURES, RECORD, RunRecord
 from distexp.runs.run_state import RunState
+from distexp.runs.text import suggest_command
 
 MAX_IDLE_S = 15.0
 """A local run with more recent activity is running; memory samples and steps count as activity."""
@@ -149,7 +149,7 @@ def not_started(sweep_dir: Path, runs: Sequence[RunState]) -> Iterator[str]:
         return
     left = cells - len(runs)
     if left > 0:
-        hint = " yet" if any(run.is_active for run in runs) else f": distexp resume {shlex.quote(str(sweep_dir))}"
+        hint = " yet" if any(run.is_active for run in runs) else f": {suggest_command('resume', sweep_dir)}"
         yield f"{left} not started{hint}"
 
 

@@ -7,7 +7,6 @@ therefore draw nothing, and a run on another machine can be followed in the same
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from distexp.report.table import build_exercise_tables, build_overview_table
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import log_path
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import failure_text, format_count
+from distexp.runs.text import failure_text, format_count, suggest_command
 
 
 @dataclass
@@ -194,7 +193,7 @@ class Screen:
         """Print how many runs of an interrupted sweep have not started, and how to continue."""
         left = self.total - self.shown
         not_started = f"{format_count(left, 'run')} not started; " if left else ""
-        self.print(f"{not_started}to continue: distexp resume {shlex.quote(str(self.sweep_dir))}")
+        self.print(f"{not_started}to continue: {suggest_command('resume', self.sweep_dir)}")
 
     def show_comparison(self) -> None:
         """Print the table of a sweep; for a single run the tables of its exercise, if it has one."""

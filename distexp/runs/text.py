@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from distexp.runs.record import RunRecord
 
@@ -29,6 +31,11 @@ def format_count(count: int, noun: str) -> str:
 def format_runs(numbers: Sequence[int]) -> str:
     """Name runs by number: ``run 3``, ``runs 0-5, 8``."""
     return f"run{'' if len(numbers) == 1 else 's'} {format_ids(numbers)}"
+
+
+def suggest_command(name: str, directory: Path) -> str:
+    """Return the command line of a sub-command for a directory: ``distexp status DIR``."""
+    return f"distexp {name} {shlex.quote(str(directory))}"
 
 
 def failure_text(record: RunRecord) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from distexp.runs.record import RunError
-from distexp.runs.text import failure_text, format_count, format_ids, format_runs, join_first
+from distexp.runs.text import failure_text, format_count, format_ids, format_runs, join_first, suggest_command
 from tests.helpers.records import record
 
 
@@ -31,6 +33,10 @@ def test_only_the_first_items_are_joined() -> None:
 def test_a_count_has_its_plural() -> None:
     assert [format_count(count, "run") for count in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
     assert [format_runs(numbers) for numbers in ([4], [1, 2, 3])] == ["run 4", "runs 1-3"]
+
+
+def test_the_directory_of_a_command_is_quoted() -> None:
+    assert suggest_command("status", Path("/my sweeps/a")) == "distexp status '/my sweeps/a'"
 
 
 def test_failure_text_has_type_and_phase_except_for_invalid_runs() -> None:

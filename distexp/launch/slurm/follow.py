@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from distexp.exceptions import MonitoringInterrupted, SweepFailedError
 from distexp.launch.slurm.status import FinishedRuns, poll
 from distexp.runs.record import FAILURES, load_all
 from distexp.runs.run_state import RunState
+from distexp.runs.text import suggest_command
 
 FAST_POLLING_S, FAST_POLL_S, SLOW_POLL_S = 120.0, 2.0, 10.0
 """The queue is polled every 2 s for two minutes, then every 10 s, to limit the load on the controller."""
@@ -31,11 +31,11 @@ def follow(sweep_dir: Path, console: Console) -> None:
     try:
         _poll_until_done(sweep_dir, console)
     except KeyboardInterrupt:
-        directory = shlex.quote(str(sweep_dir))
         console.print(
-            f"\nThe jobs continue. To follow them: distexp status {directory} --watch\n"
-            f"To cancel them:               distexp cancel {directory}",
+            f"\nThe jobs continue. To follow them: {suggest_command('status', sweep_dir)} --watch\n"
+            f"To cancel them:               {suggest_command('cancel', sweep_dir)}",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
         raise MonitoringInterrupted from None

@@ -28,7 +28,7 @@ from distexp.runs import attempts
 from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.record import RunError, write_json
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import failure_text, format_count, format_runs
+from distexp.runs.text import failure_text, format_count, format_runs, suggest_command
 
 NOT_CONFIGURED = "configuration source"
 """Part of the error message of Slurm's commands if Slurm is installed but not configured."""
@@ -62,14 +62,14 @@ def run_sweep(
     max_size = _check_slurm()
     sweep_dir = sweep_directory(master).absolute()
     save_master(master, sweep_dir, len(cells))
-    snapshot, code = take(sweep_dir, list(cells[0].composed.trusted_packages))
-    prepared = list(prepare_runs(cells, sweep_dir, master.sweep.resume, (code, snapshot), console))
+    snapshot, git = take(sweep_dir, list(cells[0].composed.trusted_packages))
+    prepared = list(prepare_runs(cells, sweep_dir, snapshot, git, console, resume=master.sweep.resume))
     submit_runs(prepared, sweep_dir, snapshot, max_size, console)
     _print(console, f"sweep: {sweep_dir}")
     if cluster.wait:
         follow(sweep_dir, console)
     else:
-        _print(console, f"status: distexp status {sweep_dir}")
+        _print(console, f"status: {suggest_command('status', sweep_dir)}")
     return []
 
 
@@ -101,16 +101,17 @@ def _check_slurm() -> int:
 
 
 def prepare_runs(
-    cells: Sequence[Cell], sweep_dir: Path, resume: bool, code: tuple[GitState, Path], console: Console
+    cells: Sequence[Cell], sweep_dir: Path, snapshot: Path, git: GitState, console: Console, *, resume: bool
 ) -> Iterator[PreparedRun]:
     """Give each cell its directory and write the spec of its run; write the record of an invalid one.
 
     Args:
         cells: all cells of the sweep.
         sweep_dir: directory of the sweep.
+        snapshot: folder with the copy of the code.
+        git: state of the checkout that was copied.
+        console: where to report runs that are skipped or invalid.
         resume: whether the directory may hold runs of an earlier command.
-        code: state of the git checkout, and the folder of the snapshot.
-        console: where to report runs that are kept or invalid.
     """
     active = {run.number for run in poll(sweep_dir) if run.is_active} if resume else set()
 
@@ -123,15 +124,14 @@ def prepare_runs(
             return True
         return False
 
-    snapshot = str(code[1].relative_to(sweep_dir))
     for cell, info, directory in assign_run_dirs(
         cells,
         sweep_dir,
-        code[0],
+        git,
         resume=resume,
         should_skip=should_skip,
         warn=partial(_print, console),
-        snapshot=snapshot,
+        snapshot=str(snapshot.relative_to(sweep_dir)),
         active=active,
     ):
         write_hydra_files(cell, directory)
@@ -179,8 +179,8 @@ def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, 
         job = client.submit(array.script_path)
     except client.UnreachableError as error:
         raise OSError(
-            f"Slurm does not answer ({error}); {array.name} was not submitted: try again later with distexp resume "
-            f"{sweep_dir}"
+            f"Slurm does not answer ({error}); {array.name} was not submitted: try again later with "
+            f"{suggest_command('resume', sweep_dir)}"
         ) from None
     except client.SlurmError as error:
         record_refusal(runs, str(error), console)
