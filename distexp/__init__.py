@@ -1,0 +1,3 @@
+"""Comparison of distributed training strategies."""
+
+__version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""``python -m distexp``."""
+"""``python -m distexp``, the same as ``distexp``."""
 
 import sys
 

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from fnmatch import fnmatch
 
-from distexp.cli.main import is_override
+from distexp.cli.overrides import is_override
 from distexp.config.paths import conf_dir, options_of
 from distexp.exceptions import run_until_pipe_closes
 

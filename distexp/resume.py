@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distexp.cli.main import is_override
 from distexp.cli.main import main as distexp
+from distexp.cli.overrides import is_override
 from distexp.config import ConfigError
 from distexp.runs.existing import COMMAND, not_a_sweep
 

@@ -1,0 +1,1 @@
+"""Command line: sub-commands, overrides, error messages and help."""

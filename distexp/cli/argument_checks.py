@@ -1,4 +1,4 @@
-"""Words of a command line that are neither Hydra's options nor KEY=VALUE, with what was probably meant."""
+"""Checks of arguments that are neither options of Hydra nor overrides."""
 
 from __future__ import annotations
 
@@ -7,73 +7,88 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
+from distexp.cli.commands import COMMANDS
+from distexp.cli.overrides import is_override
+from distexp.cli.suggestions import suggest
 from distexp.config import ConfigError
 from distexp.config.key_info import known_keys
 
 ACTIONS = ("run", "multirun", "cfg", "info")
-"""What Hydra can be asked to do, by its options' names."""
+"""Options of Hydra that exclude each other."""
 
 
-def check_arguments(words: Sequence[str]) -> None:
-    """ConfigError for options that there are not, and for overrides that blanks have torn.
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Check for unknown commands and options, and for spaces inside overrides.
 
-    Hydra's own parser tells its options from overrides; what it would print on its own is a page of usage.
+    Hydra's own parser would print a page of usage instead of the error.
+
+    Raises:
+        ConfigError: with every error.
     """
     parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]
-    known, unknown = parser.parse_known_intermixed_args(list(words))
-    errors = [_no_option(word, words) for word in unknown if word.startswith("-")]
+    parser.error = _raise_error  # type: ignore[method-assign]
+    known, unknown = parser.parse_known_intermixed_args(list(arguments))
+    errors = [_explain_option(argument, arguments) for argument in unknown if argument.startswith("-")]
     actions = [f"--{name}" for name in ACTIONS if getattr(known, name)]
     if len(actions) > 1:
-        errors.append(f"{' and '.join(actions)} exclude each other: give one of them")
+        errors.append(f"{' and '.join(actions)} exclude each other: use one of them")
     if not errors:
-        errors = [f"{' '.join(torn)} has a blank too many: write {_mended(torn)}" for torn in _torn(known.overrides)]
+        errors = [
+            f"unexpected space in '{' '.join(parts)}': write {suggest_fix(parts)}"
+            for parts in split_overrides(known.overrides)
+        ]
+    if not errors and known.overrides and arguments[0] == known.overrides[0] and not is_override(arguments[0]):
+        errors.append(_explain_command(arguments[0]))
     if errors:
         raise ConfigError(errors)
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"{message}: --help shows how")
+def split_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the parts of each override that was split by spaces, as in ``strategy= fsdp``."""
+    groups: list[list[str]] = []
+    keys = known_keys()
+    for argument in overrides:
+        if groups and _continues(groups[-1][-1], argument, keys):
+            groups[-1].append(argument)
+        else:
+            groups.append([argument])
+    return (parts for parts in groups if len(parts) > 1)
 
 
-def _no_option(word: str, words: Sequence[str]) -> str:
-    """A sentence for ``--strategy`` or ``--strategy=fsdp``, whose value may be the next word."""
-    option, equals, value = word.partition("=")
-    after = [*words[words.index(word) + 1 :], ""][0]
+def suggest_fix(parts: Sequence[str]) -> str:
+    """Return the override that the parts were probably meant to be."""
+    joined = "".join(parts)
+    return joined if "=" in joined else f"{parts[0]}={''.join(parts[1:])}"
+
+
+def _continues(previous: str, argument: str, keys: set[str]) -> bool:
+    if "=" in argument.lstrip("=") or argument.startswith(("~", "+")):
+        return False
+    return previous in keys or previous.endswith(("=", ",")) or argument.startswith(("=", ","))
+
+
+def _raise_error(message: str) -> NoReturn:
+    raise ConfigError(f"{message}: see distexp --help")
+
+
+def _explain_command(argument: str) -> str:
+    return f"{argument} is neither a command nor KEY=VALUE{suggest(argument, COMMANDS) or ': see distexp --help'}"
+
+
+def _explain_option(argument: str, arguments: Sequence[str]) -> str:
+    """Return the error for an option such as ``--strategy=fsdp``, or ``--strategy`` with its value behind it."""
+    option, equals, value = argument.partition("=")
+    following = [*arguments[arguments.index(argument) + 1 :], ""][0]
     if not equals:
-        value = after if after and not after.startswith("-") and "=" not in after else "VALUE"
-    meant = _keys_called(option.lstrip("-").replace("-", "_"))
-    mend = " or ".join(f"{key}={value}" for key in meant)
-    return f"{option} is no option: {f'write {mend}' if mend else 'keys are set by KEY=VALUE, and --help shows how'}"
+        value = following if following and not following.startswith("-") and "=" not in following else "VALUE"
+    hint = " or ".join(f"{key}={value}" for key in _keys_named(option.lstrip("-").replace("-", "_")))
+    return f"{option} is not an option: {f'write {hint}' if hint else 'see distexp --help'}"
 
 
-def _keys_called(name: str) -> list[str]:
-    """The key of a name, or those of sections that end in it; nothing where they are too many to mean one."""
+def _keys_named(name: str) -> list[str]:
+    """Return the keys with a name in any section; none if there are more than two."""
     keys = known_keys()
     if name in keys:
         return [name]
     ending = sorted(key for key in keys if key.endswith(f".{name}") and not key.startswith("scale."))
     return ending if len(ending) <= 2 else []
-
-
-def _torn(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The runs of words that were to be one override, as ``strategy= fsdp`` and ``strategy fsdp``."""
-    pieces: list[list[str]] = []
-    keys = known_keys()
-    for word in overrides:
-        if pieces and _goes_on(pieces[-1][-1], word, keys):
-            pieces[-1].append(word)
-        else:
-            pieces.append([word])
-    return (piece for piece in pieces if len(piece) > 1)
-
-
-def _goes_on(before: str, word: str, keys: set[str]) -> bool:
-    if "=" in word.lstrip("=") or word.startswith(("~", "+")):
-        return False  # an override of its own
-    return before in keys or before.endswith(("=", ",")) or word.startswith(("=", ","))
-
-
-def _mended(torn: Sequence[str]) -> str:
-    whole = "".join(torn)
-    return whole if "=" in whole else f"{torn[0]}={''.join(torn[1:])}"

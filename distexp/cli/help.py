@@ -1,56 +1,70 @@
-"""What ``python -m distexp --help`` says."""
+"""Text of ``distexp --help``."""
 
 from __future__ import annotations
 
-from distexp.config.paths import conf_dir, options_of
+from distexp.cli.commands import COMMANDS
+from distexp.config.paths import options_of
+from distexp.resolve.implied_strategy import implied_strategy
 
-GROUPS = (
-    ("model", "what is trained"),
-    ("dataset", "what it is trained on"),
-    ("strategy", "how the training is distributed"),
-    ("engine", "whose training loop runs"),
-    ("sharding", "what FSDP shards (implies strategy=fsdp)"),
-    ("zero_stage", "what DeepSpeed partitions (implies strategy=deepspeed)"),
-    ("offload", "states on the CPU"),
-    ("precision", "arithmetic"),
-    ("cluster", "where it runs"),
-    ("tracker", "where else the metrics go"),
-    ("scaling", "how the work follows the number of workers"),
-    ("experiment", "an exercise of the workshop, with its sweep and its table"),
-    ("scale", "how far down it is scaled"),
-)
+GROUPS = {
+    "model": "model to train",
+    "dataset": "dataset to train on",
+    "strategy": "how the model is distributed",
+    "engine": "trainer, that is, the training loop",
+    "sharding": "what FSDP shards",
+    "zero_stage": "what DeepSpeed partitions",
+    "offload": "offload states to CPU memory",
+    "precision": "arithmetic",
+    "cluster": "where it runs",
+    "tracker": "experiment tracker",
+    "scaling": "how the work changes with the number of workers",
+    "experiment": "presets: the exercises of the workshop, each with its sweep and its table",
+    "scale": "limits that shrink a run",
+}
+"""Config groups and their meaning."""
 
-COMMANDS = (
-    ("python -m distexp", "tiny BLOOM on all GPUs, else on 2 CPU workers"),
-    ("python -m distexp strategy=fsdp sharding=hybrid_shard", "another strategy"),
-    ("python -m distexp --multirun zero_stage=1,2,3 offload=true,false", "a sweep, and its table"),
-    ("python -m distexp --multirun strategy=single,ddp,fsdp,deepspeed", "the strategies side by side"),
-    ("python -m distexp model=resnet_tiny strategy=ddp", "images instead of text"),
-    ("python -m distexp dataset=squad dataset.train_path=T.json dataset.eval_path=E.json", "your data"),
-    ("python -m distexp train.max_steps=20 train.micro_batch_size=8", "any key; --cfg job shows all"),
-    ("python -m distexp cluster.workers_per_node=4", "more workers"),
-    ("python -m distexp --multirun cluster=slurm cluster.nodes=2,4 strategy=fsdp", "job arrays on Slurm"),
-    ("python -m distexp.status DIR", "where a sweep's runs stand; distexp.cancel ends them"),
-    ("python -m distexp.resume DIR", "what is missing or failed, again"),
-    ("python -m distexp hydra.run.dir=my_run", "results where you want them"),
-    ("python -m distexp --cfg job zero_stage=3", "what would run, without running it"),
-)
+EXAMPLES = {
+    "distexp": "train a tiny BLOOM on all GPUs, or on 2 CPU workers",
+    "distexp strategy=fsdp sharding=hybrid_shard": "choose a strategy",
+    "distexp --multirun zero_stage=1,2,3 offload=true,false": "run a sweep and print its table",
+    "distexp --multirun strategy=single,ddp,fsdp,deepspeed": "compare strategies",
+    "distexp model=resnet_tiny strategy=ddp": "train on images",
+    "distexp dataset=squad dataset.train_path=T.json dataset.eval_path=E.json": "use your data",
+    "distexp train.max_steps=20 train.micro_batch_size=8": "set any key",
+    "distexp cluster.workers_per_node=4": "use more workers",
+    "distexp --multirun cluster=slurm cluster.nodes=2,4 strategy=fsdp": "submit job arrays to Slurm",
+    "distexp hydra.run.dir=my_run": "choose the run directory",
+    "distexp --cfg job zero_stage=3": "print the configuration and run nothing",
+}
+"""Commands with what they do."""
+
+
+def describe_groups() -> list[tuple[str, str]]:
+    """Return the groups with their meaning and the strategy that they imply."""
+    described = []
+    for group, meaning in GROUPS.items():
+        implied = {implied_strategy(group, option) for option in options_of(group)} - {None}
+        suffix = "".join(f" (implies strategy={strategy})" for strategy in sorted(map(str, implied)))
+        described.append((group, meaning + suffix))
+    return described
 
 
 def help_text() -> str:
-    """Groups with their options, and useful commands."""
+    """Return the usage, the commands, the groups with their options, and examples."""
     lines = [
-        "distexp: which way of distributing a training fits, how fast is it, and is it the same training?",
+        "distexp: compare distributed training with PyTorch, DDP, FSDP2 and DeepSpeed",
         "",
-        "usage: python -m distexp [--multirun] [GROUP=OPTION ...] [KEY=VALUE ...]",
+        "usage: distexp [run] [--multirun] [GROUP=OPTION ...] [KEY=VALUE ...]",
+        "       distexp COMMAND [ARGUMENT ...]",
         "",
-        "groups:",
+        "commands:",
     ]
-    for group, meaning in GROUPS:
-        options = options_of(group) if (conf_dir() / group).is_dir() else []
-        lines.append(f"  {group:<11} {meaning}")
-        lines.append(f"  {'':<11}   {', '.join(options)}")
-    lines += ["", "commands:"]
-    lines += [f"  {command}\n      {meaning}" for command, meaning in COMMANDS]
-    lines += ["", "Hydra's own: --cfg job, --info, --config-dir DIR, --hydra-help, --shell-completion"]
+    lines += [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
+    lines += ["", "groups:"]
+    for group, meaning in describe_groups():
+        lines += [f"  {group:<12} {meaning}", f"  {'':<12}   {', '.join(options_of(group))}"]
+    lines += ["", "examples:"]
+    lines += [f"  {command}\n      {meaning}" for command, meaning in EXAMPLES.items()]
+    lines += ["", "options of Hydra: --cfg job, --info, --config-dir DIR, --hydra-help, --shell-completion"]
+    lines += ["options: --help, --version"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The typed configuration; its sections are imported from here."""
+"""Typed configuration: the schema, its metadata, and checks of single sections."""
 
 from distexp.config.schema import (
     ClusterConfig,

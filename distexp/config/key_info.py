@@ -1,48 +1,56 @@
-"""What the schema says of a key: whether there is one of that name, and what values it takes, in words."""
+"""Lookups in the schema: the names of all keys, and the values that a key accepts."""
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from distexp.config import Config
+from distexp.config.field_info import info_of
 from distexp.config.paths import config_groups
 
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-# Examples end in a comma, for "or null" may follow; the last one falls.
-MANY = {int: "a list of whole numbers, as in [1,2],", float: "a list of numbers, as in [0.9,0.99],"}
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+LIST_TYPES = {int: "a list of integers, as in [1,2]", float: "a list of numbers, as in [0.9,0.99]"}
+
+
+def sections() -> dict[str, type[Any]]:
+    """Return the sections of the configuration, by name."""
+    made: dict[str, Any] = {spec.name: spec.default_factory for spec in fields(Config)}
+    return {name: section for name, section in made.items() if isinstance(section, type) and is_dataclass(section)}
+
+
+def schema_fields() -> Iterator[tuple[str, Field[Any]]]:
+    """Yield every key of a section with its dataclass field."""
+    for name, section in sections().items():
+        yield from ((f"{name}.{spec.name}", spec) for spec in fields(section))
 
 
 def known_keys() -> set[str]:
-    """Every group and every key of the schema, dotted."""
-    keys = {*config_groups()}
-    for section in fields(Config):
-        keys.add(section.name)
-        nested: Any = section.default_factory
-        if is_dataclass(nested):
-            keys |= {f"{section.name}.{inner.name}" for inner in fields(nested)}
-    return keys
+    """Return the names of all groups, sections and keys."""
+    return {*config_groups(), *(spec.name for spec in fields(Config)), *(name for name, _ in schema_fields())}
 
 
-def values_of(key: str) -> str | None:
-    """What a dotted key may be set to, as in ``a whole number or null``; None where the schema has no such key."""
-    hint: Any = Config
-    for name in key.split("."):
-        if not is_dataclass(hint):
-            return None
-        hint = get_type_hints(hint).get(name)
-    return None if hint is None else _in_words(hint).rstrip(",")
-
-
-def _in_words(hint: Any) -> str:
+def describe_values(key: str) -> str | None:
+    """Return the values that a key accepts, as in ``an integer or null``; None for an unknown key."""
+    section, _, name = key.rpartition(".")
+    owner = sections().get(section) if section else Config
+    if owner is None or name not in (specs := {spec.name: spec for spec in fields(owner)}):
+        return None
+    hint = get_type_hints(owner)[name]
     if is_dataclass(hint):
         return f"a section: set one of its keys, {', '.join(each.name for each in fields(hint)[:3])} ..."
+    info = info_of(specs[name])
+    text = f"one of {info.limits}" if info.choices and info.at_least is None else _describe_type(hint)
+    return f"{text} or null" if NoneType in get_args(hint) else text
+
+
+def _describe_type(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
-        kinds = [each for each in get_args(hint) if each is not NoneType]
-        return " or ".join([*map(_in_words, kinds), *["null"] * (NoneType in get_args(hint))])
+        return " or ".join(_describe_type(each) for each in get_args(hint) if each is not NoneType)
     if get_origin(hint) is list:
-        return MANY.get(get_args(hint)[0], "a list, as in [a,b],")
+        return LIST_TYPES.get(get_args(hint)[0], "a list, as in [a,b]")
     if get_origin(hint) is dict:
-        return "a mapping, as in {key: value},"
-    return KINDS.get(hint, "a value")
+        return "a mapping, as in {key: value}"
+    return TYPE_NAMES.get(hint, "a value")

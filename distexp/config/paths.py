@@ -1,4 +1,4 @@
-"""Where the YAML groups are: beside the package in a checkout, inside it when installed from a wheel."""
+"""Location of the YAML config groups: next to the package in a checkout, inside it in a wheel."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 @lru_cache(maxsize=1)
 def conf_dir() -> Path:
-    """The folder of config groups that comes with distexp."""
+    """Return the folder of the config groups that distexp ships."""
     for candidate in (PACKAGE / "conf", PACKAGE.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate
-    raise ConfigError(f"conf/config.yaml is neither in {PACKAGE} nor beside it: install distexp again")
+    raise ConfigError(f"conf/config.yaml is missing in {PACKAGE} and in {PACKAGE.parent}: reinstall distexp")
 
 
 @lru_cache(maxsize=1)
 def config_groups() -> tuple[str, ...]:
-    """The names of all config groups, nested ones with a slash."""
+    """Return the names of all config groups; nested ones contain a slash."""
     root = conf_dir()
     return tuple(sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_dir()))
 
 
 def options_of(group: str) -> list[str]:
-    """The options of a group, nested ones with a slash."""
+    """Return the options of a group; nested ones contain a slash."""
     root = conf_dir() / group
     return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.yaml"))

@@ -1,8 +1,8 @@
-"""The typed schema of the configuration: every key that a user can set, its type and its meaning.
+"""The typed schema of the configuration: every key with its type, default, meaning and accepted values.
 
-Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so a misspelt key or a value of the
-wrong type is refused while composing. What only makes sense together is judged in ``resolve``.
-``None`` means "not chosen": ``resolve`` fills it in from the strategy, the model or the machine.
+Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so an unknown key or a value of the wrong type is an
+error while composing. Checks that involve several keys are in ``resolve``.
+``None`` means "not chosen": ``resolve`` sets it from the strategy, the model or the machine.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from distexp.config.field_info import key
+
 
 class ConfigError(ValueError):
-    """One or more errors of a configuration, each a sentence with value, constraint and mend."""
+    """One or more errors of a configuration; each states the value, what is wrong with it, and a hint."""
 
     def __init__(self, errors: list[str] | str) -> None:
         self.errors = [errors] if isinstance(errors, str) else list(errors)
@@ -23,179 +25,242 @@ class ConfigError(ValueError):
 
 @dataclass
 class ModelConfig:
-    """What is trained. A key that an architecture does not have stays null, and is refused when set."""
+    """The model to train. Keys that an architecture does not have must stay null."""
 
-    _target_: str = MISSING  # function (model: ModelConfig, num_classes: int) -> torch.nn.Module
-    name: str = MISSING  # our name of an architecture, or a Hugging Face name or path
-    task: str = MISSING  # causal_lm or image_classification
-    path: str | None = None  # a hub id or a folder: what init=pretrained reads where name is ours
-    init: str = "random"  # random: from the architecture alone; pretrained: weights are read
-    tokenizer: str | None = None  # byte: trained on the data; auto: the model's; else a hub id or a folder
-    vocab_size: int | None = None  # null: the tokenizer's
-    hidden_size: int | None = None
-    num_layers: int | None = None
-    num_heads: int | None = None
-    ff_dim: int | None = None
-    seq_length: int | None = None  # longest sequence that the positions allow
-    width: int | None = None  # channels of a ResNet's first stage
-    depths: list[int] | None = None  # residual blocks in each of a ResNet's stages
-    bottleneck: bool | None = None
-    tie_embeddings: bool | None = None  # one weight for embedding and head
-    dropout: float | None = 0.0  # null: what the architecture has by itself
-    keys: list[str] = field(default_factory=list)  # which of the keys of an architecture this model has
-    options: dict[str, Any] = field(default_factory=dict)  # keys of a model of your own
+    _target_: str = key(MISSING, "Function `(model: ModelConfig, num_classes: int) -> torch.nn.Module`.")
+    name: str = key(MISSING, "Name of the architecture in distexp, or a Hugging Face name or path.")
+    task: str = key(MISSING, "Task of the model.", choices=("causal_lm", "image_classification"))
+    path: str | None = key(None, "Hub id or folder of the weights that `init=pretrained` loads.")
+    init: str = key("random", "Random weights, or pretrained weights from `path`.", choices=("random", "pretrained"))
+    tokenizer: str | None = key(
+        None, "`byte`: trained on the dataset. `auto`: the tokenizer of the model. Else a hub id or a folder."
+    )
+    vocab_size: int | None = key(None, "Rows of the embedding.", at_least=1, null="size of the tokenizer")
+    hidden_size: int | None = key(None, "Width of the hidden states.", at_least=1)
+    num_layers: int | None = key(None, "Number of transformer blocks.", at_least=1)
+    num_heads: int | None = key(None, "Attention heads. They must divide `hidden_size`.", at_least=1)
+    ff_dim: int | None = key(None, "Width of the feed-forward layers.", at_least=1)
+    seq_length: int | None = key(None, "Most positions of the model.", unit="tokens", at_least=1)
+    width: int | None = key(None, "Channels of the first stage of a ResNet.", at_least=1)
+    depths: list[int] | None = key(
+        None, "Residual blocks in each stage of a ResNet.", length=4, at_least=1, example="[3,4,6,3]"
+    )
+    bottleneck: bool | None = key(None, "Whether a ResNet uses bottleneck blocks.")
+    tie_embeddings: bool | None = key(None, "Whether embedding and output head share one weight.")
+    dropout: float | None = key(0.0, "Dropout probability.", at_least=0, below=1, null="default of the architecture")
+    keys: list[str] = key([], "Keys that this model has. Any other key of this section is an error.")
+    options: dict[str, Any] = key({}, "Keys of a custom model.")
 
 
 @dataclass
 class DatasetConfig:
-    """What it is trained on."""
+    """The dataset to train on."""
 
-    _target_: str = MISSING  # function (dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData
-    name: str = MISSING
-    task: str = MISSING  # causal_lm, image_classification, or any (synthetic)
-    path: str | None = None  # a hub id, or a folder written by datasets.save_to_disk
-    train_path: str | None = None  # an official SQuAD v1.1 JSON file
-    eval_path: str | None = None
-    root: str | None = None  # a folder in TinyImageNet's official layout
-    train_size: int | None = None  # the first so many examples; null: all
-    eval_size: int | None = None
-    max_length: int | None = None  # tokens
-    answer_tokens: int = 32  # most tokens of a generated answer, see train.score_answers
-    padding: str = "max_length"  # max_length: every batch has one shape; longest: as short as a batch allows
-    image_size: int | None = None  # pixels
-    num_classes: int | None = None
-    num_workers: int = 0  # loader processes of one worker
-    keys: list[str] = field(default_factory=list)  # those above that this data set has; any other is refused
-    options: dict[str, Any] = field(default_factory=dict)  # keys of a dataset of your own
+    _target_: str = key(MISSING, "Function `(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData`.")
+    name: str = key(MISSING, "Name of the dataset.")
+    task: str = key(MISSING, "`causal_lm`, `image_classification`, or `any` for synthetic data.")
+    path: str | None = key(None, "Hub id, or a folder written by `datasets.save_to_disk`.")
+    train_path: str | None = key(None, "SQuAD v1.1 JSON file to train on.")
+    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on.")
+    root: str | None = key(None, "Folder in the official layout of TinyImageNet.")
+    train_size: int | None = key(None, "Number of training examples, from the first.", at_least=1, null="all")
+    eval_size: int | None = key(None, "Number of evaluation examples, from the first.", at_least=1, null="all")
+    max_length: int | None = key(None, "Length at which texts are truncated.", unit="tokens", at_least=2)
+    answer_tokens: int = key(32, "Longest generated answer. See `train.score_answers`.", unit="tokens", at_least=1)
+    padding: str = key(
+        "max_length", "Pad to `max_length`, or to the longest text of the batch.", choices=("max_length", "longest")
+    )
+    image_size: int | None = key(None, "Height and width of an image.", unit="pixels", at_least=1)
+    num_classes: int | None = key(None, "Number of image classes of synthetic data.")
+    num_workers: int = key(0, "DataLoader processes of each worker.", at_least=0)
+    keys: list[str] = key([], "Keys that this dataset has. Any other key of this section is an error.")
+    options: dict[str, Any] = key({}, "Keys of a custom dataset.")
 
 
 @dataclass
 class StrategyConfig:
-    """How the training is distributed; its own keys are in the section of its name."""
+    """How the model is distributed. Each strategy has a section of its name with its keys."""
 
-    _target_: str = MISSING  # class of the Strategy protocol
-    name: str = MISSING
-    options: dict[str, Any] = field(default_factory=dict)  # keys of a strategy of your own
+    _target_: str = key(MISSING, "Class that implements the `Strategy` protocol.")
+    name: str = key(MISSING, "Name of the strategy.")
+    options: dict[str, Any] = key({}, "Keys of a custom strategy.")
 
 
 @dataclass
 class EngineConfig:
-    """Whose training loop runs."""
+    """The trainer, that is, the training loop."""
 
-    _target_: str = "distexp.engines.native.Native"  # class of the Trainer protocol
-    name: str = "native"
+    _target_: str = key("distexp.engines.native.Native", "Class that implements the `Trainer` protocol.")
+    name: str = key("native", "Name of the trainer.")
 
 
 @dataclass
 class DDPConfig:
-    bucket_cap_mb: float = 25.0
-    static_graph: bool = False
-    find_unused_parameters: bool = False
+    """Options of `strategy=ddp`, as in `DistributedDataParallel`."""
+
+    bucket_cap_mb: float = key(25.0, "Size of a gradient bucket.", unit="MB", above=0)
+    static_graph: bool = key(False, "Whether every step uses the same autograd graph.")
+    find_unused_parameters: bool = key(False, "Whether to search for parameters without a gradient.")
 
 
 @dataclass
 class FSDPConfig:
-    sharding: str | None = None  # full_shard, shard_grad_op, hybrid_shard, no_shard; null: full_shard
-    replicas: int | None = None  # replicas of a hybrid mesh; null: one a node
-    wrap: str = "auto"  # auto: every block; else class names, separated by commas
-    forward_prefetch: int = 0  # blocks gathered ahead of the forward pass
-    backward_prefetch: int = 1  # blocks gathered ahead of the backward pass
-    sync_module_states: bool = True  # rank 0's initial weights for everyone
+    """Options of `strategy=fsdp`, that is, FSDP2 (`fully_shard`)."""
+
+    sharding: str | None = key(
+        None,
+        "What is sharded. `sharding=` sets this key and the strategy.",
+        choices=("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"),
+        null="full_shard",
+    )
+    replicas: int | None = key(None, "Replicas of a hybrid mesh.", null="one per node")
+    wrap: str = key("auto", "`auto`: each block is a unit. Else class names of the units, separated by commas.")
+    forward_prefetch: int = key(0, "Blocks to all-gather ahead in the forward pass.", at_least=0)
+    backward_prefetch: int = key(1, "Blocks to all-gather ahead in the backward pass.", at_least=0)
+    sync_module_states: bool = key(True, "Broadcast the initial weights of rank 0.")
 
 
 @dataclass
 class DeepSpeedConfig:
-    zero_stage: int | None = None  # 0, 1, 2, 3; null: the file's, else 2
-    config_file: str | None = None  # a ds_config.json of your own; "auto" is filled in, conflicts are refused
-    reduce_bucket_size: int | None = None  # elements; null: DeepSpeed's
-    allgather_bucket_size: int | None = None  # elements
-    stage3_prefetch_bucket_size: int | None = None  # elements
-    stage3_param_persistence_threshold: int | None = None  # elements
-    stage3_max_live_parameters: int | None = None  # parameters
-    overlap_comm: bool = False
-    cpu_optimizer: str = (
-        "auto"  # of offloaded states: torch, deepspeed (compiled on first use); auto: deepspeed on GPUs
+    """Options of `strategy=deepspeed`. Null keys keep the defaults of DeepSpeed."""
+
+    zero_stage: int | None = key(
+        None,
+        "ZeRO stage. `zero_stage=` sets this key and the strategy.",
+        choices=(0, 1, 2, 3),
+        null="the stage of `config_file`, or 2",
+    )
+    config_file: str | None = key(None, 'A `ds_config.json`. "auto" values are filled in. Conflicts are errors.')
+    reduce_bucket_size: int | None = key(None, "Bucket of the gradient reduction.", unit="elements", at_least=1)
+    allgather_bucket_size: int | None = key(None, "Bucket of the parameter all-gather.", unit="elements", at_least=1)
+    stage3_prefetch_bucket_size: int | None = key(None, "Parameters to prefetch.", unit="elements", at_least=1)
+    stage3_param_persistence_threshold: int | None = key(
+        None, "Smaller parameters are not partitioned.", unit="elements", at_least=1
+    )
+    stage3_max_live_parameters: int | None = key(None, "Most parameters gathered at once.", unit="elements", at_least=1)
+    overlap_comm: bool = key(False, "Overlap the gradient reduction with the backward pass.")
+    cpu_optimizer: str = key(
+        "auto",
+        "Optimizer of offloaded states. DeepSpeed compiles its own. `auto`: deepspeed on GPUs, else torch.",
+        choices=("auto", "torch", "deepspeed"),
     )
 
 
 @dataclass
 class OffloadConfig:
-    enabled: bool = False
-    pin_memory: bool = False
+    """Offloading of states to CPU memory; `offload=` sets both keys."""
+
+    enabled: bool = key(False, "Whether states are offloaded.")
+    pin_memory: bool = key(False, "Use page-locked CPU memory.")
 
 
 @dataclass
 class PrecisionConfig:
-    name: str = "fp32"  # fp32, bf16, fp16
+    """Arithmetic of the forward and backward pass."""
+
+    name: str = key("fp32", "Data type of the computation.", choices=("fp32", "bf16", "fp16"))
 
 
 @dataclass
 class TrainConfig:
-    num_epochs: int = 3
-    max_steps: int | None = None  # optimizer steps; cuts num_epochs short
-    micro_batch_size: int = 4  # samples a worker sees at once
-    eval_batch_size: int | None = None  # null: micro_batch_size
-    gradient_accumulation_steps: int = 1
-    learning_rate: float = 5e-5
-    weight_decay: float = 0.01  # of matrices; biases and norms are left out, as in the Trainer
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    momentum: float = 0.9  # sgd
-    gradient_clipping: float | None = 1.0  # largest gradient norm; null: none
-    optimizer: str = "adamw"  # adamw, sgd
-    schedule: str = "linear"  # linear (to zero), step, constant
-    step_size: int = 30  # epochs between two decays of schedule=step
-    gamma: float = 0.1  # factor of one such decay
-    warmup_steps: int = 0
-    measure_after_step: int = 5  # steps left out of throughput and step times
-    profile_steps: int = 0  # last steps profiled for the share of communication, and not measured; 0: none
-    log_every: int = 10  # steps between two lines of metrics.jsonl
-    seed: int = 42
-    on_nan: str = "stop"  # a loss that is not finite: stop the run as failed, or record it and go on
-    logits: str = "all"  # where a causal LM computes them: all, or targets alone (the same loss by less work)
-    activation_checkpointing: bool = False
-    compile: bool = False
-    checkpoint_every: int | str | None = None  # steps, or epoch; null: only where a run has to end early
-    resume: str | None = None  # folder of a checkpoint, or of a run, to start from
-    save_model: bool = False  # the trained model in the Hugging Face layout, in the run's folder model/
-    score_answers: bool = False  # after the last epoch, generate answers and score them by SQuAD's exact match and F1
+    """The training: length, batch, optimizer, schedule, checkpoints."""
+
+    num_epochs: int = key(3, "Passes over the training set.", at_least=1)
+    max_steps: int | None = key(None, "Optimizer steps after which training ends early.", at_least=1, null="no limit")
+    micro_batch_size: int = key(4, "Samples per worker and forward pass.", at_least=1)
+    eval_batch_size: int | None = key(
+        None, "Samples per worker in the evaluation.", at_least=1, null="micro_batch_size"
+    )
+    gradient_accumulation_steps: int = key(1, "Micro-batches per optimizer step.", at_least=1)
+    learning_rate: float = key(5e-5, "Learning rate after the warmup.", at_least=0)
+    weight_decay: float = key(0.01, "Weight decay of matrices. Biases and norms have none.", at_least=0)
+    betas: list[float] = key([0.9, 0.999], "Betas of AdamW.", length=2, at_least=0, below=1, example="[0.9,0.999]")
+    eps: float = key(1e-8, "Epsilon of AdamW.", at_least=0)
+    momentum: float = key(0.9, "Momentum of SGD.", at_least=0)
+    gradient_clipping: float | None = key(1.0, "Largest gradient norm.", above=0, null="no clipping")
+    optimizer: str = key("adamw", "Optimizer.", choices=("adamw", "sgd"))
+    schedule: str = key(
+        "linear", "Learning rate schedule. `linear` decays to zero.", choices=("linear", "step", "constant")
+    )
+    step_size: int = key(30, "Epochs between two decays of `schedule=step`.", at_least=1)
+    gamma: float = key(0.1, "Factor of each decay of `schedule=step`.", at_least=0)
+    warmup_steps: int = key(0, "Steps in which the learning rate rises to its full value.", at_least=0)
+    measure_after_step: int = key(5, "First steps to exclude from speed and step times.", at_least=0)
+    profile_steps: int = key(0, "Last steps to profile. They are excluded from speed and memory. 0: none.", at_least=0)
+    log_every: int = key(10, "Steps between two lines of `metrics.jsonl`.", at_least=1)
+    seed: int = key(42, "Seed of weights, dropout and sample order.", at_least=0)
+    on_nan: str = key(
+        "stop", "When the loss is not finite: stop the run as failed, or record it and continue.",
+        choices=("stop", "record"),
+    )  # fmt: skip
+    logits: str = key(
+        "all", "Positions whose logits a causal LM computes. `targets`: the same loss with less work.",
+        choices=("all", "targets"),
+    )  # fmt: skip
+    activation_checkpointing: bool = key(False, "Recompute the activations of each block in the backward pass.")
+    compile: bool = key(False, "Use `torch.compile`.")
+    checkpoint_every: int | str | None = key(
+        None, "Steps between two checkpoints, or `epoch`.", choices=("epoch",), at_least=1,
+        null="only if the run has to stop early",
+    )  # fmt: skip
+    resume: str | None = key(None, "Folder of a checkpoint or of a run to start from.")
+    save_model: bool = key(False, "Save the trained model in the Hugging Face layout, in `model/` of the run.")
+    score_answers: bool = key(
+        False, "Generate answers after the last epoch. Score them with the exact match and F1 of SQuAD."
+    )
 
 
 @dataclass
 class ClusterConfig:
-    """Where it runs."""
+    """Where a run starts, and its resources. Some keys are for Slurm only."""
 
-    name: str = "local"
-    launcher: str = "local"  # local, slurm: set by the option of the group, together with hydra/launcher
-    nodes: int = 1
-    workers_per_node: int | None = None  # null: every GPU, or 2 on CPU (1 on Slurm); 1 for strategy=single
-    device: str = "auto"  # auto, cuda, cpu; auto is cuda on Slurm
-    cpus_per_worker: int | None = None  # threads of a worker; null: its share of the cores
-    timeout_min: float | None = None  # minutes a run may take; null: no limit, on Slurm the partition's
-    hang_timeout_min: float = 30.0  # minutes without a step or a new phase, after which a run has hung
-    debug: bool = False  # NCCL's and torch.distributed's own accounts in the logs
-    environment: dict[str, str] = field(default_factory=dict)  # variables of the workers alone, as NCCL's
-    # On Slurm only: what is asked of it ...
-    gpus_per_node: int | None = None  # null: one a worker with device=cuda, none with device=cpu
-    memory_gb: float | None = None  # of a node; null: the cluster's default, with exclusive all of it
-    partition: str | None = None
-    constraint: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    reservation: str | None = None
-    exclusive: bool = False  # whole nodes
-    sbatch: dict[str, Any] = field(default_factory=dict)  # further options of sbatch, as {mail-type: END}
-    srun: list[str] = field(default_factory=list)  # further options of srun, as [--cpu-bind=none]
-    signal_delay_s: int = 120  # seconds before the time limit at which a run is told of it
-    requeue: bool = True  # Slurm may start a run anew whose node failed, or which gave way to another
-    # ... what a job does before it starts a run ...
-    modules: list[str] = field(default_factory=list)  # loaded by `module load`
-    setup: list[str] = field(default_factory=list)  # lines of shell, after the modules
-    python: str | None = None  # Python of the jobs, a container's too; null: the one that submits
-    # ... and how the sweep is submitted.
-    array_parallelism: int | None = None  # runs of one shape at the same time; null: as many as there are
-    wait: bool = True  # false: print the job ids and leave
-    dry_run: bool = False  # print the sbatch files, and submit nothing
+    name: str = key("local", "Name of the cluster.")
+    launcher: str = key("local", "Set by `cluster=`, together with `hydra/launcher`.", choices=("local", "slurm"))
+    nodes: int = key(1, "Nodes. On one machine more than one are simulated.", at_least=1)
+    workers_per_node: int | None = key(
+        None, "Workers per node.", at_least=1, null="one per GPU, or 2 without GPUs (1 on Slurm)"
+    )
+    device: str = key("auto", "Device of the workers. `auto` is cuda on Slurm.", choices=("auto", "cuda", "cpu"))
+    cpus_per_worker: int | None = key(
+        None, "CPU threads of each worker.", at_least=1, null="an equal share of the cores, or 4 on Slurm"
+    )
+    timeout_min: float | None = key(
+        None, "Time limit of a run.", unit="minutes", above=0, null="none, or the limit of the Slurm partition"
+    )
+    hang_timeout_min: float = key(
+        30.0, "Time without progress after which a run counts as hung.", unit="minutes", above=0
+    )
+    debug: bool = key(False, "Enable the debug logs of NCCL and torch.distributed.")
+    environment: dict[str, str] = key({}, "Environment variables of the workers only, for example `NCCL_*`.")
+    gpus_per_node: int | None = key(
+        None, "GPUs of each node.", at_least=0, null="one per worker on cuda, none on cpu", slurm_only=True
+    )
+    memory_gb: float | None = key(
+        None, "Memory of each node.", unit="GB", above=0, slurm_only=True,
+        null="the default of the cluster, or all memory with `exclusive`",
+    )  # fmt: skip
+    partition: str | None = key(None, "Partition.", slurm_only=True)
+    constraint: str | None = key(None, "Required node features.", slurm_only=True)
+    account: str | None = key(None, "Account to charge.", slurm_only=True)
+    qos: str | None = key(None, "Quality of service.", slurm_only=True)
+    reservation: str | None = key(None, "Reservation.", slurm_only=True)
+    exclusive: bool = key(False, "Allocate whole nodes.", slurm_only=True)
+    sbatch: dict[str, Any] = key({}, "More options of sbatch, as `{mail-type: END}`.", slurm_only=True)
+    srun: list[str] = key([], "More options of srun, as `[--cpu-bind=none]`.", slurm_only=True)
+    signal_delay_s: int = key(
+        120, "Time before the time limit at which a run is asked to stop.", unit="seconds", at_least=0
+    )
+    requeue: bool = key(True, "Let Slurm requeue a run after a node failure or a preemption.")
+    modules: list[str] = key([], "Modules to load in the job.", slurm_only=True)
+    setup: list[str] = key([], "Shell lines to run in the job, after the modules.", slurm_only=True)
+    python: str | None = key(
+        None, "Python command of the jobs, possibly in a container.", null="the Python that submits", slurm_only=True
+    )
+    array_parallelism: int | None = key(
+        None, "Most runs of one job array at the same time.", at_least=1, null="no limit", slurm_only=True
+    )
+    wait: bool = key(True, "Wait for the jobs. False: print the job ids and exit.")
+    dry_run: bool = key(False, "Print the sbatch files and submit nothing.", slurm_only=True)
 
     @property
     def world_size(self) -> int:
@@ -205,77 +270,84 @@ class ClusterConfig:
 
 @dataclass
 class MeasureConfig:
-    """What is sampled from outside the workers."""
+    """Memory and utilization, sampled from outside the workers."""
 
-    enabled: bool = True
-    interval_s: float = 0.5  # seconds between two samples of memory and utilisation
+    enabled: bool = key(True, "Whether to sample.")
+    interval_s: float = key(0.5, "Time between two samples.", unit="seconds", above=0)
 
 
 @dataclass
 class TrackerConfig:
-    """Where else metrics, summary and files go. Keys and passwords are the library's to find, never written here."""
+    """Experiment tracker. Credentials are read by its library and are never part of a configuration."""
 
-    name: str = "none"
-    _target_: str | None = None  # class of the Tracker protocol; null: none
-    project: str = "distexp"  # wandb's project, MLflow's experiment
-    online: bool = False  # wandb: send at once
-    uri: str | None = None  # MLflow's server or store; null: the folder mlruns/
+    name: str = key("none", "Name of the tracker.")
+    _target_: str | None = key(None, "Class that implements the `Tracker` protocol.", null="no tracker")
+    project: str = key("distexp", "Project of wandb, or experiment of MLflow.")
+    online: bool = key(False, "wandb: upload while the run trains.")
+    uri: str | None = key(None, "MLflow server or store.", null="the folder `mlruns/`")
 
 
 @dataclass
 class PreflightConfig:
-    """Whether the interconnect is measured before a training, and what stops it."""
+    """Communication bandwidth test before training."""
 
-    enabled: bool = False
-    only: bool = False  # measure, and train nothing
-    min_busbw_gbps: float | None = None  # GB/s of the largest all-reduce; null: 5 on GPUs, no threshold on a CPU
-    max_bytes: int | None = None  # of the largest buffer; null: 4 GiB on GPUs, 64 MiB on a CPU
-    warmup_rounds: int = 20
-    rounds: int = 50  # fewer where a size would take longer than 10 s
+    enabled: bool = key(False, "Whether to run the test.")
+    only: bool = key(False, "Run the test and do not train.")
+    min_busbw_gbps: float | None = key(
+        None, "Lowest accepted bus bandwidth of the largest all-reduce.", unit="GB/s", at_least=0,
+        null="5 on GPUs, no limit on CPUs",
+    )  # fmt: skip
+    max_bytes: int | None = key(
+        None, "Size of the largest buffer.", unit="bytes", at_least=1024, null="4 GiB on GPUs, 64 MiB on CPUs"
+    )
+    warmup_rounds: int = key(20, "Rounds before the measured ones.", at_least=0)
+    rounds: int = key(50, "Measured rounds. Fewer if one size would take longer than 10 s.", at_least=1)
 
 
 @dataclass
 class ScaleConfig:
-    """How far down a run is scaled. The limits hold for what a preset or the command line says; null is none."""
+    """Upper limits that shrink a run, for example a preset on a laptop. Null means no limit."""
 
-    name: str = "full"
-    shrink: int | None = None  # divides the widths of a model
-    layers: int | None = None  # of a model, and of each stage of a ResNet
-    heads: int | None = None
-    vocab_size: int | None = None
-    max_length: int | None = None  # tokens
-    image_size: int | None = None  # pixels
-    train_size: int | None = None  # samples
-    eval_size: int | None = None
-    micro_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    workers: int | None = None  # a cell with more is refused
-    workers_per_node: int = 2  # what presets on several nodes start on each of them
+    name: str = key("full", "Name of the scale.")
+    shrink: int | None = key(None, "Divisor of the widths of a model.")
+    layers: int | None = key(None, "Layers of a model, or of each stage of a ResNet.")
+    heads: int | None = key(None, "Attention heads.")
+    vocab_size: int | None = key(None, "Rows of the embedding.")
+    max_length: int | None = key(None, "Length of a text.", unit="tokens")
+    image_size: int | None = key(None, "Height and width of an image.", unit="pixels")
+    train_size: int | None = key(None, "Training examples.")
+    eval_size: int | None = key(None, "Evaluation examples.")
+    micro_batch_size: int | None = key(None, "Samples per worker and forward pass.")
+    gradient_accumulation_steps: int | None = key(None, "Micro-batches per optimizer step.")
+    workers: int | None = key(None, "Workers on all nodes. A cell with more is invalid.")
+    workers_per_node: int = key(2, "Workers per node in the presets for several nodes.")
 
 
 @dataclass
 class ScalingConfig:
-    """How the work follows the number of workers."""
+    """How the work changes with the number of workers."""
 
-    name: str = "fixed"  # fixed, weak_data, weak_model, weak_model_seed
-    samples_per_worker: int | None = None  # weak_data: what dataset.train_size is made of
-    base_workers: int | None = None  # weak_model: where layers and micro-batch are as configured
+    name: str = key("fixed", "Scaling rule.", choices=("fixed", "weak_data", "weak_model", "weak_model_workshop"))
+    samples_per_worker: int | None = key(None, "`weak_data`: training examples per worker.", at_least=1)
+    base_workers: int | None = key(
+        None, "`weak_model`: workers at which layers and micro-batch size are as configured.", at_least=1
+    )
 
 
 @dataclass
 class SweepConfig:
-    """Cells beside the product of a sweep: each is a list of overrides, and may sweep itself."""
+    """Cells of a sweep besides the product of the swept keys."""
 
-    cells: list[Any] = field(default_factory=list)
-    resume: bool = False  # keep what is done in hydra.sweep.dir: what distexp.resume sets
+    cells: list[Any] = key([], "Lists of overrides. Each list is a cell, and may itself sweep.")
+    resume: bool = key(False, "Keep finished runs of `hydra.sweep.dir`. Set by `distexp resume`.")
 
 
 @dataclass
 class Config:
     """The whole configuration."""
 
-    name: str = "distexp"  # folder of the results
-    exercise: str | None = None  # the exercise whose own table the report makes; its preset sets it
+    name: str = key("distexp", "Folder of the results.")
+    exercise: str | None = key(None, "Exercise whose table the report fills. Set by its preset.")
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
@@ -293,11 +365,11 @@ class Config:
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    trusted_packages: list[str] = field(default_factory=list)  # packages whose _target_s may run
+    trusted_packages: list[str] = key([], "Packages whose `_target_` may be imported.")
 
 
 def register_schema() -> None:
-    """Makes the schema known to Hydra under the name that ``conf/config.yaml`` extends."""
+    """Register the schema with Hydra under the name that ``conf/config.yaml`` extends."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config)

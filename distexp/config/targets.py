@@ -1,4 +1,4 @@
-"""``_target_`` is the registry: a dotted name in a YAML file, imported when a run needs it."""
+"""Imports of ``_target_`` names: dotted names in YAML files, imported when a run needs them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from distexp.config import ConfigError
 
 
 def check_target(target: str, trusted: Sequence[str]) -> str | None:
-    """The error of a target that lies outside distexp and the packages that the user trusts."""
+    """Return an error if a target is neither in distexp nor in a package that the user trusts."""
     package = target.split(".", 1)[0]
     if package == "distexp" or package in trusted:
         return None
-    return (
-        f"_target_={target} lies outside distexp, and code of other packages runs only when they are named: "
-        f"add trusted_packages=[{package}]"
-    )
+    return f"_target_={target} is outside distexp: add trusted_packages=[{package}] to allow code of that package"
 
 
 def locate(target: str) -> Any:
-    """The object of a dotted name; ConfigError where there is none."""
+    """Import a dotted name and return the object.
+
+    Raises:
+        ConfigError: the name cannot be imported.
+    """
     module, _, name = target.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from distexp.cli.main import main
+from distexp.cli.run import main as run
 
 FORCED = ("preflight.enabled=true", "preflight.only=true", "name=preflight", "measure.enabled=false")
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the test and return the exit code."""
+    return run([*FORCED, *(sys.argv[1:] if arguments is None else arguments)])
+
+
 if __name__ == "__main__":
-    sys.exit(main([*FORCED, *sys.argv[1:]]))
+    sys.exit(main())

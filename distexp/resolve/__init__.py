@@ -1,6 +1,6 @@
-"""From a composed configuration to a run that can start, or to every reason why it cannot.
+"""Resolution of a composed configuration: types, decisions and checks.
 
-Nothing here imports torch: a wrong command line is refused in a fraction of a second.
+Nothing here imports torch, so that a wrong command line is reported in a fraction of a second.
 """
 
 from distexp.resolve.resolution import resolve, without_hydra

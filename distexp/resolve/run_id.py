@@ -1,4 +1,4 @@
-"""``run.id``: equal for two runs exactly where their training is the same."""
+"""Run ids: two runs have the same id if and only if their training is the same."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from distexp.config import Config
 from distexp.config.model_checks import loads_from_source, weights_source_key
 
 CLUSTER_KEYS = ("nodes", "workers_per_node", "device")
-"""Keys of ``cluster`` that say what; all others say where and how long."""
+"""Keys of ``cluster`` that determine the training."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16
-"""How many pieces of a large file are looked at, and how long one is."""
+PIECES, PIECE_BYTES = 64, 1 << 16
+"""Number of pieces to read of a large file, and the size of a piece."""
 
 
 def run_id(config: Config) -> str:
-    """Twelve hexadecimal digits over what determines the training; local data and models count by content."""
+    """Return the run id: 12 hexadecimal digits, a hash of everything that determines the training.
+
+    Local datasets and models count by content, not by path.
+    """
     content: dict[str, Any] = asdict(config)
-    not_the_training = ("name", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker")
-    for key in (*not_the_training, "trusted_packages"):
+    irrelevant = ("name", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker")
+    for key in (*irrelevant, "trusted_packages"):
         del content[key]
     content["cluster"] = {key: content["cluster"][key] for key in CLUSTER_KEYS}
     for key in ("train_path", "eval_path", "root", "path"):
@@ -49,17 +52,17 @@ def _identify_model(config: Config, content: dict[str, Any]) -> None:
     if not loads_from_source(model):
         content["path"] = None
     for key in {weights_source_key(model), "tokenizer"}:
-        where = content[key]
-        if where is not None and os.path.isabs(where) and os.path.isdir(where):
+        source = content[key]
+        if source is not None and os.path.isabs(source) and os.path.isdir(source):
             weights = key != "tokenizer" and model.init == "pretrained"
-            content[key] = model_fingerprint(where, weights=weights)
+            content[key] = model_fingerprint(source, weights=weights)
 
 
 @lru_cache(maxsize=64)
 def model_fingerprint(folder: str, *, weights: bool) -> str:
-    """A model's folder by what its own files hold: small ones whole, large ones in evenly spaced pieces.
+    """Return a hash of the files of a model: all of a small file, evenly spaced pieces of a large one.
 
-    Two trainings of one architecture have files of equal names and sizes, and differ nearly everywhere.
+    Pieces are enough: two trainings of one architecture differ nearly everywhere.
     """
     digest = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
@@ -67,16 +70,19 @@ def model_fingerprint(folder: str, *, weights: bool) -> str:
             continue
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
-        step = max(SAMPLE_BYTES, size // SAMPLES)
+        step = max(PIECE_BYTES, size // PIECES)
         with path.open("rb") as file:
             for start in range(0, size, step):
                 file.seek(start)
-                digest.update(file.read(SAMPLE_BYTES))
+                digest.update(file.read(PIECE_BYTES))
     return digest.hexdigest()[:16]
 
 
 def checkpoint_fingerprint(folder: Path) -> str | None:
-    """The newest checkpoint that a folder names by its manifest, which has a checksum of every file."""
+    """Return a hash of the newest checkpoint in a folder, None if it has none.
+
+    The manifest is hashed, because it contains a checksum of every file.
+    """
     for candidate in candidates(folder):
         if read_manifest(candidate) is not None:
             return fingerprint(str(candidate / MANIFEST))
@@ -85,16 +91,16 @@ def checkpoint_fingerprint(folder: Path) -> str | None:
 
 @lru_cache(maxsize=64)
 def fingerprint(path: str) -> str:
-    """A file by its bytes, a folder by the names and sizes of its files."""
+    """Return a hash of the content of a file, or of the file names and sizes of a folder."""
     digest = hashlib.sha256()
     if os.path.isfile(path):
         with open(path, "rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
     else:
-        for where, folders, names in os.walk(path):
+        for root, folders, names in os.walk(path):
             folders.sort()
             for name in sorted(names):
-                file_path = Path(where) / name
+                file_path = Path(root) / name
                 digest.update(f"{file_path.relative_to(path)}:{file_path.stat().st_size}\n".encode())
     return digest.hexdigest()[:16]

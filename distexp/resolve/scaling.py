@@ -1,8 +1,7 @@
-"""How the work follows the number of workers: what ``scaling=`` decides, before anything runs.
+"""Scaling rules (``scaling=``): the work of a run as a function of its number of workers.
 
-Each rule changes a configuration whose number of workers is known, and returns a sentence for each thing
-that does not fit. What it decided is in the configuration: dataset.train_size, model.num_layers,
-train.micro_batch_size.
+A rule runs when the number of workers is known. It changes dataset.train_size, model.num_layers and
+train.micro_batch_size in place and returns its errors.
 """
 
 from __future__ import annotations
@@ -11,80 +10,82 @@ from collections.abc import Callable
 
 from distexp.config import Config
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
+from distexp.resolve.shrink import check_worker_limit
+from distexp.strategies.base import load_strategy
 
 
-def scale_work(config: Config) -> list[str]:
-    """Applies the chosen rule."""
-    return RULES[config.scaling.name](config)
+def apply_scaling(config: Config) -> list[str]:
+    """Apply the chosen rule, unless the run has too many workers, and return the errors."""
+    return check_worker_limit(config) or RULES[config.scaling.name](config)
 
 
-def _fixed(config: Config) -> list[str]:
-    unused = ("samples_per_worker", "base_workers")
+def _keep_fixed(config: Config) -> list[str]:
+    owners = {"samples_per_worker": "weak_data", "base_workers": "weak_model"}
     return [
-        f"scaling.{key}={getattr(config.scaling, key)} means nothing to scaling=fixed: choose scaling="
-        + ("weak_data" if key == "samples_per_worker" else "weak_model")
-        for key in unused
+        f"scaling.{key}={getattr(config.scaling, key)} has no effect with scaling=fixed: leave it out, or choose "
+        f"scaling={owner}"
+        for key, owner in owners.items()
         if getattr(config.scaling, key) is not None
     ]
 
 
-def _weak_data(config: Config) -> list[str]:
-    """Samples per worker are constant."""
+def _scale_data(config: Config) -> list[str]:
+    """Keep the samples per worker constant."""
     samples, dataset = config.scaling.samples_per_worker, config.dataset
     if samples is None:
-        return ["scaling=weak_data needs scaling.samples_per_worker: set it, as to 250"]
+        return ["scaling=weak_data needs scaling.samples_per_worker: set it, for example to 250"]
     if dataset.train_size is not None:
         return [
-            f"scaling=weak_data makes dataset.train_size of scaling.samples_per_worker={samples} and the workers, and "
-            f"it is {dataset.train_size} already: leave it out, or choose scaling=fixed"
+            f"dataset.train_size={dataset.train_size} conflicts with scaling=weak_data, which computes it from "
+            f"scaling.samples_per_worker={samples}: leave it out, or choose scaling=fixed"
         ]
     dataset.train_size = samples * config.cluster.world_size
     return []
 
 
-def _weak_model(config: Config) -> list[str]:
-    """Parameters per worker are constant, and so is the work of a worker: parameters x samples."""
-    errors = [*_micro_batch_errors(config), *_not_sharded(config)]
+def _scale_model(config: Config) -> list[str]:
+    """Keep the parameters per worker constant, and so the work per worker: parameters x samples."""
+    errors = [*_micro_batch_errors(config), *_sharding_errors(config)]
     model, base = config.model, parameter_count(config.model)
     if base is None or model.num_layers is None:
         errors.append(
-            f"scaling=weak_model counts parameters, and those of model={model.name} are not known beforehand: "
+            f"scaling=weak_model cannot count the parameters of model={model.name}: "
             "choose model=gpt, or a BLOOM with model.init=random"
         )
     elif not ties_embeddings(model):
         errors.append(
-            "scaling=weak_model needs model.tie_embeddings=true: an embedding of its own has parameters and no work, "
-            "so not both can be constant (scaling=weak_model_seed does not ask for that)"
+            "scaling=weak_model needs model.tie_embeddings=true: a separate embedding has parameters but no work, so "
+            "not both can be constant. scaling=weak_model_workshop has no such requirement"
         )
     if errors or base is None or model.num_layers is None:
         return errors
     wanted = base * config.cluster.world_size / _base_workers(config)
-    one_more = (parameter_count(model, 2) or 0) - (parameter_count(model, 1) or 0)
-    layers = model.num_layers + round((wanted - base) / one_more)
+    per_layer = (parameter_count(model, 2) or 0) - (parameter_count(model, 1) or 0)
+    layers = model.num_layers + round((wanted - base) / per_layer)
     if layers < 1:
         return [
-            f"scaling=weak_model finds no layer left for {config.cluster.world_size} workers, for the embedding alone "
-            "has more than their share of parameters: raise model.num_layers, or lower scaling.base_workers"
+            f"scaling=weak_model leaves no layer for {config.cluster.world_size} workers, because the embedding alone "
+            "is larger: raise model.num_layers, or lower scaling.base_workers"
         ]
     model.num_layers = layers
-    _share_batch(config)
+    _split_batch(config)
     return []
 
 
-def _weak_model_seed(config: Config) -> list[str]:
-    """Layers x workers, whatever the embedding holds."""
+def _scale_model_as_workshop(config: Config) -> list[str]:
+    """Multiply the layers by the workers. The embedding does not grow, so the parameters per worker fall."""
     errors = _micro_batch_errors(config)
-    layers, share = config.model.num_layers, config.cluster.world_size
+    layers, workers = config.model.num_layers, config.cluster.world_size
     if layers is None:
-        return [f"scaling=weak_model_seed scales layers, and model={config.model.name} has none: choose model=gpt"]
-    if layers * share % _base_workers(config):
+        return [f"scaling=weak_model_workshop needs layers, but model={config.model.name} has none: choose model=gpt"]
+    if layers * workers % _base_workers(config):
         errors.append(
-            f"scaling=weak_model_seed makes model.num_layers={layers} x {share} workers / "
-            f"scaling.base_workers={_base_workers(config)}, which is no whole number: change one of them"
+            f"scaling=weak_model_workshop needs a whole number of layers, but model.num_layers={layers} x {workers} "
+            f"workers / scaling.base_workers={_base_workers(config)} is none: change one of them"
         )
     if not errors:
-        config.model.num_layers = layers * share // _base_workers(config)
-        _share_batch(config)
+        config.model.num_layers = layers * workers // _base_workers(config)
+        _split_batch(config)
     return errors
 
 
@@ -92,40 +93,35 @@ def _base_workers(config: Config) -> int:
     return config.scaling.base_workers or 1
 
 
-def _share_batch(config: Config) -> None:
-    """The global batch of ``base_workers`` for all workers."""
+def _split_batch(config: Config) -> None:
+    """Split the global batch of ``base_workers`` among all workers."""
     config.train.micro_batch_size = config.train.micro_batch_size * _base_workers(config) // config.cluster.world_size
 
 
 def _micro_batch_errors(config: Config) -> list[str]:
-    whole = config.train.micro_batch_size * _base_workers(config)
-    if whole % config.cluster.world_size == 0:
+    samples = config.train.micro_batch_size * _base_workers(config)
+    if samples % config.cluster.world_size == 0:
         return []
     return [
-        f"scaling={config.scaling.name} shares a batch of train.micro_batch_size={config.train.micro_batch_size} x "
-        f"scaling.base_workers={_base_workers(config)} = {whole} among the workers, and {config.cluster.world_size} do "
-        "not divide it: change one of them"
+        f"scaling={config.scaling.name} cannot split {samples} samples (train.micro_batch_size="
+        f"{config.train.micro_batch_size} x scaling.base_workers={_base_workers(config)}) evenly among "
+        f"{config.cluster.world_size} workers: change one of them"
     ]
 
 
-def _not_sharded(config: Config) -> list[str]:
-    strategy = config.strategy.name
-    sharded = (
-        config.fsdp.sharding in ("full_shard", "shard_grad_op") if strategy == "fsdp"
-        else strategy == "deepspeed" and config.deepspeed.zero_stage == 3
-    )  # fmt: skip
-    if sharded or config.cluster.world_size == 1:
+def _sharding_errors(config: Config) -> list[str]:
+    if config.cluster.world_size == 1 or load_strategy(config).shards_all_parameters(config):
         return []
-    detail = {"fsdp": f" sharding={config.fsdp.sharding}", "deepspeed": f" zero_stage={config.deepspeed.zero_stage}"}
     return [
-        "scaling=weak_model keeps the parameters of a worker constant where all workers share them, and "
-        f"strategy={strategy}{detail.get(strategy, '')} does not: choose sharding=full_shard or zero_stage=3"
+        f"scaling=weak_model needs all parameters sharded over all workers, but strategy={config.strategy.name} "
+        "with these options does not shard them: choose sharding=full_shard or zero_stage=3"
     ]
 
 
 RULES: dict[str, Callable[[Config], list[str]]] = {
-    "fixed": _fixed,
-    "weak_data": _weak_data,
-    "weak_model": _weak_model,
-    "weak_model_seed": _weak_model_seed,
+    "fixed": _keep_fixed,
+    "weak_data": _scale_data,
+    "weak_model": _scale_model,
+    "weak_model_workshop": _scale_model_as_workshop,
 }
+"""Rules by the values of ``scaling.name``."""

@@ -1,4 +1,4 @@
-"""``scale=tiny``: any preset, made small enough for a CPU within the limits of the section ``scale``."""
+"""Shrinking of a run to the limits of the section ``scale``, as in ``scale=tiny``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from omegaconf import OmegaConf
 from distexp.config import Config, DatasetConfig, ModelConfig
 from distexp.config.paths import conf_dir
 
-UNITS, CHANNELS = 4, 8
-"""The narrowest head, and the narrowest convolution."""
+MIN_HEAD_WIDTH, MIN_CHANNELS = 4, 8
 
 
-def shrink(config: Config) -> list[str]:
-    """Applies the limits; a sentence where the model has no sizes to shrink."""
+def shrink_to_scale(config: Config) -> list[str]:
+    """Apply the limits of the scale, and return an error if the model has no sizes to shrink."""
     scale, train = config.scale, config.train
     if scale.name == "full":
         return []
@@ -23,23 +22,23 @@ def shrink(config: Config) -> list[str]:
     train.micro_batch_size = _at_most(train.micro_batch_size, scale.micro_batch_size)
     train.gradient_accumulation_steps = _at_most(train.gradient_accumulation_steps, scale.gradient_accumulation_steps)
     if config.precision.name == "fp16" and config.cluster.device == "cpu":
-        config.precision.name = "fp32"  # a CPU has no fp16 worth the name
+        config.precision.name = "fp32"  # fp16 needs a GPU
     return errors
 
 
-def too_many_workers(config: Config) -> list[str]:
-    """The error of a cell that is larger than the scale allows, or of one that this machine is too small for."""
-    cluster, most = config.cluster, config.scale.workers
-    wanted = cluster.world_size
-    if most is not None and wanted > most:
+def check_worker_limit(config: Config) -> list[str]:
+    """Return an error if the scale, or this machine, is too small for the run."""
+    cluster, limit = config.cluster, config.scale.workers
+    if limit is not None and cluster.world_size > limit:
         return [
-            f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} makes {wanted} "
-            f"workers, and scale={config.scale.name} has at most {most}: raise scale.workers, or leave scale out"
+            f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} makes "
+            f"{cluster.world_size} workers, but scale={config.scale.name} allows {limit}: raise scale.workers, or "
+            "leave scale out"
         ]
     if config.exercise and config.scale.name == "full" and cluster.device == "cpu" and config.precision.name == "fp16":
         return [
-            f"experiment={config.exercise} is sized for GPUs, and none is used here: add scale=tiny to see it on "
-            "CPUs, or cluster=slurm to run it on a cluster"
+            f"experiment={config.exercise} needs GPUs, but this run is on cpu: add scale=tiny to run it on CPUs, or "
+            "cluster=slurm to run it on a cluster"
         ]
     return []
 
@@ -47,7 +46,7 @@ def too_many_workers(config: Config) -> list[str]:
 def _shrink_model(config: Config) -> list[str]:
     model, scale = config.model, config.scale
     if model.hidden_size is None and model.width is None:
-        return [f"scale={scale.name} cannot shrink model={model.name}, which has no sizes here: choose another model"]
+        return [f"scale={scale.name} cannot shrink model={model.name}, whose sizes are unknown: choose another model"]
     model.init = "random"
     if "path" in model.keys:
         model.path = ModelConfig().path
@@ -58,7 +57,7 @@ def _shrink_model(config: Config) -> list[str]:
         if getattr(model, key) is not None:
             setattr(model, key, _at_most(getattr(model, key), limit))
     if scale.shrink is not None:
-        step = UNITS * model.num_heads if model.num_heads else CHANNELS
+        step = MIN_HEAD_WIDTH * model.num_heads if model.num_heads else MIN_CHANNELS
         for key in ("hidden_size", "ff_dim", "width"):
             if getattr(model, key) is not None:
                 setattr(model, key, _narrower(getattr(model, key), scale.shrink, step))
@@ -71,14 +70,14 @@ def _shrink_data(config: Config) -> None:
     scale = config.scale
     sample = conf_dir() / "dataset" / f"{config.dataset.name}_sample.yaml"
     if sample.is_file():
-        asked = config.dataset
+        original = config.dataset
         typed: Any = OmegaConf.merge(OmegaConf.structured(DatasetConfig), OmegaConf.load(sample))
         config.dataset = cast(DatasetConfig, OmegaConf.to_object(typed))
         for key in ("train_size", "eval_size", "padding"):
-            setattr(config.dataset, key, getattr(asked, key))
+            setattr(config.dataset, key, getattr(original, key))
         for key in ("max_length", "image_size"):
             if key in config.dataset.keys:
-                setattr(config.dataset, key, getattr(asked, key))
+                setattr(config.dataset, key, getattr(original, key))
     data, scaling = config.dataset, config.scaling
     for key, limit in (("max_length", scale.max_length), ("image_size", scale.image_size)):
         if getattr(data, key) is not None:
@@ -91,7 +90,7 @@ def _shrink_data(config: Config) -> None:
 
 
 def _narrower(size: int, divisor: int, step: int) -> int:
-    """A fraction of a size, as a multiple of a step."""
+    """Divide a size and round it down to a multiple of ``step``, at least one step."""
     return max(step, size // divisor // step * step)
 
 

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from distexp.config.field_info import describe, key
+
 SCHEMA_VERSION = 1
 RECORD = "record.json"
 SPEC = "spec.json"
@@ -30,112 +32,167 @@ FAILURES = frozenset({"failed", "timeout", "killed"})
 class RunError:
     """Why a run did not complete."""
 
-    type: str
-    message: str
-    phase: str | None = None  # setup, warmup, train, profile, eval, save
-    rank: int | None = None
-    errors: list[str] = field(default_factory=list)  # all errors of an invalid run; ``message`` joins them
+    type: str = field(metadata=describe("Class of the error, for example `OutOfMemoryError`."))
+    message: str = field(metadata=describe("Message of the error."))
+    phase: str | None = key(None, "Phase of the error: setup, warmup, train, profile, eval or save.")
+    rank: int | None = key(None, "Rank of the worker that failed first.")
+    errors: list[str] = key([], "All errors of an invalid run. `message` joins them.")
 
 
 @dataclass
 class RunInfo:
-    """Which run this is, and where and when it ran."""
+    """Identity of a run, and when and where it ran."""
 
-    id: str
-    name: str
-    number: int
-    overrides: list[str]
-    started_at: str | None = None  # ISO 8601, UTC
-    duration_s: float | None = None
-    hosts: list[str] = field(default_factory=list)
-    git_sha: str | None = None
-    git_dirty: bool | None = None
-    snapshot: str | None = None
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    id: str = field(metadata=describe("Hash of everything that determines the training."))
+    name: str = field(metadata=describe("Value of `name` in the configuration."))
+    number: int = field(metadata=describe("Number of the run in its sweep, from 0."))
+    overrides: list[str] = field(metadata=describe("Overrides of the run."))
+    started_at: str | None = key(None, "Start of the latest attempt: ISO 8601, UTC.")
+    duration_s: float | None = key(None, "Duration of the latest attempt.", unit="seconds")
+    hosts: list[str] = key([], "Host names of the nodes.")
+    git_sha: str | None = key(None, "Commit of the code.")
+    git_dirty: bool | None = key(None, "Whether the code had uncommitted changes.")
+    snapshot: str | None = key(None, "Copy of the code that a Slurm run used.")
+    attempts: list[dict[str, Any]] = key(
+        [],
+        "Attempts of the run, oldest first.",
+        parts={
+            "[].job_id": "Slurm job, or null.",
+            "[].hosts": "Host names of the nodes.",
+            "[].resumed_from_step": "Step of the loaded checkpoint. Null: the attempt started at step 0.",
+            "[].reason": "Status at the end of the attempt.",
+        },
+    )
 
 
 @dataclass
 class Built:
-    """What was really built, read off the live objects."""
+    """What was built, read from the live objects and not from the configuration."""
 
-    strategy: str
-    engine: str
-    wrapper: str
-    world_size: int
-    mesh: list[int]  # [replicate, shard]
-    sharded_units: int
-    zero_stage: int | None
-    offload: str  # "none", or what lives on the CPU
-    param_dtype: str
-    compute_dtype: str
-    optimizer: str
-    parameters: int
-    tokenizer: str | None = None
+    strategy: str = field(metadata=describe("Strategy."))
+    engine: str = field(metadata=describe("Trainer."))
+    wrapper: str = field(metadata=describe("Class that wraps the model, or `none`."))
+    world_size: int = field(metadata=describe("Number of workers."))
+    mesh: list[int] = field(metadata=describe("Sizes of the axes `[replicate, shard]`."))
+    sharded_units: int = field(metadata=describe("Modules that FSDP shards one by one."))
+    zero_stage: int | None = field(metadata=describe("ZeRO stage of DeepSpeed."))
+    offload: str = field(metadata=describe("States in CPU memory, or `none`."))
+    param_dtype: str = field(metadata=describe("Data type of the parameters."))
+    compute_dtype: str = field(metadata=describe("Data type of the computation."))
+    optimizer: str = field(metadata=describe("Class of the optimizer."))
+    parameters: int = field(metadata=describe("Number of trained parameters. Shared weights count once."))
+    tokenizer: str | None = key(None, "Tokenizer of a text model.")
 
 
 @dataclass
 class Environment:
-    """The software and the machine."""
+    """Software and hardware of the head node."""
 
-    python: str
-    torch: str | None = None
-    cuda: str | None = None
-    nccl: str | None = None
-    transformers: str | None = None
-    deepspeed: str | None = None
-    accelerate: str | None = None
-    gpu_name: str | None = None
-    gpu_total_mib: float | None = None
-    cpu_count: int | None = None
-    hostname: str | None = None
-    variables: dict[str, str] = field(default_factory=dict)  # those that steer NCCL, gloo, CUDA and torch
+    python: str = field(metadata=describe("Version of Python."))
+    torch: str | None = key(None, "Version of PyTorch.")
+    cuda: str | None = key(None, "Version of CUDA that PyTorch was built with.")
+    nccl: str | None = key(None, "Version of NCCL.")
+    transformers: str | None = key(None, "Version of transformers.")
+    deepspeed: str | None = key(None, "Version of DeepSpeed.")
+    accelerate: str | None = key(None, "Version of accelerate.")
+    gpu_name: str | None = key(None, "Name of the first GPU.")
+    gpu_total_mib: float | None = key(None, "Memory of the first GPU.", unit="MiB")
+    cpu_count: int | None = key(None, "Number of usable CPU cores.")
+    hostname: str | None = key(None, "Host name.")
+    variables: dict[str, str] = key({}, "Environment variables of NCCL, Gloo, CUDA and PyTorch.")
 
 
 @dataclass
 class Metrics:
-    """Figures of the training; those of speed leave the warm-up out unless they say otherwise."""
+    """Metrics of the training. Speed excludes the warmup steps unless noted otherwise."""
 
-    train_loss: float | None = None  # mean over the steps, as the Trainer
-    train_losses: list[float] = field(default_factory=list)  # per epoch
-    eval_loss: float | None = None  # the last
-    eval_losses: list[float] = field(default_factory=list)
-    eval_runtime: float | None = None  # seconds, the last evaluation
-    train_runtime: float | None = None  # seconds, evaluation and saving inside, as the Trainer
-    train_samples_per_second: float | None = None  # training alone, after train.measure_after_step
-    train_samples_per_second_overall: float | None = None  # evaluation inside, as the Trainer
-    train_steps_per_second: float | None = None
-    eval_samples_per_second: float | None = None
-    steps_per_epoch: int | None = None
-    total_steps: int | None = None
-    tokens_per_second: float | None = None  # tokens without padding
-    step_time_s: dict[str, float] | None = None  # p50, p90, max
-    communication: dict[str, Any] | None = None  # see measure/profiler.py; train.profile_steps
-    data_wait_s: float | None = None  # rank 0 waiting for its loader, all steps
-    tflops_per_device: float | None = None
-    mfu: float | None = None
-    exact_match: float | None = None  # percent, as SQuAD's script gives it; train.score_answers
-    f1: float | None = None  # likewise
-    train_accuracies: list[float] = field(default_factory=list)  # from 0 to 1, per epoch
-    eval_accuracies: list[float] = field(default_factory=list)
-    eval_top5_accuracies: list[float] = field(default_factory=list)  # of fewer than five classes: all of them
-    energy_j_per_sample: float | None = None
+    train_loss: float | None = key(None, "Mean loss of all steps, as in the Hugging Face Trainer.")
+    train_losses: list[float] = key([], "Mean training loss of each epoch.")
+    eval_loss: float | None = key(None, "Loss of the last evaluation.")
+    eval_losses: list[float] = key([], "Loss of each evaluation.")
+    eval_runtime: float | None = key(None, "Duration of the last evaluation.", unit="seconds")
+    train_runtime: float | None = key(
+        None, "Duration of the training with evaluation and saving, as in the Trainer.", unit="seconds"
+    )
+    train_samples_per_second: float | None = key(
+        None, "Training speed without evaluation, after `train.measure_after_step`.", unit="samples/s"
+    )
+    train_samples_per_second_overall: float | None = key(
+        None, "Training speed with evaluation, as in the Trainer.", unit="samples/s"
+    )
+    train_steps_per_second: float | None = key(None, "Optimizer steps per second.", unit="steps/s")
+    eval_samples_per_second: float | None = key(None, "Speed of the last evaluation.", unit="samples/s")
+    steps_per_epoch: int | None = key(None, "Optimizer steps per epoch.")
+    total_steps: int | None = key(None, "Optimizer steps of the training.")
+    tokens_per_second: float | None = key(None, "Training speed in tokens without padding.", unit="tokens/s")
+    step_time_s: dict[str, float] | None = key(
+        None,
+        "Duration of a step.",
+        unit="seconds",
+        parts={".p50": "Median.", ".p90": "90th percentile.", ".max": "Longest step."},
+    )
+    communication: dict[str, Any] | None = key(
+        None,
+        "Communication in the steps of `train.profile_steps`, as means over the ranks.",
+        parts={
+            ".share": "Fraction of the step time in collectives.",
+            ".exposed_share": "Fraction of the step time in collectives that no computation hides.",
+            ".profiled_steps": "Number of profiled steps.",
+            ".first_step": "First profiled step, counted from 1.",
+            ".step_s": "Duration of a profiled step, in seconds.",
+            ".by_collective": "Fraction of the step time for each kind of collective.",
+            ".ranks[]": "`rank`, `share` and `exposed_share` of each rank.",
+            ".note": "Why values are null.",
+        },
+    )
+    data_wait_s: float | None = key(None, "Time that rank 0 waits for its DataLoader, over all steps.", unit="seconds")
+    tflops_per_device: float | None = key(None, "Achieved model FLOPs per worker.", unit="TFLOP/s")
+    mfu: float | None = key(None, "Model FLOPs utilization, from 0 to 1.")
+    exact_match: float | None = key(None, "Exact match of SQuAD, with `train.score_answers`.", unit="percent")
+    f1: float | None = key(None, "F1 of SQuAD, with `train.score_answers`.", unit="percent")
+    train_accuracies: list[float] = key([], "Training accuracy of each epoch, from 0 to 1.")
+    eval_accuracies: list[float] = key([], "Accuracy of each evaluation, from 0 to 1.")
+    eval_top5_accuracies: list[float] = key([], "Top-5 accuracy of each evaluation. With fewer than 5 classes it is 1.")
+    energy_j_per_sample: float | None = key(None, "GPU energy per training sample.", unit="joules")
 
 
 @dataclass
 class RunRecord:
-    """All that is known of a run."""
+    """Everything that is known about a run."""
 
-    status: str
-    run: RunInfo
-    config: dict[str, Any]
-    error: RunError | None = None
-    built: Built | None = None
-    environment: Environment | None = None
-    metrics: Metrics = field(default_factory=Metrics)
-    memory: dict[str, Any] = field(default_factory=lambda: {"gpu": [], "torch": [], "cpu": []})
-    utilization: dict[str, Any] = field(default_factory=lambda: {"gpu": [], "cpu": []})
-    preflight: dict[str, Any] | None = None  # what was measured before the training, where it was
-    schema_version: int = SCHEMA_VERSION
+    status: str = field(metadata=describe("Outcome of the run.", choices=STATUSES))
+    run: RunInfo = field(metadata=describe("Identity of the run."))
+    config: dict[str, Any] = field(metadata=describe("Resolved configuration."))
+    error: RunError | None = key(None, "Error of a run that is not completed.")
+    built: Built | None = key(None, "What was built.")
+    environment: Environment | None = key(None, "Software and hardware.")
+    metrics: Metrics = field(default_factory=Metrics, metadata=describe("Metrics of the training."))
+    memory: dict[str, Any] = key(
+        {"gpu": [], "torch": [], "cpu": []},
+        "Memory, sampled on each node; `torch` is the allocator of each rank.",
+        parts={
+            ".gpu[]": "GPU memory from NVML: `node`, `index`, `peak_mib`, `average_mib`, `mode_mib`, `phases`, ...",
+            ".torch[]": "`rank`, `peak_allocated_mib`, `average_allocated_mib`, `peak_reserved_mib`, `alloc_retries`.",
+            ".cpu[]": "PSS of all processes of the run: `node`, `peak_mib`, `average_mib`, `mode_mib`, `phases`, ...",
+        },
+    )
+    utilization: dict[str, Any] = key(
+        {"gpu": [], "cpu": []},
+        "Utilization, sampled on each node.",
+        parts={".gpu[]": "`node`, `index`, `average_pct`, `phases`.", ".cpu[]": "`node`, `average_pct`, `phases`."},
+    )
+    preflight: dict[str, Any] | None = key(
+        None,
+        "Communication bandwidth test before the training.",
+        parts={
+            ".backend": "`nccl` or `gloo`.",
+            ".min_busbw_gbps": "Lowest accepted bus bandwidth, in GB/s.",
+            ".measurements[]": "Bandwidth of each collective, size and group.",
+            ".host_copies[]": "Bandwidth of copies between CPU and GPU, for each rank.",
+            ".complaints": "Problems of the GPUs.",
+        },
+    )
+    schema_version: int = key(SCHEMA_VERSION, "Version of this format.")
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:

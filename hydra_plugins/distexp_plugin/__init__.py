@@ -1,0 +1,1 @@
+"""Hydra plugins of distexp: the sweeper and the launchers."""

@@ -1,4 +1,4 @@
-"""Hydra's door to the local launcher: everything behind it is in ``distexp.launch.local.sweep``."""
+"""Hydra launcher plugin for this machine; delegates to ``distexp.launch.local``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from omegaconf import DictConfig
 
 
 class LocalLauncher(Launcher):
-    """Runs the cells of a sweep one after the other on this machine."""
+    """Launcher that runs the cells of a sweep one after another on this machine."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by Hydra before ``launch``."""
+        """Keep the context and the configuration that Hydra passes before ``launch``."""
         self.hydra_context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Composes, judges and runs all cells."""
+        """Compose, check and run all cells."""
         from distexp.launch.local.sweep import run_sweep
 
         return run_sweep(self.hydra_context, self.config, job_overrides)

@@ -1,4 +1,4 @@
-"""Hydra's door to Slurm: everything behind it is in ``distexp.launch.slurm``."""
+"""Hydra launcher plugin for Slurm; delegates to ``distexp.launch.slurm``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLaunche
 
 
 class SlurmLauncher(SubmititLauncher):  # type: ignore[misc]
-    """Submits the cells of a sweep, an array for each shape, and may follow them."""
+    """Launcher that submits job arrays: one for all cells with the same resources."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Composes, judges and submits all cells."""
+        """Compose, check and submit all cells."""
         from distexp.launch.slurm.launcher import run_sweep
 
-        given = {key: value for key, value in self.params.items() if value not in (None, {}, [])}
-        return run_sweep(self.hydra_context, self.config, job_overrides, given)
+        options = {key: value for key, value in self.params.items() if value not in (None, {}, [])}
+        return run_sweep(self.hydra_context, self.config, job_overrides, options)
 
 
 KEYS = (
@@ -47,7 +47,7 @@ KEYS = (
     "array_parallelism",
     "setup",
 )
-"""The keys of Hydra's submitit launcher. None is set: ``cluster`` says the same, and a contradiction is refused."""
+"""Keys of Hydra's submitit launcher. They are null by default, because ``cluster`` has the same settings."""
 
 ConfigStore.instance().store(
     group="hydra/launcher",

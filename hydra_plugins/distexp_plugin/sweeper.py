@@ -1,7 +1,7 @@
-"""Expands a sweep: the product of what is swept, and the cells of ``sweep.cells`` beside it.
+"""Hydra sweeper plugin: the product of the swept keys, and the cells of ``sweep.cells``.
 
-Hydra's own sweeper composes every cell once to validate it and again to run it; here the launcher
-composes each cell once, and starts nothing before all of them compose.
+Hydra's own sweeper composes every cell twice: to validate it and to run it. Here the launcher composes each cell
+once, and starts nothing before all cells are composed.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ CELLS_KEY = "sweep.cells"
 
 
 class DistexpSweeper(BasicSweeper):
-    """Hydra's basic sweeper, with unions, and with a preset's sweep yielding to the command line."""
+    """Hydra's basic sweeper with lists of cells. The command line replaces the sweep of a preset."""
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Launches every cell; one call of the launcher, whatever their number."""
+        """Launch all cells in one call of the launcher."""
         assert self.hydra_context is not None
         assert self.launcher is not None
         if not type(self.launcher).__module__.startswith(__package__ or ""):
             raise ConfigError(
-                f"cluster={self.config.cluster.name if self.config else ''} chooses no launcher of distexp: begin its "
+                f"cluster={self.config.cluster.name if self.config else ''} chooses no launcher of distexp: start its "
                 "file with 'defaults: [slurm]' or 'defaults: [local]'"
             )
         self.parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         return [self.launcher.launch(self.expand(arguments), initial_job_idx=0)]
 
     def expand(self, arguments: Sequence[str]) -> list[list[str]]:
-        """All cells as lists of overrides, without repetition, in the order they were asked for."""
-        typed = self._parse(arguments)
-        named = {override.get_key_element() for override in typed}
+        """Return the overrides of each cell, without duplicates, in the order of the command line."""
+        given = self._parse(arguments)
+        named = {override.get_key_element() for override in given}
         preset = self._parse([f"{key}={value}" for key, value in self.params.items()])
-        swept = [o for o in preset if o.get_key_element() not in named] + typed
+        swept = [o for o in preset if o.get_key_element() not in named] + given
         swept = [o for o in swept if o.get_key_element() != CELLS_KEY]
         cells = [self._parse(cell) for cell in self._listed_cells()]
-        if CELLS_KEY not in named:  # a preset's cells yield to the command line too
+        if CELLS_KEY not in named:  # a preset's cells, too, are replaced by the command line
             cells = [[o for o in cell if o.get_key_element() not in named] for cell in cells]
         fixed = [override for override in swept if not override.is_sweep_override()]
         expanded = self._product(swept) if len(fixed) < len(swept) or not cells else []
@@ -65,7 +65,7 @@ class DistexpSweeper(BasicSweeper):
         for cell in cells:
             if not isinstance(cell, list) or not all(isinstance(item, str) for item in cell):
                 raise ConfigError(
-                    f"sweep.cells holds {cell!r}: each cell must be a list of overrides, as "
+                    f"sweep.cells contains {cell!r}, but each cell must be a list of overrides, as in "
                     '\'sweep.cells=[["strategy=single"],["zero_stage=1","offload=true"]]\''
                 )
         listed: list[list[str]] = cells

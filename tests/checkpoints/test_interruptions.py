@@ -154,12 +154,12 @@ def test_a_signal_to_the_command_ends_the_run_with_a_checkpoint(tmp_path: Path) 
 
 @pytest.mark.parametrize("every", ["0", "-3", "often"])
 def test_impossible_intervals_are_refused(every: str) -> None:
-    with pytest.raises(ConfigError, match="must be a number of steps from 1, or epoch"):
+    with pytest.raises(ConfigError, match="must be at least 1 or epoch"):
         resolve_cell(f"train.checkpoint_every={every}")
 
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="contains no checkpoint"):
         resolve_cell(f"train.resume={tmp_path}")
 
 
@@ -169,8 +169,8 @@ def test_a_checkpoint_named_a_little_wrong_is_found(tmp_path: Path) -> None:
     run, folder = tmp_path / "0", tmp_path / "0" / "checkpoints"
     newest_first = [folder / "step-00000012", folder / "step-00000004"]
     assert disk.candidates(run) == disk.candidates(folder) == newest_first
-    for wrong, said in ((folder / "step-12", f"give {newest_first[0]}, {newest_first[1]}"), (tmp_path, f"give {run}")):
-        with pytest.raises(ConfigError, match=re.escape(f"train.resume={wrong} holds no checkpoint: {said}")):
+    for wrong, said in ((folder / "step-12", f"use {newest_first[0]}, {newest_first[1]}"), (tmp_path, f"use {run}")):
+        with pytest.raises(ConfigError, match=re.escape(f"train.resume={wrong} contains no checkpoint: {said}")):
             resolve_cell(f"train.resume={wrong}")
 
 

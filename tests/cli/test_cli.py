@@ -1,4 +1,4 @@
-"""The command line as a user types it."""
+"""Tests of the command line as a user types it."""
 
 from __future__ import annotations
 
@@ -11,53 +11,55 @@ import pytest
 
 from tests.helpers.runs import REPOSITORY, run_distexp
 
-WRONG = {  # a wrong command line: what its message must name
-    "stratgy=ddp": "did you mean strategy?",
-    "strateggy=fsdp": "did you mean strategy?",
-    "experment=x": "did you mean experiment?",
-    "train.epochs=0": "did you mean train.num_epochs?",
-    "epochs=0": "did you mean train.num_epochs?",
-    "train.hidden_size=8": "did you mean model.hidden_size?",
-    "strategy=fdsp": "did you mean fsdp",
-    "zero_stage=4": "options: 0, 1, 2, 3",
-    "model=bloom": "did you mean bloom_",
+WRONG = {  # command lines, with a part of their message
+    "stratgy=ddp": "stratgy is not a key. Did you mean strategy?",
+    "strateggy=fsdp": "Did you mean strategy?",
+    "experment=x": "Did you mean experiment?",
+    "train.epochs=0": "Did you mean train.num_epochs?",
+    "epochs=0": "Did you mean train.num_epochs?",
+    "train.hidden_size=8": "Did you mean model.hidden_size?",
+    "strategy=fdsp": "strategy=fdsp is not an option. Did you mean fsdp? Options: ddp, deepspeed, fsdp, single",
+    "zero_stage=4": "zero_stage=4 is not an option. Options: 0, 1, 2, 3",
+    "model=bloom": "Did you mean bloom_",
     "experiment=deepspeed/zero_stage": "deepspeed/zero_stages",
-    "train.learning_rat=1": "did you mean train.learning_rate?",
-    "train.max_steps=abc": "train.max_steps=abc must be a whole number or null",
-    "train.micro_batch_size=abc": "distexp: train.micro_batch_size=abc must be a whole number\n",
-    "train.micro_batch_size=2.5": "train.micro_batch_size=2.5 must be a whole number",
+    "train.learning_rat=1": "Did you mean train.learning_rate?",
+    "train.max_steps=abc": "train.max_steps=abc must be an integer or null",
+    "train.micro_batch_size=abc": "distexp: train.micro_batch_size=abc must be an integer\n",
+    "train.micro_batch_size=2.5": "train.micro_batch_size=2.5 must be an integer",
     "train.learning_rate=abc": "train.learning_rate=abc must be a number",
-    "train.seed=null": "train.seed=null must be a whole number",
+    "train.seed=null": "train.seed=null must be an integer",
     "offload.enabled=maybe": "offload.enabled=maybe must be true or false",
-    "train.checkpoint_every=[1]": "train.checkpoint_every=[1] must be a whole number or a text or null",
-    "model.depths=[a]": "model.depths=[a] must be a list of whole numbers, as in [1,2], or null",
+    "train.checkpoint_every=[1]": "train.checkpoint_every=[1] must be an integer or a string or null",
+    "model.depths=[a]": "model.depths=[a] must be a list of integers, as in [1,2] or null",
     "cluster.sbatch=3": "cluster.sbatch=3 must be a mapping",
     "train.max_steps=-3": "train.max_steps=-3 must be at least 1",
     "train.micro_batch_size=0": "train.micro_batch_size=0 must be at least 1",
     "train.schedule=cosine": "train.schedule=cosine is not one of linear, step, constant",
     "train.optimizer=lion": "train.optimizer=lion is not one of",
-    "train.betas=[0.9]": "train.betas=[0.9] must be two numbers",
-    "train.betas=[0.9,1.5]": "must be two numbers from 0 to below 1",
-    "train.gradient_clipping=0": "null switches clipping off",
+    "train.betas=[0.9]": "train.betas=[0.9] must be 2 numbers",
+    "train.betas=[0.9,1.5]": "must be 2 numbers, each from 0 to below 1, as in [0.9,0.999]",
+    "train.gradient_clipping=0": "must be above 0, or null (no clipping)",
     "train=5": "train=5 must be a section: set one of its keys, num_epochs",
     "train.micro_batch_size=[": "train.micro_batch_size=[",
-    "foo": "foo is not KEY=VALUE: write one, as in strategy=fsdp",
-    "--strategy fsdp": "distexp: --strategy is no option: write strategy=fsdp\n",
-    "--strategy=fsdp --multirun": "distexp: --strategy is no option: write strategy=fsdp\n",
-    "strategy=ddp --learning-rate 0.1": "--learning-rate is no option: write train.learning_rate=0.1",
-    "--offload": "--offload is no option: write offload=VALUE",
-    "--nonsense": "--nonsense is no option: keys are set by KEY=VALUE",
-    "strategy fsdp": "distexp: strategy fsdp has a blank too many: write strategy=fsdp\n",
-    "strategy= fsdp": "distexp: strategy= fsdp has a blank too many: write strategy=fsdp\n",
-    "strategy = fsdp zero_stage=1": "strategy = fsdp has a blank too many: write strategy=fsdp\n",
-    "--multirun zero_stage=1, 2": "zero_stage=1, 2 has a blank too many: write zero_stage=1,2\n",
-    "strategy=ddp --multirun offload=true, false": "offload=true, false has a blank too many: write offload=true,",
-    "zero_stage 1, 2": "zero_stage 1, 2 has a blank too many: write zero_stage=1,2\n",
-    "--cfg": "distexp: argument --cfg/-c: expected one argument: --help shows how\n",
+    "foo": "distexp: foo is neither a command nor KEY=VALUE: see distexp --help\n",
+    "statsu DIR": "distexp: statsu is neither a command nor KEY=VALUE. Did you mean status?\n",
+    "strategy=ddp foo": "foo is not KEY=VALUE: write for example strategy=fsdp",
+    "--strategy fsdp": "distexp: --strategy is not an option: write strategy=fsdp\n",
+    "--strategy=fsdp --multirun": "distexp: --strategy is not an option: write strategy=fsdp\n",
+    "strategy=ddp --learning-rate 0.1": "--learning-rate is not an option: write train.learning_rate=0.1",
+    "--offload": "--offload is not an option: write offload=VALUE",
+    "--nonsense": "--nonsense is not an option: see distexp --help",
+    "strategy fsdp": "distexp: unexpected space in 'strategy fsdp': write strategy=fsdp\n",
+    "strategy= fsdp": "distexp: unexpected space in 'strategy= fsdp': write strategy=fsdp\n",
+    "strategy = fsdp zero_stage=1": "unexpected space in 'strategy = fsdp': write strategy=fsdp\n",
+    "--multirun zero_stage=1, 2": "unexpected space in 'zero_stage=1, 2': write zero_stage=1,2\n",
+    "strategy=ddp --multirun offload=true, false": "unexpected space in 'offload=true, false': write offload=true,",
+    "zero_stage 1, 2": "unexpected space in 'zero_stage 1, 2': write zero_stage=1,2\n",
+    "--cfg": "distexp: argument --cfg/-c: expected one argument: see distexp --help\n",
     "--config x": "distexp: ambiguous option: --config could match",
-    "--multirun=true": "ignored explicit argument 'true': --help shows how\n",
-    "--multirun zero_stage=1,2 --cfg job": "distexp: --multirun and --cfg exclude each other: give one of them\n",
-    "zero_stage=1,2 --cfg job": "zero_stage=1,2 is a sweep, and --cfg and --info show one run: give one value\n",
+    "--multirun=true": "ignored explicit argument 'true': see distexp --help\n",
+    "--multirun zero_stage=1,2 --cfg job": "distexp: --multirun and --cfg exclude each other: use one of them\n",
+    "zero_stage=1,2 --cfg job": "zero_stage=1,2 is a sweep, but --cfg and --info print one run: set one value\n",
     "+foo=1": "foo",
     "name=a/b": "name=a/b",
     "strategy=ddp offload=true": "choose strategy=fsdp",
@@ -65,8 +67,8 @@ WRONG = {  # a wrong command line: what its message must name
     "zero_stage=0 offload=true": "zero_stage=0 partitions none",
     "precision=fp16 cluster.device=cpu": "precision=fp16 needs a GPU",
     "zero_stage=2 offload=pinned cluster.device=cpu": "offload=pinned needs a GPU",
-    "zero_stage=1 sharding=full_shard": "sharding=full_shard belongs to strategy=fsdp",
-    "strategy=ddp zero_stage=1": "zero_stage=1 belongs to strategy=deepspeed",
+    "zero_stage=1 sharding=full_shard": "sharding=full_shard needs strategy=fsdp",
+    "strategy=ddp zero_stage=1": "zero_stage=1 needs strategy=deepspeed",
     "strategy=single cluster.workers_per_node=2": "cluster.workers_per_node=2",
     "sharding=hybrid_shard fsdp.replicas=3": "fsdp.replicas=3 must divide",
     "sharding=full_shard fsdp.replicas=2": "choose sharding=hybrid_shard",
@@ -74,34 +76,41 @@ WRONG = {  # a wrong command line: what its message must name
     "zero_stage=3 train.compile=true": "train.compile=true",
     "model=resnet_tiny dataset=squad_sample": "or dataset=tinyimagenet_sample, tinyimagenet or synthetic",
     "dataset=tinyimagenet": "choose model=resnet_tiny or resnet50, or dataset=squad_sample, squad or synthetic",
-    "model=hf": "Nothing is said of model.name: set it",
-    "name=condé": "name=condé has letters that Hydra takes in quotes only: write \"name='condé'\"\n",
+    "model=hf": "model.name is required: set it",
+    "name=condé": "name=condé needs quotes: write \"name='condé'\"\n",
     "dataset=squad dataset.train_path=~/x.json": "write \"dataset.train_path='~/x.json'\"",
     "model=gpt_tiny dataset=synthetic dataset.max_length=256": "max_length=256 exceeds model.seq_length=128",
-    "dataset.train_size=9 train.micro_batch_size=6": "train.micro_batch_size=6 is more than the 5 of 9 samples",
+    "dataset.train_size=9 train.micro_batch_size=6": "train.micro_batch_size=6 is more than the 5 samples",
     "model.hidden_size=63": "multiple of model.num_heads=4",
-    "model.ff_dim=64": "model.ff_dim=64 is no key of model=bloom_tiny",
-    "dataset.image_size=32": "dataset.image_size=32 is no key of dataset=squad_sample",
+    "model.ff_dim=64": "model.ff_dim=64 is not a key of model=bloom_tiny",
+    "dataset.image_size=32": "dataset.image_size=32 is not a key of dataset=squad_sample",
     "dataset=squad dataset.train_path=/nowhere.json dataset.eval_path=/nowhere.json": "/nowhere.json",
     "dataset=squad dataset.train_path=/etc/hostname": "dataset.eval_path",
     "model=resnet_tiny dataset=tinyimagenet": "dataset.root",
-    "+nonsense=1": "nonsense is no key of the configuration",
-    "+model.nonsense=1": "model.nonsense is no key",
+    "+nonsense=1": "nonsense is not a key of the configuration",
+    "+model.nonsense=1": "model.nonsense is not a key",
     "model._target_=os.system": "trusted_packages=[os]",
     "deepspeed.config_file=/etc/hostname zero_stage=2": "is not a JSON object",
     "zero_stage=1,2": "zero_stage=1,2 is a sweep: add --multirun",
     "--multirun experiment=deepspeed/zero_stages,x": "cannot be swept",
     "--multirun cluster=local,slurm": "cluster=local,slurm cannot be swept",
     "--multirun strategy=ddp,fsdp hydra.run.dir=here": "set hydra.sweep.dir instead",
-    "--multirun strategy=ddp,fdsp": "did you mean fsdp",
-    "hydra/launcher=basic": "cluster= chooses the launcher",
+    "--multirun strategy=ddp,fdsp": "Did you mean fsdp",
+    "hydra/launcher=basic": "choose the launcher with cluster=",
     "sweep.cells=[1]": "each cell must be a list of overrides",
     "--config-dir /nowhere": "/nowhere",
+    "dataset=squad dataset.path=/nowhere": "dataset.path=/nowhere does not exist: correct the path, or use a hub id",
+    "dataset=squad dataset.path=./nowhere": "dataset.path=./nowhere does not exist",
+    "dataset=squad dataset.path='~/nowhere'": "dataset.path=~/nowhere does not exist",
+    "model.tokenizer=/nowhere": "model.tokenizer=/nowhere does not exist",
+    "train.resume=/nowhere": "train.resume=/nowhere contains no checkpoint",
+    "zero_stage=2 deepspeed.config_file=/nowhere": "deepspeed.config_file=/nowhere is not a file",
+    "model=resnet_tiny dataset=tinyimagenet dataset.root=/nowhere": "dataset.root=/nowhere is not a folder",
 }
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_command_line_is_refused_in_a_sentence(line: str, tmp_path: Path) -> None:
+def test_wrong_command_line_prints_one_message(line: str, tmp_path: Path) -> None:
     done = run_distexp(*line.split(), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert WRONG[line] in done.stderr
@@ -117,25 +126,25 @@ def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
 
 def test_a_dataset_of_another_task_is_one_error(tmp_path: Path) -> None:
     done = run_distexp("dataset=tinyimagenet", "model=gpt_tiny", cwd=tmp_path)
-    (sentence,) = done.stderr.splitlines()
-    assert sentence.startswith("distexp: dataset=tinyimagenet is for image_classification, and model=gpt_tiny")
+    (message,) = done.stderr.splitlines()
+    assert message.startswith("distexp: dataset=tinyimagenet is for image_classification, but model=gpt_tiny")
 
 
-def test_the_user_may_ask_for_the_trace(tmp_path: Path) -> None:
+def test_hydra_full_error_prints_the_traceback(tmp_path: Path) -> None:
     done = run_distexp("train.max_steps=0", cwd=tmp_path, env={"HYDRA_FULL_ERROR": "1"})
     assert done.returncode != 0
     assert "Traceback" in done.stderr
 
 
-def test_help_is_ours_and_quick() -> None:
+def test_help_lists_commands_groups_and_examples() -> None:
     done = run_distexp("--help")
     assert done.returncode == 0
-    for word in ("groups:", "hybrid_shard", "--multirun zero_stage=1,2,3 offload=true,false", "--cfg job"):
-        assert word in done.stdout
+    for text in ("commands:", "  status ", "groups:", "hybrid_shard", "(implies strategy=fsdp)", "--cfg job"):
+        assert text in done.stdout
 
 
 @pytest.mark.parametrize("module", ["distexp.experiments", "distexp"])
-def test_a_reader_may_have_seen_enough(module: str) -> None:
+def test_closed_stdout_ends_the_command_quietly(module: str) -> None:
     command = [sys.executable, "-m", module, *(["--help"] if module == "distexp" else [])]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -147,7 +156,7 @@ def test_a_reader_may_have_seen_enough(module: str) -> None:
     assert reading.returncode == 128 + signal.SIGPIPE
 
 
-def test_cfg_job_shows_what_would_run(tmp_path: Path) -> None:
+def test_cfg_job_prints_the_configuration(tmp_path: Path) -> None:
     done = run_distexp("--cfg", "job", "zero_stage=3", "offload=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "zero_stage: 3" in done.stdout
@@ -160,7 +169,7 @@ def test_cfg_of_one_package_and_info() -> None:
     assert "zero_stage: null" in run_distexp("--info", "defaults-tree").stdout
 
 
-def test_tab_completion_knows_groups_options_and_keys() -> None:
+def test_tab_completion_offers_groups_options_and_keys() -> None:
     def complete(line: str) -> list[str]:
         env = {"COMP_LINE": line, "COMP_POINT": str(len(line))}
         return run_distexp("-sc", "query=bash", env=env).stdout.split()
@@ -171,7 +180,7 @@ def test_tab_completion_knows_groups_options_and_keys() -> None:
     assert "train.learning_rate=" in complete("distexp train.lear")
 
 
-def test_options_of_ones_own_by_config_dir(tmp_path: Path) -> None:
+def test_config_dir_adds_custom_options(tmp_path: Path) -> None:
     folder = tmp_path / "conf" / "model"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(
@@ -184,8 +193,8 @@ def test_options_of_ones_own_by_config_dir(tmp_path: Path) -> None:
     assert "trusted_packages=[mypackage]" in refused.stderr
 
 
-def test_the_console_script_is_the_same_program(tmp_path: Path) -> None:
+def test_console_script_is_the_same_program(tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("distexp")
     done = subprocess.run([script, "strategy=fdsp"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "did you mean fsdp" in done.stderr
+    assert "Did you mean fsdp" in done.stderr

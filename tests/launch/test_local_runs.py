@@ -188,7 +188,7 @@ def test_an_experiment_carries_its_sweep_and_the_command_line_wins(tmp_path: Pat
     done = run_distexp(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = " ".join(done.stdout.split())
-    assert "is sized for GPUs, and none is used here: add scale=tiny" in told
+    assert "needs GPUs, but this run is on cpu: add scale=tiny" in told
     assert "run 2 invalid: as run 0" in told
     assert "Samples/Second" not in told, "of nothing but refused cells there is no exercise's table"
     stages = [RunRecord.read(p).config["deepspeed"]["zero_stage"] for p in sorted(tmp_path.rglob("record.json"))]

@@ -69,5 +69,7 @@ def test_the_seed_decides_the_weights_and_dropout_is_honoured() -> None:
 
 def test_a_key_of_another_architecture_is_refused() -> None:
     config = replace(resolve_cell("model=bloom_tiny").model, ff_dim=256)
-    with pytest.raises(ConfigError, match=r"model.ff_dim=256 is no key of model=bloom_tiny, which has tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"model.ff_dim=256 is not a key of model=bloom_tiny: leave it out. Its keys: tokenizer"
+    ):
         build(config, 300)

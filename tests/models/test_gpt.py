@@ -133,7 +133,7 @@ def test_heads_are_honoured(model: ModelConfig) -> None:
 
 
 def test_a_key_of_another_architecture_is_refused(model: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match=r"model.width=3 is no key of model=gpt_tiny"):
+    with pytest.raises(ConfigError, match=r"model.width=3 is not a key of model=gpt_tiny"):
         build(replace(model, width=3), VOCABULARY)
 
 

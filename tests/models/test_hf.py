@@ -201,20 +201,20 @@ def test_errors_are_reported_before_anything_starts(tmp_path: Path) -> None:
         return str(caught.value)
 
     nowhere = tmp_path / "nowhere"
-    assert error("model=hf") == "Nothing is said of model.name: set it, or choose an option of its group"
+    assert error("model=hf") == "model.name is required: set it, or choose an option of its group"
     assert error("model=hf", f"model.name={nowhere}") == (
-        f"model.name={nowhere} is not a folder here: correct the path, or give a hub id"
+        f"model.name={nowhere} does not exist: correct the path, or use a hub id"
     )
-    assert "holds no config.json" in error("model=hf", f"model.name={tmp_path}")
+    assert "contains no config.json" in error("model=hf", f"model.name={tmp_path}")
     assert error("model=hf", "model.name=a/b", "model.init=other") == (
         "model.init=other is not one of random, pretrained"
     )
-    assert "model.hidden_size=4 is no key of model=a/b" in error("model=hf", "model.name=a/b", "model.hidden_size=4")
+    assert "model.hidden_size=4 is not a key of model=a/b" in error("model=hf", "model.name=a/b", "model.hidden_size=4")
     pretrained = ("model=bloom_560m", "model.init=pretrained")
-    assert f"model.path={nowhere} is not a folder" in error(*pretrained, f"model.path={nowhere}")
+    assert f"model.path={nowhere} does not exist" in error(*pretrained, f"model.path={nowhere}")
     assert "model.path is null" in error(*pretrained, "model.path=null")
     assert resolve_cell("model=bloom_560m", f"model.path={nowhere}").model.init == "random"
-    assert "weights are drawn, not loaded" in error("model=bloom_tiny", "model.init=pretrained")
+    assert "is not supported by model=bloom_tiny" in error("model=bloom_tiny", "model.init=pretrained")
 
 
 def test_damaged_and_partial_weights_are_sentences(tmp_path: Path) -> None:

@@ -54,5 +54,5 @@ def test_the_tiny_one_is_tiny() -> None:
 
 def test_a_key_of_another_architecture_is_refused() -> None:
     config = replace(resolve_cell("model=resnet_tiny").model, num_heads=4)
-    with pytest.raises(ConfigError, match=r"model.num_heads=4 is no key of model=resnet_tiny"):
+    with pytest.raises(ConfigError, match=r"model.num_heads=4 is not a key of model=resnet_tiny"):
         build(config, 10)

@@ -1,4 +1,4 @@
-"""The configuration groups: every option composes, types and resolves, and knobs imply their strategy."""
+"""Tests of the config groups and of their resolution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distexp.runs.spec import RunSpec
 from distexp.strategies.ds_config import effective_config
 from tests.helpers.runs import compose_cell, make_spec, resolve_cell
 
-NEEDED = {  # what an option cannot do without on a machine like this
+NEEDED = {  # other overrides that an option needs
     ("dataset", "tinyimagenet"): ("model=resnet_tiny", "dataset.root=/tmp"),
     ("dataset", "tinyimagenet_sample"): ("model=resnet_tiny",),
     ("model", "hf"): ("model.name=someone/a-model",),
@@ -57,23 +57,23 @@ def test_every_option_composes_types_and_resolves(group: str, option: str) -> No
         ("train.max_steps=1,2", "train.max_steps=1,2"),
     ],
 )
-def test_choices_are_quoted_as_hydra_needs_them(typed: str, quoted: str) -> None:
+def test_choices_are_quoted_for_hydra(typed: str, quoted: str) -> None:
     assert quote_choice(typed, config_groups()) == quoted
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_zero_stage_implies_deepspeed(stage: int) -> None:
+def test_zero_stage_implies_deepspeed(stage: int) -> None:
     config = resolve_cell(f"zero_stage={stage}")
     assert (config.strategy.name, config.deepspeed.zero_stage) == ("deepspeed", stage)
 
 
 @pytest.mark.parametrize("sharding", options_of("sharding"))
-def test_a_sharding_implies_fsdp(sharding: str) -> None:
+def test_sharding_implies_fsdp(sharding: str) -> None:
     config = resolve_cell(f"sharding={sharding}")
     assert (config.strategy.name, config.fsdp.sharding) == ("fsdp", sharding)
 
 
-def test_each_strategy_has_its_default() -> None:
+def test_each_strategy_sets_its_defaults() -> None:
     assert resolve_cell("strategy=deepspeed").deepspeed.zero_stage == 2
     assert resolve_cell("strategy=fsdp").fsdp.sharding == "full_shard"
     assert resolve_cell("strategy=single").cluster.workers_per_node == 1
@@ -86,26 +86,26 @@ def test_sections_of_other_strategies_are_legal(strategy: str) -> None:
     assert resolve_cell(f"strategy={strategy}", *words).fsdp.forward_prefetch == 2
 
 
-def test_an_image_model_brings_its_data_unless_told_otherwise() -> None:
+def test_image_model_sets_the_dataset_by_default() -> None:
     assert resolve_cell("model=resnet_tiny").dataset.name == "tinyimagenet_sample"
     assert resolve_cell("model=resnet_tiny", "dataset=synthetic").dataset.name == "synthetic"
 
 
-def test_a_spec_reads_back_as_it_was_written(tmp_path: Path) -> None:
+def test_spec_survives_a_round_trip(tmp_path: Path) -> None:
     folder = tmp_path
     spec = make_spec("zero_stage=3", "offload=true", "train.betas=[0.8,0.99]")
     spec.write(folder)
     assert RunSpec.read(folder) == spec
 
 
-def test_run_id_names_the_training_and_not_the_place() -> None:
+def test_run_id_depends_on_the_training_and_not_on_the_machine() -> None:
     base = run_id(resolve_cell("strategy=ddp"))
     assert run_id(resolve_cell("strategy=ddp", "name=other", "cluster.cpus_per_worker=3")) == base
     for change in ("strategy=fsdp", "train.seed=1", "cluster.workers_per_node=3", "model.num_layers=3"):
         assert run_id(resolve_cell(change)) != base
 
 
-def test_run_id_follows_the_content_of_the_data(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_run_id_depends_on_the_content_of_the_data(tmp_path_factory: pytest.TempPathFactory) -> None:
     def identity(text: str) -> str:
         path = tmp_path_factory.mktemp("data") / "squad.json"
         path.write_text(text)
@@ -114,16 +114,16 @@ def test_run_id_follows_the_content_of_the_data(tmp_path_factory: pytest.TempPat
     assert identity("{}") == identity("{}") != identity("{ }")
 
 
-def test_a_ds_config_of_ones_own_is_filled_in_and_held_to_the_rest(tmp_path: Path) -> None:
+def test_custom_ds_config_is_filled_in_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    theirs = {
+    content = {
         "train_batch_size": "auto",
         "gradient_clipping": "auto",
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 12345, "sub_group_size": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
         "wall_clock_breakdown": True,
     }
-    path.write_text(json.dumps(theirs))
+    path.write_text(json.dumps(content))
     words = ("strategy=deepspeed", f"deepspeed.config_file={path}", "cluster.device=cpu")
     config = resolve_cell(*words)
     assert config.deepspeed.zero_stage == 3

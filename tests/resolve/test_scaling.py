@@ -1,4 +1,4 @@
-"""Rules by which the work follows the number of workers, held against models that are really built."""
+"""Tests of the scaling rules, compared with models that are built."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def built_parameters(config: Config) -> int:
     [GPT, TIED, ("model=gpt_tiny",), ("model=bloom_tiny",), ("model=bloom_560m",), ("model=bloom_3b",)],
     ids=["gpt", "tied gpt", "gpt_tiny", "bloom_tiny", "bloom_560m", "bloom_3b"],
 )
-def test_parameters_are_counted_as_they_are_built(words: tuple[str, ...]) -> None:
+def test_parameter_count_matches_the_built_model(words: tuple[str, ...]) -> None:
     config = on(1, *words)
     assert parameter_count(config.model) == built_parameters(config)
 
 
-def test_weak_model_keeps_parameters_and_work_of_a_worker() -> None:
+def test_weak_model_keeps_parameters_and_work_per_worker() -> None:
     configs = {workers: on(workers, *TIED, "scaling=weak_model") for workers in (2, 4, 8, 16)}
     sizes = {workers: built_parameters(config) / workers for workers, config in configs.items()}
     for workers, config in configs.items():
@@ -44,15 +44,15 @@ def test_weak_model_keeps_parameters_and_work_of_a_worker() -> None:
     assert [config.model.num_layers for config in configs.values()] == [3, 8, 18, 38]
 
 
-def test_the_workshops_rule_is_no_weak_scaling() -> None:
-    configs = {workers: on(workers, *GPT, "scaling=weak_model_seed") for workers in (2, 4, 8, 16)}
+def test_workshop_rule_does_not_keep_parameters_per_worker() -> None:
+    configs = {workers: on(workers, *GPT, "scaling=weak_model_workshop") for workers in (2, 4, 8, 16)}
     assert [config.model.num_layers for config in configs.values()] == [3, 6, 12, 24]
     assert [config.train.micro_batch_size for config in configs.values()] == [8, 4, 2, 1]
     sizes = [built_parameters(config) / workers / 1e6 for workers, config in configs.items()]
     assert sizes == [pytest.approx(size, abs=1) for size in (178, 127, 101, 88)], "a GPU"
 
 
-def test_weak_data_keeps_the_samples_of_a_worker() -> None:
+def test_weak_data_keeps_samples_per_worker() -> None:
     words = ("scaling=weak_data", "cluster.device=cpu")
     assert [on(workers, *words).dataset.train_size for workers in (1, 2, 3, 6)] == [250, 500, 750, 1500]
     assert on(2, *words, "cluster.nodes=2", "scaling.samples_per_worker=10").dataset.train_size == 40
@@ -60,29 +60,29 @@ def test_weak_data_keeps_the_samples_of_a_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "message"),
     [
-        (("scaling=weak_data", "dataset.train_size=500"), "it is 500 already: leave it out, or choose scaling=fixed"),
+        (("scaling=weak_data", "dataset.train_size=500"), "dataset.train_size=500 conflicts with scaling=weak_data"),
         (("scaling=weak_data", "scaling.samples_per_worker=null"), "needs scaling.samples_per_worker"),
-        (("scaling.samples_per_worker=3",), "means nothing to scaling=fixed: choose scaling=weak_data"),
+        (("scaling.samples_per_worker=3",), "leave it out, or choose scaling=weak_data"),
         (("scaling.name=other",), "scaling.name=other is not one of fixed, weak_data"),
         ((*GPT, "scaling=weak_model", "sharding=full_shard"), "needs model.tie_embeddings=true"),
-        ((*TIED, "scaling=weak_model", "sharding=no_shard"), "sharding=no_shard does not: choose sharding=full_shard"),
-        ((*TIED[:-1], "scaling=weak_model", "strategy=ddp"), "strategy=ddp does not"),
-        (("model=resnet_tiny", "scaling=weak_model", "sharding=full_shard"), "are not known beforehand"),
-        (("model=resnet_tiny", "scaling=weak_model_seed"), "scales layers, and model=resnet_tiny has none"),
-        ((*TIED, "scaling=weak_model", "train.micro_batch_size=1", "scaling.base_workers=3"), "do not divide it"),
-        ((*TIED, "scaling=weak_model", "scaling.base_workers=12"), "finds no layer left for 4 workers"),
-        ((*GPT, "scaling=weak_model_seed", "scaling.base_workers=8"), "which is no whole number"),
+        ((*TIED, "scaling=weak_model", "sharding=no_shard"), "strategy=fsdp with these options does not shard them"),
+        ((*TIED[:-1], "scaling=weak_model", "strategy=ddp"), "strategy=ddp with these options does not shard them"),
+        (("model=resnet_tiny", "scaling=weak_model", "sharding=full_shard"), "cannot count the parameters"),
+        (("model=resnet_tiny", "scaling=weak_model_workshop"), "needs layers, but model=resnet_tiny has none"),
+        ((*TIED, "scaling=weak_model", "train.micro_batch_size=1", "scaling.base_workers=3"), "evenly among 4 workers"),
+        ((*TIED, "scaling=weak_model", "scaling.base_workers=12"), "leaves no layer for 4 workers"),
+        ((*GPT, "scaling=weak_model_workshop", "scaling.base_workers=8"), "needs a whole number of layers"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(words: tuple[str, ...], sentence: str) -> None:
+def test_impossible_scaling_is_an_error(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        on(4, *words)
-    assert any(sentence in error for error in caught.value.errors), caught.value.errors
+        on(4, *overrides)
+    assert any(message in error for error in caught.value.errors), caught.value.errors
 
 
-def test_the_tiny_scale_shrinks_any_model_and_says_what_it_cannot() -> None:
+def test_scale_tiny_shrinks_models_and_reports_what_it_cannot() -> None:
     sizes = [
         resolve_cell(f"model=bloom_{size}", "scale=tiny").model.hidden_size for size in ("560m", "1b1", "1b7", "3b")
     ]
@@ -94,5 +94,5 @@ def test_the_tiny_scale_shrinks_any_model_and_says_what_it_cannot() -> None:
     assert (config.dataset.name, config.precision.name, config.cluster.device) == ("tinyimagenet_sample", "fp32", "cpu")
     with pytest.raises(ConfigError, match="cannot shrink model=someone/a-model"):
         resolve_cell("model=hf", "model.name=someone/a-model", "scale=tiny")
-    with pytest.raises(ConfigError, match=r"makes 6 workers, and scale=tiny has at most 4: raise scale.workers"):
+    with pytest.raises(ConfigError, match=r"makes 6 workers, but scale=tiny allows 4: raise scale.workers"):
         resolve_cell("scale=tiny", "cluster.workers_per_node=6")

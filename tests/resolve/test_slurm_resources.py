@@ -115,8 +115,8 @@ def test_a_run_is_the_same_training_wherever_it_waits() -> None:
     ("overrides", "said"),
     [
         (("cluster=slurm", "cluster.gpus_per_node=1", "cluster.workers_per_node=2"), "every worker needs a GPU"),
-        (("cluster=slurm", "+cluster.sbatch.nodes=3"), "cluster.nodes decides"),
-        (("cluster=slurm", "+cluster.environment={a-b: 1}"), "no name of a variable"),
+        (("cluster=slurm", "+cluster.sbatch.nodes=3"), "set cluster.nodes instead"),
+        (("cluster=slurm", "+cluster.environment={a-b: 1}"), "not a variable name"),
         (("cluster.partition=gpu",), "for Slurm only"),
         (("cluster=slurm", "cluster.memory_gb=0"), "must be above 0"),
     ],
@@ -143,7 +143,7 @@ def test_a_dry_run_prints_a_file_a_shape_and_leaves_nothing(tmp_path: Path) -> N
         (("hydra.launcher.partition=a", "cluster.partition=b"), "partition=a contradicts cluster.partition=b"),
         (("hydra.launcher.tasks_per_node=2",), "one task per node"),
         (("hydra.launcher.cpus_per_task=3", "cluster.workers_per_node=2"), "is not divisible by"),
-        (("cluster.launcher=local",), "cluster= chooses the launcher"),
+        (("cluster.launcher=local",), "choose the launcher with cluster="),
         (("hydra.launcher.partitoin=a",), "hydra.launcher.partitoin"),
     ],
 )

@@ -149,5 +149,5 @@ def test_data_without_references_are_refused() -> None:
 def test_what_has_no_references_is_refused_before_anything_starts(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"train\.score_answers=true scores answers against references, and dataset="):
         resolve_cell("train.score_answers=true", *words)
-    with pytest.raises(ConfigError, match=r"dataset\.answer_tokens=9 is no key of dataset="):
+    with pytest.raises(ConfigError, match=r"dataset\.answer_tokens=9 is not a key of dataset="):
         resolve_cell("dataset.answer_tokens=9", *words)

@@ -1,0 +1,110 @@
+"""Normalization of the command line: what users type becomes what Hydra accepts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+
+from hydra.core.override_parser.types import Override
+
+from distexp.cli.argument_checks import check_arguments
+from distexp.cli.overrides import is_override, parse, quote_choice
+from distexp.config import ConfigError
+from distexp.config.paths import config_groups
+
+HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help")
+"""Flags of Hydra that run nothing."""
+
+OPEN_SECTIONS = (
+    *("model.options.", "dataset.options.", "strategy.options."),
+    *("cluster.environment.", "cluster.sbatch."),
+)
+"""Sections to which users add keys."""
+
+RESERVED_KEYS = {
+    "hydra/launcher": "choose the launcher with cluster=",
+    "hydra.launcher": "choose the launcher with cluster=",
+    "cluster.launcher": "choose the launcher with cluster=",
+    "hydra/sweeper": "add cells with sweep.cells",
+    "hydra.mode": "leave it out",
+    "hydra.output_subdir": "leave it out",
+}
+"""Keys that distexp sets itself, with hints."""
+
+RENAMED_VALUES = {"weak_model_seed": "weak_model_workshop"}
+RENAMED_KEYS = ("scaling=", "scaling.name=", "sweep.cells=")
+"""Keys whose old values are still accepted."""
+
+
+def normalize_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments for Hydra: choices quoted, new keys marked, and every run a sweep.
+
+    Raises:
+        ConfigError: with every error of the arguments.
+    """
+    check_arguments(arguments)
+    renamed = [replace_renamed_values(argument) for argument in arguments]
+    groups = config_groups()
+    quoted = [quote_choice(add_plus_prefix(text), groups) if is_override(text) else text for text in renamed]
+    overrides = [text for text in quoted if is_override(text)]
+    if any(argument.split("=")[0] in HYDRA_FLAGS for argument in quoted):
+        check_single_run(overrides)
+        return quoted
+    check_sweep(parse(overrides), multirun=bool({"-m", "--multirun"} & set(quoted)))
+    rest = [argument for argument in quoted if argument not in ("-m", "--multirun", "-r", "--run")]
+    return ["--multirun", *(text for argument in rest for text in _use_sweep_dir(argument))]
+
+
+def replace_renamed_values(argument: str) -> str:
+    """Replace old values of an override by their new names, with a warning."""
+    for old, new in RENAMED_VALUES.items():
+        if argument.lstrip("+").startswith(RENAMED_KEYS) and re.search(rf"\b{old}\b", argument):
+            print(f"distexp: warning: {old} is deprecated: use {new}", file=sys.stderr)
+            argument = re.sub(rf"\b{old}\b", new, argument)
+    return argument
+
+
+def add_plus_prefix(override: str) -> str:
+    """Mark a key of an open section as new, which Hydra requires."""
+    return f"++{override}" if override.startswith(OPEN_SECTIONS) else override
+
+
+def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
+    """Check for overrides that Hydra would ignore or misunderstand silently.
+
+    Raises:
+        ConfigError: with every error.
+    """
+    by_key = {override.get_key_element().lstrip("+~"): override for override in overrides}
+    swept = [key for key, override in by_key.items() if override.is_sweep_override()]
+    errors = [
+        f"{by_key[key].input_line} cannot be swept, because {key} decides how a sweep runs: start one command for each"
+        for key in ("cluster", "experiment")
+        if key in swept
+    ]
+    if swept and not multirun and "experiment" not in by_key:
+        shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
+        errors.append(f"{shown} is a sweep: add --multirun, or set one value")
+    if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key):
+        errors.append("hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir")
+    errors += [f"{key} cannot be set: {hint}" for key, hint in RESERVED_KEYS.items() if key in by_key]
+    if errors:
+        raise ConfigError(errors)
+
+
+def check_single_run(overrides: Sequence[str]) -> None:
+    """Check that no override sweeps, for commands that print one configuration.
+
+    Raises:
+        ConfigError: with an error for each override that sweeps.
+    """
+    swept = [text.replace("'", "") for text in overrides if any(part.is_sweep_override() for part in parse([text]))]
+    if swept:
+        raise ConfigError([f"{text} is a sweep, but --cfg and --info print one run: set one value" for text in swept])
+
+
+def _use_sweep_dir(argument: str) -> list[str]:
+    """Replace ``hydra.run.dir``: a single run is a sweep of one cell without a subfolder."""
+    key, _, value = argument.partition("=")
+    return [f"hydra.sweep.dir={value}", "hydra.sweep.subdir=."] if key == "hydra.run.dir" else [argument]

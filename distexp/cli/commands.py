@@ -1,0 +1,35 @@
+"""Sub-commands of ``distexp``: their names, modules and one-line help."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A sub-command."""
+
+    help: str
+    module: str
+
+
+COMMANDS = {
+    "run": Command("start a run, or a sweep with --multirun (the word run may be left out)", "distexp.cli.run"),
+    "status": Command("show the state of every run of a sweep", "distexp.status"),
+    "resume": Command("run what is missing or failed in a sweep", "distexp.resume"),
+    "cancel": Command("cancel the jobs of a sweep on Slurm", "distexp.cancel"),
+    "report": Command("make tables, figures and a page from finished runs", "distexp.report.__main__"),
+    "experiments": Command("list the presets, or run those that match", "distexp.experiments"),
+    "doctor": Command("check this machine", "distexp.doctor.__main__"),
+    "preflight": Command("measure the bandwidth between workers", "distexp.preflight.__main__"),
+    "memory": Command("summarize memory logs", "distexp.memory"),
+    "reference": Command("print a generated reference page", "distexp.reference"),
+}
+"""Sub-commands by name. Each module has a ``main(arguments)`` that returns the exit code."""
+
+
+def run_command(name: str, arguments: Sequence[str]) -> int:
+    """Import the module of a sub-command, run it and return its exit code."""
+    code: int = importlib.import_module(COMMANDS[name].module).main(arguments)
+    return code

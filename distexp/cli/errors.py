@@ -1,0 +1,60 @@
+"""Error messages of the command line, with hints."""
+
+from __future__ import annotations
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from distexp.cli.suggestions import suggest, suggest_key
+from distexp.config import ConfigError
+from distexp.config.key_info import describe_values, known_keys
+from distexp.config.paths import options_of
+
+NEEDS_QUOTES = frozenset("~()&;")
+"""Characters that Hydra's grammar accepts only in quotes."""
+
+
+def explain(error: Exception) -> list[str]:
+    """Return the messages of an error of Hydra, of OmegaConf or of distexp."""
+    if isinstance(error, ConfigError):
+        return error.errors
+    if isinstance(error, MissingConfigException):
+        return [_explain_missing_option(error)]
+    if isinstance(error, OverrideParseException):
+        return [_explain_syntax(str(error.override), _first_line(error))]
+    return [_explain_value(error)]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _explain_value(error: Exception) -> str:
+    text = _first_line(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if not isinstance(cause, OmegaConfBaseException):
+        return text
+    key = str(cause.full_key or "").partition("[")[0]
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
+        return f"{key} is not a key{suggest_key(key, known_keys()) or ': --cfg job prints all keys'}"
+    accepted = describe_values(key) if isinstance(cause, ValidationError) else None
+    if accepted is not None:
+        return f"{text.removeprefix('Error merging override ').lstrip('+')} must be {accepted}"
+    return text if cause is error else f"{text.rstrip('.')}: {_first_line(cause)}"
+
+
+def _explain_syntax(override: str, reason: str) -> str:
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"{override} is not KEY=VALUE: write for example strategy=fsdp"
+    if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
+        return f"{override} needs quotes: write \"{key}='{value}'\""
+    return f"{override} cannot be parsed: {reason}"
+
+
+def _explain_missing_option(error: MissingConfigException) -> str:
+    group, _, option = (error.missing_cfg_file or "").partition("/")
+    if not option:
+        return _first_line(error)
+    options = sorted({*options_of(group), *(error.options or [])})
+    return f"{group}={option} is not an option{suggest(option, options) or '.'} Options: {', '.join(options)}"

@@ -1,0 +1,67 @@
+"""``distexp [run] [OVERRIDE ...]``: runs and sweeps, started through Hydra.
+
+Hydra gets a normalized command line, and its errors are printed with hints.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from distexp.cli.arguments import normalize_arguments
+from distexp.cli.errors import explain
+from distexp.config import ConfigError, register_schema
+from distexp.config.paths import conf_dir
+from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError
+
+TRACE_VARIABLE = "HYDRA_FULL_ERROR"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code; 2 if it is wrong, after printing every error."""
+    wants_trace = os.environ.get(TRACE_VARIABLE) == "1"
+    os.environ[TRACE_VARIABLE] = "1"  # Hydra then raises its errors instead of printing them
+    try:
+        return _run_hydra(arguments)
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        if wants_trace:
+            raise
+        for message in explain(error):
+            print(f"distexp: {message}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if wants_trace or isinstance(error, BrokenPipeError):
+            raise
+        print(f"distexp: the sweep stops: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if not wants_trace:
+            del os.environ[TRACE_VARIABLE]
+
+
+def _run_hydra(arguments: Sequence[str]) -> int:
+    register_schema()
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # so that custom packages are found as with `python -m`
+    sys.argv = [sys.argv[0], *normalize_arguments(arguments)]
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_never_called)()
+    except SweepFailedError:
+        return 1
+    except InterruptedRunError as interruption:
+        print(f"distexp: {interruption}; no further run is started", file=sys.stderr)
+        return 128 + interruption.number
+    except MonitoringInterrupted:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _never_called(config: Any) -> None:
+    raise AssertionError("the launchers of distexp run the jobs")

@@ -1,0 +1,30 @@
+"""Suggestions for misspelled names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def suggest(wrong: str, known: Iterable[str]) -> str:
+    """Return ``. Did you mean a or b?``, or an empty text if no known name is similar."""
+    return _question(difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6))
+
+
+def suggest_key(wrong: str, known: Iterable[str]) -> str:
+    """Return the same for dotted keys.
+
+    Only the last part of a key is compared, because the right name in a wrong section is a common error.
+    """
+    section, _, name = wrong.rpartition(".")
+    by_name: dict[str, list[str]] = {}
+    for key in sorted(known):
+        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    containing = [other for other in by_name if name in (other, *other.split("_"))]
+    near = containing or difflib.get_close_matches(name, by_name, n=3, cutoff=0.6)
+    keys = [key for other in near for key in by_name[other]]
+    return _question([key for key in keys if key.rpartition(".")[0] == section] or keys)
+
+
+def _question(near: Sequence[str]) -> str:
+    return f". Did you mean {' or '.join(near[:3])}?" if near else ""

@@ -1,0 +1,66 @@
+"""Resources of a run: device, workers, GPUs and CPU threads."""
+
+from __future__ import annotations
+
+from distexp.config import Config
+from distexp.resolve.strategy_steps import needs_one_worker
+from distexp.system.hardware import cpu_count, visible_gpus
+
+MIN_BUSBW_GBPS = 5.0
+"""Default limit of the preflight on GPUs; an interconnect that is slower than this is broken."""
+
+CPU_WORKERS = 2
+SLURM_CPUS_PER_WORKER = 4
+"""As in the scripts of the workshop. The nodes of a cluster have at least as many cores per GPU."""
+
+
+def decide_resources(config: Config) -> list[str]:
+    """Decide device, workers and threads, and return the errors.
+
+    On Slurm this machine is not inspected, because the job runs on another one.
+    """
+    return _decide_slurm(config) if config.cluster.launcher == "slurm" else _decide_local(config)
+
+
+def _decide_local(config: Config) -> list[str]:
+    cluster, gpus = config.cluster, visible_gpus()
+    if cluster.device == "auto":
+        cluster.device = "cuda" if gpus else "cpu"
+    on_gpu = cluster.device == "cuda"
+    if config.preflight.min_busbw_gbps is None and on_gpu:
+        config.preflight.min_busbw_gbps = MIN_BUSBW_GBPS
+    if cluster.workers_per_node is None:
+        available = (len(gpus) if on_gpu else CPU_WORKERS) // cluster.nodes
+        cluster.workers_per_node = 1 if needs_one_worker(config) else max(1, available)
+    if cluster.cpus_per_worker is None:
+        # Simulated nodes share the cores of one machine.
+        cluster.cpus_per_worker = max(1, cpu_count() // cluster.world_size)
+    if on_gpu and not gpus:
+        return ["cluster.device=cuda needs a GPU, but this machine has none: choose cluster.device=cpu"]
+    if on_gpu and cluster.world_size > len(gpus):
+        return [
+            f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} needs "
+            f"{cluster.world_size} GPUs, but this machine has {len(gpus)}: lower one of them, or choose "
+            "cluster.device=cpu"
+        ]
+    return []
+
+
+def _decide_slurm(config: Config) -> list[str]:
+    cluster = config.cluster
+    if cluster.device == "auto":
+        cluster.device = "cuda"
+    on_gpu = cluster.device == "cuda"
+    if cluster.workers_per_node is None:
+        cluster.workers_per_node = 1 if needs_one_worker(config) else (cluster.gpus_per_node or 1)
+    if cluster.gpus_per_node is None and on_gpu and "gres" not in cluster.sbatch:
+        cluster.gpus_per_node = cluster.workers_per_node
+    if cluster.cpus_per_worker is None:
+        cluster.cpus_per_worker = SLURM_CPUS_PER_WORKER
+    if on_gpu and cluster.gpus_per_node is not None and cluster.gpus_per_node < cluster.workers_per_node:
+        return [
+            f"cluster.gpus_per_node={cluster.gpus_per_node} is less than "
+            f"cluster.workers_per_node={cluster.workers_per_node}, but every worker needs a GPU: "
+            "raise the first, lower the second, or choose cluster.device=cpu"
+        ]
+    return []
