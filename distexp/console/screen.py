@@ -174,7 +174,9 @@ class Screen:
         reason = failure_text(record)
         same = [each.run.number for each in self.records if failure_text(each) == reason]
         text = f"same error as run {same[0]}" if same else escape(reason)
-        self.console.print(f"run {record.run.number}: [yellow]invalid[/yellow]: {text}", highlight=False)
+        self.console.print(
+            f"run {record.run.number}: [yellow]invalid[/yellow]: {text}", highlight=False, soft_wrap=True
+        )
         self.records.append(record)
 
     def show_result(self, record: RunRecord, messages: Sequence[str] = ()) -> None:
