@@ -1,7 +1,7 @@
-"""Peak, average and mode of memory logs: ``python -m distexp.memory FILE... [--gpu-only | --cpu-only]``.
+"""The command ``distexp memory FILE... [--gpu-only | --cpu-only]``: summarize nvidia-smi and psrecord logs.
 
-Reads our own ``memory/node<k>.csv`` and the logs of nvidia-smi and psrecord, and prints the lines that the
-workshops' analyze_memory prints. MB on the CPU is psrecord's: 2**20 bytes, as MiB on the GPU.
+It prints peak, average and mode of each log, in the format of the workshop's analyze_memory. It also reads
+``memory/node<k>.csv`` of a run. MB on the CPU is 2**20 bytes, as in psrecord, and equals MiB.
 """
 
 from __future__ import annotations
@@ -12,51 +12,55 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distexp.exceptions import run_until_pipe_closes
-from distexp.measure.memory.foreign_logs import EXPECTED, read_any
+from distexp.measure.memory.monitoring_logs import EXPECTED, read_memory_log
 from distexp.measure.memory.summary import Statistics
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTrace
 
 ALL_READ, SOME_READ, NONE_READ = 0, 1, 2
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Prints the summary; 0 when every file was read, 1 when only some, 2 when none, or none of that kind."""
-    options = _parse(words)
-    wanted = [kind for kind in (GPU, CPU) if kind not in options.without]
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the summary.
+
+    Returns:
+        The exit code: 0 if all files were read, 1 if only some, 2 if none has samples of the requested kind.
+    """
+    options = _parse(arguments)
+    kinds = [kind for kind in (GPU, CPU) if kind != options.excluded]
     traces: dict[Path, MemoryTrace] = {}
     for path in options.files:
-        trace = _read(path, wanted)
+        trace = _read(path, kinds)
         if trace is not None:
             traces[path] = trace
-    sections = [_gpu_lines(traces)] if GPU in wanted else []
-    sections += [_cpu_lines(traces)] if CPU in wanted else []
+    sections = [_gpu_lines(traces)] if GPU in kinds else []
+    sections += [_cpu_lines(traces)] if CPU in kinds else []
     if not traces:
         return NONE_READ
     print("\n\n".join("\n".join(lines) for lines in sections if lines))
     return ALL_READ if len(traces) == len(options.files) else SOME_READ
 
 
-def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m distexp.memory",
-        description="Peak, average and mode of memory logs.",
-        epilog=f"A file: {EXPECTED.removeprefix('expected ')}.",
+        prog="distexp memory",
+        description="Summarize nvidia-smi and psrecord logs: print peak, average and mode of the memory.",
+        epilog=f"FILE is one of: {EXPECTED.removeprefix('expected ')}.",
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     only = parser.add_mutually_exclusive_group()
     only.add_argument(
-        "--gpu-only", dest="without", action="store_const", const=CPU, default="", help="leave the CPU out"
+        "--gpu-only", dest="excluded", action="store_const", const=CPU, default="", help="print GPU memory only"
     )
     only.add_argument(
-        "--cpu-only", dest="without", action="store_const", const=GPU, default="", help="leave the GPUs out"
+        "--cpu-only", dest="excluded", action="store_const", const=GPU, default="", help="print CPU memory only"
     )
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
-def _read(path: Path, wanted: Sequence[str]) -> MemoryTrace | None:
-    """A file that has samples of a wanted kind; None, and a sentence on stderr, where it has not."""
+def _read(path: Path, kinds: Sequence[str]) -> MemoryTrace | None:
+    """Return a log with samples of the requested kinds; else print a message to stderr and return None."""
     try:
-        trace = read_any(path)
+        trace = read_memory_log(path)
     except OSError as error:
         print(f"{path} cannot be read ({error.strerror}): {EXPECTED}", file=sys.stderr)
         return None
@@ -65,8 +69,8 @@ def _read(path: Path, wanted: Sequence[str]) -> MemoryTrace | None:
         return None
     for note in trace.notes:
         print(note, file=sys.stderr)
-    if not any(sample.kind in wanted and sample.used_mib is not None for sample in trace.samples):
-        print(f"{path} has no {' or '.join(wanted)} memory in it: nothing to sum up", file=sys.stderr)
+    if not any(sample.kind in kinds and sample.used_mib is not None for sample in trace.samples):
+        print(f"{path} has no samples of {' or '.join(kinds)} memory", file=sys.stderr)
         return None
     return trace
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from distexp.system.hardware import visible_gpus
 from tests.helpers.slurm_cluster import Cluster, missing_requirement, running_cluster
 
 
@@ -24,3 +25,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.fail(f"no Slurm cluster for the tests: {error}", pytrace=False)
     with running_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
         yield cluster
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests with the marker ``gpu`` on a machine without a visible GPU."""
+    if not visible_gpus():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and none is visible"))

@@ -1,4 +1,4 @@
-"""``python -m distexp.memory`` as a user calls it."""
+"""Tests of the command ``distexp memory``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from distexp.memory import main
 
 GPU_LINE = "[gpu_memory_log - GPU 0] Peak = 21658 MiB, Avg = 18683.53 MiB, Mode = 21658 MiB"
-SEEDS_OUTPUT = f"""\
+WORKSHOP_OUTPUT = f"""\
 GPU Memory Usage
 {GPU_LINE}
 
@@ -24,7 +24,7 @@ CPU Memory Usage
 
 @pytest.fixture
 def gpu_log(tmp_path: Path) -> Path:
-    """A log with the workshops' figures: 19 samples whose sum is 354,987."""
+    """Write a log of the workshop: 19 samples with the sum 354,987."""
     path = tmp_path / "gpu_memory_log.csv"
     used = [21658] * 16 + [3, 4218, 4238]
     rows = [f"2025/11/20 10:11:{i:02d}.000, 0, Tesla V100, {mib}, 32768\n" for i, mib in enumerate(used)]
@@ -41,14 +41,14 @@ def cpu_log(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_seeds_own_lines(gpu_log: Path, cpu_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_that_of_the_workshop(gpu_log: Path, cpu_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(gpu_log), str(cpu_log)]) == 0
     captured = capsys.readouterr()
-    assert captured.out == SEEDS_OUTPUT
+    assert captured.out == WORKSHOP_OUTPUT
     assert captured.err == ""
 
 
-def test_one_kind_only(gpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_one_kind(gpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "node0.csv"
     trace.write_text(
         "unix_time_s,phase,kind,index,used_mib,total_mib,utilization_pct,power_w,job_mib,energy_j,source\n"
@@ -61,10 +61,10 @@ def test_one_kind_only(gpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([str(trace), "--cpu-only"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "   Peak =    100 MB"
     assert main([str(gpu_log), "--cpu-only"]) == 2
-    assert "has no cpu memory in it" in capsys.readouterr().err
+    assert "has no samples of cpu memory" in capsys.readouterr().err
 
 
-def test_several_cpu_logs_are_named(cpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_cpu_logs_have_headings(cpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.txt"
     other.write_text(cpu_log.read_text())
     assert main([str(cpu_log), str(other)]) == 0
@@ -72,21 +72,21 @@ def test_several_cpu_logs_are_named(cpu_log: Path, tmp_path: Path, capsys: pytes
     assert (lines[1], lines[5]) == ("[cpu_memory_log]", "[other]")
 
 
-def test_unreadable_files_are_told_and_others_printed(
+def test_unreadable_files_are_reported_and_others_printed(
     gpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    foreign = tmp_path / "notes.txt"
-    foreign.write_text("hello\n")
-    assert main([str(tmp_path / "missing.csv"), str(foreign), str(tmp_path), str(gpu_log)]) == 1
+    unknown = tmp_path / "notes.txt"
+    unknown.write_text("hello\n")
+    assert main([str(tmp_path / "missing.csv"), str(unknown), str(tmp_path), str(gpu_log)]) == 1
     captured = capsys.readouterr()
     assert GPU_LINE in captured.out
-    missing, unknown, folder = captured.err.splitlines()
+    missing, format_error, folder = captured.err.splitlines()
     assert "missing.csv cannot be read (No such file or directory): expected a memory/node<k>.csv" in missing
-    assert f"{foreign} is of no known format" in unknown
+    assert f"{unknown} has an unknown format" in format_error
     assert "Is a directory" in folder
 
 
-def test_a_live_file_lacks_its_torn_line(gpu_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_last_line_is_skipped(gpu_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with gpu_log.open("a") as file:
         file.write("2025/11/20 10:12:00.000, 0, Tesla V100, 99999")
     assert main([str(gpu_log)]) == 0
@@ -95,7 +95,7 @@ def test_a_live_file_lacks_its_torn_line(gpu_log: Path, capsys: pytest.CaptureFi
     assert "the last line has no end" in captured.err
 
 
-def test_as_a_command_without_torch(tmp_path: Path) -> None:
+def test_command_does_not_import_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "distexp.memory", str(tmp_path / "missing.csv")],
         capture_output=True,

@@ -1,0 +1,1 @@
+"""Measurements of a run: memory, time per step, floating point operations, communication, answer quality."""

@@ -1,4 +1,4 @@
-"""How long each step took, without waiting for the device inside the window that is measured."""
+"""Duration of training steps, measured without synchronizing the device between steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 
 
 class StepClock:
-    """Marks the ends of steps on a device's own time line.
+    """Marks the end of each step on the device's timeline.
 
-    On a GPU the marks are CUDA events, which cost nothing until they are read; on the CPU they are
-    readings of the clock. ``restart`` begins a new series, so that what lies between two series
-    (an evaluation, say) belongs to no step.
+    On a GPU the marks are CUDA events, so they do not stall the device. On the CPU they are clock readings.
+    ``restart`` starts a new series, so that the time between two series (an evaluation, for example) is not counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,16 +21,16 @@ class StepClock:
         self.series: list[list[Any]] = []
 
     def restart(self) -> None:
-        """Waits for the device, and starts a series here."""
+        """Synchronize the device and start a new series."""
         synchronize(self.device)
         self.series.append([self._now()])
 
     def mark(self) -> None:
-        """The end of a step."""
+        """Mark the end of a step."""
         self.series[-1].append(self._now())
 
     def durations(self, last: int | None = None) -> list[float]:
-        """Seconds of every step so far, or of the last ones; waits for the device."""
+        """Synchronize the device; return the seconds of all steps, or of the ``last`` ones."""
         synchronize(self.device)
         pairs = [pair for series in self.series for pair in pairwise(series)]
         return [self._between(start, end) for start, end in pairs[-last if last else 0 :]]
@@ -50,13 +49,13 @@ class StepClock:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a device has done what it was given."""
+    """Wait until a device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def quantiles(durations: list[float]) -> dict[str, float] | None:
-    """Median, 90th percentile and maximum of some seconds; None of none."""
+    """Return median, 90th percentile and maximum of durations, or None if there are none."""
     if not durations:
         return None
     ordered = torch.tensor(durations, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Arithmetic: what a training step does, and what a GPU could do."""
+"""Floating point operations of a training step, and the peak rates of GPUs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from distexp.config.targets import locate
 from distexp.data.base import TaskData
 from distexp.models.introspection import count_forward_flops
 
-BACKWARD = 2
-"""A backward pass is two matrix products for each of the forward's."""
+BACKWARD_FACTOR = 2
+"""A backward pass has two matrix products for each one of the forward pass."""
 
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    # dense matrix products, by the vendors' datasheets of the SXM parts; fp32 means without TF32
+    # Dense matrix products, from the datasheets of the SXM modules; fp32 is without TF32.
     "H200": {"bf16": 989.5, "fp16": 989.5, "fp32": 67.0},
     "H100": {"bf16": 989.5, "fp16": 989.5, "fp32": 67.0},
     "A100": {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
@@ -22,9 +22,12 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 
 
 def training_flops(config: Config, data: TaskData) -> float | None:
-    """Floating point operations to train on one sample as it is padded, recomputation not counted.
+    """Return the floating point operations to train on one padded sample, without recomputation.
 
-    Counted by torch on a copy without memory. None where batches, or their logits, have no fixed shape.
+    torch counts them on a copy of the model without memory.
+
+    Returns:
+        The count, or None if batches or their logits have no fixed shape.
     """
     fixed = config.dataset.padding == "max_length" and config.train.logits == "all"
     if config.model.task == "causal_lm" and not fixed:
@@ -32,11 +35,11 @@ def training_flops(config: Config, data: TaskData) -> float | None:
     with torch.device("meta"):
         model = locate(config.model._target_)(config.model, data.num_classes).eval()
     batch = data.collate([data.train[0]]).to(torch.device("meta"))
-    return float((1 + BACKWARD) * count_forward_flops(model, batch.inputs))
+    return float((1 + BACKWARD_FACTOR) * count_forward_flops(model, batch.inputs))
 
 
 def peak_tflops(gpu_name: str | None, precision: str) -> float | None:
-    """A GPU's datasheet peak in TFLOP/s for a precision; None for one that is not in the table."""
+    """Return the peak of a GPU in TFLOP/s for a precision, or None if the table does not contain it."""
     for name, peaks in PEAK_TFLOPS.items():
         if gpu_name is not None and name in gpu_name:
             return peaks.get(precision)

@@ -19,7 +19,7 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import StepClock, quantiles, synchronize
 from distexp.measure.memory.allocator import AllocatorWatch
-from distexp.measure.profiling.profiler import StepProfiler, Window
+from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
 from distexp.runs.events import Events, append_json_line
 from distexp.runs.heartbeat import Heartbeat
 from distexp.runs.record import Metrics, RunError
@@ -97,13 +97,13 @@ class MetricsLogger:
     def start(self) -> None:
         """Start the run time; call it before the first step."""
         total, per_epoch = self.plan.total_steps, self.plan.steps_per_epoch
-        self.profiler.window = Window.of(self.plan.train, total=total, per_epoch=per_epoch, done=self.steps)
+        self.profiler.window = ProfileWindow.of(self.plan.train, total=total, per_epoch=per_epoch, done=self.steps)
         self.started = time.perf_counter() - self.runtime_s
 
     def start_steps(self) -> None:
         """Start the step clock; call it before steps that follow anything else."""
         self.clock.restart()
-        self.profiler.interrupted("a checkpoint was written")
+        self.profiler.mark_interrupted("a checkpoint was written")
         self._set_phase("profile" if self.profiler.running else "train" if self._warmed_up() else "warmup")
 
     def count_wait(self, steps: Iterator[StepData]) -> Iterator[StepData]:
@@ -139,9 +139,9 @@ class MetricsLogger:
             self.measured_tokens += sum(batch.num_tokens for batch in step.micro_batches)
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._write_line(step, norm, rate)
-        if self.profiler.window is not None and self.steps == self.profiler.window.begin:
+        if self.profiler.window is not None and self.steps == self.profiler.window.steps_before:
             self._set_phase("profile")
-            self.profiler.begin()
+            self.profiler.start()
             self.clock.restart()
         elif self.steps - self.resumed_at == self.plan.train.measure_after_step:
             self._set_phase("train")
@@ -193,7 +193,7 @@ class MetricsLogger:
             metrics.tokens_per_second = tokens / sum(durations) if tokens else None
         if self._file is not None:
             self._file.close()
-        if self.profiler.began:
+        if self.profiler.has_started:
             self.events.set_phase("profile")
         metrics.communication = self.profiler.summary()
         return metrics

@@ -71,9 +71,9 @@ def _tell_memory(run_dir: Path, node: int, rank: int) -> None:
     """What the allocator held when the rank failed: the peak of a run that was out of memory."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        from distexp.measure.memory.allocator import peaks
+        from distexp.measure.memory.allocator import allocator_peaks
 
-        write_json(memory_path(run_dir, node, rank), peaks(torch.device("cuda"), rank))
+        write_json(memory_path(run_dir, node, rank), allocator_peaks(torch.device("cuda"), rank))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""SQuAD's exact match and F1: what the official script of v1.1 gives, worked out by hand."""
+"""Tests of exact match and F1 with results of the official SQuAD v1.1 script, computed by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from distexp.measure.squad_metric import exact_match, f1, normalise, score
+from distexp.measure.squad_metric import exact_match, f1, normalize, score
 
 
 @pytest.mark.parametrize(
@@ -13,15 +13,15 @@ from distexp.measure.squad_metric import exact_match, f1, normalise, score
         ("The  Quick,\n brown-fox!", "quick brownfox"),
         ("an apple a day in the theatre", "apple day in theatre"),
         ("U.S.A.", "usa"),
-        ("A.", ""),  # punctuation goes first, and leaves an article
+        ("A.", ""),  # punctuation is removed first, which leaves an article
         ("a-the", "athe"),
-        ("“Café”", "“café”"),  # neither quotes nor accents beyond ASCII are touched
+        ("“Café”", "“café”"),  # quotes and accents beyond ASCII stay
         ("24\u201310", "24\u201310"),
         ("$1,000.50", "100050"),
     ],
 )
-def test_normalising(text: str, normal: str) -> None:
-    assert normalise(text) == normal
+def test_normalize(text: str, normal: str) -> None:
+    assert normalize(text) == normal
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,11 @@ def test_normalising(text: str, normal: str) -> None:
         ("the Denver Broncos.", "Denver Broncos", True, 1),
         ("Denver Broncos team", "Denver Broncos", False, 4 / 5),
         ("Santa Clara", "Santa Clara, California", False, 4 / 5),
-        ("Oslo Oslo", "Oslo", False, 2 / 3),  # a word counts as often as both have it
+        ("Oslo Oslo", "Oslo", False, 2 / 3),  # a word counts as often as it is in both texts
         ("green tea", "tea green", False, 1),
         ("1999", "1976", False, 0),
         ("", "1976", False, 0),
-        ("the", "a", True, 0),  # so in the script of v1.1: two empty answers are equal and share no word
+        ("the", "a", True, 0),  # as in the script of v1.1: two empty texts are equal and share no word
     ],
 )
 def test_one_reference(answer: str, reference: str, exact: bool, shared: float) -> None:
@@ -42,7 +42,7 @@ def test_one_reference(answer: str, reference: str, exact: bool, shared: float) 
     assert f1(answer, reference) == pytest.approx(shared)
 
 
-def test_the_best_reference_counts_and_the_mean_is_in_percent() -> None:
+def test_score_is_the_mean_over_the_best_references() -> None:
     found = score(
         [
             ("Levi's Stadium", ["Santa Clara", "Levi's Stadium in Santa Clara", "levis stadium"]),
@@ -54,11 +54,11 @@ def test_the_best_reference_counts_and_the_mean_is_in_percent() -> None:
     assert found.f1 == pytest.approx(100 * (1 + 1 / 2) / 3)
 
 
-def test_the_best_of_each_measure_may_be_another_reference() -> None:
+def test_best_reference_may_differ_between_metrics() -> None:
     found = score([("the", ["an", "the the"])])
     assert (found.exact_match, found.f1) == (100, 0)
 
 
-def test_nothing_has_no_score() -> None:
+def test_score_of_no_answers_is_an_error() -> None:
     with pytest.raises(ValueError, match="there is nothing to score"):
         score([])

@@ -1,0 +1,1 @@
+"""Memory and utilization of GPUs and processes over time."""

@@ -1,4 +1,4 @@
-"""torch's own account of a GPU's memory, per rank."""
+"""GPU memory of one rank, as the CUDA caching allocator of torch reports it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from distexp.system.units import MIB
 
 
 class AllocatorWatch:
-    """What is allocated at the ends of steps and before updates; peaks are torch's own."""
+    """Samples of allocated memory after each step and before each update, and the allocator's peaks."""
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self.device, self.rank = device, rank
         self.total = self.samples = self.states = 0
 
     def before_update(self) -> None:
-        """Gradients are there and activations are gone: what is allocated is the model's states, and buffers."""
+        """Record the allocated memory: model states, gradients and buffers, but no activations."""
         if self.device.type == "cuda":
             self.states = torch.cuda.memory_allocated(self.device)
 
     def sample(self) -> None:
-        """A step is done; costs microseconds, and no wait for the device."""
+        """Record the allocated memory after a step; takes microseconds and does not synchronize."""
         if self.device.type == "cuda":
             self.total += torch.cuda.memory_allocated(self.device)
             self.samples += 1
 
     def summary(self) -> dict[str, Any] | None:
-        """An entry of ``memory.torch`` in MiB; None on the CPU, which has no such allocator."""
+        """Return an entry of ``memory.torch`` in MiB, or None on the CPU."""
         if self.device.type != "cuda":
             return None
         average = self.total / self.samples / MIB if self.samples else None
-        states = self.states / MIB if self.samples > 1 else None  # the first update makes the optimizer's
-        return {**peaks(self.device, self.rank), "average_allocated_mib": average, "states_mib": states}
+        states = self.states / MIB if self.samples > 1 else None  # the first update creates the optimizer states
+        return {**allocator_peaks(self.device, self.rank), "average_allocated_mib": average, "states_mib": states}
 
 
-def peaks(device: torch.device, rank: int) -> dict[str, Any]:
-    """The peaks of a rank's allocator since its start, in MiB."""
+def allocator_peaks(device: torch.device, rank: int) -> dict[str, Any]:
+    """Return the allocator's peaks in MiB since the process started, or since the last reset."""
     statistics = torch.cuda.memory_stats(device)
     return {
         "rank": rank,

@@ -1,4 +1,4 @@
-"""Samples a node's memory from outside its workers, in a thread of the agent."""
+"""Sampling of a node's memory from outside its workers, in a thread of the agent."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from distexp.measure.memory.nvml import GpuReader, GpuReading
-from distexp.measure.memory.proctree import ProcessTree
+from distexp.measure.memory.cost_limit import CostLimit
+from distexp.measure.memory.gpu_reader import GpuReader, GpuReading
+from distexp.measure.memory.process_tree import ProcessTree
 from distexp.runs.events import FILE as EVENTS
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTraceWriter
 from distexp.runs.phases import PhaseTail
@@ -21,20 +21,35 @@ from distexp.system.cgroups import usable_memory
 from distexp.system.hardware import cpu_count
 from distexp.system.units import MIB
 
-LARGEST_SHARE = 0.1  # of the time, that sampling may cost in CPU time
-COSTS = 3  # how many samples are judged together
-STOP_S = 5.0  # how long the end of a run waits for the last sample
+SAMPLING_SHARE = 0.1
+"""Share of one core's time that sampling may cost."""
+
+COST_WINDOW = 3
+"""Samples whose minimum is the cost of a sample."""
+
+STOP_TIMEOUT_S = 5.0
+"""How long the end of a run waits for the last sample."""
 
 
 class Sampler:
-    """Writes ``path`` while its ``with`` block runs: a sample at once, one each interval, one at the end.
+    """Writes a memory trace while its ``with`` block runs.
 
-    CPU: all processes below ``root_pid`` but not that one itself, which is the agent and no part of the
-    training. GPUs: those of ``gpu_indices``, which are NVML's. The phases come from the run directory's
-    ``events.jsonl``. Samples are due at whole multiples of ``interval_s`` after the first; where one costs
-    more than a tenth of that in CPU time, some are left out, and it is said.
+    It takes a sample at the start, one at each multiple of the interval, and one at the end. A sample is skipped if
+    sampling would cost more than ``SAMPLING_SHARE`` of a core. On the CPU, the memory is that of all descendants of
+    ``root_pid``, without that process itself, which is the agent.
 
-    Nothing that goes wrong here ends a run or raises: it is said once on stderr, and the trace lacks it.
+    An error never stops the run: it is printed once to stderr, and the trace lacks the values.
+
+    Args:
+        path: The trace to write.
+        root_pid: Root of the process tree, by default this process.
+        gpu_indices: Indices of the GPUs in NVML.
+        interval_s: Seconds between two samples.
+        events: File with the phases, by default ``events.jsonl`` in the run directory.
+        cores: Cores that the node may use, by default those of this process.
+
+    Raises:
+        ValueError: The interval is not positive.
     """
 
     def __init__(
@@ -47,9 +62,8 @@ class Sampler:
         events: Path | None = None,
         cores: int | None = None,
     ) -> None:
-        """``cores``: those that the node may use, by default this process'; ValueError on a bad interval."""
         if interval_s <= 0:
-            raise ValueError(f"interval_s={interval_s} is not above 0: set the seconds between two samples")
+            raise ValueError(f"interval_s={interval_s} must be greater than 0: set the seconds between two samples")
         self.path = path
         self.interval_s = interval_s
         self.root_pid = os.getpid() if root_pid is None else root_pid
@@ -60,9 +74,8 @@ class Sampler:
         self._gpus: GpuReader | None = None
         self._total_mib: float | None = None
         self._read_at: float | None = None
-        self._costs: deque[float] = deque(maxlen=COSTS)  # CPU seconds of the last samples
-        self._longest_stride = 1
-        self._said: set[str] = set()
+        self._limit = CostLimit(SAMPLING_SHARE, COST_WINDOW)
+        self._warned: set[str] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
 
@@ -74,9 +87,9 @@ class Sampler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
-        self._thread.join(STOP_S)
+        self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
-            self._warn("stop", f"the last sample takes more than {STOP_S:.0f} s and is given up")
+            self._warn("stop", f"the last sample takes more than {STOP_TIMEOUT_S:.0f} s and is skipped")
 
     def _run(self) -> None:
         try:
@@ -88,7 +101,7 @@ class Sampler:
             self._open_sources()
             self._sample_until_stopped(file)
         except Exception as error:
-            self._warn("run", f"stopped by {type(error).__name__}: {error}; {self.path} ends here")
+            self._warn("run", f"stopped by {type(error).__name__}: {error}; {self.path} is incomplete")
         finally:
             if self._gpus is not None:
                 self._gpus.close()
@@ -98,57 +111,51 @@ class Sampler:
         try:
             self._total_mib = usable_memory(self.root_pid) / MIB
         except (OSError, ValueError, IndexError) as error:
-            self._warn("limit", f"the machine's memory cannot be told ({error}); total_mib is left empty")
+            self._warn("limit", f"the memory of the machine is unknown ({error}); total_mib is left empty")
         if not self._gpu_indices:
             return
         try:
             self._gpus = GpuReader(self._gpu_indices, lambda text: self._warn(text, text))
-        except Exception as error:  # pynvml's errors are known only once it is there
-            self._warn("nvml", f"NVML is not available ({error}); the GPUs' figures are left empty")
+        except Exception as error:  # any: a broken driver must not stop the run
+            self._warn("nvml", f"NVML is not available ({error}); the values of the GPUs are left empty")
 
     def _sample_until_stopped(self, file: MemoryTraceWriter) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         tick = 0
-        while not self._stopped.wait(begun + tick * self.interval_s - time.monotonic()):
-            self._sample(file)
-            missed = math.floor((time.monotonic() - begun) / self.interval_s) + 1
-            tick = max(tick + self._stride(), missed)
+        while not self._stopped.wait(started + tick * self.interval_s - time.monotonic()):
+            if self._limit.allows():
+                self._sample(file)
+            else:
+                self._warn_of_cost()
+            missed = math.floor((time.monotonic() - started) / self.interval_s) + 1
+            tick = max(tick + 1, missed)
         self._sample(file)
 
     def _sample(self, file: MemoryTraceWriter) -> None:
-        started = time.thread_time()
-        try:
-            file.append(self._read())
-        except Exception as error:  # the next one may go well again: a full disk is emptied, say
-            self._warn("sample", f"a sample is lost ({type(error).__name__}: {error}); {self.path} has a gap")
-        self._costs.append(time.thread_time() - started)
+        with self._limit.measure():
+            try:
+                file.append(self._read())
+            except Exception as error:  # any: the next sample may succeed, for example after a disk was full
+                self._warn("sample", f"a sample is lost ({type(error).__name__}: {error}); {self.path} has a gap")
 
-    def _stride(self) -> int:
-        """How many intervals to the next sample; a single dear sample may be chance."""
-        if len(self._costs) < COSTS:
-            return 1
-        cost = min(self._costs)
-        stride = max(1, math.ceil(cost / LARGEST_SHARE / self.interval_s))
-        if stride > self._longest_stride:
-            self._longest_stride = stride
-            self._warn(
-                f"stride {stride}",
-                f"a sample costs {cost * 1000:.0f} ms of CPU time, more than {LARGEST_SHARE:.0%} of "
-                f"{self.interval_s} s: sampling every {stride * self.interval_s:g} s instead",
-            )
-        return stride
+    def _warn_of_cost(self) -> None:
+        self._warn(
+            "cost",
+            f"a sample costs {self._limit.cost_s * 1000:.0f} ms of CPU time, more than {SAMPLING_SHARE:.0%} of "
+            f"{self.interval_s:g} s: some samples are skipped",
+        )
 
     def _read(self) -> Iterator[MemorySample]:
         now, clock = time.time(), time.monotonic()
         phase = self._phase(now)
         tree = self._tree.read()
-        since = None if self._read_at is None else clock - self._read_at
+        elapsed = None if self._read_at is None else clock - self._read_at
         self._read_at = clock
         if tree.memory is not None and "rss" in tree.memory.source:
             self._warn(
                 "rss",
-                "PSS is not readable for every process, RSS is taken instead: shared pages count more than "
-                "once (column source)",
+                "PSS is not readable for every process; RSS is used instead and counts shared pages several times "
+                "(column source)",
             )
         yield MemorySample(
             unix_time_s=now,
@@ -157,7 +164,7 @@ class Sampler:
             index=0,
             used_mib=tree.memory.mib if tree.memory else None,
             total_mib=self._total_mib,
-            utilization_pct=100 * tree.cpu_s / since / self.cores if since else None,
+            utilization_pct=100 * tree.cpu_s / elapsed / self.cores if elapsed else None,
             source=tree.memory.source if tree.memory else "",
         )
         for gpu in self._read_gpus(tree.pids):
@@ -176,6 +183,6 @@ class Sampler:
         return self._gpus.read(pids)
 
     def _warn(self, key: str, text: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             print(f"memory sampler: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Peak, average and mode of memory over time, utilisation and energy: what the record holds of a trace."""
+"""Memory, utilization and energy of a run, computed from its memory traces for the record."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
 from distexp.runs.phases import PhaseEvent, phase_at, phase_intervals, read_phase_events
 
 Entry = dict[str, Any]
-DISTURBED = "profile"
-"""The phase whose memory and utilisation are a profiler's too: they are told apart, and in no total."""
+PROFILING_PHASE = "profile"
+"""Phase that is excluded from the totals, because the profiler uses memory and time itself."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """A memory series in MiB, as the workshops' analyze_memory defines it: over samples, each counting once."""
+    """Statistics of memory samples in MiB, as the workshop's analyze_memory defines them."""
 
     peak: float
     average: float
-    modes: tuple[int, ...]  # the most frequent values, rounded to a MiB, in order; several where tied
+    modes: tuple[int, ...]  # the most frequent values, rounded to MiB, sorted; several if tied
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Statistics | None:
-        """The statistics of some values; None of none."""
+        """Return the statistics of some values, or None if there are none."""
         known = list(values)
         if not known:
             return None
-        # Fractions of a MiB, as of PSS and psrecord, hardly repeat: unrounded, each would be a mode.
+        # PSS and psrecord report fractions of a MiB, which hardly repeat. Without rounding, each would be a mode.
         counts = Counter(math.floor(value + 0.5) for value in known)
         most = max(counts.values())
         modes = tuple(sorted(value for value, count in counts.items() if count == most))
@@ -43,7 +43,7 @@ class Statistics:
 
 @dataclass
 class Summary:
-    """The parts of a record that come from traces, and a sentence for what could not be read."""
+    """Parts of a record that come from memory traces, with notes on traces that cannot be read."""
 
     memory: dict[str, list[Entry]]  # gpu, cpu
     utilization: dict[str, list[Entry]]
@@ -51,50 +51,50 @@ class Summary:
 
 
 def summarize(traces: Sequence[Path], events: Path | None = None) -> Summary:
-    """Sums traces up, in the form of ``record.json``; a trace that cannot be read is a note, and null.
+    """Summarize memory traces in the format of ``record.json``.
 
-    ``mode_mib`` is the smallest of tied modes. Each entry has ``phases`` beside the contract's keys: the
-    peak (of utilisation: the average) in each phase. A GPU's ``job_peak_mib`` is that of this job's
-    processes alone, null where NVML does not tell; ``source`` says how memory was read.
+    Each entry has ``phases``: the peak memory, or the average utilization, of each phase. ``mode_mib`` is the smallest
+    of tied modes. ``job_peak_mib`` of a GPU covers the processes of this job only, and is None if NVML does not report
+    them. ``source`` is how memory was read. A trace that cannot be read adds a note, and its values are None.
     """
     summary = Summary({GPU: [], CPU: []}, {GPU: [], CPU: []}, [])
     for position, path in enumerate(traces):
         node = node_of(path, position)
-        by_device = _devices(_samples(path, events, summary.notes))
+        by_device = _group_by_device(_samples(path, events, summary.notes))
         by_device.setdefault((CPU, 0), [])
         for (kind, index), samples in sorted(by_device.items()):
-            place: Entry = {"node": node} if kind == CPU else {"node": node, "index": index}
-            summary.memory[kind].append(place | _memory(kind, samples))
-            summary.utilization[kind].append(place | _utilization(samples))
+            device: Entry = {"node": node} if kind == CPU else {"node": node, "index": index}
+            summary.memory[kind].append(device | _memory(kind, samples))
+            summary.utilization[kind].append(device | _utilization(samples))
     return summary
 
 
 def summarize_run(run_dir: Path, nodes: int) -> Summary:
-    """The summary of a run directory, whose traces are one a node."""
+    """Summarize the traces of a run directory, which contains one per node."""
     return summarize(run_traces(run_dir, nodes), run_dir / "events.jsonl")
 
 
 def run_traces(run_dir: Path, nodes: int) -> list[Path]:
-    """Where a run's traces are, or should be."""
+    """Return the paths of a run's memory traces, whether they exist or not."""
     return [run_dir / "memory" / f"node{node}.csv" for node in range(nodes)]
 
 
 def node_of(path: Path, position: int) -> int:
-    """The node that a trace is of, by its name; any other file counts by its position."""
+    """Return the node of a trace from its file name, or its position for any other name."""
     named = re.fullmatch(r"node(\d+)", path.stem)
     return int(named[1]) if named else position
 
 
 def _samples(path: Path, events: Path | None, notes: list[str]) -> list[MemorySample]:
-    """A trace's samples with their phases; none, and a note, where it cannot be read."""
+    """Return the samples of a trace with their phases; if it cannot be read, add a note."""
     try:
         trace = read_memory_trace(path)
-        marks = read_phase_events(events) if events is not None else []
+        phase_events = read_phase_events(events) if events is not None else []
     except (OSError, ValueError) as error:
         notes.append(f"no memory trace: {error}")
         return []
     notes += trace.notes
-    return join_phases(trace.samples, marks)
+    return join_phases(trace.samples, phase_events)
 
 
 def join_phases(samples: Iterable[MemorySample], events: Sequence[PhaseEvent]) -> list[MemorySample]:
@@ -105,16 +105,16 @@ def join_phases(samples: Iterable[MemorySample], events: Sequence[PhaseEvent]) -
     return [replace(sample, phase=phase_at(events, sample.unix_time_s) or sample.phase) for sample in samples]
 
 
-def _devices(samples: Iterable[MemorySample]) -> dict[tuple[str, int], list[MemorySample]]:
-    found: dict[tuple[str, int], list[MemorySample]] = {}
+def _group_by_device(samples: Iterable[MemorySample]) -> dict[tuple[str, int], list[MemorySample]]:
+    devices: dict[tuple[str, int], list[MemorySample]] = {}
     for sample in samples:
-        found.setdefault((sample.kind, sample.index), []).append(sample)
-    return found
+        devices.setdefault((sample.kind, sample.index), []).append(sample)
+    return devices
 
 
 def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
-    # What the profiler takes on a GPU it keeps, in what follows too.
-    counted = list(takewhile(_undisturbed, samples)) if kind == GPU else list(filter(_undisturbed, samples))
+    # The profiler keeps its GPU memory until the process ends, so all later samples are excluded too.
+    counted = list(takewhile(_is_not_profiling, samples)) if kind == GPU else list(filter(_is_not_profiling, samples))
     statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
     entry: Entry = {
         "peak_mib": statistics.peak if statistics else None,
@@ -130,15 +130,15 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
 
 
 def _utilization(samples: Sequence[MemorySample]) -> Entry:
-    values = _known(filter(_undisturbed, samples), lambda sample: sample.utilization_pct)
+    values = _known(filter(_is_not_profiling, samples), lambda sample: sample.utilization_pct)
     return {
         "average_pct": _mean(values) if values else None,
         "phases": _by_phase(samples, lambda sample: sample.utilization_pct, _mean),
     }
 
 
-def _undisturbed(sample: MemorySample) -> bool:
-    return sample.phase != DISTURBED
+def _is_not_profiling(sample: MemorySample) -> bool:
+    return sample.phase != PROFILING_PHASE
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -154,7 +154,7 @@ def _by_phase(
     value: Callable[[MemorySample], float | None],
     combine: Callable[[Sequence[float]], float],
 ) -> dict[str, float]:
-    """One figure for each phase that is known, in the order in which they come."""
+    """Return one value per phase, in the order of the phases."""
     phases: dict[str, list[float]] = {}
     for sample in samples:
         known = value(sample)
@@ -164,52 +164,55 @@ def _by_phase(
 
 
 def energy_j(traces: Sequence[Path], events: Path, phases: Collection[str] = frozenset({"train"})) -> float | None:
-    """Joules that all GPUs of all traces drew in some phases, by default in training after the warm-up.
+    """Return the energy in joules that all GPUs of all traces used in some phases.
 
-    By the GPUs' own energy counters, or where one has none by the trapezoid over its power; between two
-    samples the energy is taken as linear. None where a trace or a figure is missing, or ends too early.
+    The default is the training after the warm-up. Each GPU counts with its energy counter or, if it has none, with the
+    trapezoidal integral of its power. Between two samples, energy grows linearly.
+
+    Returns:
+        The energy, or None if a trace or a value is missing, or a trace ends too early.
     """
     total = 0.0
     spans = phase_intervals(read_phase_events(events), phases)
     for path in traces:
         try:
-            devices = _devices(read_memory_trace(path).samples)
+            devices = _group_by_device(read_memory_trace(path).samples)
         except (OSError, ValueError):
             return None
         curves = [_energy_curve(samples) for (kind, _), samples in devices.items() if kind == GPU]
-        drawn = [_drawn(curve, span) for curve in curves for span in spans]
-        known = [energy for energy in drawn if energy is not None]
-        if not drawn or len(known) < len(drawn):
+        energies = [_energy_in(curve, span) for curve in curves for span in spans]
+        known = [energy for energy in energies if energy is not None]
+        if not energies or len(known) < len(energies):
             return None
         total += sum(known)
     return total if traces else None
 
 
 def _energy_curve(samples: Sequence[MemorySample]) -> list[tuple[float, float]]:
-    """Energy (J, from an arbitrary start) over time (unix s); empty where the GPU tells neither."""
+    """Return (unix time in s, energy in J from an arbitrary start); empty if the GPU reports no energy or power."""
     counter = [(s.unix_time_s, s.energy_j) for s in samples if s.energy_j is not None]
     if len(counter) == len(samples) and all(a[1] <= b[1] for a, b in pairwise(counter)):
         return counter
     power = [(s.unix_time_s, s.power_w) for s in samples if s.power_w is not None]
     curve = [(power[0][0], 0.0)] if power else []
-    for (begin, one), (end, other) in pairwise(power):
-        curve.append((end, curve[-1][1] + (end - begin) * (one + other) / 2))
+    for (begin, first), (end, last) in pairwise(power):
+        curve.append((end, curve[-1][1] + (end - begin) * (first + last) / 2))
     return curve
 
 
-def _drawn(curve: Sequence[tuple[float, float]], span: tuple[float, float]) -> float | None:
-    """Joules in a stretch of time; None where the samples end more than two spacings inside it."""
+def _energy_in(curve: Sequence[tuple[float, float]], span: tuple[float, float]) -> float | None:
+    """Return the joules in an interval, or None if the samples miss more than two spacings at an end of it."""
     if len(curve) < 2:
         return None
     begin, end = span[0], min(span[1], curve[-1][0]) if math.isinf(span[1]) else span[1]
     spacing = (curve[-1][0] - curve[0][0]) / (len(curve) - 1)
     if curve[0][0] - begin > 2 * spacing or end - curve[-1][0] > 2 * spacing:
         return None
-    return _at(curve, end) - _at(curve, begin)
+    return _interpolate(curve, end) - _interpolate(curve, begin)
 
 
-def _at(curve: Sequence[tuple[float, float]], time_s: float) -> float:
-    """The curve at a time, by linear interpolation; outside it as its first or last stretch goes on."""
+def _interpolate(curve: Sequence[tuple[float, float]], time_s: float) -> float:
+    """Return the value of a curve at a time, with linear interpolation and extrapolation."""
     position = min(max(bisect_right(curve, (time_s, math.inf)), 1), len(curve) - 1)
     before, after = curve[position - 1], curve[position]
     slope = (after[1] - before[1]) / (after[0] - before[0]) if after[0] > before[0] else 0.0

@@ -1,0 +1,1 @@
+"""Communication time of training steps, from the trace of the PyTorch profiler."""

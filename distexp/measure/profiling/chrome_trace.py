@@ -1,7 +1,7 @@
-"""What a profiler's trace, in Chrome's JSON format, says of collectives and kernels.
+"""Reader of collectives and kernels from a profiler trace in Chrome's JSON format.
 
-The categories of its events (``kernel``, ``user_annotation``) tell kernels from the annotations that
-lie over them on the GPU's time line, and NCCL's kernels bear the names of their collectives.
+The category of an event (``kernel``, ``user_annotation``) separates kernels from annotations on the same timeline.
+Kernels of NCCL are named after their collectives.
 """
 
 from __future__ import annotations
@@ -22,25 +22,29 @@ OTHER = "other"
 
 
 def read_timeline(path: Path, *, on_gpu: bool) -> Timeline:
-    """The steps, collectives and kernels of a rank.
+    """Read the steps, collectives and kernels of a rank.
 
-    gloo's collectives count from the call until they are done, in their queue too, and under the names that gloo
-    gives them (it carries out a reduce-scatter as an all-reduce). NCCL's count while their kernels are on the GPU,
-    where they wait for the slowest rank; copies between host and GPU are neither communication nor computing.
+    Collectives of gloo count from the call to their end, including the time in the queue, with the names that gloo
+    uses (it executes a reduce-scatter as an all-reduce). Collectives of NCCL count while their kernels are on the GPU,
+    including the wait for the slowest rank. Copies between host and GPU are neither communication nor computation.
+
+    Args:
+        path: The trace.
+        on_gpu: Whether the rank used a GPU.
 
     Raises:
-        ValueError: the trace has no step, no JSON, or on a GPU no kernel.
+        ValueError: The trace is not JSON, or has no step, or has no kernel of the GPU.
     """
-    # Of a million events few are wanted: only those are kept while it is read.
+    # A trace has a million events and few are needed: the others are dropped while it is parsed.
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            content = json.load(file, object_hook=_wanted)
+            content = json.load(file, object_hook=_parse_event)
     except json.JSONDecodeError as error:
-        raise ValueError(f"the profiler's trace is no JSON: {error}") from error
+        raise ValueError(f"the profiler trace is not valid JSON: {error}") from error
     events = [event for event in content if isinstance(event, _Event)] if isinstance(content, list) else []
     steps = [event.when for event in events if event.kind == STEP]
     if not steps:
-        raise ValueError("the profiler's trace has no step")
+        raise ValueError("the profiler trace has no step")
     kernels = [event.when for event in events if event.kind == ""]
     collectives: dict[str, list[Interval]] = {}
     for event in events:
@@ -48,26 +52,26 @@ def read_timeline(path: Path, *, on_gpu: bool) -> Timeline:
             collectives.setdefault(event.kind, []).append(event.when)
     if on_gpu and not any(event.on_gpu for event in events):
         raise ValueError(
-            "the profiler saw no kernel on the GPU (CUPTI is missing, or something else uses it): "
-            "the variable KINETO_LOG_LEVEL=0 has it say why"
+            "the profiler recorded no GPU kernel (CUPTI is missing, or another tool uses it): "
+            "set KINETO_LOG_LEVEL=0 to see the reason"
         )
-    window = min(begin for begin, _ in steps), max(end for _, end in steps)
+    window = min(start for start, _ in steps), max(end for _, end in steps)
     return Timeline(len(steps), window, collectives, kernels if on_gpu else None)
 
 
 class _Event:
-    """A step, a collective by its kind, or a kernel that computes, which has none."""
+    """A step, a collective, or a compute kernel; ``kind`` is ``STEP``, the collective, or empty."""
 
     __slots__ = ("kind", "on_gpu", "when")
 
     def __init__(self, kind: str, raw: dict[str, Any]) -> None:
-        begin = float(raw["ts"]) / 1e6
-        self.kind, self.when = kind, (begin, begin + float(raw.get("dur", 0)) / 1e6)
+        start = float(raw["ts"]) / 1e6
+        self.kind, self.when = kind, (start, start + float(raw.get("dur", 0)) / 1e6)
         self.on_gpu = raw["cat"] == "kernel"
 
 
-def _wanted(raw: dict[str, Any]) -> Any:
-    """Called for each object of the file, innermost first: the events that count, and what names them."""
+def _parse_event(raw: dict[str, Any]) -> Any:
+    """Parse one JSON object of a trace, innermost first; None for everything that is not needed."""
     if "traceEvents" in raw:
         return raw["traceEvents"]
     if raw.get("ph") != "X":
@@ -84,7 +88,10 @@ def _wanted(raw: dict[str, Any]) -> Any:
 
 
 def _kind(name: str, arguments: dict[str, Any] | None) -> str:
-    """``AllReduce`` -> ``all_reduce``; of NCCL's generic kernel what torch called it for, where that is known."""
-    told = name if name != "Generic" else str((arguments or {}).get("Collective name", OTHER))
-    plain = told.replace("_", "").lower().removesuffix("base")
-    return next((kind for kind in KINDS if kind.replace("_", "") == plain), told.lower() or OTHER)
+    """Return a kind such as ``all_reduce`` for a name such as ``AllReduce``.
+
+    For a generic kernel of NCCL it is the collective that torch requested, if the trace contains it.
+    """
+    requested = name if name != "Generic" else str((arguments or {}).get("Collective name", OTHER))
+    plain = requested.replace("_", "").lower().removesuffix("base")
+    return next((kind for kind in KINDS if kind.replace("_", "") == plain), requested.lower() or OTHER)

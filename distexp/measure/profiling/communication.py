@@ -1,4 +1,4 @@
-"""Which share of training is communication: arithmetic on the intervals in which collectives and kernels ran."""
+"""Share of communication in training steps, computed from the intervals of collectives and kernels."""
 
 from __future__ import annotations
 
@@ -6,82 +6,82 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Interval = tuple[float, float]
-"""Begin and end."""
+"""Start and end in seconds."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What one rank did in some steps; all times in seconds, of one clock."""
+    """Activity of one rank during some steps; all times are in seconds of the same clock."""
 
     steps: int
-    window: Interval  # from the begin of the first step to the end of the last
+    window: Interval  # from the start of the first step to the end of the last
     collectives: Mapping[str, Sequence[Interval]]  # by kind: all_reduce, all_gather, ...
-    kernels: Sequence[Interval] | None  # of computing, on the GPU; None where there is no GPU
+    kernels: Sequence[Interval] | None  # compute kernels on the GPU; None on the CPU
 
 
 @dataclass(frozen=True)
-class Shares:
-    """A rank's communication."""
+class CommunicationShares:
+    """Communication of one rank."""
 
-    step_s: float  # seconds of a step, as profiled
-    share: float  # of that time, in which at least one collective ran or waited, from 0 to 1
-    exposed_share: float | None  # the part of it in which no kernel computed; None where there is no GPU
-    by_collective: dict[str, float]  # seconds a step; kinds that overlap count in each
+    step_s: float  # duration of a profiled step
+    share: float  # of that time with at least one collective running or waiting, 0 to 1
+    exposed_share: float | None  # the part without any compute kernel; None on the CPU
+    by_collective: dict[str, float]  # seconds per step; overlapping kinds count in each
 
 
-def shares(timeline: Timeline) -> Shares:
-    """How much of its steps a rank spent on communication; what lies outside of them does not count.
+def communication_shares(timeline: Timeline) -> CommunicationShares:
+    """Return the share of its steps that a rank spent on communication.
 
     Raises:
-        ValueError: there is no step, or none that took any time.
+        ValueError: There is no step, or the steps have no duration.
     """
-    begin, end = timeline.window
-    if timeline.steps < 1 or end <= begin:
-        raise ValueError(f"{timeline.steps} steps from {begin} s to {end} s hold nothing to take a share of")
-    kinds = {kind: merged(clipped(each, timeline.window)) for kind, each in timeline.collectives.items()}
-    running = merged(interval for each in kinds.values() for interval in each)
+    start, end = timeline.window
+    if timeline.steps < 1 or end <= start:
+        raise ValueError(f"no duration to compute a share of: {timeline.steps} steps from {start} s to {end} s")
+    kinds = {kind: merge(clip(each, timeline.window)) for kind, each in timeline.collectives.items()}
+    running = merge(interval for each in kinds.values() for interval in each)
     exposed = None
     if timeline.kernels is not None:
-        exposed = length(running) - overlap(running, merged(clipped(timeline.kernels, timeline.window)))
-    return Shares(
-        step_s=(end - begin) / timeline.steps,
-        share=length(running) / (end - begin),
-        exposed_share=None if exposed is None else max(0.0, exposed) / (end - begin),
-        by_collective={kind: length(each) / timeline.steps for kind, each in sorted(kinds.items()) if each},
+        exposed = total_length(running) - intersection_length(running, merge(clip(timeline.kernels, timeline.window)))
+    return CommunicationShares(
+        step_s=(end - start) / timeline.steps,
+        share=total_length(running) / (end - start),
+        exposed_share=None if exposed is None else max(0.0, exposed) / (end - start),
+        by_collective={kind: total_length(each) / timeline.steps for kind, each in sorted(kinds.items()) if each},
     )
 
 
-def clipped(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """The parts of some intervals that lie in a window."""
+def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
+    """Return the parts of intervals that are inside a window."""
     first, last = window
-    return [(max(begin, first), min(end, last)) for begin, end in intervals if begin < last and end > first]
+    return [(max(start, first), min(end, last)) for start, end in intervals if start < last and end > first]
 
 
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals in their order; empty ones are left out."""
-    found: list[Interval] = []
-    for begin, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of intervals as sorted, disjoint and non-empty intervals."""
+    merged: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def length(disjoint: Iterable[Interval]) -> float:
-    """How long some disjoint intervals are together."""
-    return sum(end - begin for begin, end in disjoint)
+def total_length(disjoint: Iterable[Interval]) -> float:
+    """Return the total length of disjoint intervals."""
+    return sum(end - start for start, end in disjoint)
 
 
-def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """How long two lists run at the same time; both disjoint and in order, as ``merged`` leaves them."""
-    total, here, there = 0.0, 0, 0
-    while here < len(one) and there < len(other):
-        begin = max(one[here][0], other[there][0])
-        end = min(one[here][1], other[there][1])
-        total += max(0.0, end - begin)
-        if one[here][1] < other[there][1]:
-            here += 1
+def intersection_length(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """Return the length of the intersection of two lists, both sorted and disjoint as from ``merge``."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        start = max(one[i][0], other[j][0])
+        end = min(one[i][1], other[j][1])
+        total += max(0.0, end - start)
+        if one[i][1] < other[j][1]:
+            i += 1
         else:
-            there += 1
+            j += 1
     return total

@@ -1,8 +1,8 @@
-"""torch's profiler over the last steps of a training, which are not measured otherwise: what was communication.
+"""Profiling of the last steps of a training, to measure the share of communication.
 
-Every rank profiles: one alone would be the slowest by that, and the others would wait for it. A collective
-lasts until the slowest rank has come, so waiting for it shows as communication too; the rank with the least
-share waited least.
+Profiled steps count in no other metric. Every rank profiles, because a rank that profiles alone would be slower than
+the others. A collective lasts until the slowest rank has joined, so waiting for that rank counts as communication. The
+rank with the smallest share waited least.
 """
 
 from __future__ import annotations
@@ -24,142 +24,152 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.measure.clock import synchronize
 from distexp.measure.profiling.chrome_trace import read_timeline
-from distexp.measure.profiling.communication import Shares, shares
+from distexp.measure.profiling.communication import CommunicationShares, communication_shares
 
 TRACE = Path("profile", "rank0.json.gz")
-"""Within the run's directory; ui.perfetto.dev opens it."""
+"""Path of the trace in the run directory; open it with ui.perfetto.dev."""
 
-SILENT = "100"
-"""Above every level of the profiler's own messages, which tell of each start, and of a CPU that it is no GPU."""
+LOG_LEVEL_SILENT = "100"
+"""Log level above all messages of the profiler, which logs each start and warns that a CPU is not a GPU."""
 
-WARMUP = 1  # steps before the profiled ones, in which the profiler pays for its start
+WARMUP_STEPS = 1
+"""Steps before the profiled ones; they contain the start-up cost of the profiler."""
 
 
 @dataclass(frozen=True)
-class Window:
-    """The steps of a training that are profiled, its last; the warm-up before them is not measured either."""
+class ProfileWindow:
+    """The steps that are profiled: the last ones of a training, after the profiler's warm-up."""
 
-    begin: int  # steps done before the warm-up
+    steps_before: int  # steps before the profiler's warm-up
     steps: int
 
     @classmethod
-    def of(cls, train: TrainConfig, *, total: int, per_epoch: int, done: int) -> Window | None:
-        """As many steps as are asked for, and fewer where speed would be measured on fewer; None of none.
+    def of(cls, train: TrainConfig, *, total: int, per_epoch: int, done: int) -> ProfileWindow | None:
+        """Return the window, or None if no step can be profiled.
 
-        What is measured keeps at least half of the steps that ``measure_after_step`` leaves, and no evaluation
-        lies between two profiled steps.
+        The window has ``train.profile_steps`` steps, or fewer: At least half of the steps after
+        ``measure_after_step`` remain unprofiled, and no evaluation is between two profiled steps.
+
+        Args:
+            train: Training options.
+            total: Steps of the training.
+            per_epoch: Steps per epoch.
+            done: Steps already done when this process resumed.
         """
         measurable = total - done - train.measure_after_step
         in_last_epoch = total - (total - 1) // per_epoch * per_epoch
-        steps = min(train.profile_steps, measurable // 2 - WARMUP, in_last_epoch - WARMUP - 1)
-        return cls(total - steps - WARMUP, steps) if steps >= 1 else None
+        steps = min(train.profile_steps, measurable // 2 - WARMUP_STEPS, in_last_epoch - WARMUP_STEPS - 1)
+        return cls(total - steps - WARMUP_STEPS, steps) if steps >= 1 else None
 
 
 class StepProfiler:
-    """Profiles one training on one rank; nothing at all where ``train.profile_steps`` is 0."""
+    """Profiler of one training on one rank; it does nothing if ``train.profile_steps`` is 0."""
 
-    def __init__(self, context: Context, wanted: int) -> None:
-        self.context, self.wanted = context, wanted
-        self.window: Window | None = None
-        self.done = 0  # steps since the profiler began, its warm-up among them
-        self.overhead_s = 0.0  # of starting and stopping, which is no part of the training
-        self.spoilt: str | None = None  # why what was profiled tells nothing
+    def __init__(self, context: Context, requested_steps: int) -> None:
+        self.context, self.requested_steps = context, requested_steps
+        self.window: ProfileWindow | None = None
+        self.done = 0  # steps since the profiler started, including its warm-up
+        self.overhead_s = 0.0  # of starting and stopping the profiler; not part of the training time
+        self.invalid: str | None = None  # why the profiled steps cannot be used
         self._profile: profile | None = None
         self._finished = False
 
     @property
     def running(self) -> bool:
-        """Whether it has begun and not ended: such steps are not measured."""
+        """Whether the profiler is running; such steps count in no other metric."""
         return self._profile is not None and not self._finished
 
     @property
-    def began(self) -> bool:
-        """Whether it has begun, and perhaps ended."""
+    def has_started(self) -> bool:
+        """Whether the profiler has started; it may have finished."""
         return self._profile is not None
 
-    def begin(self) -> None:
-        """The next step is the warm-up."""
-        assert self.window is not None, "who begins knows when"
+    def start(self) -> None:
+        """Start the profiler; the next step is its warm-up."""
+        assert self.window is not None
         on_gpu = self.context.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+        os.environ.setdefault("KINETO_LOG_LEVEL", LOG_LEVEL_SILENT)
         synchronize(self.context.device)
         before = time.perf_counter()
-        rhythm = schedule(wait=0, warmup=WARMUP, active=self.window.steps, repeat=1)
-        self._profile = profile(activities=activities, schedule=rhythm)
+        steps = schedule(wait=0, warmup=WARMUP_STEPS, active=self.window.steps, repeat=1)
+        self._profile = profile(activities=activities, schedule=steps)
         self._profile.start()
         self.overhead_s += time.perf_counter() - before
 
     def step(self) -> None:
-        """A step is done; the device is waited for where one kind of steps ends, so that none leaks into another."""
+        """Mark the end of a step; synchronize after the warm-up and after the last step to keep them separate."""
         if self._profile is None or self.window is None or self._finished:
             return
         self.done += 1
-        if self.done in (WARMUP, WARMUP + self.window.steps):
+        if self.done in (WARMUP_STEPS, WARMUP_STEPS + self.window.steps):
             synchronize(self.context.device)
         before = time.perf_counter()
         self._profile.step()
-        if self.done == WARMUP + self.window.steps:
+        if self.done == WARMUP_STEPS + self.window.steps:
             self._finished = True
             self._profile.stop()
         self.overhead_s += time.perf_counter() - before
 
-    def interrupted(self, by: str) -> None:
-        """Something else lies between two steps: it would count as part of one."""
-        if self.running and self.done >= WARMUP:
-            self.spoilt = f"{by} between the profiled steps: not measured"
+    def mark_interrupted(self, reason: str) -> None:
+        """Discard the measurement if other work, such as a checkpoint, happens between profiled steps."""
+        if self.running and self.done >= WARMUP_STEPS:
+            self.invalid = f"{reason} between the profiled steps: not measured"
 
     def summary(self) -> dict[str, Any] | None:
-        """``metrics.communication`` of the record, means over the ranks; None where nobody asked. A collective.
+        """Return ``metrics.communication`` of the record: means over all ranks. A collective.
 
-        Rank 0 leaves its trace in the run's directory.
+        Rank 0 saves its trace in the run directory.
+
+        Returns:
+            The entry, or None if ``train.profile_steps`` is 0.
         """
-        if not self.wanted:
+        if not self.requested_steps:
             return None
-        if self._profile is not None and not self._finished:  # the training has to end early
+        if self._profile is not None and not self._finished:  # the training stopped early
             self._profile.stop()
-        own: Shares | str = self.spoilt or self._own()
-        return _together(gather_to_all(own), self.window)
+        own: CommunicationShares | str = self.invalid or self._compute_shares()
+        return _combine(gather_to_all(own), self.window)
 
-    def _own(self) -> Shares | str:
-        """This rank's shares, or why there are none."""
+    def _compute_shares(self) -> CommunicationShares | str:
+        """Return the shares of this rank, or why there are none."""
         if self.window is None:
             return (
-                f"too few steps to measure speed and to profile as well (train.profile_steps={self.wanted}): "
-                "train for more"
+                f"too few steps to measure speed and to profile (train.profile_steps={self.requested_steps}): "
+                "train more steps"
             )
         if self._profile is None or not self._finished:
-            return "the training ended before its last steps, which are profiled"
+            return "the training stopped before its last steps, which are profiled"
         with tempfile.TemporaryDirectory(prefix="distexp-profile-") as folder:
             trace = Path(folder) / "trace.json"
             try:
                 self._profile.export_chrome_trace(str(trace))
-                self._profile = None  # and its events
+                self._profile = None  # frees its events
                 if self.context.rank == 0:
-                    _keep(trace, self.context.run_dir / TRACE)
-                return shares(read_timeline(trace, on_gpu=self.context.device.type == "cuda"))
+                    _save_compressed(trace, self.context.run_dir / TRACE)
+                return communication_shares(read_timeline(trace, on_gpu=self.context.device.type == "cuda"))
             except (OSError, ValueError) as error:
                 return str(error)
 
 
-def _keep(trace: Path, target: Path) -> None:
+def _save_compressed(trace: Path, target: Path) -> None:
     target.parent.mkdir(exist_ok=True)
-    with trace.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as packed:
-        shutil.copyfileobj(source, packed)
+    with trace.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as compressed:
+        shutil.copyfileobj(source, compressed)
 
 
-def _together(ranks: Sequence[Shares | str], window: Window | None) -> dict[str, Any]:
-    """The ranks' shares as one entry; figures are null, and a note says why, where any rank has none.
+def _combine(ranks: Sequence[CommunicationShares | str], window: ProfileWindow | None) -> dict[str, Any]:
+    """Combine the shares of all ranks; if any rank has none, the values are None and a note gives the reason.
 
-    ``first_step`` (counted from 1) is the first that is not measured otherwise, the profiler's warm-up.
+    ``first_step``, counted from 1, is the profiler's warm-up: the first step that counts in no other metric.
     """
-    known = [each for each in ranks if isinstance(each, Shares)]
+    known = [each for each in ranks if isinstance(each, CommunicationShares)]
     errors = list(dict.fromkeys(each for each in ranks if isinstance(each, str)))
     entry: dict[str, Any] = {
         "share": None,
         "exposed_share": None,
         "profiled_steps": window.steps if window else 0,
-        "first_step": window.begin + 1 if window else None,
+        "first_step": window.steps_before + 1 if window else None,
         "step_s": None,
         "by_collective": {},
         "ranks": [],

@@ -1,11 +1,10 @@
-"""Rows of GPUs, by a stand-in for NVML: what it tells, what it refuses, and what becomes of that."""
+"""Tests of GPU samples, with a fake NVML that reports some values and refuses others, and with a real GPU."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,9 +14,10 @@ import pytest
 
 from distexp.measure.memory.sampler import Sampler
 from distexp.measure.memory.summary import summarize
-from distexp.runs.memory_trace import MemorySample, read_memory_trace
-
-MIB = 2**20
+from distexp.runs.memory_trace import MemorySample
+from distexp.system.hardware import visible_gpus
+from distexp.system.units import MIB
+from tests.measure.memory.sampled_process import INTERVAL_S, read_samples, wait_until
 
 
 class NVMLError(Exception):
@@ -59,9 +59,13 @@ def process(pid: int, mib: int | None) -> SimpleNamespace:
 
 def gpu_rows(directory: Path, indices: list[int]) -> list[MemorySample]:
     path = directory / "memory/node0.csv"
-    with Sampler(path=path, gpu_indices=indices, interval_s=0.05):
-        time.sleep(0.2)
-    return [sample for sample in read_memory_trace(path).samples if sample.kind == "gpu"]
+
+    def rows() -> list[MemorySample]:
+        return [sample for sample in read_samples(path) if sample.kind == "gpu"]
+
+    with Sampler(path=path, gpu_indices=indices, interval_s=INTERVAL_S):
+        wait_until(lambda: len(rows()) >= 2 * len(indices), "two samples of each GPU")
+    return rows()
 
 
 @pytest.mark.usefixtures("worker")
@@ -89,9 +93,9 @@ def test_rows_of_two_gpus(tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixtu
     assert summary.utilization["gpu"][0] == {"node": 0, "index": 2, "average_pct": 87.0, "phases": {}}
 
 
-def test_this_jobs_part(tmp_path: Path, nvml: Any, worker: int) -> None:
-    foreign = os.getpid()  # not below itself: not ours
-    listed = {0: [process(worker, 700), process(foreign, 200)], 1: [process(foreign, 900)]}
+def test_memory_of_this_job(tmp_path: Path, nvml: Any, worker: int) -> None:
+    other = os.getpid()  # not a descendant of itself
+    listed = {0: [process(worker, 700), process(other, 200)], 1: [process(other, 900)]}
     nvml.nvmlDeviceGetComputeRunningProcesses = listed.__getitem__
     rows = gpu_rows(tmp_path, [0, 1])
     assert [row.job_mib for row in rows[:2]] == [700.0, 0.0]
@@ -100,18 +104,16 @@ def test_this_jobs_part(tmp_path: Path, nvml: Any, worker: int) -> None:
 @pytest.mark.parametrize(
     "listed",
     [[], [(1_999_999_999, 700)], [("worker", None)]],
-    ids=["nothing listed", "pids of another namespace", "memory not told"],
+    ids=["nothing listed", "pids of another namespace", "memory not reported"],
 )
-def test_an_unknown_part_is_empty(tmp_path: Path, nvml: Any, worker: int, listed: list[Any]) -> None:
+def test_unknown_memory_of_this_job_is_empty(tmp_path: Path, nvml: Any, worker: int, listed: list[Any]) -> None:
     found = [process(worker if pid == "worker" else pid, mib) for pid, mib in listed]
     nvml.nvmlDeviceGetComputeRunningProcesses = lambda handle: found
     assert {row.job_mib for row in gpu_rows(tmp_path, [0])} == {None}
 
 
 @pytest.mark.usefixtures("worker")
-def test_an_older_nvml_counts_the_reserve_and_it_is_said(
-    tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_old_nvml_counts_the_reserve_and_warns(tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def memory(handle: int, version: int | None = None) -> SimpleNamespace:
         if version is not None:
             raise NVMLError("Function Not Found")
@@ -123,7 +125,7 @@ def test_an_older_nvml_counts_the_reserve_and_it_is_said(
     assert "memory without the driver's reserve of GPU 0" in capsys.readouterr().err
 
 
-def test_no_nvml_leaves_empty_rows(tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_nvml_leaves_empty_rows(tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     nvml.nvmlInit = refuse
     rows = gpu_rows(tmp_path, [0])
     assert {row.used_mib for row in rows} == {None}
@@ -131,3 +133,21 @@ def test_no_nvml_leaves_empty_rows(tmp_path: Path, nvml: Any, capsys: pytest.Cap
     (entry,) = summarize([tmp_path / "memory/node0.csv"]).memory["gpu"]
     assert entry["peak_mib"] is None
     assert entry["mode_mib"] is None
+
+
+@pytest.mark.gpu
+def test_real_gpu(tmp_path: Path) -> None:
+    gpu = visible_gpus()[0]
+    allocate = "import sys, torch; x = torch.ones(2**28, device='cuda'); print(flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", allocate], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        row = gpu_rows(tmp_path, [gpu.index])[-1]
+    finally:
+        process.kill()
+        process.communicate()
+    assert row.used_mib is not None
+    assert row.used_mib > 1024, "the tensor has 1 GiB"
+    assert row.total_mib == pytest.approx(gpu.total_mib, rel=0.05)
+    assert row.source.startswith("nvml")

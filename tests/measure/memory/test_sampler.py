@@ -1,270 +1,279 @@
-"""The sampler over real processes that hold known amounts of memory."""
+"""Tests of the sampler with real processes that hold known amounts of memory."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from distexp.measure.memory import sampler as sampler_module
+from distexp.measure.memory.cost_limit import CostLimit
+from distexp.measure.memory.process_tree import ProcessTree
 from distexp.measure.memory.sampler import Sampler
 from distexp.measure.memory.summary import summarize, summarize_run
-from distexp.runs.memory_trace import MemorySample, read_memory_trace
+from distexp.runs.memory_trace import read_memory_trace
+from tests.measure.memory.sampled_process import INTERVAL_S, read_samples, sampled, start, wait_until
 
-INTERVAL_S = 0.05
-OTHERS_MIB = 40  # helpers of Python's that other tests may have left below the test runner
-
-MARKS = """
-import json, mmap, os, sys, time
-import numpy as np
-events = open(sys.argv[1], "a")
-def enter(phase):
-    events.write(json.dumps({"unix_time_s": time.time(), "phase": phase}) + "\\n")
-    events.flush()
-def hold(mib):
-    return np.ones(mib * 2**20, dtype=np.uint8)
-"""
-
-KNOWN = (
-    MARKS
-    + """
-enter("setup"); time.sleep(1.0)  # what the libraries share shows within 50 times the cost of reading it
-enter("train"); block = hold(800); time.sleep(0.6)
-del block
-enter("eval"); block = hold(400); time.sleep(0.6)
-del block
-enter("save"); time.sleep(0.3)
-enter("done")
-"""
-)
-
-SHARED = (
-    MARKS
-    + """
-enter("setup"); time.sleep(0.4)
-shared = mmap.mmap(-1, 200 * 2**20)
-enter("train")
-other = os.fork()
-pages = np.frombuffer(shared, dtype=np.uint8)
-pages[:] = 1
-time.sleep(1.5)  # a change of shared memory shows within 50 times the cost of reading it
-if other == 0:
-    os._exit(0)
-os.waitpid(other, 0)
-"""
-)
+OTHERS_MIB = 40  # Python helper processes that other tests may have started
 
 
-def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", code, *arguments])
+@pytest.fixture(scope="module")
+def known_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run a process that holds 800 MiB in the phase train, and 400 MiB in the phase eval."""
+    run_dir = tmp_path_factory.mktemp("known")
+    with sampled(run_dir) as child:
+        child.run('enter("setup")')
+        child.settle()
+        child.run('enter("train"); block = hold(800)')
+        child.settle()
+        child.run('del block; enter("eval"); block = hold(400)')
+        child.settle()
+        child.run('del block; enter("save")')
+        child.settle()
+    return run_dir
 
 
-@contextmanager
-def sampled(run_dir: Path, code: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose tree is sampled by this one, its parent, until it has ended."""
-    with Sampler(path=run_dir / "memory/node0.csv", interval_s=INTERVAL_S):
-        process = start(code, str(run_dir / "events.jsonl"))
-        try:
-            yield process
-            process.wait(timeout=30)
-        finally:
-            process.kill()
-            process.wait()
-
-
-def cpu_samples(run_dir: Path) -> list[MemorySample]:
-    return read_memory_trace(run_dir / "memory/node0.csv").samples
-
-
-def test_known_amounts_in_known_phases(tmp_path: Path) -> None:
-    with sampled(tmp_path, KNOWN):
-        pass
-    summary = summarize_run(tmp_path, nodes=1)
+def test_known_amounts_in_known_phases(known_run: Path) -> None:
+    summary = summarize_run(known_run, nodes=1)
     (entry,) = summary.memory["cpu"]
     phases = entry["phases"]
-    assert list(phases)[:4] == ["setup", "train", "eval", "save"]  # done may be too short for a sample
-    assert phases["train"] - phases["setup"] == pytest.approx(800, rel=0.02)
-    # What a phase begins with belongs to it as well: the bare process of its end is its least.
-    held = [s.used_mib for s in cpu_samples(tmp_path) if s.phase == "eval" and s.used_mib is not None]
-    # 16 MiB, as for 800: what it shares with other processes is counted as theirs end and begin.
-    assert max(held) - phases["setup"] == pytest.approx(400, abs=16)
+    assert list(phases) == ["setup", "train", "eval", "save"]
+    # The share of the libraries that counts in this process changes when other Python processes start and end.
+    assert phases["train"] - phases["setup"] == pytest.approx(800, abs=16)
+    assert phases["eval"] - phases["setup"] == pytest.approx(400, abs=16)
     assert entry["peak_mib"] == phases["train"]
     assert entry["source"].startswith("pss")
     assert summary.notes == []
 
 
-def test_phases_are_in_the_file_itself(tmp_path: Path) -> None:
-    with sampled(tmp_path, KNOWN):
-        pass
-    written = [sample.phase for sample in cpu_samples(tmp_path)]
-    assert set(written) - {"done"} == {"", "setup", "train", "eval", "save"}
-    (entry,) = summarize([tmp_path / "memory/node0.csv"]).memory["cpu"]  # without the events
-    assert entry["phases"]["train"] - entry["phases"]["setup"] == pytest.approx(800, rel=0.02)
+def test_trace_contains_the_phases(known_run: Path) -> None:
+    trace = known_run / "memory/node0.csv"
+    assert {sample.phase for sample in read_samples(trace)} - {""} == {"setup", "train", "eval", "save"}
+    (entry,) = summarize([trace]).memory["cpu"]  # without the events
+    assert entry["phases"]["train"] - entry["phases"]["setup"] == pytest.approx(800, abs=16)
+
+
+def test_phase_that_reaches_the_disk_late(tmp_path: Path, known_run: Path) -> None:
+    """On a network file system, the sampler may see an event after the samples that it covers."""
+    shutil.copytree(known_run, tmp_path, dirs_exist_ok=True)
+    path, events = tmp_path / "memory/node0.csv", tmp_path / "events.jsonl"
+    header, *rows = path.read_text().splitlines()
+    blank = [",".join([row.split(",")[0], "", *row.split(",")[2:]]) for row in rows]
+    path.write_text("\n".join([header, *blank]) + "\n")
+    train = json.loads(events.read_text().splitlines()[1])
+    assert train["phase"] == "train"
+    (entry,) = summarize([path], events).memory["cpu"]
+    assert entry["phases"]["train"] - entry["phases"]["setup"] == pytest.approx(800, abs=16)
+
+
+SHARE_PAGES = """
+shared = mmap.mmap(-1, 200 * 2**20)
+pages = np.frombuffer(shared, dtype=np.uint8)
+parent, (wait_end, ready_end) = os.getpid(), os.pipe()
+other = os.fork()
+pages[:] = 1
+if other == 0:
+    os.write(ready_end, b"1")
+    while os.getppid() == parent:
+        time.sleep(0.05)
+    os._exit(0)
+os.read(wait_end, 1)
+"""
 
 
 def test_shared_pages_count_once(tmp_path: Path) -> None:
-    with sampled(tmp_path, SHARED):
-        pass
-    (entry,) = summarize_run(tmp_path, nodes=1).memory["cpu"]
-    assert entry["phases"]["train"] - entry["phases"]["setup"] == pytest.approx(200, rel=0.02)
+    with sampled(tmp_path) as child:
+        before = child.settle()
+        child.run(SHARE_PAGES)
+        after = child.settle()
+        resident = sum(each.memory_info().rss for each in psutil.Process().children(recursive=True)) / 2**20
+    assert after - before == pytest.approx(200, abs=16)
+    assert resident > after + 150
 
 
-def test_a_process_is_followed_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_process_is_followed_after_its_parent_is_killed(tmp_path: Path) -> None:
     tree = (
         "import subprocess, sys, time\n"
         "print(subprocess.Popen([sys.executable, '-c', "
-        "'x = bytearray(100 * 2**20); import time; time.sleep(60)']).pid, flush=True)\n"
-        "time.sleep(60)"
+        "'x = bytearray(100 * 2**20); import time; time.sleep(600)']).pid, flush=True)\n"
+        "time.sleep(600)"
     )
     path = tmp_path / "memory/node0.csv"
+
+    def used() -> float:
+        samples = read_samples(path)
+        return samples[-1].used_mib or 0.0 if samples else 0.0
+
     with Sampler(path=path, interval_s=INTERVAL_S):
         process = subprocess.Popen([sys.executable, "-c", tree], stdout=subprocess.PIPE)
         assert process.stdout is not None
         orphan = int(process.stdout.readline())
-        time.sleep(0.6)
-        process.kill()
-        process.wait()
-        killed = time.time()
-        time.sleep(0.4)
-        os.kill(orphan, signal.SIGKILL)
-        gone = time.time()
-        time.sleep(0.3)
-    alone = [s.used_mib for s in cpu_samples(tmp_path) if killed + 0.1 < s.unix_time_s < gone]
-    after = [s.used_mib for s in cpu_samples(tmp_path) if s.unix_time_s > gone + 0.1]
+        try:
+            wait_until(lambda: used() > 100, "the memory of the tree")
+            process.kill()
+            process.wait()
+            killed, count = time.time(), len(read_samples(path))
+            wait_until(lambda: len(read_samples(path)) > count + 5, "samples of the orphan")
+            ended = time.time()
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+        wait_until(lambda: used() < OTHERS_MIB, "the end of the orphan")
+    alone = [s.used_mib for s in read_samples(path) if killed < s.unix_time_s < ended - INTERVAL_S]
     assert alone
-    assert all(used is not None and used > 100 for used in alone)
-    assert after
-    assert all(used is None or used < OTHERS_MIB for used in after)
+    assert all(mib is not None and mib > 100 for mib in alone)
 
 
-def test_a_killed_agent_leaves_its_trace(tmp_path: Path) -> None:
+def test_killed_agent_leaves_its_trace(tmp_path: Path) -> None:
     path = tmp_path / "memory/node0.csv"
     agent = (
         "import subprocess, sys, time\n"
         "from pathlib import Path\n"
         "from distexp.measure.memory.sampler import Sampler\n"
         f"with Sampler(path=Path({str(path)!r}), interval_s=0.05):\n"
-        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3)'])\n"
-        "    time.sleep(60)\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import os, time; p = os.getppid()\\n"
+        "while os.getppid() == p: time.sleep(0.05)'])\n"
+        "    time.sleep(600)\n"
     )
     process = start(agent)
-    time.sleep(1.0)
+    wait_until(lambda: len(read_samples(path)) > 5 and read_samples(path)[-1].used_mib is not None, "six samples")
     process.kill()
     process.wait()
     trace = read_memory_trace(path)
     assert trace.notes == []
-    assert len(trace.samples) > 5
     assert trace.samples[-1].used_mib is not None
 
 
-def test_timestamps_do_not_drift_and_the_file_is_readable_meanwhile(tmp_path: Path) -> None:
-    path = tmp_path / "memory/node0.csv"
-    begun = time.time()
-    with Sampler(path=path, interval_s=INTERVAL_S):
-        lengths = []
-        while time.time() < begun + 3:
-            time.sleep(0.1)
-            trace = read_memory_trace(path)
-            assert trace.notes == []
-            lengths.append(len(trace.samples))
-    times = [sample.unix_time_s for sample in cpu_samples(tmp_path)]
-    assert lengths == sorted(lengths)
-    assert lengths[-1] > lengths[0]
-    assert times[0] - begun < 0.2
-    offsets = [(moment - times[0]) / INTERVAL_S for moment in times[:-1]]  # the last is at the end
-    late = sorted(offset - int(offset + 0.1) for offset in offsets)
-    assert late[len(late) // 2] < 0.2  # a busy machine delays some, but a later one is not later
-    assert abs(times[-1] - (begun + 3)) < 0.3
+def test_timestamps_do_not_drift_and_the_file_stays_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clock, lengths = tmp_path / "memory/node0.csv", SimpleNamespace(now=1000.0), []
+    sampler = Sampler(path=path, interval_s=0.5)
+    read = sampler._tree.read
+
+    def wait(timeout_s: float) -> bool:
+        trace = read_memory_trace(path)
+        assert trace.notes == []
+        lengths.append(len(trace.samples))
+        clock.now += max(timeout_s, 0)
+        return len(lengths) > 8
+
+    def slow_read() -> object:
+        clock.now += 1.2 if len(lengths) == 4 else 0.2
+        return read()
+
+    monkeypatch.setattr(sampler_module, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
+    monkeypatch.setattr(sampler, "_stopped", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(sampler, "_limit", CostLimit(float("inf")))
+    monkeypatch.setattr(sampler._tree, "read", slow_read)
+    sampler._run()
+    times = [sample.unix_time_s - 1000 for sample in read_samples(path)]
+    # The slow sample at 1.5 s misses those at 2.0 and 2.5 s. The last one is taken at the end.
+    assert times == pytest.approx([0.0, 0.5, 1.0, 1.5, 3.0, 3.5, 4.0, 4.5, 5.0])
+    assert lengths == list(range(9))
 
 
-def test_utilisation_is_of_all_cores(tmp_path: Path) -> None:
-    path = tmp_path / "memory/node0.csv"
-    with Sampler(path=path, interval_s=0.2, cores=4):
+def test_utilization_is_relative_to_all_cores(tmp_path: Path) -> None:
+    path, cores = tmp_path / "memory/node0.csv", 4
+    with Sampler(path=path, interval_s=0.2, cores=cores):
         process = start("while True: pass")
-        time.sleep(1.5)
-        process.kill()
-        process.wait()
-    (entry,) = summarize([path]).utilization["cpu"]
-    assert 5 < entry["average_pct"] < 30  # one of four cores, where the machine is not full
+        times = psutil.Process(process.pid).cpu_times
+        try:
+            wait_until(lambda: times().user > 0.5, "half a second of CPU time")
+            least, count = times().user, len(read_samples(path))
+            wait_until(lambda: len(read_samples(path)) > count + 1, "two more samples")
+            samples = read_samples(path)
+            most = times().user + times().system
+        finally:
+            process.kill()
+            process.wait()
+    cpu_s = sum(
+        (sample.utilization_pct or 0.0) / 100 * cores * (sample.unix_time_s - before.unix_time_s)
+        for before, sample in pairwise(samples)
+    )
+    assert 0.95 * least - 0.05 <= cpu_s <= 1.05 * most + 0.05
 
 
-def test_the_sampling_process_itself_is_left_out(tmp_path: Path) -> None:
+def test_sampling_process_itself_is_not_counted(tmp_path: Path) -> None:
     block = bytearray(64 * 2**20)
     path = tmp_path / "memory/node0.csv"
     with Sampler(path=path, interval_s=INTERVAL_S, root_pid=os.getpid()):
-        time.sleep(0.2)
+        wait_until(lambda: len(read_samples(path)) > 1, "two samples")
     assert len(block) > 0
-    used = [sample.used_mib for sample in read_memory_trace(path).samples]
-    assert used
-    assert all(mib is None or mib < OTHERS_MIB for mib in used)
+    assert all(sample.used_mib is None or sample.used_mib < OTHERS_MIB for sample in read_samples(path))
 
 
-def test_it_is_cheap(tmp_path: Path) -> None:
-    held = "import numpy as np, time; x = np.ones(4 * 2**20); print(flush=True); time.sleep(60)"
+def test_reading_costs_less_than_pss_of_all_processes() -> None:
+    held = "import numpy as np, time; x = np.ones(4 * 2**20); print(flush=True); time.sleep(600)"
     processes = [subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE) for _ in range(6)]
+    tree, readings, spent_s = ProcessTree(os.getpid()), 20, 0.0
     try:
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()
-        path = tmp_path / "memory/node0.csv"
-        import psutil  # noqa: F401  # a first import costs more than the samples
-
-        with Sampler(path=path, interval_s=0.1):
-            begun = time.process_time()
-            time.sleep(2)
-            spent = time.process_time() - begun
+        started = time.thread_time()
+        for process in processes:
+            psutil.Process(process.pid).memory_full_info()
+        pss_s = time.thread_time() - started
+        for _ in range(readings):
+            time.sleep(INTERVAL_S)
+            started = time.thread_time()
+            memory = tree.read().memory
+            spent_s += time.thread_time() - started
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    samples = read_memory_trace(path).samples
-    assert spent / len(samples) < 0.005
-    assert samples[-1].used_mib is not None
-    assert samples[-1].used_mib > 6 * 32
+    assert spent_s / readings < pss_s / 2
+    assert memory is not None
+    assert memory.mib > 6 * 32
 
 
-def test_dear_samples_lengthen_the_interval(
+def test_expensive_samples_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "memory/node0.csv"
+    path, cost_s = tmp_path / "memory/node0.csv", 0.02
     sampler = Sampler(path=path, interval_s=INTERVAL_S)
     read = sampler._tree.read
 
     def slow_read() -> object:
-        until = time.thread_time() + 0.02
+        until = time.thread_time() + cost_s
         while time.thread_time() < until:
             pass
         return read()
 
     monkeypatch.setattr(sampler._tree, "read", slow_read)
+    started = time.monotonic()
     with sampler:
-        time.sleep(1.6)
-    assert len(read_memory_trace(path).samples) < 16
-    said = capsys.readouterr().err
-    assert "of CPU time, more than 10% of 0.05 s: sampling every" in said
+        wait_until(lambda: len(read_samples(path)) >= 8, "eight samples")
+    elapsed = time.monotonic() - started
+    assert len(read_samples(path)) * cost_s < 0.1 * elapsed + 4 * cost_s  # three fill the window, one is at the end
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "of CPU time, more than 10% of 0.05 s: some samples are skipped" in message
 
 
-def test_a_failure_is_said_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "memory").write_text("in the way")
-    with Sampler(path=tmp_path / "memory/node0.csv", interval_s=INTERVAL_S):
-        time.sleep(0.2)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "cannot be written" in said
+def test_failure_is_reported_once_and_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "memory").write_text("not a folder")
+    with Sampler(path=tmp_path / "memory/node0.csv", interval_s=INTERVAL_S) as sampler:
+        sampler._thread.join()
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "cannot be written" in message
     summary = summarize_run(tmp_path, nodes=1)
     assert summary.memory["cpu"][0]["peak_mib"] is None
     assert summary.memory["gpu"] == []
     assert len(summary.notes) == 1
 
 
-def test_a_lost_sample_is_a_gap(
+def test_lost_samples_leave_a_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "memory/node0.csv"
@@ -278,28 +287,12 @@ def test_a_lost_sample_is_a_gap(
 
     monkeypatch.setattr(os, "write", write)
     with Sampler(path=path, interval_s=INTERVAL_S):
-        time.sleep(0.5)
+        wait_until(lambda: len(read_samples(path)) > 4, "five samples")
     monkeypatch.undo()
-    trace = read_memory_trace(path)
-    assert len(trace.samples) > 4
-    assert "2 line(s) are not samples" in trace.notes[0]
+    assert "2 line(s) are not samples" in read_memory_trace(path).notes[0]
     assert capsys.readouterr().err.count("a sample is lost") == 1
 
 
-def test_a_bad_interval_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"interval_s=0 is not above 0"):
+def test_interval_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"interval_s=0 must be greater than 0"):
         Sampler(path=tmp_path / "node0.csv", interval_s=0)
-
-
-def test_a_mark_that_comes_late_is_joined(tmp_path: Path) -> None:
-    """Over a network file system the sampler may see a mark after the samples that it covers."""
-    with sampled(tmp_path, KNOWN):
-        pass
-    path, events = tmp_path / "memory/node0.csv", tmp_path / "events.jsonl"
-    header, *rows = path.read_text().splitlines()
-    blank = [",".join([row.split(",")[0], "", *row.split(",")[2:]]) for row in rows]
-    path.write_text("\n".join([header, *blank]) + "\n")
-    train = json.loads(events.read_text().splitlines()[1])
-    assert train["phase"] == "train"
-    (entry,) = summarize([path], events).memory["cpu"]
-    assert entry["phases"]["train"] - entry["phases"]["setup"] == pytest.approx(800, rel=0.02)

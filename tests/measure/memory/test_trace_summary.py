@@ -1,4 +1,4 @@
-"""Summary, phases and energy of traces that are written by hand."""
+"""Tests of summary, phases and energy with hand-written traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distexp.runs.memory_trace import REQUIRED_COLUMNS, MemorySample, MemoryTrac
 from distexp.runs.phases import PhaseEvent, PhaseTail, phase_at, phase_intervals, read_phase_events
 
 
-def mark(path: Path, time_s: float, phase: str) -> None:
+def write_event(path: Path, time_s: float, phase: str) -> None:
     with path.open("a") as file:
         file.write(json.dumps({"unix_time_s": time_s, "phase": phase}) + "\n")
 
@@ -29,7 +29,7 @@ def write(path: Path, samples: list[MemorySample]) -> Path:
     return path
 
 
-def test_the_contract_columns_come_first(tmp_path: Path) -> None:
+def test_trace_file_format(tmp_path: Path) -> None:
     path = write(tmp_path / "node0.csv", [gpu(1.5, 2.0)])
     assert path.read_text() == (
         "unix_time_s,phase,kind,index,used_mib,total_mib,utilization_pct,power_w,job_mib,energy_j,source\n"
@@ -38,14 +38,14 @@ def test_the_contract_columns_come_first(tmp_path: Path) -> None:
     assert read_memory_trace(path).samples == [gpu(1.5, 2.0)]
 
 
-def test_a_trace_with_the_contract_columns_alone_is_read(tmp_path: Path) -> None:
+def test_trace_with_required_columns_only(tmp_path: Path) -> None:
     path = tmp_path / "node3.csv"
     path.write_text(",".join(REQUIRED_COLUMNS) + "\n1.0,train,cpu,0,5.5,100,12.5,\n")
     assert read_memory_trace(path).samples == [MemorySample(1.0, "train", "cpu", 0, 5.5, 100.0, 12.5)]
     assert summarize([path]).memory["cpu"][0]["node"] == 3
 
 
-def test_statistics_as_the_seeds_define_them() -> None:
+def test_statistics_as_the_workshop_defines_them() -> None:
     found = Statistics.of([2145.2, 2144.6, 2177.4, 2177.0, 3892.0, 100.0])
     assert found is not None
     assert (found.peak, found.modes) == (3892.0, (2145, 2177))
@@ -53,17 +53,17 @@ def test_statistics_as_the_seeds_define_them() -> None:
     assert Statistics.of([]) is None
 
 
-def test_the_record_has_the_smallest_of_tied_modes(tmp_path: Path) -> None:
+def test_record_contains_the_smallest_of_tied_modes(tmp_path: Path) -> None:
     path = write(tmp_path / "node0.csv", [gpu(t, used) for t, used in enumerate([7.0, 5.0, 7.0, 5.0, 6.0])])
     (entry,) = summarize([path]).memory["gpu"]
     assert entry["mode_mib"] == 5
 
 
-def test_what_a_profiler_takes_is_in_no_total(tmp_path: Path) -> None:
-    """On a GPU it keeps that until the process ends."""
+def test_profiling_is_excluded_from_totals(tmp_path: Path) -> None:
+    """The profiler keeps its GPU memory until the process ends."""
     events = tmp_path / "events.jsonl"
     for time_s, phase in ((0, "train"), (2, "profile"), (4, "eval")):
-        mark(events, time_s, phase)
+        write_event(events, time_s, phase)
     used = [5.0, 7.0, 9.0, 9.0, 8.0]
     samples = [replace(gpu(t, mib), kind=kind, utilization_pct=10 * mib) for t, mib in enumerate(used)
                for kind in ("gpu", "cpu")]  # fmt: skip
@@ -76,24 +76,24 @@ def test_what_a_profiler_takes_is_in_no_total(tmp_path: Path) -> None:
 
 def test_phases_by_time(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
-    mark(events, 10, "setup")
-    mark(events, 20, "train")
+    write_event(events, 10, "setup")
+    write_event(events, 20, "train")
     with events.open("a") as file:
         file.write('{"unix_time_s": 25, "epoch": 1}\n')
         file.write('{"unix_time_s": 30, "pha')  # torn
-    marks = read_phase_events(events)
-    assert marks == [PhaseEvent(10, "setup"), PhaseEvent(20, "train")]
-    assert [phase_at(marks, t) for t in (9, 10, 19.9, 20, 99)] == ["", "setup", "setup", "train", "train"]
+    phase_events = read_phase_events(events)
+    assert phase_events == [PhaseEvent(10, "setup"), PhaseEvent(20, "train")]
+    assert [phase_at(phase_events, t) for t in (9, 10, 19.9, 20, 99)] == ["", "setup", "setup", "train", "train"]
     early = MemorySample(5, "written", "cpu", 0, 1.0)
-    assert [s.phase for s in join_phases([early, gpu(21, 1.0)], marks)] == ["written", "train"]
-    assert phase_intervals(marks, {"setup"}) == [(10, 20)]
+    assert [s.phase for s in join_phases([early, gpu(21, 1.0)], phase_events)] == ["written", "train"]
+    assert phase_intervals(phase_events, {"setup"}) == [(10, 20)]
 
 
-def test_the_tail_reads_on_and_begins_anew(tmp_path: Path) -> None:
+def test_phase_tail_follows_and_restarts(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     tail = PhaseTail(events)
     assert tail.at(100) == ""
-    mark(events, 10, "setup")
+    write_event(events, 10, "setup")
     assert tail.at(100) == "setup"
     with events.open("a") as file:
         file.write('{"unix_time_s": 20, ')
@@ -103,7 +103,7 @@ def test_the_tail_reads_on_and_begins_anew(tmp_path: Path) -> None:
     assert tail.at(100) == "train"
     assert tail.at(15) == "setup"
     events.unlink()
-    mark(events, 50, "warmup")
+    write_event(events, 50, "warmup")
     assert tail.at(100) == "warmup"
     assert tail.at(15) == ""
 
@@ -112,12 +112,12 @@ def test_the_tail_reads_on_and_begins_anew(tmp_path: Path) -> None:
 def events(tmp_path: Path) -> Path:
     path = tmp_path / "events.jsonl"
     for time_s, phase in ((0, "warmup"), (2.25, "train"), (4, "eval"), (6, "train"), (8, "done")):
-        mark(path, time_s, phase)
+        write_event(path, time_s, phase)
     return path
 
 
-def test_energy_of_a_phase_by_power(tmp_path: Path, events: Path) -> None:
-    """Power grows by 10 W a second; between two samples their mean counts, at marks as well."""
+def test_energy_of_a_phase_from_power(tmp_path: Path, events: Path) -> None:
+    """Power grows by 10 W per second and is linear between samples, also at the limits of a phase."""
     path = write(tmp_path / "node0.csv", [gpu(t / 2, 1.0, power=5.0 * t) for t in range(20)])
     expected = 5 * (4**2 - 2.25**2) + 5 * (8**2 - 6**2)
     assert energy_j([path], events) == pytest.approx(expected, rel=0.003)
@@ -125,12 +125,12 @@ def test_energy_of_a_phase_by_power(tmp_path: Path, events: Path) -> None:
     assert energy_j([path], events, {"eval"}) == pytest.approx(5 * (6**2 - 4**2))
 
 
-def test_energy_by_the_counter_where_there_is_one(tmp_path: Path, events: Path) -> None:
+def test_energy_from_the_counter(tmp_path: Path, events: Path) -> None:
     path = write(tmp_path / "node0.csv", [gpu(t, 1.0, power=1.0, energy=1000 + 100.0 * t) for t in range(10)])
     assert energy_j([path], events) == pytest.approx(100 * (1.75 + 2))
 
 
-def test_energy_that_is_not_known_is_none(tmp_path: Path, events: Path) -> None:
+def test_unknown_energy_is_none(tmp_path: Path, events: Path) -> None:
     torn = write(tmp_path / "node0.csv", [gpu(t / 2, 1.0, power=100.0) for t in range(9)])  # ends at 4 s
     silent = write(tmp_path / "node1.csv", [gpu(t, 1.0) for t in range(10)])
     no_gpu = write(tmp_path / "node2.csv", [MemorySample(1.0, "", "cpu", 0, 1.0)])

@@ -1,4 +1,4 @@
-"""The share of communication: arithmetic on intervals, traces as a GPU leaves them, and real trainings over gloo."""
+"""Tests of the communication share: interval arithmetic, hand-written GPU traces, and real trainings with gloo."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ import pytest
 from distexp.config import TrainConfig
 from distexp.console.run_summary import summary_lines
 from distexp.measure.profiling.chrome_trace import read_timeline
-from distexp.measure.profiling.communication import Interval, Timeline, merged, overlap, shares
-from distexp.measure.profiling.profiler import TRACE, Window
+from distexp.measure.profiling.communication import (
+    Interval,
+    Timeline,
+    communication_shares,
+    intersection_length,
+    merge,
+)
+from distexp.measure.profiling.profiler import TRACE, ProfileWindow
 from distexp.resolve.run_id import run_id
 from distexp.runs.phases import read_phase_events
 from distexp.runs.record import RunRecord
@@ -24,7 +30,7 @@ MANY_RUNS = HELPERS / "many_runs.py"
 
 
 @pytest.mark.parametrize(
-    ("intervals", "joined"),
+    ("intervals", "union"),
     [
         ([], []),
         ([(1, 1), (3, 2)], []),
@@ -33,41 +39,39 @@ MANY_RUNS = HELPERS / "many_runs.py"
         ([(1, 9), (2, 3), (4, 8), (8.5, 9.5)], [(1, 9.5)]),
     ],
 )
-def test_overlapping_nested_and_touching_intervals_count_once(
-    intervals: list[Interval], joined: list[Interval]
-) -> None:
-    assert merged(intervals) == joined
+def test_merge_of_overlapping_nested_and_touching_intervals(intervals: list[Interval], union: list[Interval]) -> None:
+    assert merge(intervals) == union
 
 
-def test_overlap_is_the_time_in_both() -> None:
+def test_intersection_length() -> None:
     one, other = [(0.0, 4.0), (6.0, 7.0), (9.0, 12.0)], [(1.0, 2.0), (3.0, 6.5), (10.0, 20.0)]
-    assert overlap(one, other) == overlap(other, one) == 1 + 1 + 0.5 + 2
-    assert overlap(one, []) == 0
+    assert intersection_length(one, other) == intersection_length(other, one) == 1 + 1 + 0.5 + 2
+    assert intersection_length(one, []) == 0
 
 
 def test_shares_of_a_rank() -> None:
-    """Two steps of 5 s: reductions in two streams, a gather that begins before, kernels over a part of both."""
+    """Two steps of 5 s: all-reduces in two streams, an all-gather that starts before the window, and kernels."""
     timeline = Timeline(
         steps=2,
         window=(10.0, 20.0),
         collectives={"all_reduce": [(12.0, 14.0), (13.0, 15.0)], "all_gather": [(8.0, 11.0), (14.5, 15.5)], "none": []},
         kernels=[(10.0, 13.0), (12.5, 12.7), (15.0, 30.0)],
     )
-    found = shares(timeline)
+    found = communication_shares(timeline)
     assert found.step_s == 5
     assert found.share == pytest.approx((1 + 3.5) / 10)
     assert found.exposed_share == pytest.approx(2 / 10)
     assert found.by_collective == pytest.approx({"all_gather": 1.0, "all_reduce": 1.5})
-    assert shares(replace(timeline, kernels=None)).exposed_share is None
-    assert shares(replace(timeline, kernels=[])).exposed_share == pytest.approx(found.share)
-    silent = shares(replace(timeline, collectives={}))
+    assert communication_shares(replace(timeline, kernels=None)).exposed_share is None
+    assert communication_shares(replace(timeline, kernels=[])).exposed_share == pytest.approx(found.share)
+    silent = communication_shares(replace(timeline, collectives={}))
     assert (silent.share, silent.exposed_share, silent.by_collective) == (0.0, 0.0, {})
-    with pytest.raises(ValueError, match="hold nothing"):
-        shares(replace(timeline, window=(1.0, 1.0)))
+    with pytest.raises(ValueError, match="no duration"):
+        communication_shares(replace(timeline, window=(1.0, 1.0)))
 
 
 def event(category: str, name: str, begin: float, end: float, **arguments: Any) -> dict[str, Any]:
-    """A complete event, in milliseconds."""
+    """Return a complete event; times are in milliseconds."""
     when = {"ts": 4.39e12 + 1000 * begin, "dur": 1000 * (end - begin)}
     return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": 7, **when, "args": {"stream": 7, **arguments}}
 
@@ -80,7 +84,7 @@ HOST = [
     event("cuda_runtime", "cudaLaunchKernel", 11, 18),
 ]
 DEVICE = [
-    event("gpu_user_annotation", "ProfilerStep#1", 10, 20),  # they lie over everything, and are no work
+    event("gpu_user_annotation", "ProfilerStep#1", 10, 20),  # annotations cover everything and are no work
     event("gpu_user_annotation", "nccl:all_reduce", 12, 19),
     event("kernel", "void cutlass::Kernel2<cutlass_80_tensorop_bf16>(Params)", 10, 15),
     event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 14, 17),
@@ -98,11 +102,11 @@ def trace(folder: Path, *events: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_gpus_trace_has_nccls_kernels_and_what_computes_beside_them(tmp_path: Path) -> None:
-    found = shares(read_timeline(trace(tmp_path, *STEPS, *HOST, *DEVICE), on_gpu=True))
+def test_gpu_trace_separates_nccl_and_compute_kernels(tmp_path: Path) -> None:
+    found = communication_shares(read_timeline(trace(tmp_path, *STEPS, *HOST, *DEVICE), on_gpu=True))
     assert found.step_s == pytest.approx(0.010)
     assert found.share == pytest.approx((3 + 1 + 0.5 + 1 + 0.5) / 20)
-    assert found.exposed_share == pytest.approx((2 + 1 + 0.5 + 1 + 0.5) / 20), "a copy hides nothing"
+    assert found.exposed_share == pytest.approx((2 + 1 + 0.5 + 1 + 0.5) / 20), "a copy is no computation"
     kinds = {"all_gather": 0.5, "all_reduce": 1.5, "broadcast": 0.25, "other": 0.25, "reduce_scatter": 0.5}
     assert found.by_collective == pytest.approx({kind: each / 1000 for kind, each in kinds.items()})
 
@@ -110,42 +114,42 @@ def test_a_gpus_trace_has_nccls_kernels_and_what_computes_beside_them(tmp_path: 
 @pytest.mark.parametrize(
     ("events", "error"),
     [
-        ([*STEPS, *HOST], "saw no kernel on the GPU"),
+        ([*STEPS, *HOST], "recorded no GPU kernel"),
         ([*HOST, *DEVICE], "has no step"),
         ([], "has no step"),
     ],
 )
-def test_what_was_not_seen_is_no_share_of_zero(tmp_path: Path, events: list[dict[str, Any]], error: str) -> None:
+def test_incomplete_trace_is_an_error(tmp_path: Path, events: list[dict[str, Any]], error: str) -> None:
     path = trace(tmp_path, *events)
     with pytest.raises(ValueError, match=error):
         read_timeline(path, on_gpu=True)
     path.write_text(path.read_text()[:-9])
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="not valid JSON"):
         read_timeline(path, on_gpu=True)
 
 
 @pytest.mark.parametrize(
-    ("asked", "total", "per_epoch", "done", "window"),
+    ("requested", "total", "per_epoch", "done", "window"),
     [
-        (3, 64, 32, 0, Window(60, 3)),
+        (3, 64, 32, 0, ProfileWindow(60, 3)),
         (0, 64, 32, 0, None),
-        (30, 64, 32, 0, Window(35, 28)),  # as many remain to be measured
-        (3, 40, 5, 0, Window(36, 3)),
-        (4, 40, 5, 0, Window(36, 3)),  # the evaluation before the last epoch stays out
+        (30, 64, 32, 0, ProfileWindow(35, 28)),  # the same number of steps remains unprofiled
+        (3, 40, 5, 0, ProfileWindow(36, 3)),
+        (4, 40, 5, 0, ProfileWindow(36, 3)),  # without the evaluation before the last epoch
         (3, 41, 5, 0, None),
-        (3, 64, 32, 55, Window(62, 1)),
+        (3, 64, 32, 55, ProfileWindow(62, 1)),
         (3, 64, 32, 56, None),
         (3, 5, 32, 0, None),
     ],
 )
-def test_the_last_steps_are_profiled_and_enough_is_measured(
-    asked: int, total: int, per_epoch: int, done: int, window: Window | None
+def test_profile_window_contains_the_last_steps(
+    requested: int, total: int, per_epoch: int, done: int, window: ProfileWindow | None
 ) -> None:
-    train = TrainConfig(profile_steps=asked, measure_after_step=5)
-    assert Window.of(train, total=total, per_epoch=per_epoch, done=done) == window
+    train = TrainConfig(profile_steps=requested, measure_after_step=5)
+    assert ProfileWindow.of(train, total=total, per_epoch=per_epoch, done=done) == window
 
 
-def test_profiling_makes_no_other_training() -> None:
+def test_profiling_does_not_change_the_run_id() -> None:
     plain, profiled = (make_spec("cluster.device=cpu", f"train.profile_steps={n}") for n in (0, 3))
     assert run_id(plain.config) == run_id(profiled.config)
 
@@ -171,10 +175,10 @@ DEEPSPEED = {
 }
 
 
-def trained(folder: Path, cells: dict[str, tuple[str, ...]]) -> Path:
-    for name, words in cells.items():
+def train_cells(folder: Path, cells: dict[str, tuple[str, ...]]) -> Path:
+    for name, overrides in cells.items():
         (folder / name).mkdir()
-        make_spec(*COMMON, "cluster.workers_per_node=2", *words).write(folder / name)
+        make_spec(*COMMON, "cluster.workers_per_node=2", *overrides).write(folder / name)
     torchrun(2, MANY_RUNS, str(folder))
     return folder
 
@@ -185,7 +189,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("two"), CELLS)
+    return train_cells(tmp_path_factory.mktemp("two"), CELLS)
 
 
 def communication(run_dir: Path) -> dict[str, Any]:
@@ -194,26 +198,26 @@ def communication(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def is_measured(run_dir: Path, *kinds: str) -> None:
+def assert_measured(run_dir: Path, *kinds: str) -> None:
     found = communication(run_dir)
     assert 0 < found["share"] < 1
     assert set(found["by_collective"]) == set(kinds)
     assert all(0 < seconds < found["step_s"] for seconds in found["by_collective"].values())
     assert max(found["by_collective"].values()) <= found["share"] * found["step_s"] * 1.5, "means over two ranks"
-    assert found["exposed_share"] is None, "of a CPU nobody knows"
+    assert found["exposed_share"] is None, "only known on a GPU"
     assert (found["profiled_steps"], found["first_step"], found["note"]) == (3, 13, None)
     assert found["share"] == pytest.approx(sum(rank["share"] for rank in found["ranks"]) / 2)
-    packed = json.loads(gzip.decompress((run_dir / TRACE).read_bytes()))
-    assert sum(str(one.get("name")).startswith("ProfilerStep#") for one in packed["traceEvents"]) == 3
+    trace = json.loads(gzip.decompress((run_dir / TRACE).read_bytes()))
+    assert sum(str(one.get("name")).startswith("ProfilerStep#") for one in trace["traceEvents"]) == 3
 
 
 @pytest.mark.parametrize("name", ["ddp", "full_shard", "hf_full_shard"])
-def test_collectives_over_gloo_are_seen_and_named(runs: Path, name: str) -> None:
-    is_measured(runs / name, "all_reduce", *(["all_gather"] if "shard" in name else []))
+def test_collectives_of_gloo_are_measured_by_kind(runs: Path, name: str) -> None:
+    assert_measured(runs / name, "all_reduce", *(["all_gather"] if "shard" in name else []))
 
 
 @pytest.mark.parametrize("name", ["ddp", "full_shard", "shard_grad_op", "hf_full_shard"])
-def test_the_training_is_that_of_an_unprofiled_run(runs: Path, name: str) -> None:
+def test_profiling_does_not_change_the_training(runs: Path, name: str) -> None:
     plain, profiled = (lines(runs / each / "metrics.jsonl") for each in ("plain", name))
     assert [line["step"] for line in profiled] == list(range(1, 17))
     assert [line["loss"] for line in profiled] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
@@ -224,20 +228,20 @@ def test_the_training_is_that_of_an_unprofiled_run(runs: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize(("name", "gathers"), [("full_shard", 2 + 2 + 1), ("shard_grad_op", 3)])
-def test_parameters_are_gathered_as_often_as_they_must(runs: Path, name: str, gathers: int) -> None:
-    """Two blocks and the root: each block in both passes, or all three once for both micro-batches of a step."""
+def test_number_of_all_gathers(runs: Path, name: str, gathers: int) -> None:
+    """Two blocks and the root: each block in both passes, or all three once for both micro-batches."""
     trace = json.loads(gzip.decompress((runs / name / TRACE).read_bytes()))
     assert sum(one.get("name") == "gloo:all_gather" for one in trace["traceEvents"]) == 3 * gathers
 
 
-def test_profiled_steps_are_not_measured(runs: Path) -> None:
-    """Of 16 steps of 8 samples the first warms up, and the last four are the profiler's."""
-    marks = [mark.phase for mark in read_phase_events(runs / "ddp" / "events.jsonl")]
-    assert marks == ["setup", "warmup", "train", "eval", "train", "profile", "eval", "profile"]
+def test_profiled_steps_count_in_no_other_metric(runs: Path) -> None:
+    """Of 16 steps with 8 samples each, the first is the warm-up and the last four are profiled."""
+    phases = [event.phase for event in read_phase_events(runs / "ddp" / "events.jsonl")]
+    assert phases == ["setup", "warmup", "train", "eval", "train", "profile", "eval", "profile"]
     measured = {}
     for name in ("plain", "ddp"):
-        told = lines(runs / name / "events.jsonl")
-        (measured[name],) = (line["measured_samples"] for line in told if "measured_samples" in line)
+        events = lines(runs / name / "events.jsonl")
+        (measured[name],) = (line["measured_samples"] for line in events if "measured_samples" in line)
     assert measured == {"plain": 15 * 8, "ddp": 11 * 8}
     metrics = RunRecord.read(runs / "ddp" / "record.json").metrics
     times = [line["step_time_s"] for line in lines(runs / "ddp" / "metrics.jsonl")[1:12]]
@@ -247,25 +251,25 @@ def test_profiled_steps_are_not_measured(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "reason"),
     [
         ("interrupted", "a checkpoint was written between the profiled steps"),
-        ("short", "too few steps to measure speed and to profile as well (train.profile_steps=3): train for more"),
+        ("short", "too few steps to measure speed and to profile (train.profile_steps=3): train more steps"),
     ],
 )
-def test_what_could_not_be_measured_is_null_and_says_why(runs: Path, name: str, why: str) -> None:
+def test_missing_measurement_has_a_reason(runs: Path, name: str, reason: str) -> None:
     found = communication(runs / name)
     assert found["share"] is None
     assert found["ranks"] == []
-    assert why in found["note"]
+    assert reason in found["note"]
     record = RunRecord.read(runs / name / "record.json")
     assert record.metrics.train_samples_per_second is not None
-    record.run.duration_s = 1.0  # many runs share their processes, and none of them has its own time
-    assert f"not measured: {why}" in dict(summary_lines(record))["communication"]
+    record.run.duration_s = 1.0  # many_runs.py runs all cells in the same processes, without a duration for each
+    assert f"not measured: {reason}" in dict(summary_lines(record))["communication"]
 
 
 @pytest.mark.slow
-def test_deepspeeds_collectives_are_seen_too(tmp_path: Path) -> None:
-    folder = trained(tmp_path, DEEPSPEED)
+def test_collectives_of_deepspeed_are_measured(tmp_path: Path) -> None:
+    folder = train_cells(tmp_path, DEEPSPEED)
     for name in DEEPSPEED:
-        is_measured(folder / name, "all_reduce", *([] if name == "zero0" else ["all_gather"]))
+        assert_measured(folder / name, "all_reduce", *([] if name == "zero0" else ["all_gather"]))

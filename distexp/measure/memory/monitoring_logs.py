@@ -1,4 +1,4 @@
-"""Reads the logs that people already have, nvidia-smi's CSV and psrecord's text, as samples of a trace."""
+"""Readers of the logs of nvidia-smi (CSV) and psrecord (text or CSV); they return the samples of a memory trace."""
 
 from __future__ import annotations
 
@@ -27,17 +27,22 @@ EXPECTED = (
 )
 _STAMP = re.compile(r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d(\.\d+)?")
 _ABSENT = re.compile(r"\[.*\]|N/A", re.IGNORECASE)  # [N/A], [Not Supported], [Unknown Error]
-_LEAST_TOTAL_MIB = 1024.0
+_MIN_TOTAL_MIB = 1024.0
 _DEVICE_NAMES = ("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "gpu_serial", "serial")
 
 
-def read_any(path: Path) -> MemoryTrace:
-    """Reads a file of any of the known formats; OSError, or ValueError that names path and expectation."""
+def read_memory_log(path: Path) -> MemoryTrace:
+    """Read a memory trace of distexp, or a log of nvidia-smi or psrecord.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The format is unknown, or there are no samples; the message contains path and expected formats.
+    """
     notes: list[str] = []
     lines = read_whole_lines(path, notes)
     filled = [line for line in lines if line.strip()]
     if not filled:
-        raise ValueError(f"{path} is empty{' but for a torn line' if notes else ''}: {EXPECTED}")
+        raise ValueError(f"{path} is empty{' (except for an incomplete line)' if notes else ''}: {EXPECTED}")
     trace = read_memory_trace(path) if is_memory_trace(filled[0]) else _reader(filled)(path, lines, notes)
     if not trace.samples:
         raise ValueError(f"{path} has no samples: {EXPECTED}")
@@ -45,49 +50,49 @@ def read_any(path: Path) -> MemoryTrace:
 
 
 def _reader(filled: Sequence[str]) -> Callable[[Path, Sequence[str], list[str]], MemoryTrace]:
-    """The reader for a file, by its first lines."""
+    """Return the reader for a file, chosen by its first line."""
     first = filled[0].strip()
     if first.startswith("elapsed_time,"):
         return _read_psrecord_csv
-    if (first.startswith("#") and "Real" in first) or _floats(first.split(), least=4):
+    if (first.startswith("#") and "Real" in first) or _floats(first.split(), minimum=4):
         return _read_psrecord
     if "memory.used" in first or _STAMP.match(first):
         return _read_nvidia_smi
-    return _read_nothing
+    return _refuse_format
 
 
-def _read_nothing(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
-    raise ValueError(f"{path} is of no known format: {EXPECTED}")
+def _refuse_format(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
+    raise ValueError(f"{path} has an unknown format: {EXPECTED}")
 
 
-def _floats(cells: Sequence[str], least: int) -> list[float] | None:
-    """The cells as numbers; None where one is none, or where they are too few."""
+def _floats(cells: Sequence[str], minimum: int) -> list[float] | None:
+    """Return the cells as numbers, or None if one is not a number or there are too few."""
     try:
         numbers = [float(cell) for cell in cells]
     except ValueError:
         return None
-    return numbers if len(numbers) >= least else None
+    return numbers if len(numbers) >= minimum else None
 
 
 def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
-    """Elapsed time, CPU (%), real and virtual memory; what psrecord calls MB is 2**20 bytes."""
+    """Read the columns elapsed time, CPU (%), real and virtual memory; MB in psrecord is 2**20 bytes."""
     rows = [(number, line.split()) for number, line in enumerate(lines, start=1)]
     rows = [(number, cells) for number, cells in rows if cells and not cells[0].startswith("#")]
-    return _psrecord(path, rows, notes, real=2, least=4)
+    return _parse_psrecord(path, rows, notes, real=2, minimum=4)
 
 
 def _read_psrecord_csv(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
     names = lines[0].strip().split(",")
     rows = [(number, line.split(",")) for number, line in enumerate(lines[1:], start=2) if line.strip()]
-    return _psrecord(path, rows, notes, real=names.index("mem_real"), least=len(names))
+    return _parse_psrecord(path, rows, notes, real=names.index("mem_real"), minimum=len(names))
 
 
-def _psrecord(
-    path: Path, rows: Sequence[tuple[int, list[str]]], notes: list[str], *, real: int, least: int
+def _parse_psrecord(
+    path: Path, rows: Sequence[tuple[int, list[str]]], notes: list[str], *, real: int, minimum: int
 ) -> MemoryTrace:
     samples, bad = [], []
     for number, cells in rows:
-        numbers = _floats(cells, least)
+        numbers = _floats(cells, minimum)
         if numbers is None:
             bad.append(number)
         else:
@@ -97,7 +102,7 @@ def _psrecord(
 
 @dataclass(frozen=True)
 class _Columns:
-    """Where in nvidia-smi's lines the figures are; None where they are not."""
+    """Positions of the columns in a log of nvidia-smi; None if a column is missing."""
 
     width: int
     used: int
@@ -116,12 +121,12 @@ def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> Memo
         if cells
     ]
     if "memory.used" in lines[rows[0][0] - 1]:
-        columns = _by_header(rows[0][1])
+        columns = _columns_by_header(rows[0][1])
         rows = [row for row in rows if not any(cell.startswith("memory.used") for cell in row[1])]
     else:
-        columns = _by_shape(path, [cells for _, cells in rows])
+        columns = _columns_by_format(path, [cells for _, cells in rows])
     if columns.index is None and columns.device is None:
-        notes.append(f"{path}: there is no index column, all lines are taken as one GPU's")
+        notes.append(f"{path}: no index column: all lines count as one GPU")
     devices: dict[str, int] = {}
     samples, bad = [], []
     for number, cells in rows:
@@ -133,35 +138,38 @@ def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> Memo
     return MemoryTrace(samples, notes + bad_lines_note(path, bad))
 
 
-def _by_header(cells: Sequence[str]) -> _Columns:
-    """The columns by their names, which may have a unit behind them: ``memory.used [MiB]``."""
-    place = {cell.split(" [")[0]: position for position, cell in enumerate(cells)}
-    device = next((place[name] for name in _DEVICE_NAMES if name in place), None)
+def _columns_by_header(cells: Sequence[str]) -> _Columns:
+    """Return the columns by their names, which may end with a unit: ``memory.used [MiB]``."""
+    positions = {cell.split(" [")[0]: position for position, cell in enumerate(cells)}
+    device = next((positions[name] for name in _DEVICE_NAMES if name in positions), None)
     return _Columns(
         width=len(cells),
-        used=place["memory.used"],
-        index=place.get("index"),
+        used=positions["memory.used"],
+        index=positions.get("index"),
         device=device,
-        time=place.get("timestamp"),
-        total=place.get("memory.total"),
-        utilization=place.get("utilization.gpu"),
-        power=place.get("power.draw"),
+        time=positions.get("timestamp"),
+        total=positions.get("memory.total"),
+        utilization=positions.get("utilization.gpu"),
+        power=positions.get("power.draw"),
     )
 
 
-def _by_shape(path: Path, rows: Sequence[Sequence[str]]) -> _Columns:
-    """The columns of a log without a header, where they leave no doubt; else ValueError.
+def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> _Columns:
+    """Return the columns of a log without a header.
 
-    With units: timestamp, index, then any order in which ``memory.used`` is the first memory. Without:
-    the workshops' own query, timestamp, index, name, memory.used, memory.total.
+    - With units: timestamp and index, then any columns; the first one in MiB is ``memory.used``.
+    - Without units: the query of the workshop: timestamp, index, name, memory.used, memory.total.
+
+    Raises:
+        ValueError: The columns are ambiguous.
     """
     first = rows[0]
-    figures = [place for place in range(2, len(first)) if _figure(first[place]) is not None]
-    memory = [place for place in figures if first[place].endswith("MiB")]
+    numbers = [position for position in range(2, len(first)) if _number(first[position]) is not None]
+    memory = [position for position in numbers if first[position].endswith("MiB")]
     if len(first) > 2 and first[1].isdigit():
         if memory:
-            percent = [place for place in figures if first[place].endswith("%")]
-            watts = [place for place in figures if first[place].endswith(" W")]
+            percent = [position for position in numbers if first[position].endswith("%")]
+            watts = [position for position in numbers if first[position].endswith(" W")]
             return _Columns(
                 width=len(first),
                 used=memory[0],
@@ -170,37 +178,37 @@ def _by_shape(path: Path, rows: Sequence[Sequence[str]]) -> _Columns:
                 utilization=percent[0] if percent else None,
                 power=watts[0] if watts else None,
             )
-        if figures == [3, 4] == list(range(3, len(first))) and _are_used_and_total(rows):
+        if numbers == [3, 4] == list(range(3, len(first))) and _are_used_and_total(rows):
             return _Columns(width=5, used=3, index=1, time=0, total=4)
     raise ValueError(
-        f"{path} has neither a header nor units, so that its columns cannot be told apart: give it a "
+        f"{path} has neither a header nor units, so its columns are ambiguous: add a "
         "first line such as 'timestamp, index, name, memory.used [MiB], memory.total [MiB]'"
     )
 
 
 def _are_used_and_total(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether the fifth cell is one and the same on each GPU, as large as its memory, and never exceeded."""
+    """Return whether the fifth column is the total memory: constant per GPU, plausible and never exceeded."""
     totals: dict[str, float] = {}
     for row in rows:
-        used, total = (_figure(cell) for cell in row[3:5]) if len(row) == 5 else (None, None)
+        used, total = (_number(cell) for cell in row[3:5]) if len(row) == 5 else (None, None)
         if used is None or total is None:
             continue
-        if total != totals.setdefault(row[1], total) or not max(used, _LEAST_TOTAL_MIB) <= total:
+        if total != totals.setdefault(row[1], total) or not max(used, _MIN_TOTAL_MIB) <= total:
             return False
     return True
 
 
-def _figure(cell: str) -> float | None:
-    """The number in a cell, without its unit; None where there is none."""
+def _number(cell: str) -> float | None:
+    """Return the number in a cell without its unit, or None if it has no number."""
     matched = re.fullmatch(r"(-?\d+(?:\.\d+)?)(?: ?(?:MiB|%|W|C|MHz))?", cell)
     return float(matched[1]) if matched else None
 
 
 def _gpu_sample(cells: Sequence[str], columns: _Columns, devices: dict[str, int]) -> MemorySample | None:
-    """A line as a sample; None where it is none."""
+    """Return the sample in a line, or None if the line is not a sample."""
     if len(cells) != columns.width:
         return None
-    used = _figure(cells[columns.used])
+    used = _number(cells[columns.used])
     if used is None and not _ABSENT.fullmatch(cells[columns.used]):
         return None
     index = 0
@@ -211,8 +219,8 @@ def _gpu_sample(cells: Sequence[str], columns: _Columns, devices: dict[str, int]
     elif columns.device is not None:
         index = devices.setdefault(cells[columns.device], len(devices))
 
-    def figure(place: int | None) -> float | None:
-        return None if place is None else _figure(cells[place])
+    def number(position: int | None) -> float | None:
+        return None if position is None else _number(cells[position])
 
     return MemorySample(
         unix_time_s=_unix_time(cells[columns.time]) if columns.time is not None else 0.0,
@@ -220,15 +228,15 @@ def _gpu_sample(cells: Sequence[str], columns: _Columns, devices: dict[str, int]
         kind=GPU,
         index=index,
         used_mib=used,
-        total_mib=figure(columns.total),
-        utilization_pct=figure(columns.utilization),
-        power_w=figure(columns.power),
+        total_mib=number(columns.total),
+        utilization_pct=number(columns.utilization),
+        power_w=number(columns.power),
         source="nvidia-smi",
     )
 
 
 def _unix_time(stamp: str) -> float:
-    """nvidia-smi writes local time; 0 where a stamp is not one, as no figure depends on it."""
+    """Return the unix time of a timestamp in local time; 0 if it is invalid, because no result depends on it."""
     try:
         return datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").timestamp()
     except ValueError:
