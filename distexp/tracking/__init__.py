@@ -1,5 +1,5 @@
-"""Live metrics, summary and files to TensorBoard, Weights & Biases or MLflow, in a process of its own.
+"""Trackers: TensorBoard, Weights & Biases and MLflow, in a separate process.
 
-A tracker reads what a run writes for itself, so the workers know nothing of it: it can be slow, hang or
-fail, and never costs a run.
+A tracker reads the files that a run writes, so the workers do not depend on it. If it is slow, hangs or fails, the run
+continues.
 """

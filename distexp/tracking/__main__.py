@@ -1,4 +1,4 @@
-"""``python -m distexp.tracking RUN_DIR``: follows a run until a file says that its record is there."""
+"""The tracker process, ``python -m distexp.tracking RUN_DIR``: it follows a run until its record is written."""
 
 from __future__ import annotations
 
@@ -12,28 +12,37 @@ from distexp.console.screen import Tail
 from distexp.runs.record import RECORD, RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import die_with_parent
-from distexp.tracking.base import END, Tracker, artifacts, evaluation_values, step_values, summary
+from distexp.tracking.base import END, Tracker, evaluation_values, find_artifacts, step_values, summary_values
 
 POLL_S = 0.5
 
 
 def main() -> None:
-    """Tells the tracker everything that the run writes; what the user should know goes to standard output."""
+    """Send everything that the run writes to the tracker; print messages for the user."""
     directory, over = Path(sys.argv[1]), threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: over.set())  # whoever started this is gone
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
+    signal.signal(signal.SIGTERM, lambda *_: over.set())  # the parent process has died
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(directory)
     name = spec.config.tracker.name
     try:
-        for sentence in follow(locate(spec.config.tracker._target_ or "")(spec, directory), directory, over):
-            print(f"{name}: {sentence}")
+        for message in follow(locate(spec.config.tracker._target_ or "")(spec, directory), directory, over):
+            print(f"{name}: {message}")
     except Exception as error:
-        print(f"warning: tracker={name} failed, and the run went on: {type(error).__name__}: {error}")
+        print(f"warning: tracker={name} failed, and the run continued without it: {type(error).__name__}: {error}")
 
 
 def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str]:
-    """Hands on steps and evaluations as they come, and summary and files at the end."""
+    """Log steps and evaluations as they are written, then the summary and the files.
+
+    Args:
+        tracker: The tracker.
+        directory: The run directory.
+        over: Set when the run has ended; the file ``END`` has the same meaning.
+
+    Returns:
+        Messages for the user.
+    """
     metrics, events = Tail(directory / "metrics.jsonl"), Tail(directory / "events.jsonl")
     step = 0
     while True:
@@ -46,7 +55,7 @@ def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str
                 tracker.log(step, values)
         if last:
             record = RunRecord.read(directory / RECORD)
-            return tracker.finish(record, summary(record), artifacts(directory))
+            return tracker.finish(record, summary_values(record), find_artifacts(directory))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a tracker is, and what it is told."""
+"""Interface of trackers, and the values that they receive."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 
 END = "logs/.tracker_end"
-"""A file in the run directory that tells a tracker to finish. A signal might come before it can be heard."""
+"""File in the run directory that requests the end of a tracker. A signal could arrive before its handler exists."""
 
-FILES = ("record.json", "spec.json", "metrics.jsonl", "events.jsonl", "ds_config.json", "memory/*.csv")
-"""Artifacts, relative to the run directory."""
+ARTIFACTS = ("record.json", "spec.json", "metrics.jsonl", "events.jsonl", "ds_config.json", "memory/*.csv")
+"""Patterns of files that a tracker stores, relative to the run directory."""
 
 
 class Tracker(Protocol):
-    """One library; its constructor takes (spec, directory) and starts a run there."""
+    """Connection to one tracking library; its constructor takes (spec, directory) and starts a run there."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures of a step."""
+        """Log the metrics of a step."""
 
     def finish(self, record: RunRecord, summary: Mapping[str, float], files: Iterable[Path]) -> list[str]:
-        """The end of the run: its summary and its files; sentences for the user, as how to see it."""
+        """Log summary and files, and end the run; return messages for the user, such as how to view it."""
 
 
 def step_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """A line of metrics.jsonl under the names that trackers group by."""
+    """Return the metrics of a line of metrics.jsonl, with the prefix that trackers group by."""
     return {f"train/{name}": value for name, value in line.items() if name != "step" and value is not None}
 
 
 def evaluation_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """A line of events.jsonl that closes an epoch."""
-    told = {f"eval/{name.removeprefix('eval_')}": line[name] for name in ("eval_loss", "eval_accuracy") if name in line}
-    return {name: value for name, value in told.items() if value is not None}
+    """Return the metrics of a line of events.jsonl; empty unless it is the evaluation of an epoch."""
+    found = {
+        f"eval/{name.removeprefix('eval_')}": line[name] for name in ("eval_loss", "eval_accuracy") if name in line
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def summary(record: RunRecord) -> dict[str, float]:
-    """The figures of a whole run; three of them under the names of the workshop's callbacks."""
+def summary_values(record: RunRecord) -> dict[str, float]:
+    """Return the metrics of a whole run; some have the names that the workshop's callbacks use."""
     flat = {name: value for name, value in asdict(record.metrics).items() if isinstance(value, int | float)}
     flat |= {f"step_time_s/{name}": value for name, value in (record.metrics.step_time_s or {}).items()}
     memory, utilization = record.memory, record.utilization
@@ -57,15 +59,15 @@ def summary(record: RunRecord) -> dict[str, float]:
 
 
 def flat_config(spec: RunSpec) -> dict[str, Any]:
-    """The resolved configuration as ``section.key``; nothing in it is secret."""
+    """Return the resolved configuration as ``section.key``; it contains no secrets."""
     return dict(flatten(asdict(spec.config)))
 
 
 def run_name(spec: RunSpec) -> str:
-    """What distinguishes a run in a list: its number and what was set."""
+    """Return the display name of a run: name, number and overrides."""
     return " ".join([f"{spec.run.name}/{spec.run.number}", *spec.run.overrides])
 
 
-def artifacts(directory: Path) -> list[Path]:
-    """The files of a run that are worth keeping elsewhere."""
-    return [path for pattern in FILES for path in sorted(directory.glob(pattern))]
+def find_artifacts(directory: Path) -> list[Path]:
+    """Return the files of a run that a tracker stores."""
+    return [path for pattern in ARTIFACTS for path in sorted(directory.glob(pattern))]

@@ -1,4 +1,4 @@
-"""MLflow: a server, or a folder of files."""
+"""Tracker for MLflow, with a server or a local folder."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.tracking.base import flat_config, run_name
 
-LONGEST_PARAM = 500
-"""Characters that every store of MLflow takes."""
+MAX_PARAM_LENGTH = 500
+"""Characters that every store of MLflow accepts."""
 
 
 class MLflow:
-    """A run of MLflow in the experiment ``tracker.project``."""
+    """Tracker that logs to a run in the MLflow experiment ``tracker.project``."""
 
     def __init__(self, spec: RunSpec, directory: Path) -> None:
         import os
 
-        # A folder is what a cluster without a server has; MLflow wants to be asked for it.
+        # MLflow refuses a local folder without this variable, but a cluster may have no server.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient
 
@@ -31,16 +31,16 @@ class MLflow:
         experiment = found.experiment_id if found else self.client.create_experiment(options.project)
         self.run_id = self.client.create_run(experiment, run_name=run_name(spec)[:250]).info.run_id
         for key, value in flat_config(spec).items():
-            self.client.log_param(self.run_id, key, str(value)[:LONGEST_PARAM])
+            self.client.log_param(self.run_id, key, str(value)[:MAX_PARAM_LENGTH])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures of a step."""
+        """Log the metrics of a step."""
         now = int(time.time() * 1000)
         for name, value in values.items():
-            self.client.log_metric(self.run_id, _plain(name), value, timestamp=now, step=step)
+            self.client.log_metric(self.run_id, _valid_name(name), value, timestamp=now, step=step)
 
     def finish(self, record: RunRecord, summary: Mapping[str, float], files: Iterable[Path]) -> list[str]:
-        """Summary, status and files."""
+        """Log summary, status and files, and end the run."""
         self.log(0, {f"summary/{name}": value for name, value in summary.items()})
         self.client.set_tag(self.run_id, "distexp.status", record.status)
         for path in files:
@@ -49,6 +49,6 @@ class MLflow:
         return [f"mlflow ui --backend-store-uri {self.uri}"]
 
 
-def _plain(name: str) -> str:
-    """MLflow's names have no per cent sign."""
+def _valid_name(name: str) -> str:
+    """Return a metric name without the percent sign, which MLflow refuses."""
     return name.replace("%", "pct")

@@ -1,4 +1,4 @@
-"""Starting a tracker beside a run, and letting it finish."""
+"""Start and end of the tracker process of a run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_tree, start_module
 from distexp.tracking.base import END
 
-FINISH_S = 60.0
-"""What a tracker may take for summary and files before it is given up."""
+FINISH_TIMEOUT_S = 60.0
+"""Time for a tracker to write summary and files after the run."""
 
 LOG = "tracker.log"
 
 
 class Tracking:
-    """A tracker's process; what it has to tell is there when the block of ``tracked`` is over."""
+    """Messages of a tracker for the user; they are complete when the block of ``tracked`` has ended."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -27,8 +27,8 @@ class Tracking:
 
 @contextmanager
 def tracked(spec: RunSpec, directory: Path) -> Iterator[Tracking]:
-    """Follows a run with its tracker; the record must be written when the block ends. Never raises."""
-    tracking = Tracking()
+    """Run the tracker of a run during a ``with`` block; never raise. The block must write the record."""
+    tracking, name = Tracking(), spec.config.tracker.name
     if spec.config.tracker._target_ is None:
         yield tracking
         return
@@ -42,14 +42,14 @@ def tracked(spec: RunSpec, directory: Path) -> Iterator[Tracking]:
     finally:
         (directory / END).touch()
         try:
-            process.wait(FINISH_S)
+            process.wait(FINISH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             end_tree(process, 1.0)
             tracking.messages.append(
-                f"warning: tracker={spec.config.tracker.name} did not finish within {FINISH_S:g} s and was ended"
+                f"warning: tracker={name} did not finish within {FINISH_TIMEOUT_S:g} s and was stopped"
             )
         lines = log.read_text(errors="replace").splitlines()
-        tracking.messages += [line for line in lines if line.startswith(("warning:", f"{spec.config.tracker.name}:"))]
+        tracking.messages += [line for line in lines if line.startswith(("warning:", f"{name}:"))]
         if not tracking.messages:
-            last = lines[-1] if lines else "it said nothing"
-            tracking.messages.append(f"warning: tracker={spec.config.tracker.name} ended early ({last}): see {log}")
+            last = lines[-1] if lines else "no output"
+            tracking.messages.append(f"warning: tracker={name} ended early ({last}): see {log}")

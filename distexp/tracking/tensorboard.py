@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""Tracker for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """Scalars as they come; configuration and summary as text and scalars."""
+    """Tracker that writes event files: metrics as scalars, the configuration as text."""
 
     def __init__(self, spec: RunSpec, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -26,12 +26,12 @@ class TensorBoard:
         self.writer.add_text("config", f"```json\n{text}\n```")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars of a step."""
+        """Log the metrics of a step."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
     def finish(self, record: RunRecord, summary: Mapping[str, float], files: Iterable[Path]) -> list[str]:
-        """The summary at step 0 of ``summary/``; files stay where they are."""
+        """Log the summary as ``summary/`` at step 0; files stay in the run directory."""
         self.log(0, {f"summary/{name}": value for name, value in summary.items()})
         self.writer.add_text("status", record.status)
         self.writer.close()

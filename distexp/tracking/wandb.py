@@ -1,4 +1,4 @@
-"""Weights & Biases, offline unless it is asked to send."""
+"""Tracker for Weights & Biases; offline unless ``tracker.online=true``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distexp.tracking.base import flat_config, run_name
 
 
 class Wandb:
-    """A run of wandb in the run directory; the key is wandb's to find, in WANDB_API_KEY."""
+    """Tracker that logs to a wandb run in the run directory; wandb reads the key from WANDB_API_KEY."""
 
     def __init__(self, spec: RunSpec, directory: Path) -> None:
         import wandb
@@ -29,11 +29,11 @@ class Wandb:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures of a step."""
+        """Log the metrics of a step."""
         self.run.log(dict(values), step=step)
 
     def finish(self, record: RunRecord, summary: Mapping[str, float], files: Iterable[Path]) -> list[str]:
-        """Summary and files; the command that sends an offline run."""
+        """Log summary and files, and end the run; return its URL, or the command that uploads an offline run."""
         import wandb
 
         self.run.summary.update({**summary, "status": record.status})

@@ -1,4 +1,4 @@
-"""Trackers, each against the real thing: what its library reads back is what the record says."""
+"""Tests of the trackers with their real libraries: values that are read back equal those of the record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Comp
 
 
 def follow(folder: Path, tracker: TrackerConfig) -> list[str]:
-    """Has another tracker follow a run that is done."""
+    """Follow a finished run with another tracker; return its messages."""
     spec = RunSpec.read(folder)
     spec = replace(spec, config=replace(spec.config, tracker=tracker))
     spec.write(folder)
@@ -65,8 +65,8 @@ def test_mlflow_has_parameters_metrics_and_files(
     from mlflow.tracking import MlflowClient
 
     folder, uri = run[0], f"file://{tmp_path}/store"
-    told = follow(folder, TrackerConfig("mlflow", "distexp.tracking.mlflow.MLflow", uri=uri))
-    assert told == [f"mlflow: mlflow ui --backend-store-uri {uri}"]
+    messages = follow(folder, TrackerConfig("mlflow", "distexp.tracking.mlflow.MLflow", uri=uri))
+    assert messages == [f"mlflow: mlflow ui --backend-store-uri {uri}"]
     client = MlflowClient(uri)
     (experiment,) = [found for found in client.search_experiments() if found.name == "distexp"]
     (found,) = client.search_runs([experiment.experiment_id])
@@ -80,24 +80,24 @@ def test_mlflow_has_parameters_metrics_and_files(
     assert {"record.json", "metrics.jsonl"} <= {file.path for file in client.list_artifacts(found.info.run_id)}
 
 
-def test_wandb_is_offline_and_tells_how_to_send(run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_wandb_is_offline_and_reports_the_upload_command(run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder = run[0]
-    (told,) = [
+    (message,) = [
         line for line in follow(folder, TrackerConfig("wandb", "distexp.tracking.wandb.Wandb")) if "sync" in line
     ]
-    place = Path(told.removeprefix("wandb: wandb sync "))
-    assert place.parent == folder / "wandb"
-    assert place.name.startswith("offline-run-")
-    (database,) = place.glob("run-*.wandb")
+    run_folder = Path(message.removeprefix("wandb: wandb sync "))
+    assert run_folder.parent == folder / "wandb"
+    assert run_folder.name.startswith("offline-run-")
+    (database,) = run_folder.glob("run-*.wandb")
     content = database.read_bytes()
     assert b"train/samples_per_second_mean" in content
     assert b"peak_cpu_mem_MB" in content
 
 
-def test_a_tracker_that_fails_warns_once(
+def test_failing_tracker_warns_once(
     run: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    nobody = TrackerConfig("mlflow", "distexp.tracking.mlflow.MLflow", uri="http://127.0.0.1:9")
-    (told,) = follow(run[0], nobody)
-    assert told.startswith("warning: tracker=mlflow failed, and the run went on")
+    unreachable = TrackerConfig("mlflow", "distexp.tracking.mlflow.MLflow", uri="http://127.0.0.1:9")
+    (message,) = follow(run[0], unreachable)
+    assert message.startswith("warning: tracker=mlflow failed, and the run continued")
