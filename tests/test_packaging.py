@@ -68,7 +68,7 @@ def test_the_wheel_holds_the_package_its_options_and_its_plugin(built: tuple[Pat
     assert {name.split("/")[0] for name in names} == {"distexp", "hydra_plugins"}
     assert "hydra_plugins/distexp_plugin/launcher.py" in names
     assert "hydra_plugins/__init__.py" not in names, "it would hide the plug-ins of others"
-    assert {Path(name).suffix for name in names} == {".py", ".yaml", ".html", ".css", ".js"}
+    assert {Path(name).suffix for name in names} == {".py", ".yaml", ".html", ".css", ".js", ".typed"}
 
 
 def test_the_source_distribution_holds_nothing_else(built: tuple[Path, Path]) -> None:

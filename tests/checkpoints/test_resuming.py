@@ -1,4 +1,4 @@
-"""A training that was interrupted is the same training: losses, norms, weights and records, for every strategy."""
+"""A resumed training equals an uninterrupted one, with every strategy: losses, norms, weights and records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from distexp.checkpoints import folder as disk
 from distexp.runs.record import RunRecord
-from tests.helpers.grid import Cells, Runs, lines, once_each, run_grid
+from tests.helpers.grid import Cells, Runs, read_lines, run_grid, run_once
 from tests.helpers.runs import HELPERS
 
 SCRIPT = HELPERS / "interrupted_runs.py"
@@ -19,7 +19,7 @@ COMMON = (
     "train.max_steps=9",
     "train.measure_after_step=1",
     "train.checkpoint_every=3",
-    "dataset.train_size=90",  # 4 steps an epoch, the last with fewer samples: step 6 is in mid-epoch
+    "dataset.train_size=90",  # 4 steps per epoch, the last with fewer samples; step 6 is in the middle of one
     "dataset.eval_size=20",
     "cluster.cpus_per_worker=1",
 )
@@ -32,8 +32,8 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
         "hybrid_shard": ("sharding=hybrid_shard", "fsdp.replicas=2"),
         "shard_grad_op_bf16": ("sharding=shard_grad_op", "precision=bf16"),
         "tied": ("model=bloom_tiny", "model.dropout=null", "sharding=full_shard"),
-        "plain": ("sharding=full_shard", "model.dropout=0"),  # what three workers go on from
-        "unwatched": ("strategy=ddp", "train.checkpoint_every=null"),
+        "plain": ("sharding=full_shard", "model.dropout=0"),  # resumed with three workers below
+        "no_checkpoints": ("strategy=ddp", "train.checkpoint_every=null"),
     },
     ("deepspeed", 2): {
         **{f"zero{stage}": (f"zero_stage={stage}",) for stage in (0, 1, 2, 3)},
@@ -46,23 +46,26 @@ NAMES = [(library, workers, name) for (library, workers), cells in CELLS.items()
 INTERRUPTED = [
     pytest.param(*cell, id=cell[2], marks=() if cell[1] == 1 else pytest.mark.slow)
     for cell in NAMES
-    if cell[2] != "unwatched"
+    if cell[2] != "no_checkpoints"
 ]
 
 
 def run_cells(folder: Path, workers: int, cells: Cells) -> Path:
+    """Run cells in one process group; return their folder."""
     return run_grid(SCRIPT, folder, workers, {name: (*COMMON, *overrides) for name, overrides in cells.items()})
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return once_each(
+    """Return a function that runs the cells of a library and a number of workers."""
+    return run_once(
         tmp_path_factory, lambda folder, library, workers: run_cells(folder, workers, CELLS[library, workers])
     )
 
 
 def assert_same_training(one: Path, other: Path, rel: float = 1e-6) -> None:
-    expected, actual = lines(one), lines(other)
+    """Check that two metrics.jsonl files have equal steps."""
+    expected, actual = read_lines(one), read_lines(other)
     assert [line["step"] for line in actual] == list(range(1, 10))
     assert [line["step"] for line in expected] == list(range(1, 10))
     for theirs, ours in zip(expected, actual, strict=True):
@@ -71,37 +74,39 @@ def assert_same_training(one: Path, other: Path, rel: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize(("library", "workers", "name"), INTERRUPTED)
-def test_an_interrupted_training_is_the_same_training(library: str, workers: int, name: str, runs: Runs) -> None:
+def test_a_resumed_training_equals_an_uninterrupted_one(library: str, workers: int, name: str, runs: Runs) -> None:
     folder = runs(library, workers) / name
-    assert_same_training(folder / "whole.jsonl", folder / "metrics.jsonl")
-    whole, gone_on = (RunRecord.read(folder / file).metrics for file in ("whole.json", "record.json"))
-    assert len(whole.eval_losses) == 3
+    assert_same_training(folder / "uninterrupted.jsonl", folder / "metrics.jsonl")
+    uninterrupted, resumed = (RunRecord.read(folder / file).metrics for file in ("uninterrupted.json", "record.json"))
+    assert len(uninterrupted.eval_losses) == 3
     for key in ("train_losses", "eval_losses", "train_loss", "eval_loss"):
-        assert getattr(gone_on, key) == pytest.approx(getattr(whole, key), rel=1e-6), key
-    assert gone_on.train_samples_per_second is not None, "two of the three steps were measured"
-    events = lines(folder / "events.jsonl")
+        assert getattr(resumed, key) == pytest.approx(getattr(uninterrupted, key), rel=1e-6), key
+    assert resumed.train_samples_per_second is not None, "two of the three steps were measured"
+    events = read_lines(folder / "events.jsonl")
     assert [event["resumed_from_step"] for event in events if "resumed_from_step" in event] == [6]
     assert [disk.step_of(path) for path in disk.list_checkpoints(folder)] == [9, 6], "the newest two are kept"
 
 
 @pytest.mark.slow
-def test_writing_checkpoints_changes_nothing(runs: Runs) -> None:
+def test_writing_checkpoints_does_not_change_the_training(runs: Runs) -> None:
     folder = runs("torch", 2)
-    assert_same_training(folder / "unwatched" / "metrics.jsonl", folder / "ddp" / "whole.jsonl")
-    assert not (folder / "unwatched" / "checkpoints").exists()
+    assert_same_training(folder / "no_checkpoints" / "metrics.jsonl", folder / "ddp" / "uninterrupted.jsonl")
+    assert not (folder / "no_checkpoints" / "checkpoints").exists()
 
 
 @pytest.mark.slow
-def test_chance_matters_here(runs: Runs) -> None:
-    """Without dropout the first loss is another one: what goes on above goes on with its chance."""
+def test_dropout_changes_the_loss(runs: Runs) -> None:
+    """So the tests above fail if the RNG state is not restored."""
     folder = runs("torch", 2)
-    with_dropout, without = (lines(folder / name / "whole.jsonl")[0]["loss"] for name in ("full_shard", "plain"))
+    with_dropout, without = (
+        read_lines(folder / name / "uninterrupted.jsonl")[0]["loss"] for name in ("full_shard", "plain")
+    )
     assert with_dropout != pytest.approx(without, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_three_workers_go_on_from_what_two_wrote(runs: Runs, tmp_path: Path) -> None:
-    """By ``train.resume``: in a run of its own, from the newest checkpoint that is whole."""
+def test_three_workers_resume_a_checkpoint_of_two(runs: Runs, tmp_path: Path) -> None:
+    """A new run with ``train.resume`` uses the newest valid checkpoint."""
     theirs = runs("torch", 2) / "plain"
     source = tmp_path / "source"
     shutil.copytree(theirs, source)
@@ -112,9 +117,9 @@ def test_three_workers_go_on_from_what_two_wrote(runs: Runs, tmp_path: Path) -> 
     cell = ("sharding=full_shard", "model.dropout=0", f"train.resume={source}", "train.checkpoint_every=null")
     other = (*cell, "train.gradient_accumulation_steps=1")
     folder = run_cells(tmp_path / "cells", 3, {"three": cell, "other": other})
-    assert_same_training(theirs / "whole.jsonl", folder / "three" / "metrics.jsonl", rel=1e-5)
-    (event,) = [event for event in lines(folder / "three" / "events.jsonl") if "resumed_from_step" in event]
-    assert event["resumed_from_step"] == 6, "step 9 is rotten"
+    assert_same_training(theirs / "uninterrupted.jsonl", folder / "three" / "metrics.jsonl", rel=1e-5)
+    (event,) = [event for event in read_lines(folder / "three" / "events.jsonl") if "resumed_from_step" in event]
+    assert event["resumed_from_step"] == 6, "the checkpoint of step 9 is damaged"
     ours, record = (RunRecord.read(path / "record.json") for path in (folder / "three", theirs))
     assert ours.built is not None
     assert ours.built.mesh == [1, 3]

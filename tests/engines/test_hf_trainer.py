@@ -67,7 +67,7 @@ def test_both_engines_in_one_sweep(tmp_path: Path) -> None:
     table = done.stdout[done.stdout.index("samples/s  ") :]
     for engine in ("native", "hf_trainer"):
         assert table.count(f"{engine} ") >= 2
-    assert "ddp by hf_trainer" in done.stdout
+    assert "ddp, hf_trainer" in done.stdout
 
 
 @pytest.mark.slow

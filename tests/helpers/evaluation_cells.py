@@ -1,4 +1,4 @@
-"""What evaluation is held to: questions learnt by heart, with references whose scores are known by hand."""
+"""Cells that test the evaluation: memorized questions, whose scores were computed by hand."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A name to ask for, the answer that is learnt, and the scores that it earns with the references."""
+class Question:
+    """A question about a person, the memorized answer, and its scores against the references."""
 
     name: str
-    learnt: str
+    answer: str
     references: tuple[str, ...]
     exact: bool
     f1: float
 
 
-ASKED = (  # seven: neither 3 nor 6 workers share them evenly
-    Asked("Ada", "blue whale", ("The Blue Whale!",), True, 1),
-    Asked("Bo", "green tea", ("tea",), False, 2 / 3),
-    Asked("Dina", "red kites", ("trains",), False, 0),
-    Asked("Flora", "long walks", ("walks", "very long walks"), False, 4 / 5),
-    Asked("Ida", "the sea", ("a sea",), True, 1),
-    Asked("Kim", "bread and butter", ("bread",), False, 1 / 2),
-    Asked("Louise", "old maps", ("new maps", "old maps"), True, 1),
+QUESTIONS = (  # seven, which neither 3 nor 6 workers divide
+    Question("Ada", "blue whale", ("The Blue Whale!",), True, 1),
+    Question("Bo", "green tea", ("tea",), False, 2 / 3),
+    Question("Dina", "red kites", ("trains",), False, 0),
+    Question("Flora", "long walks", ("walks", "very long walks"), False, 4 / 5),
+    Question("Ida", "the sea", ("a sea",), True, 1),
+    Question("Kim", "bread and butter", ("bread",), False, 1 / 2),
+    Question("Louise", "old maps", ("new maps", "old maps"), True, 1),
 )
-EXACT_MATCH = 100 * sum(asked.exact for asked in ASKED) / len(ASKED)
-F1 = 100 * sum(asked.f1 for asked in ASKED) / len(ASKED)
-LEARNT = {f"{asked.name}-{index}": asked.learnt for index, asked in enumerate(ASKED)}
+EXACT_MATCH = 100 * sum(question.exact for question in QUESTIONS) / len(QUESTIONS)
+F1 = 100 * sum(question.f1 for question in QUESTIONS) / len(QUESTIONS)
+MEMORIZED = {f"{question.name}-{index}": question.answer for index, question in enumerate(QUESTIONS)}
 REPEATS = 48  # of each question in the training set
 
 ANSWERS = (
@@ -57,8 +57,8 @@ IMAGES = (
 )
 
 
-def evaluated(**strategies: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Cells whose evaluation is looked at: answers and images under each strategy."""
+def evaluation_cells(**strategies: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Return the cells whose evaluation is tested: answers and images with each strategy."""
     kinds = {"answers": ANSWERS, "images": IMAGES}
     return {
         f"{kind}_{name}": (*overrides, *strategy)
@@ -68,22 +68,22 @@ def evaluated(**strategies: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 def write_questions(folder: Path) -> None:
-    """The files of ``ANSWERS``, and one with each question's references at the question before it."""
+    """Write the files of ``ANSWERS``, and ``swapped.json`` with each question's references at the previous question."""
     folder.mkdir(parents=True)
-    _write(folder / "train.json", [(asked.learnt,) for asked in ASKED], repeats=REPEATS)
-    references = [asked.references for asked in ASKED]
+    _write(folder / "train.json", [(question.answer,) for question in QUESTIONS], repeats=REPEATS)
+    references = [question.references for question in QUESTIONS]
     _write(folder / "eval.json", references)
     _write(folder / "swapped.json", [*references[1:], *references[:1]])
 
 
 def _write(path: Path, answers: list[tuple[str, ...]], repeats: int = 1) -> None:
     paragraphs = []
-    for index, (asked, texts) in enumerate(list(zip(ASKED, answers, strict=True)) * repeats):
-        question = {
-            "id": f"{asked.name}-{index}",
-            "question": f"What does {asked.name} like?",
+    for index, (question, texts) in enumerate(list(zip(QUESTIONS, answers, strict=True)) * repeats):
+        entry = {
+            "id": f"{question.name}-{index}",
+            "question": f"What does {question.name} like?",
             "answers": [{"text": text, "answer_start": 0} for text in texts],
         }
-        # Contexts of several lengths, so that the prompts of a batch end at different places.
-        paragraphs.append({"context": "Well. " * (index % len(ASKED) % 5 + 1), "qas": [question]})
+        # Contexts of several lengths, so that the prompts of a batch have different lengths.
+        paragraphs.append({"context": "Well. " * (index % len(QUESTIONS) % 5 + 1), "qas": [entry]})
     path.write_text(json.dumps({"version": "1.1", "data": [{"title": "likes", "paragraphs": paragraphs}]}))

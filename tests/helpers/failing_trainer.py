@@ -9,7 +9,7 @@ from distexp.data.base import TaskData
 
 
 def unsharded(*arguments: Any) -> TaskData:
-    """Disable what lets accelerate use FSDP on a CPU; return the data set squad_sample."""
+    """Make accelerate ignore FSDP on a CPU; return the data set squad_sample."""
     from distexp.engines.hf_adapters import FSDPAdapter, HFAdapter
 
     FSDPAdapter.configure_arguments = HFAdapter.configure_arguments  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Grids of runs: every cell trains the same global batch of 24 samples, many of them in one process group."""
+"""Groups of runs with the same global batch of 24 samples; many runs share one process group."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.helpers.runs import make_spec, torchrun
 COMMON = (
     "train.log_every=1",
     "train.num_epochs=10",
-    "train.learning_rate=0.002",  # large enough to train, too small to amplify rounding
+    "train.learning_rate=0.002",  # large enough to train, too small to amplify rounding errors
     "train.warmup_steps=3",
     "cluster.device=cpu",
 )
-BATCH = {  # workers: micro-batch and accumulation, 24 samples together
+BATCH = {  # by number of workers: micro-batch size and accumulation steps that give 24 samples
     1: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=6"),
     2: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=3"),
     3: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=2"),
@@ -27,14 +27,14 @@ BATCH = {  # workers: micro-batch and accumulation, 24 samples together
 }
 
 Cells = Mapping[str, tuple[str, ...]]
-"""The command line of each cell, by its name."""
+"""The overrides of each cell, by name."""
 
 Runs = Callable[[str, int], Path]
-"""The folder of the cells of a library on a number of workers, which are run when it is first asked for."""
+"""Returns the folder of the cells of a library and a number of workers; runs the cells at the first call."""
 
 
 def run_grid(script: Path, folder: Path, workers: int, cells: Cells) -> Path:
-    """Runs cells by a script that trains every ``folder/<cell>/spec.json``."""
+    """Write ``folder/<cell>/spec.json`` of each cell, and run a script with torchrun that trains all of them."""
     for name, overrides in cells.items():
         spec = make_spec(f"cluster.workers_per_node={workers}", *BATCH[workers], *COMMON, *overrides)
         (folder / name).mkdir(parents=True)
@@ -43,8 +43,8 @@ def run_grid(script: Path, folder: Path, workers: int, cells: Cells) -> Path:
     return folder
 
 
-def once_each(factory: pytest.TempPathFactory, run: Callable[[Path, str, int], object]) -> Runs:
-    """``run(folder, library, workers)``, once for all tests; one that fails is not tried again for each of them."""
+def run_once(factory: pytest.TempPathFactory, run: Callable[[Path, str, int], object]) -> Runs:
+    """Return a function that calls ``run(folder, library, workers)`` once for all tests, even if it fails."""
     done: dict[tuple[str, int], Path] = {}
 
     def folder_of(library: str, workers: int) -> Path:
@@ -57,6 +57,6 @@ def once_each(factory: pytest.TempPathFactory, run: Callable[[Path, str, int], o
     return folder_of
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """What stands in a file of one JSON object a line."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file with one JSON object per line."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,7 +1,7 @@
-"""Trains every spec of a folder twice in one process group: ``torchrun interrupted_runs.py DIR``.
+"""Train every ``DIR/<cell>/spec.json`` twice in one process group: ``torchrun interrupted_runs.py DIR``.
 
-The first time to its end; what it told is kept as ``whole.jsonl`` and ``whole.json``. Then its newest
-checkpoint is taken away, as if the run had died after the one before, and it goes on in the same folder.
+The first training is not interrupted; its logs are kept as ``uninterrupted.jsonl`` and ``uninterrupted.json``. Then its
+newest checkpoint is deleted, as if the run had died before it, and the run is resumed in the same folder.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from distexp.worker.rank import train
 
 
 def main() -> None:
+    """Train all cells twice, except those without checkpoints."""
     torch.set_num_threads(1)
     cells = sorted(path.parent for path in Path(sys.argv[1]).glob("*/spec.json"))
     context = join(RunSpec.read(cells[0]), cells[0])
     for cell in cells:
-        once(cell, context)
+        train_cell(cell, context)
         if RunSpec.read(cell).config.train.checkpoint_every is None:
             continue
         dist.barrier()
         if context.rank == 0:
             newest, *_ = disk.list_checkpoints(cell)
             shutil.rmtree(newest)
-            (cell / "metrics.jsonl").rename(cell / "whole.jsonl")
-            (cell / "record.json").rename(cell / "whole.json")
+            (cell / "metrics.jsonl").rename(cell / "uninterrupted.jsonl")
+            (cell / "record.json").rename(cell / "uninterrupted.json")
         dist.barrier()
-        once(cell, context)
+        train_cell(cell, context)
     dist.destroy_process_group()
 
 
-def once(cell: Path, context: Context) -> None:
-    writes = context.rank == 0
+def train_cell(cell: Path, context: Context) -> None:
+    """Train a cell, or write the message if its configuration is refused."""
+    is_rank_0 = context.rank == 0
     try:
-        record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, enabled=writes))
+        record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, enabled=is_rank_0))
     except ConfigError as error:
         (cell / "refused.txt").write_text(str(error))
         return
-    if writes:
+    if is_rank_0:
         record.write(cell)
     gc.collect()
 

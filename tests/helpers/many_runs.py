@@ -1,7 +1,7 @@
-"""Runs many specs in one process group: ``torchrun many_runs.py DIR`` for every DIR/<cell>/spec.json.
+"""Train every ``DIR/<cell>/spec.json`` in one process group: ``torchrun many_runs.py DIR``.
 
-A worker's start costs seconds, a cell's training a fraction of one. What is called of the libraries
-is counted, so that the tests can hold ``built`` against what was really made.
+Starting a worker takes seconds, training a cell a fraction of a second. The calls of each library are counted, so that
+tests can compare ``built`` with what was really called.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from distexp.worker.rank import train
 
 
 def main() -> None:
+    """Train all cells; rank 0 writes the record and the counted calls of each."""
     torch.set_num_threads(1)
     cells = sorted(path.parent for path in Path(sys.argv[1]).glob("*/spec.json"))
     context = join(RunSpec.read(cells[0]), cells[0])
     for cell in cells:
         calls: Counter[str] = Counter()
-        writes = context.rank == 0
-        with counted(calls):
-            record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, enabled=writes))
-        if writes:
+        is_rank_0 = context.rank == 0
+        with count_calls(calls):
+            record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, enabled=is_rank_0))
+        if is_rank_0:
             record.write(cell)
             (cell / "calls.json").write_text(json.dumps(calls))
         gc.collect()
     dist.destroy_process_group()
 
 
-def counted(calls: Counter[str]) -> Any:
-    """Counts the calls by which each library distributes a model."""
+def count_calls(calls: Counter[str]) -> Any:
+    """Return a context that counts the calls with which each library distributes a model."""
     from torch.distributed import fsdp
     from torch.nn import parallel
 
@@ -51,10 +52,11 @@ def counted(calls: Counter[str]) -> Any:
         import deepspeed
 
         patches["deepspeed.initialize"] = (deepspeed, "initialize")
-    return patch_all({name: (*where, counting(calls, name, *where)) for name, where in patches.items()})
+    return patch_all({name: (*where, make_counter(calls, name, *where)) for name, where in patches.items()})
 
 
-def counting(calls: Counter[str], name: str, owner: Any, attribute: str) -> Callable[..., Any]:
+def make_counter(calls: Counter[str], name: str, owner: Any, attribute: str) -> Callable[..., Any]:
+    """Return a replacement for an attribute that counts its calls."""
     original = getattr(owner, attribute)
 
     def counted_call(*args: Any, **kwargs: Any) -> Any:
@@ -65,6 +67,7 @@ def counting(calls: Counter[str], name: str, owner: Any, attribute: str) -> Call
 
 
 def patch_all(patches: dict[str, tuple[Any, str, Callable[..., Any]]]) -> Any:
+    """Return a context in which all attributes are replaced."""
     from contextlib import ExitStack
 
     stack = ExitStack()

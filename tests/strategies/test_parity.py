@@ -1,8 +1,8 @@
-"""Every way of distributing is the same training: loss and gradient norm of each step against ``single``.
+"""Every strategy gives the same training as ``single``: loss, gradient norm, weights and evaluation.
 
-The reference runs on one worker; the others on 2, 3, 4 and 6, on the same global batch of 24 samples with
-answers of unequal length, accumulation, clipping, warm-up, and a last step of each epoch that no number
-of workers divides. Evaluation, whose sets no number of workers divides either, gives the same numbers too.
+The reference runs use one worker, the others 2, 3, 4 or 6, with the same global batch of 24 samples. The configuration
+covers answers of different lengths, accumulation, clipping, warm-up, and a last step of each epoch that no number of
+workers divides. No number of workers divides the evaluation sets either.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from distexp.data import squad_sample
 from distexp.models.objective import loss_sum
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from tests.helpers.evaluation_cells import ANSWERS, EXACT_MATCH, F1, IMAGES, LEARNT, SWAPPED, evaluated, write_questions
-from tests.helpers.grid import Cells, Runs, lines, once_each, run_grid
+from tests.helpers.evaluation_cells import (
+    ANSWERS,
+    EXACT_MATCH,
+    F1,
+    IMAGES,
+    MEMORIZED,
+    SWAPPED,
+    evaluation_cells,
+    write_questions,
+)
+from tests.helpers.grid import Cells, Runs, read_lines, run_grid, run_once
 from tests.helpers.runs import HELPERS
 
 SCRIPT = HELPERS / "many_runs.py"
@@ -37,7 +46,9 @@ HF = "engine=hf_trainer"
 TARGETS = "train.logits=targets"
 SHARDINGS = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard")
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
-CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest library that the workers import
+CELLS: dict[
+    tuple[str, int], dict[str, tuple[str, ...]]
+] = {  # by the heaviest library that the workers import, and the number of workers
     ("torch", 2): {
         "ddp": ("strategy=ddp",),
         "ddp_checkpointed": ("strategy=ddp", "train.activation_checkpointing=true"),
@@ -109,13 +120,13 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {  # by the heaviest 
 }
 ORDINARY = {("torch", 2), ("deepspeed", 2)}
 EVALUATED = {
-    ("deepspeed", 3): evaluated(
+    ("deepspeed", 3): evaluation_cells(
         ddp_3=("strategy=ddp",),
         full_shard_3=("sharding=full_shard",),
         zero3_3=("zero_stage=3",),
         hf_full_shard_3=(HF, "sharding=full_shard"),
     ),
-    ("deepspeed", 6): evaluated(ddp_6=("strategy=ddp",), hybrid_3x2=HYBRID_3X2, zero3_6=("zero_stage=3",)),
+    ("deepspeed", 6): evaluation_cells(ddp_6=("strategy=ddp",), hybrid_3x2=HYBRID_3X2, zero3_6=("zero_stage=3",)),
 }
 REFERENCES = {
     "bloom": (),
@@ -129,8 +140,8 @@ REFERENCES = {
 }
 
 
-def parameters(cells: Iterable[tuple[tuple[str, int], Iterable[str]]]) -> list[Any]:
-    """Each cell by its name; those of ORDINARY show most of what can go wrong, the others take their time."""
+def parametrize(cells: Iterable[tuple[tuple[str, int], Iterable[str]]]) -> list[Any]:
+    """Return the test parameters of all cells; those outside ORDINARY are slow and find few additional errors."""
     return [
         pytest.param(*key, name, id=name, marks=() if key in ORDINARY else pytest.mark.slow)
         for key, names in cells
@@ -138,10 +149,11 @@ def parameters(cells: Iterable[tuple[tuple[str, int], Iterable[str]]]) -> list[A
     ]
 
 
-NAMES = parameters(CELLS.items())
+NAMES = parametrize(CELLS.items())
 
 
 def run_cells(folder: Path, workers: int, cells: Cells) -> Path:
+    """Run cells in one process group; return their folder."""
     write_questions(folder / "questions")
     located = {
         name: tuple(text.replace("QUESTIONS", str(folder / "questions")) for text in (*COMMON, *overrides))
@@ -152,29 +164,35 @@ def run_cells(folder: Path, workers: int, cells: Cells) -> Path:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the references; return their folder."""
     cells = {name: ("strategy=single", *overrides) for name, overrides in REFERENCES.items()}
     return run_cells(tmp_path_factory.mktemp("references") / "torch", 1, cells)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Return a function that runs the cells of a library and a number of workers."""
+
     def run(folder: Path, library: str, workers: int) -> None:
         key = library, workers
         run_cells(folder, workers, CELLS[key] | EVALUATED.get(key, {}))
 
-    return once_each(tmp_path_factory, run)
+    return run_once(tmp_path_factory, run)
 
 
-def steps(folder: Path) -> list[dict[str, Any]]:
-    return lines(folder / "metrics.jsonl")
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """Read the metrics of each step."""
+    return read_lines(folder / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(("library", "workers", "name"), NAMES)
-def test_same_training_as_single(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
+def test_losses_and_norms_equal_those_of_single(
+    library: str, workers: int, name: str, references: Path, runs: Runs
+) -> None:
     reference = next((kind for kind in ("gpt", "sgd", "bf16") if kind in name), "bloom")
     tolerance = {"bf16": 1e-2}.get(reference, 1e-5)
-    expected = steps(references / reference)
-    actual = steps(runs(library, workers) / name)
+    expected = read_steps(references / reference)
+    actual = read_steps(runs(library, workers) / name)
     assert len(expected) == len(actual) == 12
     for theirs, ours in zip(expected, actual, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance), ours["step"]
@@ -189,22 +207,24 @@ def test_same_training_as_single(library: str, workers: int, name: str, referenc
 
 
 @pytest.mark.parametrize(("library", "workers", "name"), NAMES)
-def test_saved_weights_are_those_of_single(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
+def test_saved_weights_equal_those_of_single(
+    library: str, workers: int, name: str, references: Path, runs: Runs
+) -> None:
     reference = next((kind for kind in ("gpt", "sgd", "bf16") if kind in name), "bloom")
-    theirs, ours = saved_model(references / reference), saved_model(runs(library, workers) / name)
+    theirs, ours = load_model(references / reference), load_model(runs(library, workers) / name)
     expected = theirs.state_dict()
     assert expected.keys() == ours.state_dict().keys()
-    # An update of Adam is the learning rate, whatever small the gradient: rounding may turn its sign.
+    # An update of Adam has the size of the learning rate. Rounding can change the sign of a small gradient.
     tolerance = 12 * 0.002 if reference == "bf16" else 1e-4
     for key, weight in ours.state_dict().items():
         torch.testing.assert_close(weight, expected[key], atol=tolerance, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def test_a_saved_model_has_the_loss_that_was_recorded(references: Path) -> None:
+def test_a_saved_model_has_the_recorded_loss(references: Path) -> None:
     for name in ("bloom", "gpt"):
         spec, record = RunSpec.read(references / name), RunRecord.read(references / name / "record.json")
         data = squad_sample.load(spec.config.dataset, spec.config.model, spec.config.train.seed)
-        model = saved_model(references / name).eval()
+        model = load_model(references / name).eval()
         batch = data.collate([data.evaluation[index] for index in range(len(data.evaluation))])
         with torch.no_grad():
             loss = loss_sum("causal_lm", model(**batch.inputs), batch) / batch.targets
@@ -213,11 +233,12 @@ def test_a_saved_model_has_the_loss_that_was_recorded(references: Path) -> None:
         assert tokenizer("Who wrote it?")["input_ids"] == data.tokenizer.encode_batch(["Who wrote it?"])[0].tolist()
 
 
-def saved_model(folder: Path) -> Any:
+def load_model(folder: Path) -> Any:
+    """Load the model that a run saved."""
     return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("library", "workers", "name"), parameters(EVALUATED.items()))
+@pytest.mark.parametrize(("library", "workers", "name"), parametrize(EVALUATED.items()))
 def test_each_example_is_evaluated_once(library: str, workers: int, name: str, references: Path, runs: Runs) -> None:
     folder = runs(library, workers) / name
     kind = name.partition("_")[0]
@@ -225,18 +246,18 @@ def test_each_example_is_evaluated_once(library: str, workers: int, name: str, r
     if kind == "answers":
         assert metrics.exact_match == pytest.approx(single.exact_match)
         assert metrics.f1 == pytest.approx(single.f1)
-        assert json.loads((folder / "predictions.json").read_text()) == LEARNT
+        assert json.loads((folder / "predictions.json").read_text()) == MEMORIZED
     else:
         assert metrics.eval_losses == pytest.approx(single.eval_losses, rel=1e-5)
         assert metrics.eval_accuracies == pytest.approx(single.eval_accuracies)
         assert metrics.eval_top5_accuracies == pytest.approx(single.eval_top5_accuracies)
 
 
-def test_the_reference_scores_what_was_reckoned_by_hand(references: Path) -> None:
+def test_the_reference_has_the_scores_computed_by_hand(references: Path) -> None:
     answers, swapped, images = (
         RunRecord.read(references / name / "record.json").metrics for name in ("answers", "answers_swapped", "images")
     )
-    assert json.loads((references / "answers" / "predictions.json").read_text()) == LEARNT
+    assert json.loads((references / "answers" / "predictions.json").read_text()) == MEMORIZED
     assert (answers.exact_match, answers.f1) == (pytest.approx(EXACT_MATCH), pytest.approx(F1))
     assert (swapped.exact_match, swapped.f1) == (0, 0)
     assert len(images.eval_accuracies) == len(images.eval_top5_accuracies) > 1
@@ -249,32 +270,33 @@ def test_the_reference_scores_what_was_reckoned_by_hand(references: Path) -> Non
     assert answers.eval_accuracies == answers.eval_top5_accuracies == []
 
 
-def test_the_reference_exercises_what_it_claims(references: Path) -> None:
-    trained = steps(references / "bloom")
-    assert all(step["grad_norm"] > 0.5 for step in trained), "clipping was never active"
-    assert len({step["learning_rate"] for step in trained}) > 8, "the schedule did not move"
+def test_the_reference_clips_and_changes_the_learning_rate(references: Path) -> None:
+    trained = read_steps(references / "bloom")
+    assert all(step["grad_norm"] > 0.5 for step in trained), "a step was not clipped"
+    assert len({step["learning_rate"] for step in trained}) > 8, "the learning rate does not change"
     assert trained[-1]["loss"] < trained[0]["loss"]
 
 
-def test_the_trainer_differs_from_our_loop_in_no_bit(references: Path) -> None:
+def test_hf_trainer_and_native_loop_are_bitwise_equal(references: Path) -> None:
     ours, theirs = references / "bloom", references / "hf"
     for key in ("step", "epoch", "loss", "grad_norm", "learning_rate"):
-        assert [line[key] for line in steps(ours)] == [line[key] for line in steps(theirs)]
+        assert [line[key] for line in read_steps(ours)] == [line[key] for line in read_steps(theirs)]
     native, trainer = (RunRecord.read(folder / "record.json") for folder in (ours, theirs))
     assert native.built is not None
     assert trainer.built is not None
     assert (native.built.engine, trainer.built.engine) == ("native", "hf_trainer")
     assert native.metrics.eval_losses == trainer.metrics.eval_losses
     assert native.run.id != trainer.run.id
-    assert phases(ours) == phases(theirs)
+    assert read_phases(ours) == read_phases(theirs)
 
 
-def phases(folder: Path) -> list[str]:
-    return [event["phase"] for event in lines(folder / "events.jsonl") if "phase" in event]
+def read_phases(folder: Path) -> list[str]:
+    """Read the phases of a run, in order."""
+    return [event["phase"] for event in read_lines(folder / "events.jsonl") if "phase" in event]
 
 
 @pytest.mark.parametrize(("library", "workers", "name"), NAMES)
-def test_built_is_what_was_called(library: str, workers: int, name: str, runs: Runs) -> None:
+def test_built_matches_the_calls_of_the_library(library: str, workers: int, name: str, runs: Runs) -> None:
     folder = runs(library, workers) / name
     record = RunRecord.read(folder / "record.json")
     calls = json.loads((folder / "calls.json").read_text())
@@ -288,10 +310,10 @@ def test_built_is_what_was_called(library: str, workers: int, name: str, runs: R
         assert built.mesh == [workers, 1]
     elif built.strategy == "fsdp":
         if built.engine == "native":
-            # A unit for each of two blocks, two for embedding and head where they are not tied, and the root.
+            # Units: two blocks, the root, and embedding and head unless they are tied.
             assert calls == {"fully_shard": 3 if config["model"]["name"] == "bloom_tiny" else 5}
             assert built.sharded_units == calls["fully_shard"]
-        else:  # what else accelerate shards apart depends on its version
+        else:  # which other units accelerate shards depends on its version
             assert set(calls) == {"fully_shard"}
             assert calls["fully_shard"] >= 3
         sharding = config["fsdp"]["sharding"]

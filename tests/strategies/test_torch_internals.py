@@ -24,7 +24,7 @@ from distexp.strategies.torch_internals import (
 
 @pytest.fixture
 def _process_group(tmp_path: Path) -> Iterator[None]:
-    """A process group of one rank."""
+    """Initialize a process group of one rank."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

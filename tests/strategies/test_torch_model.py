@@ -25,6 +25,7 @@ class RecordingModel(nn.Module):
         self.embedding.weight.register_hook(lambda _: self.logits_alive.append(self.logits() is not None))
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the logits, and keep a weak reference to them."""
         logits: Tensor = self.head(self.embedding(input_ids))
         self.logits = weakref.ref(logits)
         return logits

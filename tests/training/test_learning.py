@@ -1,4 +1,4 @@
-"""The small models learn their samples, in a loop without any strategy."""
+"""The small models learn their data sets, in a simple loop without a strategy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.runs import resolve_cell
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Small products lose more to threads than they gain."""
+    """Use one thread, which is faster for small matrices."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -25,7 +25,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def learn(config: Config, steps: int) -> tuple[float, float, float]:
-    """Evaluation loss before and after some steps, and the accuracy after them."""
+    """Return the evaluation loss before and after some steps, and the accuracy after them."""
     torch.manual_seed(config.train.seed)
     data: TaskData = locate(config.dataset._target_)(config.dataset, config.model, config.train.seed)
     model: nn.Module = locate(config.model._target_)(config.model, data.num_classes)
@@ -37,8 +37,8 @@ def learn(config: Config, steps: int) -> tuple[float, float, float]:
     before, _ = evaluate(model, data)
     model.train()
     for _ in range(steps):
-        chosen = torch.randint(len(data.train), (2 * config.train.micro_batch_size,)).tolist()
-        batch = data.collate([data.train[index] for index in chosen]).to(torch.device("cpu"))
+        indices = torch.randint(len(data.train), (2 * config.train.micro_batch_size,)).tolist()
+        batch = data.collate([data.train[index] for index in indices]).to(torch.device("cpu"))
         optimizer.zero_grad()
         (loss_sum(data.task, model(**batch.inputs), batch) / batch.num_targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -48,6 +48,7 @@ def learn(config: Config, steps: int) -> tuple[float, float, float]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: TaskData) -> tuple[float, float]:
+    """Return the mean loss and the accuracy over the evaluation set."""
     model.eval()
     batch = data.collate([data.evaluation[index] for index in range(len(data.evaluation))]).to(torch.device("cpu"))
     outputs = model(**batch.inputs)
@@ -68,7 +69,7 @@ def test_a_small_resnet_learns_the_sample() -> None:
     before, after, accuracy = learn(config, steps=60)
     assert before > 2
     assert after < 1.2
-    assert accuracy > 0.5, "chance is 0.1"
+    assert accuracy > 0.5, "guessing gives 0.1"
 
 
 def test_another_data_set_can_be_chosen_for_an_image_model() -> None:
