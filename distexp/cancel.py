@@ -12,6 +12,7 @@ from distexp.exceptions import run_until_pipe_closes
 from distexp.launch import ledger
 from distexp.launch.slurm import client
 from distexp.launch.slurm.status import poll
+from distexp.runs.run_dir import LEDGER
 from distexp.runs.text import format_count, suggest_command
 
 TIMEOUT_S, POLL_S = 60.0, 0.5
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sweep_dir = parser.parse_args(arguments).directory
     entries = ledger.latest(sweep_dir)
     if not entries:
-        print(f"distexp: {sweep_dir} has no {ledger.FILE}: only sweeps on Slurm can be cancelled", file=sys.stderr)
+        print(f"distexp: {sweep_dir} has no {LEDGER}: only sweeps on Slurm can be cancelled", file=sys.stderr)
         return 2
     active = [run for run in poll(sweep_dir) if run.is_active]
     try:

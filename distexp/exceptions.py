@@ -1,4 +1,4 @@
-"""The ways in which a command ends that are no error of the program."""
+"""Exceptions that end a command without being bugs, and the exit code of a closed pipe."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 
 class SweepFailedError(Exception):
-    """Some run of a finished sweep failed; the command ends with code 1."""
+    """A finished sweep with a failed run. The command exits with code 1."""
 
 
 class InterruptedRunError(BaseException):
-    """Ctrl-C, SIGTERM, or a notice by SIGUSR1: the run is ended and recorded, and no further one starts."""
+    """Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 during a run. The record is written, and no other run is started."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -21,15 +21,16 @@ class InterruptedRunError(BaseException):
 
 
 class MonitoringInterrupted(BaseException):
-    """Ctrl-C while jobs were watched, which go on."""
+    """Ctrl-C while jobs were monitored. The jobs continue."""
 
 
 def run_until_pipe_closes(command: Callable[[], int]) -> int:
-    """The exit code of a command that prints; the shell's for SIGPIPE where its reader, as ``head``, had enough."""
+    """Run a command and return its exit code, or 141 if stdout was closed (as by ``head``)."""
     try:
         code = command()
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
+        # Python would report another BrokenPipeError when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code

@@ -1,7 +1,7 @@
-"""``python -m distexp.resume DIR [OVERRIDE ...]``: runs what a sweep lacks, and keeps what it has.
+"""``distexp resume DIR [OVERRIDE ...]``: run the failed and missing runs of a sweep.
 
-It is the sweep's own command again, in its own directory: a run that is done is known by its ``run.id``
-and kept, one that failed or left no record runs again where it was, and a new cell gets a new number.
+It repeats the original command of the sweep in the sweep's directory. A finished run is found by its ``run.id`` and
+kept. A run that failed or has no record runs again in its directory. A new cell gets a new number.
 """
 
 from __future__ import annotations
@@ -15,37 +15,43 @@ from pathlib import Path
 from distexp.cli.main import main as distexp
 from distexp.cli.overrides import is_override
 from distexp.config import ConfigError
-from distexp.runs.existing import COMMAND, not_a_sweep
+from distexp.runs.existing import not_a_sweep
+from distexp.runs.run_dir import COMMAND
 
-USAGE = """usage: python -m distexp.resume DIR [KEY=VALUE ...]
+USAGE = """usage: distexp resume DIR [KEY=VALUE ...]
 
-Runs the failed and the missing runs of a sweep again, in their directories; keeps those that are done.
-A key that is given replaces the sweep's own, as in zero_stage=1,2,3,0: what is new in it is added.
+Run the failed and missing runs of a sweep in their directories. Finished runs are kept.
+A KEY=VALUE replaces that of the original command, as in zero_stage=1,2,3,0: new values add runs.
 cluster=slurm or cluster=local may be given as well."""
 
-OWN = ("hydra.sweep.dir", "sweep.resume")
+RESUME_KEYS = ("hydra.sweep.dir", "sweep.resume")
+"""Keys that this command sets."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of the sweep; 2 where there is none to resume."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or any(word in ("-h", "--help") for word in words):
+    """Resume a sweep and return its exit code, or 2 if the directory is not a sweep."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or any(argument in ("-h", "--help") for argument in arguments):
         print(USAGE)
-        return 0 if words else 2
-    sweep_dir, new = Path(words[0]).absolute(), words[1:]
+        return 0 if arguments else 2
+    sweep_dir, new = Path(arguments[0]).absolute(), arguments[1:]
     try:
-        began, directory = original(sweep_dir)
+        original, directory = read_command(sweep_dir)
     except ConfigError as error:
         print(f"distexp: {error}", file=sys.stderr)
         return 2
-    merged = merge(began, new)
+    merged = merge(original, new)
     if os.path.isdir(directory):
-        os.chdir(directory)  # what its paths are relative to
+        os.chdir(directory)  # The relative paths of the command are relative to it.
     return distexp([*merged, f"hydra.sweep.dir={sweep_dir}", "sweep.resume=true"])
 
 
-def original(sweep_dir: Path) -> tuple[list[str], str]:
-    """The words that began a sweep, and where they were typed; ConfigError where the directory is none."""
+def read_command(sweep_dir: Path) -> tuple[list[str], str]:
+    """Return the arguments of the original command, and its working directory.
+
+    Raises:
+        ConfigError: if the directory is not a sweep.
+    """
     try:
         command = json.loads((sweep_dir / COMMAND).read_text())
     except (OSError, ValueError):
@@ -53,16 +59,16 @@ def original(sweep_dir: Path) -> tuple[list[str], str]:
     return command["words"], command["directory"]
 
 
-def merge(words: Sequence[str], new: Sequence[str]) -> list[str]:
-    """The sweep's words with the new ones, which replace what they name."""
-    replaced = {_key(word) for word in new if is_override(word)} | set(OWN)
-    kept = [word for word in words if not (is_override(word) and _key(word) in replaced)]
+def merge(original: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return the original arguments with the new ones. A new override replaces one of the same key."""
+    replaced = {_key(argument) for argument in new if is_override(argument)} | set(RESUME_KEYS)
+    kept = [argument for argument in original if not (is_override(argument) and _key(argument) in replaced)]
     multirun = [] if "--multirun" in kept or "-m" in kept else ["--multirun"]
     return [*multirun, *kept, *new]
 
 
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
+def _key(argument: str) -> str:
+    return argument.partition("=")[0].lstrip("+~")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_unti
 from distexp.launch import ledger
 from distexp.launch.slurm.follow import FAST_POLL_S, follow
 from distexp.launch.slurm.status import poll
-from distexp.runs.existing import COMMAND, ExistingRun, ExistingRuns, not_a_sweep
-from distexp.runs.progress import last_activity, progress
-from distexp.runs.record import FAILURES, RECORD, RunRecord
+from distexp.runs.existing import ExistingRun, ExistingRuns, not_a_sweep
+from distexp.runs.progress import last_activity, read_progress
+from distexp.runs.record import FAILURES, RunRecord
+from distexp.runs.run_dir import COMMAND, RECORD
 from distexp.runs.run_state import RunState
 from distexp.runs.text import suggest_command
 
@@ -135,7 +136,7 @@ def _local_state(run: ExistingRun) -> RunState:
     if run.status is not None:
         return RunState.from_record(run.number, run.directory, None, RunRecord.read(run.directory / RECORD))
     idle_s = time.time() - last_activity(run.directory)
-    if idle_s < MAX_IDLE_S and progress(run.directory).phase != "done":
+    if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":
         return RunState(run.number, run.directory, None, "running")
     reason = f"last activity {idle_s:,.0f} s ago (process probably killed)"
     return RunState(run.number, run.directory, None, "no record", reason)

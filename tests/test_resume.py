@@ -44,7 +44,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [wide.count(cause.message), "\n".join(narrow).count(cause.message)] == [1, 1], "in full, and once"
     below = run_module("distexp.resume", str(sweep / "0"), cwd=tmp_path)
     assert below.returncode == 2
-    assert below.stderr == f"distexp: {sweep / '0'} is not a sweep but lies in one: give {sweep}\n"
+    assert below.stderr == f"distexp: {sweep / '0'} is not a sweep but is inside one: give {sweep}\n"
 
     done = run_module("distexp.resume", str(sweep), "train.seed=1,2,3", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -82,7 +82,7 @@ def test_a_run_that_new_values_make_another_stays_and_is_told(tmp_path: Path) ->
     record.write(sweep / "0")
     done = run_module("distexp.resume", str(sweep), "train.max_steps=1", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "run 0 (killed) stays as it is: what is asked for now is another run" in done.stdout
+    assert "run 0 (killed) was not resumed: the new overrides define a different run" in done.stdout
     assert [RunRecord.read(sweep / n / "record.json").status for n in "01"] == ["killed", "completed"]
 
 
@@ -102,7 +102,10 @@ def test_what_is_no_sweep_is_said_in_a_sentence(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_told_from_an_empty_one(tmp_path: Path) -> None:
     for module in ("distexp.resume", "distexp.status"):
-        for directory, why in ((tmp_path, "holds no "), (tmp_path / "gone", "does not exist: give the directory of")):
+        for directory, why in (
+            (tmp_path, "contains no "),
+            (tmp_path / "gone", "does not exist: give the directory of"),
+        ):
             done = run_module(module, str(directory), cwd=tmp_path)
             assert done.returncode == 2
             assert done.stderr.startswith(f"distexp: {directory} {why}")

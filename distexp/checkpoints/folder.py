@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.record import write_json
+from distexp.runs.files import flush_names, move_into_place, write_json
+from distexp.runs.run_dir import CHECKPOINTS
 
-FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 KEEP = 2
 """Number of checkpoints that a run keeps."""
@@ -45,7 +45,7 @@ class CheckpointMeta:
 
 def checkpoints_root(run_dir: Path) -> Path:
     """Return the folder of all checkpoints of a run."""
-    return run_dir / FOLDER
+    return run_dir / CHECKPOINTS
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -78,14 +78,14 @@ def candidates(folder: Path) -> list[Path]:
     """
     if step_of(folder) is not None:
         return [folder] if folder.is_dir() else []
-    return list_checkpoints(folder.parent if folder.name == FOLDER else folder)
+    return list_checkpoints(folder.parent if folder.name == CHECKPOINTS else folder)
 
 
 def suggest(folder: Path) -> list[Path]:
     """Return folders to suggest if ``folder`` has no checkpoint: other steps of the run, or runs below the folder."""
-    if folder.parent.name == FOLDER:
+    if folder.parent.name == CHECKPOINTS:
         return list_checkpoints(folder.parent.parent)
-    return sorted(path.parent for path in folder.glob(f"*/{FOLDER}") if list_checkpoints(path.parent))
+    return sorted(path.parent for path in folder.glob(f"*/{CHECKPOINTS}") if list_checkpoints(path.parent))
 
 
 def write_manifest(folder: Path, meta: CheckpointMeta, checksums: Checksums) -> None:
@@ -141,10 +141,8 @@ def publish(run_dir: Path, step: int) -> None:
     The newest two up to this step stay. Later ones are left from an attempt that found them damaged; they are deleted.
     """
     target = checkpoint_dir(run_dir, step)
-    if target.exists():
-        shutil.rmtree(target)
-    tmp_dir(run_dir, step).rename(target)
-    _flush_folder(target.parent)
+    move_into_place(tmp_dir(run_dir, step), target)
+    flush_names(target.parent)
     known = [(number, path) for path in list_checkpoints(run_dir) if (number := step_of(path)) is not None]
     kept = [path for number, path in known if number <= step][:KEEP]
     for _, path in known:
@@ -156,12 +154,3 @@ def remove_unfinished(run_dir: Path) -> None:
     """Delete the unfinished checkpoints of attempts that died while writing."""
     for path in checkpoints_root(run_dir).glob(".step-*.tmp"):
         shutil.rmtree(path)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Flush the entries of a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,6 @@ therefore draw nothing, and a run on another machine can be followed in the same
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,34 +20,11 @@ from rich.table import Table
 
 from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
 from distexp.report.table import build_exercise_tables, build_overview_table
+from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import log_path
+from distexp.runs.run_dir import EVENTS, METRICS, log_path
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import failure_text, format_count, suggest_command
-
-
-@dataclass
-class Tail:
-    """The new lines of a growing file."""
-
-    path: Path
-    position: int = 0
-    rest: str = ""
-
-    def lines(self) -> list[str]:
-        """Read the complete lines written since the last call."""
-        if not self.path.exists():
-            return []
-        with self.path.open(errors="replace") as file:
-            file.seek(self.position)
-            self.rest += file.read()
-            self.position = file.tell()
-        *complete, self.rest = self.rest.split("\n")
-        return complete
-
-    def records(self) -> list[dict[str, Any]]:
-        """Parse the new lines as JSON."""
-        return [json.loads(line) for line in self.lines()]
 
 
 @dataclass
@@ -66,13 +42,13 @@ class LiveRun:
 
     def refresh(self) -> None:
         """Show what the run has written since the last call."""
-        for line in self.log.lines():
+        for line in self.log.read_lines():
             self._print(f"[dim]{escape(line)}[/dim]")
-        events = self.events.records()
+        events = self.events.read_entries()
         for event in events:
             self.total_steps = event.get("total_steps", self.total_steps)
             self.resumed_from = event.get("resumed_from_step", self.resumed_from)
-        for metrics in self.metrics.records():
+        for metrics in self.metrics.read_entries():
             if metrics["step"] > self.resumed_from:
                 self._show_step(metrics)
         for event in events:
@@ -139,8 +115,8 @@ class Screen:
         self.console.print(f"[bold]{run_title(spec)}[/bold]\n{directory}", highlight=False, soft_wrap=True)
         live = LiveRun(
             self.console,
-            events=Tail(directory / "events.jsonl"),
-            metrics=Tail(directory / "metrics.jsonl"),
+            events=Tail(directory / EVENTS),
+            metrics=Tail(directory / METRICS),
             log=Tail(log_path(directory, 0, 0)),
         )
         if not self.console.is_terminal:

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from distexp.console.run_summary import status_color
-from distexp.runs.progress import progress
+from distexp.runs.progress import read_progress
 from distexp.runs.run_state import RunState
 from distexp.runs.text import format_runs
 
@@ -75,7 +75,7 @@ def count_states(runs: Sequence[RunState]) -> str:
 def state_detail(run: RunState) -> str:
     """Return why a run is waiting, how far it is, its results, or why it failed."""
     if run.state in ("running", "ending"):
-        return f"{progress(run.directory)}" + (f" on {run.nodes}" if run.nodes else "")
+        return f"{read_progress(run.directory)}" + (f" on {run.nodes}" if run.nodes else "")
     if run.record is not None and run.record.status == "completed":
         speed = run.record.metrics.train_samples_per_second
         loss = run.record.metrics.train_loss
@@ -93,7 +93,7 @@ def describe_state(run: RunState) -> str:
 def state_key(run: RunState) -> str:
     """Return a text that changes if the run's state, nodes, reason or phase changes, but not with every step."""
     if run.state == "running":
-        return f"running {run.nodes}{progress(run.directory).phase or 'start'}"
+        return f"running {run.nodes}{read_progress(run.directory).phase or 'start'}"
     return f"{run.state}{run.nodes}{run.reason}"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from distexp.config import ConfigError
+from distexp.runs.files import remove
 
 
 def cache_dir() -> Path:
@@ -67,13 +67,13 @@ def _build_and_rename(path: Path, build: Callable[[Path], None], *, alone: bool)
     if alone:
         # Of this host only: some network file systems keep their locks to each host.
         for left_behind in path.parent.glob(f"{mine}-*.partial"):
-            _remove(left_behind)
+            remove(left_behind)
     partial = path.parent / f"{mine}-{os.getpid()}.partial"
     try:
         build(partial)
         _rename(partial, path)
     finally:
-        _remove(partial)
+        remove(partial)
 
 
 def _rename(partial: Path, path: Path) -> None:
@@ -83,10 +83,3 @@ def _rename(partial: Path, path: Path) -> None:
         # Without a common lock another builder may have come first: its result is as good.
         if not path.exists():
             raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -1,13 +1,11 @@
-"""One node of a run: ``python -m distexp.launch.agent RUN_DIR NODE``, or a task of a Slurm job.
+"""Agent of one node: ``python -m distexp.launch.agent RUN_DIR NODE``, or a task of a Slurm job.
 
-It starts torchrun for its node's workers, one to a GPU, samples their memory from outside, and ends
-them when they hang, when their time is over, or when it is told to. It imports no torch: a node holds
-one agent beside its workers, and that must cost next to nothing.
+It starts torchrun for the workers of its node and samples their memory from outside. It ends them if they hang, if
+they exceed their time, or if it gets SIGTERM. It imports no torch, so that it costs little next to the workers.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -15,19 +13,22 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from distexp.launch.outcome import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, finalize_run
-from distexp.launch.rendezvous import Rendezvous, reserve, wait_for_head
+from distexp.launch.failures import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE
+from distexp.launch.node import is_simulated, node_gpus, torchrun_arguments, worker_environment
+from distexp.launch.outcome import finalize_run
+from distexp.launch.rendezvous import reserve_port, wait_for_head
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
+from distexp.runs.errors import write_error
 from distexp.runs.heartbeat import last_heartbeat
-from distexp.runs.record import RunError, write_json
-from distexp.runs.run_dir import agent_error_path, node_logs
+from distexp.runs.record import RunError
+from distexp.runs.run_dir import agent_error_path, log_dir, memory_trace_path, torchrun_log_path
 from distexp.runs.spec import RunSpec
-from distexp.system.hardware import Gpu, cpu_count, visible_gpus
+from distexp.system.hardware import cpu_count
 from distexp.system.processes import descendants, die_with_parent, end_tree, orphaned, start_module
 
 POLL_S = 0.1
@@ -37,14 +38,14 @@ RENDEZVOUS_S = 120.0
 
 
 class StoppedError(BaseException):
-    """The agent was told to end; not an Exception, so that nothing takes it for an error."""
+    """SIGTERM for the agent. It is not an Exception, so that nothing handles it as an error."""
 
 
 def main() -> None:
-    """Runs a node to its end; the exit code tells why it ended, see ``distexp.launch.outcome``."""
+    """Run the workers of a node. The exit code is that of torchrun, or one of ``distexp.launch.failures``."""
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
+    signal.signal(signal.SIGTERM, raise_stopped)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
     for number in stop_request.SIGNALS:
         signal.signal(number, lambda number, _: stop_request.request_stop(run_dir, signal.Signals(number).name))
     die_with_parent(signal.SIGTERM)
@@ -54,43 +55,60 @@ def main() -> None:
     except StoppedError:
         code = STOPPED_CODE
     if code == STOPPED_CODE and node == 0 and orphaned():
-        # The launcher is gone, so nobody else will write the record.
-        finalize_run(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, and its workers were ended")
+        # The launcher is dead, so the head's agent writes the record.
+        finalize_run(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, so the agent ended the workers")
     sys.exit(code)
 
 
-def stop(number: int, frame: FrameType | None) -> None:
-    """Answers SIGTERM: the agent ends its workers, and then itself."""
+def raise_stopped(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM: the agent ends its workers and then itself."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise StoppedError
 
 
 @dataclass(frozen=True)
 class NodeContext:
-    """Where an agent stands in its run."""
+    """Position of an agent in its run.
+
+    Attributes:
+        node: Number of the node, from 0. Node 0 is the head.
+        address: Name under which the other nodes reach this one.
+        attempt: Identity of the attempt, so that files of an earlier one are ignored.
+        peer_failed: Returns whether another node has failed.
+    """
 
     node: int
-    address: str = "127.0.0.1"  # under which the other nodes find this one
+    address: str = "127.0.0.1"
     attempt: str = ""
-    peer_failed: Callable[[], bool] = lambda: False  # whether another node has ended badly
+    peer_failed: Callable[[], bool] = lambda: False
 
 
 def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float) -> int:
-    """Starts a node's workers, watches them, and leaves none of them behind."""
-    node, logs = context.node, node_logs(run_dir, context.node)
+    """Start the workers of a node and watch them; end all of them before returning.
+
+    Args:
+        spec: The run.
+        run_dir: Directory of the run.
+        context: Position of this node.
+        started: Start of the run, in Unix seconds.
+
+    Returns:
+        The exit code of the node.
+    """
+    node = context.node
     with ExitStack() as stack:
         if node == 0:
-            where, holder = reserve(context.address, run_dir, context.attempt)
+            rendezvous, holder = reserve_port(context.address, run_dir, context.attempt)
             stack.enter_context(holder)
         else:
-            where = wait_for_head(run_dir, RENDEZVOUS_S, context.attempt)
-        logs.mkdir(parents=True, exist_ok=True)
+            rendezvous = wait_for_head(run_dir, RENDEZVOUS_S, context.attempt)
+        log_dir(run_dir, node).mkdir(parents=True, exist_ok=True)
         if lacks_gpus(spec, run_dir, node):
             return 1
-        output = stack.enter_context((logs / "torchrun.log").open("w"))
+        output = stack.enter_context(torchrun_log_path(run_dir, node).open("w"))
         torchrun = start_module(
             "torch.distributed.run",
-            *torchrun_arguments(spec, node, where, context.address),
+            *torchrun_arguments(spec, node, rendezvous, context.address),
             str(run_dir),
             env=worker_environment(spec, node),
             output=output,
@@ -101,23 +119,22 @@ def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float)
 
 
 def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
-    """Whether a job got fewer GPUs than it has workers, which is written down: there is no use in starting them."""
-    found, wanted = len(node_gpus(spec, node)), spec.workers_per_node
-    if spec.config.cluster.device != "cuda" or found >= wanted:
+    """Return whether a node has fewer GPUs than workers, and write an error if so."""
+    found, needed = len(node_gpus(spec, node)), spec.workers_per_node
+    if spec.config.cluster.device != "cuda" or found >= needed:
         return False
-    sentence = (
-        f"cluster.workers_per_node={wanted} needs as many GPUs, and node {node} ({socket.gethostname()}) shows the job "
-        f"{found}: ask for nodes that have them (cluster.constraint, cluster.partition), or choose cluster.device=cpu"
+    message = (
+        f"cluster.workers_per_node={needed} needs {needed} GPUs, but node {node} ({socket.gethostname()}) has {found}: "
+        "request nodes with more GPUs (cluster.constraint, cluster.partition), or set cluster.device=cpu"
     )
-    cause = RunError("TooFewGpus", sentence, "setup")
-    write_json(agent_error_path(run_dir, node), {"unix_time_s": time.time(), **asdict(cause)})
+    write_error(agent_error_path(run_dir, node), RunError("TooFewGpus", message, "setup"))
     return True
 
 
 def watch(
-    torchrun: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, started: float, lost: Callable[[], bool]
+    torchrun: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, started: float, peer_failed: Callable[[], bool]
 ) -> int:
-    """Waits for the workers to end by themselves, to exceed their time, to hang, or to lose another node."""
+    """Wait until the workers end, exceed their time or hang, or until another node fails; return the exit code."""
     cluster = spec.config.cluster
     deadline = started + cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
     while (code := torchrun.poll()) is None:
@@ -127,30 +144,17 @@ def watch(
         if now - max(started, last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
             dump_stacks(torchrun.pid)
             return HANG_CODE
-        if lost():
-            return 0  # the error is the other node's, which has told it
+        if peer_failed():
+            return 0  # The other node reports the cause.
         time.sleep(POLL_S)
     return code
 
 
 def dump_stacks(pid: int) -> None:
-    """Has every worker write the stacks of its threads into its log."""
+    """Make every worker write the stacks of its threads to its log."""
     for worker in descendants(pid, recursive=False):
         worker.send_signal(signal.SIGUSR1)
     time.sleep(DUMP_S)
-
-
-def node_gpus(spec: RunSpec, node: int) -> tuple[Gpu, ...]:
-    """The GPUs of a node's workers; simulated nodes share out those of this machine."""
-    if spec.config.cluster.device != "cuda":
-        return ()
-    first = node * spec.workers_per_node if simulated(spec) else 0
-    return visible_gpus()[first:][: spec.workers_per_node]
-
-
-def simulated(spec: RunSpec) -> bool:
-    """Whether all nodes of a run stand on this machine."""
-    return spec.config.cluster.launcher == "local"
 
 
 def _sampler(spec: RunSpec, run_dir: Path, node: int) -> AbstractContextManager[object]:
@@ -158,49 +162,11 @@ def _sampler(spec: RunSpec, run_dir: Path, node: int) -> AbstractContextManager[
     if not measure.enabled:
         return nullcontext()
     return Sampler(
-        path=run_dir / "memory" / f"node{node}.csv",
+        path=memory_trace_path(run_dir, node),
         gpu_indices=[gpu.index for gpu in node_gpus(spec, node)],
         interval_s=measure.interval_s,
-        cores=max(1, cpu_count() // (spec.nodes if simulated(spec) else 1)),
+        cores=max(1, cpu_count() // (spec.nodes if is_simulated(spec) else 1)),
     )
-
-
-def torchrun_arguments(spec: RunSpec, node: int, where: Rendezvous, own_address: str = "127.0.0.1") -> list[str]:
-    """Static rendezvous: c10d would number the nodes by who comes first."""
-    return [
-        f"--nnodes={spec.nodes}",
-        f"--node-rank={node}",
-        f"--nproc-per-node={spec.workers_per_node}",
-        f"--master-addr={where.address}",
-        f"--master-port={where.port}",
-        f"--local-addr={own_address}",
-        "--max-restarts=0",
-        "-m",
-        "distexp.worker",
-    ]
-
-
-def worker_environment(spec: RunSpec, node: int) -> dict[str, str]:
-    """This process' environment, with what was set for the workers, their threads, devices and accelerator."""
-    cluster = spec.config.cluster
-    environment = {
-        **os.environ,
-        **cluster.environment,
-        "OMP_NUM_THREADS": str(cluster.cpus_per_worker),
-        "DS_ACCELERATOR": cluster.device,
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
-    if cluster.debug:
-        environment |= {
-            "NCCL_DEBUG": "INFO",
-            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-            "TORCH_CPP_LOG_LEVEL": "INFO",
-            "TORCH_SHOW_CPP_STACKTRACES": "1",
-        }
-    if cluster.device == "cuda" and spec.nodes > 1 and simulated(spec):
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in node_gpus(spec, node))
-    return environment
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""``ledger.jsonl`` in a sweep's directory: which job has which run. Lines are only ever added.
+"""``ledger.jsonl`` of a sweep directory: the Slurm job and the latest known state of each run.
 
-Only commands on a login node write it, one line or several at once, under a lock; a job writes in its
-run's directory alone, because appending from several nodes may tear on a network's file system.
+Lines are only added, under a lock, and only by commands on a login node. A job writes to its own run directory
+only, because lines from several nodes may tear on a network file system.
 """
 
 from __future__ import annotations
@@ -14,27 +14,36 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-FILE = "ledger.jsonl"
+from distexp.runs.jsonl import read_entries
+from distexp.runs.run_dir import LEDGER
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run, and what became of it as far as it was known then."""
+    """State of one run at one time.
 
-    run: int  # its number
+    Attributes:
+        run: Number of the run.
+        id: ``run.id``.
+        directory: Directory of the run, relative to the sweep directory, so that the sweep can be moved.
+        job: Slurm job as ARRAY_INDEX.
+        state: ``submitted``, ``cancelled``, or the status of the record.
+    """
+
+    run: int
     id: str
-    directory: str  # relative to the sweep's, so that this holds on another machine too
-    job: str | None  # ARRAY_INDEX
-    state: str  # submitted, cancelled, or the status of its record
+    directory: str
+    job: str | None
+    state: str
     unix_time_s: float = field(default_factory=time.time)
 
 
 def append(sweep_dir: Path, entries: Iterable[Entry]) -> None:
-    """Adds lines, all of them or, at the worst, a torn last one that ``read`` passes over."""
+    """Append entries. If the machine goes down, the last line may be torn; ``read`` leaves it out."""
     text = "".join(json.dumps(asdict(entry)) + "\n" for entry in entries)
     if not text:
         return
-    with (sweep_dir / FILE).open("a+b") as file:
+    with (sweep_dir / LEDGER).open("a+b") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         size = file.seek(0, os.SEEK_END)
         if size:
@@ -46,21 +55,17 @@ def append(sweep_dir: Path, entries: Iterable[Entry]) -> None:
 
 
 def read(sweep_dir: Path) -> list[Entry]:
-    """All lines, oldest first; empty for a sweep that ran on one machine."""
-    path = sweep_dir / FILE
-    if not path.exists():
-        return []
+    """Read all entries, the oldest first; a sweep that ran on one machine has none."""
     known = {spec.name for spec in fields(Entry)}
     found = []
-    for line in path.read_text(errors="replace").splitlines():
+    for raw in read_entries(sweep_dir / LEDGER):
         try:
-            raw = json.loads(line)
             found.append(Entry(**{key: value for key, value in raw.items() if key in known}))
-        except (ValueError, TypeError):
-            continue  # the machine went down while it was written
+        except TypeError:
+            continue
     return found
 
 
 def latest(sweep_dir: Path) -> dict[int, Entry]:
-    """The last word on each run, by number."""
+    """Return the latest entry of each run, by its number."""
     return {entry.run: entry for entry in read(sweep_dir)}

@@ -1,25 +1,23 @@
-"""Whether the kernel killed something for memory while a run went on."""
+"""Detection of processes that the kernel killed for memory during a run."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from distexp.runs.record import write_json
+from distexp.runs.files import write_json
+from distexp.runs.run_dir import OOM_KILLS
 from distexp.system.cgroups import oom_kills
-
-FILE = "oom_kills.json"
 
 
 def save_counters(directory: Path) -> None:
-    """Keeps the counters as they are when a run starts."""
-    write_json(directory / FILE, oom_kills())
+    """Save the kernel's OOM counters at the start of a run."""
+    write_json(directory / OOM_KILLS, oom_kills())
 
 
 def oom_killed(directory: Path) -> bool:
-    """Whether a counter has grown since ``save_counters``."""
-    import json
-
-    path = directory / FILE
+    """Return whether an OOM counter has increased since ``save_counters``."""
+    path = directory / OOM_KILLS
     if not path.exists():
         return False
     before = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""How the nodes of a run find each other: a port that the head itself holds, left in the run directory."""
+"""Rendezvous of a run's nodes: the head's address and port, in a file of the run directory."""
 
 from __future__ import annotations
 
@@ -8,48 +8,52 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distexp.runs.record import write_json
-
-FILE = "rendezvous.json"
+from distexp.runs.files import write_json
+from distexp.runs.run_dir import RENDEZVOUS
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The head's address and port."""
+    """Address and port of the head, with the attempt that they are valid for."""
 
     address: str
     port: int
-    attempt: str = ""  # tells it from what an earlier attempt of the run left
+    attempt: str = ""
 
 
-def reserve(address: str, run_dir: Path, attempt: str = "") -> tuple[Rendezvous, socket.socket]:
-    """Finds a free port on the head and tells the other nodes.
+def reserve_port(address: str, run_dir: Path, attempt: str = "") -> tuple[Rendezvous, socket.socket]:
+    """Find a free port on the head, and write it for the other nodes.
 
-    The returned socket is bound but does not listen: while it is open the kernel gives the port to
-    nobody who asks for any, and torch, which sets SO_REUSEADDR as well, may still listen on it.
+    Returns:
+        The rendezvous, and a bound socket that does not listen. While the socket is open, the kernel gives the port
+        to no process that asks for a free one. torch sets SO_REUSEADDR, so it can still listen on the port.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
     found = Rendezvous(address, holder.getsockname()[1], attempt)
-    write_json(run_dir / FILE, asdict(found))
+    write_json(run_dir / RENDEZVOUS, asdict(found))
     return found, holder
 
 
 def read_rendezvous(run_dir: Path) -> Rendezvous | None:
-    """What the head of the latest attempt has told; None before it has."""
+    """Return the rendezvous of the latest attempt, or None if the head has not written it."""
     try:
-        return Rendezvous(**json.loads((run_dir / FILE).read_text()))
+        return Rendezvous(**json.loads((run_dir / RENDEZVOUS).read_text()))
     except FileNotFoundError:
         return None
 
 
 def wait_for_head(run_dir: Path, timeout_s: float, attempt: str = "") -> Rendezvous:
-    """Waits for the head's file of this attempt; TimeoutError where it does not come."""
+    """Wait for the rendezvous of an attempt and return it.
+
+    Raises:
+        TimeoutError: if the head does not write it in time.
+    """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         found = read_rendezvous(run_dir)
         if found is not None and found.attempt == attempt:
             return found
         time.sleep(0.05)
-    raise TimeoutError(f"the head node left no {FILE} in {run_dir} within {timeout_s:g} s")
+    raise TimeoutError(f"the head node wrote no {RENDEZVOUS} to {run_dir} within {timeout_s:g} s")

@@ -1,7 +1,7 @@
-"""The code as it was at submission: copied into the sweep's directory, where the jobs run it.
+"""Snapshot of the code in the sweep directory, so that jobs run the code of the time of submission.
 
-In a checkout that is every file git tracks, with what was not committed, and every new one it does not
-ignore; of an installed distexp it is the package. Packages that the user trusts come along.
+From a git checkout, it contains the tracked files with their uncommitted changes, and new files that git does not
+ignore. For an installed distexp, it contains the package. The user's ``trusted_packages`` are copied too.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pathlib import Path
 
 from distexp.config import ConfigError
 from distexp.config.paths import PACKAGE
-from distexp.runs.record import SNAPSHOT_MARKER, write_json
+from distexp.runs.files import create_atomically, write_json
+from distexp.runs.run_dir import SNAPSHOT, SNAPSHOT_MARKER
 
-NAME = "snapshot"
 LIMIT_MB = 500
 INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
 class GitState:
-    """Of which commit the code is, and whether it has been changed since; None outside a checkout."""
+    """Commit of the code, and whether the code has uncommitted changes; None outside a checkout."""
 
     sha: str | None = None
     dirty: bool | None = None
 
 
 def git_root(folder: Path) -> Path | None:
-    """The checkout that tracks a folder's files, if one does."""
+    """Return the root of the git checkout that tracks a folder, or None."""
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top is None or not _git(folder, "ls-files", "--", "."):
         return None
@@ -44,50 +44,57 @@ def git_root(folder: Path) -> Path | None:
 
 
 def git_state(root: Path | None) -> GitState:
-    """The commit of a checkout; a new file that git does not ignore makes it dirty too."""
+    """Return the state of a checkout. New files that git does not ignore count as changes."""
     if root is None:
         return GitState()
     sha = _git(root, "rev-parse", "HEAD")
     return GitState(sha.strip() if sha else None, bool(_git(root, "status", "--porcelain")))
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
     return done.stdout if done.returncode == 0 else None
 
 
-def take(sweep_dir: Path, trusted: Sequence[str]) -> tuple[Path, GitState]:
-    """Copies the code aside and renames it into place; a copy of the very same code is used again.
+def take_snapshot(sweep_dir: Path, trusted: Sequence[str]) -> tuple[Path, GitState]:
+    """Copy the code to the sweep directory, or find an existing snapshot of the same code.
+
+    Args:
+        sweep_dir: Directory of the sweep.
+        trusted: Names of the user's packages.
+
+    Returns:
+        The folder of the snapshot, and the git state of the code.
 
     Raises:
-        ConfigError: where there is so much that it cannot be code alone.
+        ConfigError: if there are more than LIMIT_MB to copy.
     """
     root = git_root(PACKAGE)
     files = dict(_files(root, sweep_dir, trusted))
     _check_size(files)
     state, digest = git_state(root), _digest(files)
     for number in range(1, 10_000):
-        folder = sweep_dir / (NAME if number == 1 else f"{NAME}_{number}")
+        folder = sweep_dir / (SNAPSHOT if number == 1 else f"{SNAPSHOT}_{number}")
         marker = folder / SNAPSHOT_MARKER
         if marker.exists():
             if json.loads(marker.read_text())["digest"] == digest:
                 return folder, state
         elif not folder.exists():
             _copy(files, folder, {"digest": digest, **asdict(state), "taken_at": time.time()})
-            _describe(root, state, folder)
+            _write_info(root, state, folder)
             return folder, state
     raise AssertionError("unreachable")
 
 
 def _files(root: Path | None, sweep_dir: Path, trusted: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """(path within the snapshot, path on disk) of everything to be copied."""
+    """Yield (path in the snapshot, path on disk) of each file to copy."""
     if root is None:
         yield from _package(PACKAGE)
     else:
-        # A distexp that is a folder of a larger project comes with it, and is found where it is in it.
+        # distexp may be a folder of a larger project, so paths are relative to its parent.
         base = PACKAGE.parent
         listed = _git(base, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
         for name in sorted(set(listed.split("\0")) - {""}):
@@ -98,7 +105,7 @@ def _files(root: Path | None, sweep_dir: Path, trusted: Sequence[str]) -> Iterat
         found = importlib.util.find_spec(name.partition(".")[0])
         where = Path(found.origin) if found is not None and found.origin else None
         if where is None or any(part in INSTALLED for part in where.parts):
-            continue  # installed like any library, or not there at all, which was judged before
+            continue  # Installed like any library, or missing, which resolve() has reported.
         if root is None or not where.is_relative_to(root):
             yield from _package(where.parent if where.name == "__init__.py" else where)
 
@@ -118,8 +125,8 @@ def _check_size(files: dict[str, Path]) -> None:
     if total > LIMIT_MB:
         largest = max(sizes, key=lambda name: sizes[name])
         raise ConfigError(
-            f"the code to be copied for the jobs has {total:,.0f} MB, more than {LIMIT_MB}: it holds "
-            f"{files[largest]}, {sizes[largest] / 2**20:,.0f} MB; name in .gitignore what is no code"
+            f"the code to copy for the jobs has {total:,.0f} MB, more than {LIMIT_MB}: add files that are not code to "
+            f".gitignore. The largest is {files[largest]} with {sizes[largest] / 2**20:,.0f} MB"
         )
 
 
@@ -132,24 +139,22 @@ def _digest(files: dict[str, Path]) -> str:
 
 
 def _copy(files: dict[str, Path], folder: Path, marker: dict[str, object]) -> None:
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
+    with create_atomically(folder) as temporary:
         for name, path in files.items():
-            target = aside / name
+            target = temporary / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target, follow_symlinks=False)
-        write_json(aside / SNAPSHOT_MARKER, {**marker, "files": len(files)})
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        write_json(temporary / SNAPSHOT_MARKER, {**marker, "files": len(files)})
 
 
-def _describe(root: Path | None, state: GitState, folder: Path) -> None:
-    """What git and the package metadata say of the code, beside it."""
-    beside = folder.with_name(f"{folder.name}.info")
-    beside.mkdir(exist_ok=True)
-    write_json(beside / "git.json", asdict(state))
+def _write_info(root: Path | None, state: GitState, folder: Path) -> None:
+    """Write the git state and the installed packages to ``<snapshot>.info``."""
+    info = folder.with_name(f"{folder.name}.info")
+    info.mkdir(exist_ok=True)
+    write_json(info / "git.json", asdict(state))
     if root is not None:
-        (beside / "uncommitted.diff").write_text(_git(root, "diff", "--binary", "HEAD") or "")
-    found = {f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions() if item.metadata["Name"]}
-    (beside / "pip-freeze.txt").write_text("\n".join(sorted(found, key=str.lower)) + "\n")
+        (info / "uncommitted.diff").write_text(_git(root, "diff", "--binary", "HEAD") or "")
+    packages = {
+        f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions() if item.metadata["Name"]
+    }
+    (info / "pip-freeze.txt").write_text("\n".join(sorted(packages, key=str.lower)) + "\n")

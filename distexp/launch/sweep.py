@@ -1,4 +1,4 @@
-"""The runs of one command: judged before any of them starts, numbered, run, and compared."""
+"""Cells of a sweep: composed and checked before any run starts, then numbered, each with a run directory."""
 
 from __future__ import annotations
 
@@ -20,29 +20,43 @@ from distexp.launch.outcome import invalid_record
 from distexp.launch.snapshot import GitState
 from distexp.resolve import resolve, without_hydra
 from distexp.resolve.run_id import run_id
-from distexp.runs.existing import COMMAND, ExistingRun, ExistingRuns, unmatched_message
-from distexp.runs.record import RunInfo, RunRecord, write_json
+from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
+from distexp.runs.files import write_json
+from distexp.runs.record import RunInfo, RunRecord
+from distexp.runs.run_dir import COMMAND, HYDRA, MULTIRUN
 
 
 @dataclass
 class Cell:
-    """One run to be: its overrides, what Hydra composed of them, and the verdict."""
+    """The overrides of one run, and what Hydra and ``resolve`` made of them.
+
+    Attributes:
+        composed: Composed configuration, with the hydra node.
+        config: Resolved configuration; None for an invalid cell.
+        errors: Why the cell is invalid.
+        varied: Overrides that not all cells share.
+    """
 
     overrides: list[str]
-    composed: DictConfig  # with the hydra node
+    composed: DictConfig
     config: Config | None = None
     errors: list[str] = field(default_factory=list)
-    varied: list[str] = field(default_factory=list)  # the overrides that not all cells share
+    varied: list[str] = field(default_factory=list)
 
 
 Adjust = Callable[[DictConfig, Sequence[str]], None]
-"""Changes what was composed for a cell before it is judged; ConfigError where it cannot."""
+"""Function that changes the composed configuration of a cell before it is resolved. It may raise ConfigError."""
 
 
 def compose_cells(
     context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], adjust: Adjust | None = None
 ) -> list[Cell]:
-    """Composes every cell once and judges it; what Hydra refuses aborts before anything starts."""
+    """Compose and resolve every cell, before any run starts.
+
+    Raises:
+        ConfigError: if there is one cell only, and it is invalid.
+        HydraException: if Hydra cannot compose a cell.
+    """
     cells = []
     for wanted in overrides:
         composed = context.config_loader.load_sweep_config(master, list(wanted))
@@ -63,7 +77,7 @@ def compose_cells(
 
 
 def run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
-    """Which run a cell becomes."""
+    """Return the identity of a cell's run."""
     overrides = [text.replace("'", "") for text in cell.overrides if not text.startswith("sweep.")]
     name = str(cell.composed.name) if cell.config is None else cell.config.name
     identity = "invalid" if cell.config is None else run_id(cell.config)
@@ -71,11 +85,11 @@ def run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = Non
 
 
 def write_invalid(cell: Cell, info: RunInfo, directory: Path) -> RunRecord:
-    """The record of a cell that cannot run."""
+    """Write the record of an invalid cell and return it."""
     composed = without_hydra(cell.composed)
     try:
         content: Any = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException:  # a reference to nothing may be the very error
+    except OmegaConfBaseException:  # An interpolation of a missing key may be the error.
         content = OmegaConf.to_container(composed)
     record = invalid_record(info, content, cell.errors)
     record.write(directory)
@@ -83,7 +97,7 @@ def write_invalid(cell: Cell, info: RunInfo, directory: Path) -> RunRecord:
 
 
 def run_dir_for(cell: Cell, sweep_dir: Path, number: int) -> Path:
-    """The directory that a cell has as run ``number`` of a sweep, which Hydra's part of it is told."""
+    """Return the directory of a cell as run ``number`` of a sweep, and set both in its hydra node."""
     with open_dict(cell.composed):
         cell.composed.hydra.job.id = cell.composed.hydra.job.num = number
         cell.composed.hydra.sweep.dir = str(sweep_dir)
@@ -91,13 +105,13 @@ def run_dir_for(cell: Cell, sweep_dir: Path, number: int) -> Path:
 
 
 def sweep_directory(master: DictConfig) -> Path:
-    """The directory of a sweep, made; one that is resumed is there."""
+    """Create the directory of a sweep and return it. A resumed sweep has one already."""
     chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
     return claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
 
 
 def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
-    """Makes the directory of a sweep; a default one that another command just took gets a suffix."""
+    """Create the directory of a sweep. If another command has just taken the default one, add a suffix."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     if chosen_by_user:
         wanted.mkdir(exist_ok=True)
@@ -123,17 +137,26 @@ def assign_run_dirs(
     snapshot: str | None = None,
     active: Collection[int] = (),
 ) -> Iterator[tuple[Cell, RunInfo, Path]]:
-    """Each cell that is to run, numbered, with its directory, claimed when its turn comes.
+    """Yield each cell to run with its number and directory, which is claimed at that moment.
 
-    A cell with an existing run keeps its number and directory. It is left out if ``should_skip`` returns true.
-    ``warn`` hears first of runs that would go on, had they not become others; not of ``active`` ones, by number.
+    A cell with an existing run keeps the number and directory of that run.
+
+    Args:
+        cells: Cells of the sweep.
+        sweep_dir: Directory of the sweep.
+        code: Git state of the code.
+        resume: Whether the sweep may have existing runs.
+        should_skip: Returns whether the existing run of a cell is kept, so that the cell does not run.
+        warn: Prints a warning about existing runs that no cell matches.
+        snapshot: Copy of the code that the runs use.
+        active: Numbers of runs that have not ended. The warning leaves them out.
     """
-    earlier = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
+    existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
     infos = [run_info(cell, 0, code, snapshot) for cell in cells]
-    matches = earlier.match([(info.id, info.overrides) for info in infos])
-    left = unmatched_message([run for run in earlier.unfinished(below=sweep_dir) if run.number not in active])
-    if left is not None:
-        warn(left)
+    matches = existing.match([(info.id, info.overrides) for info in infos])
+    warning = unmatched_message([run for run in existing.unfinished(below=sweep_dir) if run.number not in active])
+    if warning is not None:
+        warn(warning)
     free = 0
     for cell, info, known in zip(cells, infos, matches, strict=True):
         if known is None:
@@ -147,40 +170,56 @@ def assign_run_dirs(
 
 
 def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> tuple[int, Path]:
-    """The first number from ``first`` on whose directory no run has, claimed by making its ``.hydra``.
+    """Claim the first free run directory by creating its ``.hydra`` folder.
 
-    Making a folder is atomic, so two commands never share a run directory. Where every number has the
-    same directory (``hydra.run.dir``), one that is taken is refused.
+    Creating a folder is atomic, so two commands never share a run directory.
+
+    Args:
+        directory_of: Returns the directory of a number.
+        first: First number to try.
+        resume: Whether the sweep is resumed. It changes the message only.
+
+    Returns:
+        The number and its directory.
+
+    Raises:
+        ConfigError: if every number has the same directory (``hydra.run.dir``), and it is taken.
     """
     for number in itertools.count(first):
         directory = directory_of(number)
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            (directory / ".hydra").mkdir()
+            (directory / HYDRA).mkdir()
         except FileExistsError:
             if directory == directory_of(number + 1):
-                raise ConfigError(_taken(directory, resume=resume)) from None
+                raise ConfigError(_taken_message(directory, resume=resume)) from None
             continue
         return number, directory
     raise AssertionError("unreachable")
 
 
-def _taken(directory: Path, *, resume: bool) -> str:
+def _taken_message(directory: Path, *, resume: bool) -> str:
     if resume:
         return (
-            f"{directory} holds a single run (hydra.run.dir), and what is asked for now is another one: resume it "
-            f"without new values, or start the other in a directory of its own, with train.resume={directory} from "
-            "this one's checkpoint"
+            f"{directory} contains a single run (hydra.run.dir), and the new overrides define a different run: resume "
+            f"without them, or start the new run in another directory. Add train.resume={directory} to start it from "
+            "the last checkpoint of this run"
         )
     return (
-        f"hydra.run.dir={directory} holds a run already: choose another directory, or let that run go on with "
-        f"python -m distexp.resume {directory}"
+        f"hydra.run.dir={directory} contains a run already: choose another directory, or resume that run with "
+        f"distexp resume {directory}"
     )
 
 
 def save_master(master: DictConfig, sweep_dir: Path, cells: int) -> None:
-    """Hydra's own record of a sweep, where its users look for it, and the command that resumes it, with its runs."""
-    path = sweep_dir / "multirun.yaml"
+    """Write Hydra's ``multirun.yaml``, and the command line for ``distexp resume``; keep existing files.
+
+    Args:
+        master: Configuration of the command, with the hydra node.
+        sweep_dir: Directory of the sweep.
+        cells: Number of cells.
+    """
+    path = sweep_dir / MULTIRUN
     if not path.exists():
         OmegaConf.save(master, path)
     if not (sweep_dir / COMMAND).exists():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,9 +11,10 @@ from torch import Tensor, nn
 
 from distexp.config import ConfigError
 from distexp.data.base import TaskData
+from distexp.runs.files import replace_atomically
+from distexp.runs.run_dir import MODEL
 
 State = dict[str, Tensor]
-FOLDER = "model"
 
 
 @runtime_checkable
@@ -59,12 +58,10 @@ def save_model(
     if isinstance(model, Exportable):
         model, state = model.to_hugging_face(state)
     _describe(model, data)
-    aside = run_dir / f".{FOLDER}.{os.getpid()}"
-    model.save_pretrained(aside, state_dict=state)
-    if data.tokenizer is not None:
-        data.tokenizer.save(aside)
-    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
-    aside.rename(run_dir / FOLDER)
+    with replace_atomically(run_dir / MODEL) as folder:
+        model.save_pretrained(folder, state_dict=state)
+        if data.tokenizer is not None:
+            data.tokenizer.save(folder)
 
 
 def _describe(model: Any, data: TaskData) -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from distexp.config import PreflightConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.launch.outcome import PREFLIGHT
 from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies
 from distexp.preflight.gpu_health import gpu_problems
-from distexp.runs.record import write_json
+from distexp.runs.files import write_json
+from distexp.runs.run_dir import PREFLIGHT
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import GIB, MIB
 

@@ -21,7 +21,7 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row, load_rows
 from distexp.report.files import PAGE, write_files
 from distexp.report.table import OverviewTable
-from distexp.runs.record import RECORD
+from distexp.runs.run_dir import RECORD, REPORT
 
 PIPED_WIDTH = 240  # characters; a file or a pager has no edge
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.directories:
         code = report(options.directories, options.trace)
     if options.open and options.directories and code == 0:
-        webbrowser.open((options.directories[0] / "report" / PAGE).resolve().as_uri())
+        webbrowser.open((options.directories[0] / REPORT / PAGE).resolve().as_uri())
     if options.compare and code != 2:
         code = max(code, compare(*options.compare))
     return code
@@ -73,7 +73,7 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     if unknown:
         return _nothing(f"--trace {' '.join(unknown)} names no run: give labels such as {rows[0].label}")
     overview = Overview.from_rows(rows)
-    target = directories[0] / "report"
+    target = directories[0] / REPORT
     make_console().print(OverviewTable(overview, elsewhere=f"all of them are in {target / 'results.csv'}"))
     try:
         written = write_files(overview, target, traced_runs, skipped)

@@ -6,7 +6,6 @@ The first two have a row a run and every column; the last is the table of the te
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from distexp.report.data.result_rows import ResultRow, column_names, result_row
 from distexp.report.exercises import exercise_tables
 from distexp.report.summary import summarize
 from distexp.report.table import overview_columns
+from distexp.runs.files import replace_atomically
 
 if TYPE_CHECKING:
     from distexp.report.figures.base import Figure
@@ -130,11 +130,6 @@ def _escape(text: str) -> str:
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replace_atomically(path) as temporary:
         write(temporary)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     return path

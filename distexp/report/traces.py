@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
+from distexp.runs.jsonl import read_entries
+from distexp.runs.run_dir import MEMORY, METRICS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,28 +97,19 @@ def _read(group: RunGroup, chosen: Sequence[str], name: str) -> RunTrace:
     row = next((row for row in preferred if row.path), group.rows[0])
     assert row.path is not None
     directory = row.path.parent
-    memory, phases = read_memory(directory / "memory")
-    steps = tuple(read_steps(directory / "metrics.jsonl"))
+    memory, phases = read_memory(directory / MEMORY)
+    steps = tuple(read_steps(directory / METRICS))
     return RunTrace(group, row, name, steps, tuple(memory), tuple(phases))
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, thinned evenly; a torn line, or a missing file, is passed over."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        found = [entry for entry in read_entries(path) if isinstance(entry.get("step"), int)]
     except OSError:
         return []
-    found = [entry for line in lines if (entry := _entry(line)) is not None]
     stride = max(1, -(-len(found) // MOST_POINTS))
     return [entry for n, entry in enumerate(found) if n % stride == 0 or n == len(found) - 1]
-
-
-def _entry(line: str) -> dict[str, Any] | None:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
 
 
 def read_memory(directory: Path) -> tuple[list[MemoryCurve], list[Interval]]:

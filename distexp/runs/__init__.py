@@ -1,0 +1,1 @@
+"""A run on disk: every file name, format, reader and writer."""

@@ -1,4 +1,4 @@
-"""What a sweep that is resumed has already: which of its cells are done, and where the others are."""
+"""Existing runs of a sweep, matched with the cells of a command that resumes it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.record import RECORD, SPEC
-
-COMMAND = "command.json"
-"""The words of the command that began a sweep."""
+from distexp.runs.run_dir import COMMAND, NON_RUN_DIRS, RECORD, SPEC
 
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
-"""Running out of memory is a result: the same run would do it again."""
-
-NON_RUN_DIRS = ("snapshot", "slurm", "logs", "memory", "attempts", "report", ".")
-"""How folders begin that hold no run directory."""
+"""Statuses of runs that are not run again. Running out of memory is a result: the same run would do it again."""
 
 
 @dataclass(frozen=True)
 class ExistingRun:
-    """A run that the sweep has, with the status of its record; None where it left none."""
+    """A run on disk, with the status of its record; None if it has no record."""
 
     number: int
     directory: Path
@@ -34,32 +28,43 @@ class ExistingRun:
 
 @dataclass
 class ExistingRuns:
-    """The runs of a sweep, less those that a cell has been given."""
+    """Runs of a sweep that no cell has been matched with."""
 
     runs: list[ExistingRun] = field(default_factory=list)
 
     @classmethod
     def read(cls, sweep_dir: Path) -> ExistingRuns:
-        """Reads every run directory below a sweep's."""
-        return cls(sorted(_runs(sweep_dir), key=lambda run: run.number))
+        """Read every run directory below a sweep directory."""
+        return cls(sorted(_read_runs(sweep_dir), key=lambda run: run.number))
 
     def match(self, cells: Sequence[tuple[str, list[str]]]) -> list[ExistingRun | None]:
-        """The run of each cell, given as its ``run.id`` and overrides; each run is taken once.
+        """Return the run of each cell, or None. Each run is matched once, and then removed from ``runs``.
 
-        It is the one with both; else with that id, for the same training may be asked for in other words; else one
-        that was invalid with these overrides. Cells that are the same training, as under
-        ``cluster.cpus_per_worker=1,2``, so keep their own runs.
+        The first of these that matches is taken:
+
+        1. same id and same overrides;
+        2. same id, because other overrides may describe the same training;
+        3. same overrides, if the run was invalid.
+
+        Cells with the same id keep their own runs, for example ``cluster.cpus_per_worker=1,2``.
+
+        Args:
+            cells: ``run.id`` and overrides of each cell.
         """
         found: list[ExistingRun | None] = [None] * len(cells)
-        for fits in (_is_same, _is_same_training, _was_invalid):
+        for matches in (_is_same, _is_same_training, _was_invalid):
             for position, (identity, overrides) in enumerate(cells):
                 if found[position] is None:
-                    found[position] = next((run for run in self.runs if fits(run, identity, overrides)), None)
+                    found[position] = next((run for run in self.runs if matches(run, identity, overrides)), None)
                     self.runs = [run for run in self.runs if run is not found[position]]
         return found
 
     def unfinished(self, below: Path) -> list[ExistingRun]:
-        """What nothing has taken and would go on; without the run that has the sweep's directory for its own."""
+        """Return the unmatched runs that could be resumed.
+
+        Args:
+            below: Sweep directory. A run whose directory is the sweep directory itself is left out.
+        """
         over = {*DONE, "invalid"}
         return [run for run in self.runs if run.status not in over and run.directory != below.absolute()]
 
@@ -77,27 +82,32 @@ def _was_invalid(run: ExistingRun, identity: str, overrides: list[str]) -> bool:
 
 
 def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:
-    """``run 0 (killed) stays as it is: ...``, for who resumes with other values; None where there is no such run."""
+    """Return the warning about unfinished runs that no cell matches; None if there are none."""
     if not runs:
         return None
-    shown = ", ".join(f"{run.number} ({run.status or 'without a record'})" for run in runs)
+    shown = ", ".join(f"{run.number} ({run.status or 'no record'})" for run in runs)
     if len(runs) == 1:
-        return f"run {shown} stays as it is: what is asked for now is another run; with its own values it goes on"
-    return f"runs {shown} stay as they are: what is asked for now are other runs; with their own values they go on"
+        return (
+            f"run {shown} was not resumed: the new overrides define a different run. "
+            "Resume without them to continue it."
+        )
+    return (
+        f"runs {shown} were not resumed: the new overrides define different runs. Resume without them to continue them."
+    )
 
 
-def _runs(sweep_dir: Path) -> Iterator[ExistingRun]:
+def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:
     for where, folders, names in os.walk(sweep_dir):
         folders[:] = [name for name in folders if not name.startswith(NON_RUN_DIRS)]
         directory = Path(where)
         if RECORD in names or SPEC in names:
-            raw = _read(directory / RECORD) or _read(directory / SPEC)
+            raw = _read_json(directory / RECORD) or _read_json(directory / SPEC)
             if raw is not None:
                 run = raw["run"]
                 yield ExistingRun(run["number"], directory.absolute(), run["id"], run["overrides"], raw.get("status"))
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -105,11 +115,17 @@ def _read(path: Path) -> dict[str, Any] | None:
     return raw if isinstance(raw.get("run"), dict) else None
 
 
-def not_a_sweep(directory: Path, lacks: str) -> str:
-    """Why a directory is no sweep, and what to give instead: the sweep above it, where it is one of its runs."""
+def not_a_sweep(directory: Path, missing: str) -> str:
+    """Return why a directory is not a sweep, with the directory to give instead if it is inside one.
+
+    Args:
+        directory: The directory that the user gave.
+        missing: What a sweep would contain, as in ``command.json``.
+    """
     if not directory.is_dir():
-        return f"{directory} {'is a file' if directory.exists() else 'does not exist'}: give the directory of a sweep"
+        problem = "is a file" if directory.exists() else "does not exist"
+        return f"{directory} {problem}: give the directory of a sweep"
     for above in directory.absolute().parents:
         if (above / COMMAND).is_file():
-            return f"{directory} is not a sweep but lies in one: give {above}"
-    return f"{directory} holds no {lacks}: give the directory of a sweep"
+            return f"{directory} is not a sweep but is inside one: give {above}"
+    return f"{directory} contains no {missing}: give the directory of a sweep"

@@ -1,25 +1,24 @@
-"""A sign of life: rank 0 touches a file while steps go on, and the agents look at its age."""
+"""Heartbeat of a run: rank 0 touches a file after each step, and the agents check its age."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-from distexp.runs.events import FILE as EVENTS
+from distexp.runs.run_dir import EVENTS, HEARTBEAT
 
-FILE = "heartbeat"
-EVERY_S = 1.0  # no oftener: on a cluster's file system each touch is a message
+EVERY_S = 1.0  # On a network file system each touch is a message to the server.
 
 
 class Heartbeat:
-    """Touches ``run_dir/heartbeat`` at most once a second."""
+    """Writer of ``run_dir/heartbeat``. It touches the file at most once a second."""
 
     def __init__(self, run_dir: Path, *, enabled: bool) -> None:
-        self.path = run_dir / FILE if enabled else None
+        self.path = run_dir / HEARTBEAT if enabled else None
         self.last = 0.0
 
     def beat(self) -> None:
-        """A step is done."""
+        """Record that a step is done."""
         now = time.monotonic()
         if self.path is not None and now - self.last >= EVERY_S:
             self.path.touch()
@@ -27,8 +26,8 @@ class Heartbeat:
 
 
 def last_heartbeat(run_dir: Path) -> float:
-    """Unix time in seconds of the last step or the last phase mark; 0 before any."""
-    return max((_modified(run_dir / name) for name in (FILE, EVENTS)), default=0.0)
+    """Return the Unix time in seconds of the last step or event; 0 before the first."""
+    return max(_modified(run_dir / name) for name in (HEARTBEAT, EVENTS))
 
 
 def _modified(path: Path) -> float:

@@ -1,22 +1,19 @@
-"""How far a run is, by the files that it writes: read from their ends, for they grow long."""
+"""Progress of a run, read from the files that it writes."""
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distexp.runs.heartbeat import last_heartbeat
+from distexp.runs.jsonl import Entry, read_entries, read_last_entry
 from distexp.runs.phases import read_phase_events
-
-END_BYTES = 4096
+from distexp.runs.run_dir import EVENTS, METRICS, SPEC, memory_traces
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The latest that a run has told; None where it has not."""
+    """The latest phase, step and loss of a run. None if it has not reported one."""
 
     phase: str | None = None
     step: int | None = None
@@ -30,45 +27,23 @@ class Progress:
         return f"{self.phase} step {self.step}/{self.steps or '?'}, loss {loss}"
 
 
-def progress(directory: Path) -> Progress:
-    """What a run's metrics and events say last."""
-    marks = read_phase_events(directory / "events.jsonl")
-    last = _last_line(directory / "metrics.jsonl")
+def read_progress(directory: Path) -> Progress:
+    """Read the progress of a run from its metrics and events."""
+    events = read_phase_events(directory / EVENTS)
+    last = read_last_entry(directory / METRICS)
     return Progress(
-        phase=marks[-1].phase if marks else None,
+        phase=events[-1].phase if events else None,
         step=last.get("step"),
-        steps=_total(directory / "events.jsonl"),
+        steps=_total_steps(read_entries(directory / EVENTS)),
         loss=last.get("loss"),
     )
 
 
 def last_activity(directory: Path) -> float:
-    """Unix time in seconds at which a run last wrote down anything; 0 before any."""
-    paths = (directory / "spec.json", *directory.glob("memory/*.csv"))
+    """Return the Unix time in seconds at which a run last wrote a file; 0 if it wrote none."""
+    paths = (directory / SPEC, *(path for _, path in memory_traces(directory)))
     return max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
 
 
-def _last_line(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
-            whole = file.read().rpartition(b"\n")[0]
-        content: dict[str, Any] = json.loads(whole.rpartition(b"\n")[2])
-    except (OSError, ValueError):
-        return {}
-    return content
-
-
-def _total(path: Path) -> int | None:
-    """The steps that the run will take, which it tells once."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if '"total_steps"' in line:
-            try:
-                return int(json.loads(line)["total_steps"])
-            except (ValueError, KeyError):
-                continue
-    return None
+def _total_steps(events: list[Entry]) -> int | None:
+    return next((int(event["total_steps"]) for event in events if "total_steps" in event), None)

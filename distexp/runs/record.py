@@ -1,13 +1,12 @@
-"""What a run leaves behind: ``record.json``, written whole or not at all.
+"""Record of a run: ``record.json``, with its configuration, status, metrics and memory.
 
-Units are in the names of the keys; what was not measured is null, never 0. Other tools rely on this
-layout, so a change of meaning raises SCHEMA_VERSION.
+The names of the keys contain the units. A value that was not measured is null, never 0. Other tools rely on this
+layout, so a change of a key's meaning raises SCHEMA_VERSION.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -15,22 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config.field_info import describe, key
+from distexp.runs.files import write_json
+from distexp.runs.run_dir import RECORD, RESULT, SNAPSHOT_MARKER
 
 SCHEMA_VERSION = 1
-RECORD = "record.json"
-SPEC = "spec.json"
-PREDICTIONS = "predictions.json"
-SNAPSHOT_MARKER = ".complete.json"
-"""Written last into a copy of the code; a folder that has it holds no run."""
 
 STATUSES = ("completed", "oom_gpu", "oom_host", "failed", "timeout", "killed", "preempted", "invalid")
 FAILURES = frozenset({"failed", "timeout", "killed"})
-"""Statuses that make a sweep's exit code 1; running out of memory is a result, not a failure."""
+"""Statuses that make the exit code of a sweep 1. Running out of memory is a result, not a failure."""
 
 
 @dataclass
 class RunError:
-    """Why a run did not complete."""
+    """Cause of a run's failure."""
 
     type: str = field(metadata=describe("Class of the error, for example `OutOfMemoryError`."))
     message: str = field(metadata=describe("Message of the error."))
@@ -199,12 +195,21 @@ class RunRecord:
             raise ValueError(f"status={self.status!r} is not one of {', '.join(STATUSES)}")
 
     def write(self, directory: Path) -> None:
-        """Writes ``directory/record.json`` atomically, over an older one."""
+        """Write ``directory/record.json`` atomically, and remove the result that it completes."""
         write_json(directory / RECORD, asdict(self))
+        (directory / RESULT).unlink(missing_ok=True)
+
+    def write_result(self, directory: Path) -> None:
+        """Write ``directory/result.json``: a record without memory traces, which the launcher completes."""
+        write_json(directory / RESULT, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """Reads a record; ValueError where the file is torn, foreign or of another schema."""
+        """Read a record or a result.
+
+        Raises:
+            ValueError: if the file is missing, torn, not a record, or of another schema.
+        """
         try:
             raw = json.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -230,46 +235,20 @@ class RunRecord:
 
 
 def _typed(kind: type[Any], raw: dict[str, Any]) -> Any:
-    """The dataclass with the keys that it knows; a later minor addition is passed over."""
+    """Make the dataclass from the keys that it knows; a newer distexp may have added others."""
     known = {f.name for f in fields(kind)}
     return kind(**{key: value for key, value in raw.items() if key in known})
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes JSON to a temporary sibling, flushes it to disk and renames it into place."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w") as file:
-            json.dump(finite(content), file, indent=2, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def finite(content: Any) -> Any:
-    """The same content with null for numbers that JSON does not have: nan and the infinities."""
-    if isinstance(content, float) and not math.isfinite(content):
-        return None
-    if isinstance(content, dict):
-        return {key: finite(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [finite(value) for value in content]
-    return content
-
-
 def find_records(*roots: Path) -> Iterator[Path]:
-    """The records below some directories, at any depth, in the order of their run numbers."""
+    """Yield the records below some directories, at any depth, in the order of their run numbers."""
     for root in roots:
         found = [Path(where) / RECORD for where, names in _walk(root) if RECORD in names]
         yield from sorted(found, key=_by_number)
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Folders and their files, the copies of code that a sweep on Slurm keeps left out."""
+    """Yield folders and their files, without the snapshots of the code."""
     for where, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not os.path.exists(os.path.join(where, name, SNAPSHOT_MARKER))]
         yield where, names
@@ -281,7 +260,7 @@ def _by_number(path: Path) -> tuple[str, int, str]:
 
 
 def load_all(*roots: Path) -> tuple[list[tuple[Path, RunRecord]], list[str]]:
-    """Every readable record with its path, and a sentence for each that is not."""
+    """Return every readable record with its path, and a message for each that is not readable."""
     records: list[tuple[Path, RunRecord]] = []
     skipped: list[str] = []
     for path in find_records(*roots):

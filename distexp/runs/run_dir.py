@@ -1,47 +1,131 @@
-"""Where the output of workers goes: ``logs/node<k>/``, a file a rank."""
+"""Names and paths of everything in a run directory, and in the sweep directory above it."""
 
 from __future__ import annotations
 
-import os
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+# Files of a run
+SPEC = "spec.json"
+RECORD = "record.json"
+RESULT = "result.json"
+"""Rank 0's part of the record. The launcher completes it and then removes it."""
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+PREDICTIONS = "predictions.json"
+PREFLIGHT = "preflight.json"
+DS_CONFIG = "ds_config.json"
+STOP_REQUEST = "notice.json"
+HEARTBEAT = "heartbeat"
+RENDEZVOUS = "rendezvous.json"
+OOM_KILLS = "oom_kills.json"
+DISK_RESERVE = ".reserve"
 
-def node_logs(run_dir: Path, node: int) -> Path:
-    """The folder of a node's logs."""
-    return run_dir / "logs" / f"node{node}"
+# Folders of a run
+HYDRA = ".hydra"
+LOGS = "logs"
+MEMORY = "memory"
+MODEL = "model"
+CHECKPOINTS = "checkpoints"
+PROFILE = "profile"
+TENSORBOARD = "tensorboard"
+ATTEMPTS = "attempts"
+"""``attempts/<k>/`` contains the files of attempt k. The files of the latest attempt are in the run directory."""
+
+ATTEMPT_FILES = (
+    *(RESULT, LOGS, MEMORY, MODEL, METRICS, EVENTS, PREDICTIONS, PREFLIGHT),
+    *(HEARTBEAT, RENDEZVOUS, STOP_REQUEST, OOM_KILLS),
+)
+"""Files and folders of one attempt. The record is one too, but gets another name in ``attempts/<k>/``."""
+
+ARCHIVED_RECORD = "earlier_record.json"
+"""Name of a record in ``attempts/<k>/``, so that nothing that searches for records finds it."""
+
+# Files and folders of a sweep
+COMMAND = "command.json"
+MULTIRUN = "multirun.yaml"
+LEDGER = "ledger.jsonl"
+SLURM = "slurm"
+SNAPSHOT = "snapshot"
+SNAPSHOT_MARKER = ".complete.json"
+"""The last file written into a snapshot of the code. A folder that contains it holds no run."""
+REPORT = "report"
+
+NON_RUN_DIRS = (SNAPSHOT, SLURM, LOGS, MEMORY, ATTEMPTS, REPORT, ".")
+"""Prefixes of the folders that contain no run directory."""
+
+
+def log_dir(run_dir: Path, node: int) -> Path:
+    """Return the folder of a node's logs."""
+    return run_dir / LOGS / f"node{node}"
 
 
 def log_path(run_dir: Path, node: int, rank: int) -> Path:
-    """What a rank prints."""
-    return node_logs(run_dir, node) / f"rank{rank}.log"
+    """Return the file with the output of a rank."""
+    return log_dir(run_dir, node) / f"rank{rank}.log"
 
 
 def error_path(run_dir: Path, node: int, rank: int) -> Path:
-    """Why a rank failed, as JSON."""
-    return node_logs(run_dir, node) / f"rank{rank}.error.json"
+    """Return the JSON file in which a rank reports its error."""
+    return log_dir(run_dir, node) / f"rank{rank}.error.json"
 
 
 def agent_error_path(run_dir: Path, node: int) -> Path:
-    """Why a node's agent started no worker, as JSON."""
-    return node_logs(run_dir, node) / "agent.error.json"
+    """Return the JSON file in which the agent of a node reports why it started no worker."""
+    return log_dir(run_dir, node) / "agent.error.json"
+
+
+def error_paths(run_dir: Path) -> list[Path]:
+    """Return the error files that ranks and agents wrote."""
+    return sorted(run_dir.glob(f"{LOGS}/node*/*.error.json"))
+
+
+def allocator_path(run_dir: Path, node: int, rank: int) -> Path:
+    """Return the JSON file with the allocator's peaks of a failed rank."""
+    return log_dir(run_dir, node) / f"rank{rank}.memory.json"
+
+
+def allocator_paths(run_dir: Path) -> list[Path]:
+    """Return the allocator files that failed ranks wrote."""
+    return sorted(run_dir.glob(f"{LOGS}/node*/rank*.memory.json"))
 
 
 def exit_status_path(run_dir: Path, node: int) -> Path:
-    """How a node's agent ended, as JSON, for the head of a run whose nodes are apart."""
-    return node_logs(run_dir, node) / "exit.json"
+    """Return the JSON file with the exit code of a node's agent. Only agents of a Slurm job write it."""
+    return log_dir(run_dir, node) / "exit.json"
 
 
-def memory_path(run_dir: Path, node: int, rank: int) -> Path:
-    """What the allocator of a failed rank held, as JSON."""
-    return node_logs(run_dir, node) / f"rank{rank}.memory.json"
+def torchrun_log_path(run_dir: Path, node: int) -> Path:
+    """Return the file with the output of a node's torchrun."""
+    return log_dir(run_dir, node) / "torchrun.log"
 
 
-def redirect_output(path: Path) -> None:
-    """Sends this process' output, that of libraries in C included, to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+def torchrun_log_paths(run_dir: Path) -> list[Path]:
+    """Return the torchrun logs of all nodes that have one."""
+    return sorted(run_dir.glob(f"{LOGS}/node*/torchrun.log"))
+
+
+def tracker_log_path(run_dir: Path) -> Path:
+    """Return the file with the output of the tracker's process."""
+    return run_dir / LOGS / "tracker.log"
+
+
+def tracker_end_path(run_dir: Path) -> Path:
+    """Return the file that asks the tracker's process to finish."""
+    return run_dir / LOGS / ".tracker_end"
+
+
+def memory_trace_path(run_dir: Path, node: int) -> Path:
+    """Return the memory trace of a node."""
+    return run_dir / MEMORY / f"node{node}.csv"
+
+
+def memory_traces(run_dir: Path) -> Iterator[tuple[int, Path]]:
+    """Yield (node, path) of each memory trace of a run, in the order of the nodes."""
+    found = {path.stem.removeprefix("node"): path for path in (run_dir / MEMORY).glob("node*.csv")}
+    yield from sorted((int(node), path) for node, path in found.items() if node.isdigit())
+
+
+def profile_trace_path(run_dir: Path) -> Path:
+    """Return the profiler's trace of rank 0."""
+    return run_dir / PROFILE / "rank0.json.gz"

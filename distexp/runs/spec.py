@@ -1,4 +1,4 @@
-"""One run, fully decided: what the launcher writes to ``spec.json`` and a worker reads back."""
+"""Specification of a run: ``spec.json``, which the launcher writes and the workers read."""
 
 from __future__ import annotations
 
@@ -11,50 +11,56 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import Config
-from distexp.runs.record import SPEC, RunInfo, write_json
+from distexp.runs.files import write_json
+from distexp.runs.record import RunInfo
+from distexp.runs.run_dir import SPEC
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A resolved configuration, and which run of which sweep it is."""
+    """The resolved configuration of a run, and its identity."""
 
     config: Config
     run: RunInfo
 
     @property
     def nodes(self) -> int:
-        """Nodes, simulated ones included."""
+        """Number of nodes, including simulated ones."""
         return self.config.cluster.nodes
 
     @property
     def workers_per_node(self) -> int:
-        """Workers on each node, one to a GPU."""
+        """Number of workers on each node, one per GPU."""
         workers = self.config.cluster.workers_per_node
         assert workers is not None, "resolve() decides the number of workers"
         return workers
 
     @property
     def world_size(self) -> int:
-        """Workers in all."""
+        """Number of workers on all nodes."""
         return self.config.cluster.world_size
 
     def write(self, directory: Path) -> None:
-        """Writes ``directory/spec.json`` atomically."""
+        """Write ``directory/spec.json`` atomically."""
         write_json(directory / SPEC, {"config": asdict(self.config), "run": asdict(self.run)})
 
     @classmethod
     def read(cls, directory: Path) -> RunSpec:
-        """Reads the ``spec.json`` of a run directory."""
+        """Read the ``spec.json`` of a run directory."""
         raw = json.loads((directory / SPEC).read_text())
         return cls(config=typed_config(raw["config"]), run=RunInfo(**raw["run"]))
 
 
 def typed_config(values: Any) -> Config:
-    """Values merged into the schema, as dataclasses; OmegaConf's errors name what does not fit."""
+    """Return the configuration with some values, as dataclasses.
+
+    Raises:
+        OmegaConfBaseException: if a key or a type does not match the schema.
+    """
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
 
 
 @lru_cache(maxsize=1)
 def _schema() -> DictConfig:
-    """The schema, read off the dataclasses once: that takes as long as composing a cell."""
+    """Return the schema. It is cached, because making it takes as long as composing a cell."""
     return cast(DictConfig, OmegaConf.structured(Config))

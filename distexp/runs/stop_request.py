@@ -1,8 +1,7 @@
-"""Word that a run will have to end soon: it is left in the run directory, and rank 0 looks for it.
+"""Graceful-stop requests: a file in the run directory that rank 0 polls.
 
-A file, and not a signal, tells the workers: it waits for those that are still starting, and serves all
-nodes. The command and its agents take SIGUSR1 or SIGUSR2 for such a word (a worker's SIGUSR1 asks for its
-stacks); SIGTERM still ends a run at once.
+A file works for workers that are still starting, and for all nodes. The command and its agents write it when they
+get SIGUSR1 or SIGUSR2. A worker's own SIGUSR1 prints its stacks. SIGTERM ends a run at once.
 """
 
 from __future__ import annotations
@@ -15,53 +14,62 @@ from typing import Any
 
 import psutil
 
-from distexp.runs.record import write_json
-
-FILE = "notice.json"
-"""{unix_time_s, reason: time_limit, preemption, or the name of a signal}."""
+from distexp.runs.files import write_json
+from distexp.runs.run_dir import STOP_REQUEST
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""By which a command or a node is told that its machine will be taken away soon."""
+"""Signals that ask a command or an agent to stop its run after a checkpoint."""
 
-LOOK_S = 1.0  # no oftener: on a cluster's file system each look is a message
-CLOCK_S = 2.0  # by which the kernel's account of a process' start may be off
+POLL_S = 1.0  # On a network file system each poll is a message to the server.
+CLOCK_ERROR_S = 2.0  # The kernel's start time of a process may be off by this.
 
 
 def request_stop(run_dir: Path, reason: str) -> None:
-    """Asks the workers of a run to write a checkpoint after their current step, and to end."""
-    write_json(run_dir / FILE, {"unix_time_s": time.time(), "reason": reason})
+    """Ask the workers of a run to write a checkpoint after their current step, and to end.
+
+    Args:
+        run_dir: Directory of the run.
+        reason: ``time_limit``, ``preemption``, or the name of a signal.
+    """
+    write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
+
+
+def read_reason(run_dir: Path) -> str | None:
+    """Return why a run was asked to stop, or None if it was not."""
+    request = _read(run_dir)
+    return None if request is None else str(request["reason"])
 
 
 class StopRequest:
-    """Rank 0's look at the run directory, at most once a second; other ranks see nothing.
+    """Poller of the stop request, at most once a second. A disabled one never polls.
 
-    What was left before this worker's torchrun started was meant for an earlier attempt.
+    A request from before this worker's torchrun started was meant for an earlier attempt.
     """
 
     def __init__(self, run_dir: Path, *, enabled: bool) -> None:
-        self.path = run_dir / FILE
+        self.run_dir = run_dir
         parent = psutil.Process().parent() if enabled else None
-        self.since = parent.create_time() - CLOCK_S if parent else 0.0
-        self.looked = float("-inf") if enabled else float("inf")
-        self.given = False
+        self.since = parent.create_time() - CLOCK_ERROR_S if parent else 0.0
+        self.polled = float("-inf") if enabled else float("inf")
+        self.received = False
 
     def __call__(self) -> bool:
-        """Whether word has come; stays so."""
+        """Return whether a stop was requested; once true, it stays true."""
         now = time.monotonic()
-        if not self.given and now - self.looked >= LOOK_S:
-            self.looked = now
-            told = self._read()
-            self.given = told is not None and float(told["unix_time_s"]) >= self.since
-        return self.given
+        if not self.received and now - self.polled >= POLL_S:
+            self.polled = now
+            request = _read(self.run_dir)
+            self.received = request is not None and float(request["unix_time_s"]) >= self.since
+        return self.received
 
     def reason(self) -> str:
-        """Why the run has to end."""
-        told = self._read()
-        return str(told["reason"]) if told else "unknown"
+        """Return why the run was asked to stop."""
+        return read_reason(self.run_dir) or "unknown"
 
-    def _read(self) -> dict[str, Any] | None:
-        try:
-            told: dict[str, Any] = json.loads(self.path.read_text())
-        except FileNotFoundError:
-            return None
-        return told
+
+def _read(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        request: dict[str, Any] = json.loads((run_dir / STOP_REQUEST).read_text())
+    except FileNotFoundError:
+        return None
+    return request

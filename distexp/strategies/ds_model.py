@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.runs.record import Built, write_json
+from distexp.runs.files import write_json
+from distexp.runs.record import Built
+from distexp.runs.run_dir import DS_CONFIG
 from distexp.strategies.ds_config import effective_config, fit_buckets, uses_autocast
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def build_settings(blueprint: Blueprint, config: Config, context: Context) -> di
     sizes = [parameter.numel() for parameter in blueprint.model.parameters()]
     fitted = fit_buckets(settings, sum(sizes), max(sizes))
     if context.rank == 0:
-        write_json(context.run_dir / "ds_config.json", settings)
+        write_json(context.run_dir / DS_CONFIG, settings)
         if fitted:
             values = ", ".join(f"{key}={value}" for key, value in fitted.items())
             print(f"note: DeepSpeed's bucket sizes for {sum(sizes):,} parameters: {values}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cache
 
 CAPTURED_PREFIXES = (
@@ -11,11 +12,23 @@ CAPTURED_PREFIXES = (
 )
 """Prefixes of the variables that a record contains."""
 
+TORCHRUN_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+"""Variables that torchrun sets for every worker if the user does not set them."""
+
 
 @cache
 def captured_environment() -> dict[str, str]:
     """Return the variables to record, as they were at the first call.
 
-    Call it before DeepSpeed is imported, because DeepSpeed sets some of these variables itself.
+    Call it before torch and DeepSpeed are imported, because DeepSpeed sets some of these variables itself.
     """
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(CAPTURED_PREFIXES)}
+    return select_variables(os.environ)
+
+
+def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment to record, without those that torchrun sets by itself."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(CAPTURED_PREFIXES) and TORCHRUN_DEFAULTS.get(name) != value
+    }

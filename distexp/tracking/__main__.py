@@ -8,11 +8,12 @@ import threading
 from pathlib import Path
 
 from distexp.config.targets import locate
-from distexp.console.screen import Tail
-from distexp.runs.record import RECORD, RunRecord
+from distexp.runs.jsonl import Tail
+from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import EVENTS, METRICS, RECORD, tracker_end_path
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import die_with_parent
-from distexp.tracking.base import END, Tracker, evaluation_values, find_artifacts, step_values, summary_values
+from distexp.tracking.base import Tracker, evaluation_values, find_artifacts, step_values, summary_values
 
 POLL_S = 0.5
 
@@ -38,19 +39,19 @@ def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str
     Args:
         tracker: The tracker.
         directory: The run directory.
-        over: Set when the run has ended; the file ``END`` has the same meaning.
+        over: Set when the run has ended; the file of ``tracker_end_path`` has the same meaning.
 
     Returns:
         Messages for the user.
     """
-    metrics, events = Tail(directory / "metrics.jsonl"), Tail(directory / "events.jsonl")
+    metrics, events = Tail(directory / METRICS), Tail(directory / EVENTS)
     step = 0
     while True:
-        last = over.wait(POLL_S) or (directory / END).exists()
-        for line in metrics.records():
+        last = over.wait(POLL_S) or tracker_end_path(directory).exists()
+        for line in metrics.read_entries():
             step = line["step"]
             tracker.log(step, step_values(line))
-        for line in events.records():
+        for line in events.read_entries():
             if values := evaluation_values(line):
                 tracker.log(step, values)
         if last:

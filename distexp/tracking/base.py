@@ -10,12 +10,10 @@ from typing import Any, Protocol
 from distexp.config.flatten import flatten
 from distexp.runs.devices import device_values, mean_or_none
 from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import DS_CONFIG, EVENTS, MEMORY, METRICS, RECORD, SPEC
 from distexp.runs.spec import RunSpec
 
-END = "logs/.tracker_end"
-"""File in the run directory that requests the end of a tracker. A signal could arrive before its handler exists."""
-
-ARTIFACTS = ("record.json", "spec.json", "metrics.jsonl", "events.jsonl", "ds_config.json", "memory/*.csv")
+ARTIFACTS = (RECORD, SPEC, METRICS, EVENTS, DS_CONFIG, f"{MEMORY}/*.csv")
 """Patterns of files that a tracker stores, relative to the run directory."""
 
 

@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from distexp.runs.run_dir import tracker_end_path, tracker_log_path
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_tree, start_module
-from distexp.tracking.base import END
 
 FINISH_TIMEOUT_S = 60.0
 """Time for a tracker to write summary and files after the run."""
-
-LOG = "tracker.log"
 
 
 class Tracking:
@@ -32,15 +30,15 @@ def tracked(spec: RunSpec, directory: Path) -> Iterator[Tracking]:
     if spec.config.tracker._target_ is None:
         yield tracking
         return
-    log = directory / "logs" / LOG
+    log = tracker_log_path(directory)
     log.parent.mkdir(parents=True, exist_ok=True)
-    (directory / END).unlink(missing_ok=True)
+    tracker_end_path(directory).unlink(missing_ok=True)
     with log.open("w") as output:
         process = start_module("distexp.tracking", str(directory), env=os.environ, output=output)
     try:
         yield tracking
     finally:
-        (directory / END).touch()
+        tracker_end_path(directory).touch()
         try:
             process.wait(FINISH_TIMEOUT_S)
         except subprocess.TimeoutExpired:

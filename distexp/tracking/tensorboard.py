@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import TENSORBOARD
 from distexp.runs.spec import RunSpec
 from distexp.tracking.base import flat_config, run_name
-
-FOLDER = "tensorboard"
 
 
 class TensorBoard:
@@ -19,7 +18,7 @@ class TensorBoard:
     def __init__(self, spec: RunSpec, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folder = directory / FOLDER
+        self.folder = directory / TENSORBOARD
         self.writer = SummaryWriter(str(self.folder), flush_secs=10)
         text = json.dumps(flat_config(spec), indent=2, default=str)
         self.writer.add_text("run", run_name(spec))

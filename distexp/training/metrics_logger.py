@@ -20,9 +20,11 @@ from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import StepClock, quantiles, synchronize
 from distexp.measure.memory.allocator import AllocatorWatch
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
-from distexp.runs.events import Events, append_json_line
+from distexp.runs.events import Events
 from distexp.runs.heartbeat import Heartbeat
+from distexp.runs.jsonl import append_line
 from distexp.runs.record import Metrics, RunError
+from distexp.runs.run_dir import METRICS
 from distexp.training.schedule import StepPlan
 
 
@@ -63,7 +65,7 @@ class MetricsLogger:
         self.allocator = AllocatorWatch(context.device, context.rank)
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
-        self.path = context.run_dir / "metrics.jsonl"
+        self.path = context.run_dir / METRICS
         self._file = self.path.open("w") if context.rank == 0 else None
 
     def state(self) -> dict[str, Any]:
@@ -216,7 +218,7 @@ class MetricsLogger:
             return
         recent = self.clock.durations(last=self.plan.train.log_every)
         seconds = sum(recent) / len(recent)
-        append_json_line(
+        append_line(
             self._file,
             {
                 "step": self.steps,

@@ -1,0 +1,1 @@
+"""One rank of a run, from the process group to its result."""

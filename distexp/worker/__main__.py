@@ -1,63 +1,87 @@
 """One rank of a run: ``torchrun --nproc-per-node 2 -m distexp.worker RUN_DIR``.
 
-What it prints goes to its own log, and why it failed to a file beside that. Everything that imports
-torch is in ``training.py``, which starts after the log is in place.
+Its output goes to its own log, and its error to a file next to the log. With ``--launched``, an agent has started it,
+and the launcher writes the record. Everything that imports torch is in ``rank.py``, which starts after the log is open.
 """
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import os
 import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from distexp.config import ConfigError
-from distexp.launch.outcome import DISK_RESERVE
+from distexp.runs.errors import write_error
 from distexp.runs.events import Events
-from distexp.runs.record import RunError, write_json
-from distexp.runs.run_dir import error_path, log_path, memory_path, redirect_output
+from distexp.runs.files import write_json
+from distexp.runs.record import RunError
+from distexp.runs.run_dir import DISK_RESERVE, allocator_path, error_path, log_path
 from distexp.system.environment_variables import captured_environment
 from distexp.system.processes import die_with_parent
 
+USAGE = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
 
-def main() -> None:
-    """Runs a rank; a failure is written down for the agent, and ends the process with code 1."""
-    if len(sys.argv) != 2 or "RANK" not in os.environ:
-        sys.exit("usage: torchrun --nproc-per-node N -m distexp.worker RUN_DIR")
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one rank. After an error, write it for the agent and exit with code 1."""
+    captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
     started = time.time()
-    captured_environment()  # before DeepSpeed is imported, which sets some of these variables
-    run_dir = Path(sys.argv[1]).absolute()
+    options = parse_arguments(arguments)
+    run_dir = options.run_dir.absolute()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     redirect_output(log_path(run_dir, node, rank))
     die_with_parent()
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the agent asks for stacks when a run hangs
+    faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
     events = Events(run_dir, enabled=rank == 0)
     try:
         from distexp.worker.rank import run
 
-        run(run_dir, events, started)
+        run(run_dir, events, started, launched=options.launched)
     except BaseException as error:
-        _tell(error)
+        print_error(error)
         cause = RunError(type(error).__name__, str(error).strip() or repr(error), events.phase, rank)
-        (run_dir / DISK_RESERVE).unlink(missing_ok=True)  # room for what follows, on a disk that is full
-        write_json(error_path(run_dir, node, rank), {"unix_time_s": time.time(), **asdict(cause)})
-        _tell_memory(run_dir, node, rank)
-        # Peers may hang in a collective, and so would an orderly exit.
+        (run_dir / DISK_RESERVE).unlink(missing_ok=True)  # The disk may be full, and what follows needs space.
+        write_error(error_path(run_dir, node, rank), cause)
+        _write_allocator_peaks(run_dir, node, rank)
+        # Other ranks may hang in a collective, and an orderly exit would hang too.
         os._exit(1)
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is written and every rank has said so. The interpreter's own end would now and then abort, on threads
-    # that gloo's and DDP's static objects still hold.
+    # Everything is written, and every rank knows. An orderly exit aborts now and then, on threads that gloo's and
+    # DDP's static objects still hold.
     os._exit(0)
 
 
-def _tell(error: BaseException) -> None:
-    """What goes to the log: of an error of the user's its sentences and their cause, of any other the traceback."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; exit with a usage message if torchrun did not start this process."""
+    parser = argparse.ArgumentParser("distexp.worker", usage=USAGE, description="Run one rank of a run.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun")
+    return options
+
+
+def redirect_output(path: Path) -> None:
+    """Send the output of this process to a file, including that of C libraries."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def print_error(error: BaseException) -> None:
+    """Print the messages and the cause of a ConfigError, and the traceback of any other error."""
     if isinstance(error, ConfigError):
         print("\n".join(f"{type(error).__name__}: {message}" for message in error.errors), file=sys.stderr)
         if error.__cause__ is not None:
@@ -67,13 +91,13 @@ def _tell(error: BaseException) -> None:
     sys.stderr.flush()
 
 
-def _tell_memory(run_dir: Path, node: int, rank: int) -> None:
-    """What the allocator held when the rank failed: the peak of a run that was out of memory."""
+def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:
+    """Write the allocator's peaks of a failed rank. They matter most for a run that was out of memory."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         from distexp.measure.memory.allocator import allocator_peaks
 
-        write_json(memory_path(run_dir, node, rank), allocator_peaks(torch.device("cuda"), rank))
+        write_json(allocator_path(run_dir, node, rank), allocator_peaks(torch.device("cuda"), rank))
 
 
 if __name__ == "__main__":

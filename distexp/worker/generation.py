@@ -1,7 +1,7 @@
-"""The answers that a trained model gives, greedily, a token at a time, and how right they are.
+"""Greedy generation of answers by a trained model, and their SQuAD metrics.
 
-Each token costs a whole forward pass; no keys and values are kept. So all that is asked of a strategy is the
-forward pass that it has, and every rank makes equally many: FSDP and ZeRO-3 gather parameters in each.
+Each token needs a whole forward pass, because there is no cache of keys and values. So a strategy needs nothing but
+its forward pass. All ranks make the same number of passes, because FSDP and ZeRO-3 gather parameters in each.
 """
 
 from __future__ import annotations
@@ -24,65 +24,82 @@ from distexp.models.introspection import max_positions, supports_logits_to_keep
 from distexp.models.objective import get_logits
 from distexp.strategies.base import EvaluableModel
 
-WIDTHS = 64
-"""Sequences are padded to a multiple of it, so that the shapes of forward passes repeat."""
+PAD_MULTIPLE = 64
+"""Sequences are padded to a multiple of it, so that the shapes of the forward passes repeat."""
 
 
-def check_answerable(data: TaskData) -> None:
-    """Raises ConfigError where there is nothing to score an answer by; better before a training than after."""
+def check_has_references(data: TaskData) -> None:
+    """Check that answers can be scored, before the training and not after it.
+
+    Raises:
+        ConfigError: if the evaluation set has no reference answers.
+    """
     if not isinstance(data.evaluation, QASamples) or not data.evaluation.references:
         raise ConfigError(
             "train.score_answers=true needs an evaluation set of questions with references "
-            f"(distexp.data.qa.QASamples), and this one is {type(data.evaluation).__name__}: set it to false"
+            f"(distexp.data.qa.QASamples), but this one is {type(data.evaluation).__name__}: set it to false"
         )
 
 
 def score_answers(
-    model: EvaluableModel, data: ShardedLoader, tokenizer: Tokenizer, most_tokens: int, beat: Callable[[], None]
+    model: EvaluableModel, data: ShardedLoader, tokenizer: Tokenizer, max_new_tokens: int, beat: Callable[[], None]
 ) -> tuple[Score, dict[str, str]]:
-    """Exact match and F1 over the whole evaluation set, and each question's answer by its id, on every rank.
+    """Generate an answer to each question of the evaluation set, and score them.
 
     Args:
-        data: the evaluation set, of QASamples; answers are generated in its batches.
-        most_tokens: of an answer; one also ends at its end token, and where prompt and answer fill the positions
-            that the model has.
-        beat: called after every token, as a sign of life.
+        model: The trained model.
+        data: Loader of the evaluation set, which is of QASamples. Answers are generated in its batches.
+        tokenizer: Tokenizer of the prompts.
+        max_new_tokens: Longest answer in tokens. An answer also ends at its end token, or if the sequence fills the
+            positions of the model.
+        beat: Called after every token, so that the run does not count as hung.
+
+    Returns:
+        Exact match and F1 over the whole evaluation set, and each answer by the id of its question, on every rank.
     """
     samples = data.samples
-    assert isinstance(samples, QASamples), "check_answerable"
-    writer = Writer(model, tokenizer, most_tokens, data.device, beat)
-    # Prompts of like length share a batch; the longest come first, so that a lack of memory shows at once.
+    assert isinstance(samples, QASamples), "check_has_references"
+    generator = GreedyGenerator(model, tokenizer, max_new_tokens, data.device, beat)
+    # Prompts of similar length share a batch. The longest are first, so that a run out of memory fails early.
     order = np.argsort(-samples.prompt_lengths, kind="stable").tolist()
     model.module.eval()
     mine: dict[int, str] = {}
     for batch in data.sampler:
         indices = [order[index % len(order)] for index in batch]
         is_padding = [index >= len(order) for index in batch]
-        answers = writer.write([samples.prompt(index) for index in indices], [not padding for padding in is_padding])
+        prompts = [samples.prompt(index) for index in indices]
+        answers = generator.generate(prompts, [not padding for padding in is_padding])
         mine |= {i: answer for i, answer, padding in zip(indices, answers, is_padding, strict=True) if not padding}
-    everyones = {index: answer for part in gather_to_all(mine) for index, answer in part.items()}
-    found = score((everyones[index], references) for index, references in enumerate(samples.references))
-    return found, {identity: everyones[index] for index, identity in enumerate(samples.ids)}
+    answer_of = {index: answer for part in gather_to_all(mine) for index, answer in part.items()}
+    found = score((answer_of[index], references) for index, references in enumerate(samples.references))
+    return found, {identity: answer_of[index] for index, identity in enumerate(samples.ids)}
 
 
 @dataclass(frozen=True)
-class Writer:
-    """Continues prompts, all ranks in step."""
+class GreedyGenerator:
+    """Generator of answers to prompts. All ranks make their forward passes together."""
 
     model: EvaluableModel
     tokenizer: Tokenizer
-    most_tokens: int
+    max_new_tokens: int
     device: device
     beat: Callable[[], None]
 
-    def write(self, prompts: Sequence[TokenIds], wanted: Sequence[bool]) -> list[str]:
-        """The answer to each prompt, "" where none is wanted.
+    def generate(self, prompts: Sequence[TokenIds], wanted: Sequence[bool]) -> list[str]:
+        """Generate the answer to each prompt.
 
-        Every rank calls it equally often, with prompts of its own; all go on until the last rank's last
-        wanted answer has ended.
+        Every rank calls it the same number of times, with different prompts. All ranks continue until the last wanted
+        answer of the last rank has ended.
+
+        Args:
+            prompts: Token ids of each prompt.
+            wanted: Whether the answer to a prompt is needed. If not, it is empty.
+
+        Returns:
+            The text of each answer.
         """
         starts = [len(prompt) for prompt in prompts]
-        capacity = _rounded_up(max(starts) + self.most_tokens)
+        capacity = _round_up(max(starts) + self.max_new_tokens)
         ids = torch.full((len(prompts), capacity), self.tokenizer.pad_id, device=self.device)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
@@ -90,12 +107,12 @@ class Writer:
         lengths = torch.tensor(starts, device=self.device)
         unfinished = torch.tensor(wanted, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
-        for written in range(self.most_tokens):
+        for generated in range(self.max_new_tokens):
             unfinished &= lengths < limit
             if not sum_over_ranks(unfinished.sum()).item():
                 break
-            width = min(_rounded_up(max(starts) + written), limit)
-            chosen = self._next(ids[:, :width].contiguous(), lengths)
+            width = min(_round_up(max(starts) + generated), limit)
+            chosen = self._next_tokens(ids[:, :width].contiguous(), lengths)
             unfinished &= chosen != self.tokenizer.eos_id
             ids[rows, lengths] = torch.where(unfinished, chosen, self.tokenizer.pad_id)
             lengths += unfinished
@@ -106,8 +123,8 @@ class Writer:
             for row, start, end in zip(ids.tolist(), starts, ends, strict=True)
         ]
 
-    def _next(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """The likeliest next token of each row, shape (rows,), among those that the tokenizer has."""
+    def _next_tokens(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return the most likely next token of each row, of those that the tokenizer has, shape (rows,)."""
         mask = (torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).long()
         inputs, last = {"input_ids": ids, "attention_mask": mask}, lengths - 1
         if supports_logits_to_keep(self.model.module):
@@ -124,5 +141,5 @@ class Writer:
         return following[:, : self.tokenizer.size].argmax(dim=-1)
 
 
-def _rounded_up(length: int) -> int:
-    return -(-length // WIDTHS) * WIDTHS
+def _round_up(length: int) -> int:
+    return -(-length // PAD_MULTIPLE) * PAD_MULTIPLE

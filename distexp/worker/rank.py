@@ -1,10 +1,9 @@
-"""What one rank does, from the process group to the record."""
+"""One rank of a run, from the process group to the result."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import platform
 import socket
 import time
 import warnings
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -36,54 +34,72 @@ from distexp.models.introspection import check_supports_logits_to_keep
 from distexp.models.transforms import transform
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
+from distexp.runs.environment import make_environment
 from distexp.runs.events import Events
-from distexp.runs.record import PREDICTIONS, Environment, RunRecord, write_json
+from distexp.runs.files import write_json
+from distexp.runs.record import Environment, RunRecord
+from distexp.runs.run_dir import PREDICTIONS
 from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel
 from distexp.system.environment_variables import captured_environment
-from distexp.system.hardware import cpu_count
 from distexp.system.seeding import seed_everything
+from distexp.system.units import MIB
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
-from distexp.worker.generation import check_answerable, score_answers
+from distexp.worker.generation import check_has_references, score_answers
 
 
-def run(run_dir: Path, events: Events, started: float) -> None:
-    """Joins, builds, trains and, on rank 0, writes the record; ``started`` is the process' start."""
-    # DeepSpeed and FSDP call what torch will rename one day, thousands of times a run.
+def run(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
+    """Train, and write the result on rank 0.
+
+    Args:
+        run_dir: Directory of the run.
+        events: Event log of this rank.
+        started: Start of this process, in Unix seconds.
+        launched: Whether a launcher completes the record. If not, the worker writes the record itself.
+    """
+    # DeepSpeed and FSDP call deprecated functions of torch thousands of times a run.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    # Gradients of convolutions lie as images do, channels last, and DDP tells the axes of length 1 apart.
+    # Gradients of convolutions are channels-last too, and DDP warns about the strides of axes of length 1.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime", on a CPU
     spec = RunSpec.read(run_dir)
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir)
     print(f"rank {context.rank}: {socket.gethostname()}, {context.device}, head {head_address()}", flush=True)
-    by_hand = attempts.register_manual_attempt(spec.run, run_dir)
+    if not launched:
+        attempts.register_manual_attempt(spec.run, run_dir)
     if spec.config.preflight.enabled:
         events.set_phase("preflight")
         run_preflight(spec.config.preflight, context)
-    record = measured_only(spec, context) if spec.config.preflight.only else train(spec, context, events)
+    record = preflight_record(spec, context) if spec.config.preflight.only else train(spec, context, events)
     record.run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
     record.run.duration_s = time.time() - started
     record.run.hosts = list(dict.fromkeys(gather_to_all(socket.gethostname())))
-    if by_hand:
-        attempts.finalize(record)  # of any other run whoever settles it does, when the agents have told all
     if context.rank == 0:
-        record.write(run_dir)
+        write_outcome(record, run_dir, launched=launched)
     events.set_phase("done")
-    gc.collect()  # the processes of a loader end with it
+    gc.collect()  # It ends the processes of the loaders.
     dist.destroy_process_group()
 
 
-def measured_only(spec: RunSpec, context: Context) -> RunRecord:
-    """The record of a run that trains nothing."""
-    return RunRecord("completed", spec.run, asdict(spec.config), environment=environment(context.device))
+def write_outcome(record: RunRecord, run_dir: Path, *, launched: bool) -> None:
+    """Write the result for the launcher, or the record if there is no launcher."""
+    if launched:
+        record.write_result(run_dir)
+    else:
+        attempts.finalize(record)
+        record.write(run_dir)
+
+
+def preflight_record(spec: RunSpec, context: Context) -> RunRecord:
+    """Return the record of a run that only measures the communication."""
+    return RunRecord("completed", spec.run, asdict(spec.config), environment=rank_environment(context.device))
 
 
 def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
-    """One training in a process group that stands; several may follow each other in one process."""
+    """Train in the current process group and return the record. One process may train several times."""
     config = spec.config
     seed_everything(config.train.seed)
     data = load_data(config, context)
@@ -104,7 +120,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
         run=spec.run,
         config=asdict(config),
         built=built,
-        environment=environment(context.device),
+        environment=rank_environment(context.device),
         metrics=logger.finish(),
     )
     watched = gather_to_all(logger.allocator.summary())
@@ -124,10 +140,13 @@ def add_answers(
     logger: MetricsLogger,
     context: Context,
 ) -> None:
-    """Exact match and F1, after all that is timed; the answers go to a file that SQuAD's own script reads."""
+    """Add exact match and F1 to the record, and write the answers in the format of SQuAD's script.
+
+    It runs after everything that is timed.
+    """
     logger.events.set_phase("eval")
-    most_tokens = record.config["dataset"]["answer_tokens"]
-    found, answers = score_answers(model, evaluation, tokenizer, most_tokens, logger.heartbeat.beat)
+    max_new_tokens = record.config["dataset"]["answer_tokens"]
+    found, answers = score_answers(model, evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
     record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
     logger.events.emit(exact_match=found.exact_match, f1=found.f1)
     if context.rank == 0:
@@ -135,7 +154,7 @@ def add_answers(
 
 
 def add_arithmetic(record: RunRecord, flops_per_sample: float | None, world_size: int) -> None:
-    """TFLOP/s of each device, and that as a share of what it could do (MFU)."""
+    """Add the TFLOP/s of each device, and its fraction of the peak (MFU)."""
     metrics, environment = record.metrics, record.environment
     if flops_per_sample is None or metrics.train_samples_per_second is None or environment is None:
         return
@@ -145,12 +164,12 @@ def add_arithmetic(record: RunRecord, flops_per_sample: float | None, world_size
 
 
 def load_data(config: Config, context: Context) -> TaskData:
-    """Reads the data set; one rank a node prepares what is cached, and tells what there is to tell."""
+    """Load the data set. One rank per node builds the cached parts; rank 0 prints the notes."""
     data: TaskData = locate(config.dataset._target_)(config.dataset, config.model, config.train.seed)
     if config.train.logits == "targets":
         data = replace(data, collate=TargetLogits(data.collate))
     if config.train.score_answers:
-        check_answerable(data)
+        check_has_references(data)
     if context.rank == 0:
         for note in data.notes:
             print(f"note: {note}", flush=True)
@@ -158,12 +177,12 @@ def load_data(config: Config, context: Context) -> TaskData:
 
 
 def builder(config: Config, data: TaskData) -> Callable[[], nn.Module]:
-    """Makes the configured model, on whatever device is torch's default."""
+    """Return a function that makes the configured model on torch's default device."""
     return partial(locate(config.model._target_), config.model, data.num_classes)
 
 
 def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
-    """The model, not distributed yet and taking no memory."""
+    """Return the model, not distributed, without memory for its weights."""
     blueprint = Blueprint(builder(config, data), context, broadcast=config.fsdp.sync_module_states)
     if config.train.save_model:
         check_exportable(blueprint.model)
@@ -174,7 +193,7 @@ def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
 
 
 def loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
-    """This rank's shares of the training and the evaluation set."""
+    """Return this rank's loaders of the training and the evaluation set."""
     train, place = config.train, (context.rank, context.world_size)
     if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch_size):
         raise ConfigError(error)
@@ -197,33 +216,17 @@ def loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLo
     return training, evaluation
 
 
-def environment(device: torch.device) -> Environment:
-    """The software and the machine of this rank."""
+def rank_environment(device: torch.device) -> Environment:
+    """Return the environment of this rank, with what only torch knows."""
     on_gpu = device.type == "cuda"
-    gpu = torch.cuda.get_device_properties(device) if on_gpu else None
-    return Environment(
-        python=platform.python_version(),
-        torch=torch.__version__,
-        cuda=torch.version.cuda if on_gpu else None,
-        nccl=_nccl_version() if on_gpu else None,
-        transformers=_version("transformers"),
-        deepspeed=_version("deepspeed"),
-        accelerate=_version("accelerate"),
-        gpu_name=gpu.name if gpu else None,
-        gpu_total_mib=gpu.total_memory / 2**20 if gpu else None,
-        cpu_count=cpu_count(),
-        hostname=socket.gethostname(),
-        variables=captured_environment(),
-    )
+    environment = make_environment(on_gpu=on_gpu, variables=captured_environment())
+    if on_gpu:
+        gpu = torch.cuda.get_device_properties(device)
+        environment.nccl = _nccl_version()
+        environment.gpu_name, environment.gpu_total_mib = gpu.name, gpu.total_memory / MIB
+    return environment
 
 
 def _nccl_version() -> str:
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return ".".join(map(str, version))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from distexp.console.screen import LiveRun, Screen, Tail
+from distexp.console.screen import LiveRun, Screen
+from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunError
 from tests.helpers.records import record
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distexp.launch.outcome import signal_deaths
+from distexp.launch.failures import signal_deaths
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import HELPERS, run_distexp
 

@@ -153,11 +153,11 @@ def test_hydra_run_dir_is_the_run_directory_and_is_taken_once(alone: tuple[Path,
     assert RunRecord.read(run_dir / "record.json").status == "completed"
     again = run_distexp(*ALONE, cwd=run_dir.parent)
     assert again.returncode == 2
-    assert "holds a run already" in again.stderr
+    assert "contains a run already" in again.stderr
     assert f"python -m distexp.resume {run_dir}" in again.stderr
     other = run_module("distexp.resume", str(run_dir), "train.seed=7", cwd=run_dir.parent)
     assert other.returncode == 2
-    assert f"{run_dir} holds a single run" in other.stderr
+    assert f"{run_dir} contains a single run" in other.stderr
     assert f"train.resume={run_dir}" in other.stderr
     assert (run_dir / "record.json").read_text() == before
 

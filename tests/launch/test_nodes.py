@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.launch.agent import torchrun_arguments, worker_environment
+from distexp.launch.node import torchrun_arguments, worker_environment
 from distexp.launch.rendezvous import Rendezvous
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import make_spec, run_distexp

@@ -12,6 +12,7 @@ from distexp.launch import ledger
 from distexp.launch.ledger import Entry
 from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.resolve.run_id import run_id
+from distexp.runs.run_dir import LEDGER
 from tests.helpers.runs import resolve_cell, run_distexp
 
 NO_SLURM = {"PATH": "/usr/bin:/bin", "SLURM_CONF": "/nowhere"}
@@ -222,7 +223,7 @@ def test_a_site_of_ones_own_is_one_file(tmp_path: Path) -> None:
 
 def test_a_torn_line_of_the_ledger_is_passed_over_and_closed(tmp_path: Path) -> None:
     ledger.append(tmp_path, [Entry(0, "a", "0", "5_0", "submitted"), Entry(1, "b", "1", "5_1", "submitted")])
-    with (tmp_path / ledger.FILE).open("a") as file:
+    with (tmp_path / LEDGER).open("a") as file:
         file.write('{"run": 1, "id"')
     ledger.append(tmp_path, [Entry(0, "a", "0", "5_0", "completed")])
     assert {run: entry.state for run, entry in ledger.latest(tmp_path).items()} == {0: "completed", 1: "submitted"}

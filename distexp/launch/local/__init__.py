@@ -1,0 +1,1 @@
+"""Launcher for this machine."""

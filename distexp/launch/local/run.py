@@ -1,4 +1,4 @@
-"""One run from spec to record on this machine: agents start, are watched, and leave one record behind."""
+"""One run on this machine: start and watch an agent per node, then write the record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from types import FrameType
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError
 from distexp.launch import oom
-from distexp.launch.outcome import HANG_CODE, finalize_run, start_attempt
+from distexp.launch.failures import HANG_CODE
+from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.runs import stop_request
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
@@ -27,18 +28,18 @@ HANG_GRACE_S = 4.0
 
 
 def run_locally(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
-    """Runs a spec on this machine, each node by an agent of its own, and returns its record.
+    """Run a spec on this machine with one agent per node, and return its record.
 
     Raises:
-        InterruptedRunError: after the record is written, where this process was told to stop: at once, or by
-            SIGUSR1 or SIGUSR2, after a checkpoint.
+        InterruptedRunError: if this process got a signal. SIGINT and SIGTERM end the run at once. SIGUSR1 and SIGUSR2
+            end it after a checkpoint. The record is written first.
     """
     started = time.time()
     start_attempt(spec, directory)
     oom.save_counters(directory)
     stopped: InterruptedRunError | None = None
     agents: list[subprocess.Popen[bytes]] = []
-    with tracked(spec, directory) as tracking, signals_raised(), notice_given(directory) as noticed:
+    with tracked(spec, directory) as tracking, interrupts_raised(), stop_signals_forwarded(directory) as received:
         try:
             for node in range(spec.nodes):
                 agents.append(_start_agent(directory, node))
@@ -47,29 +48,29 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
         except InterruptedRunError as interruption:
             stopped = interruption
         finally:
-            with signals_ignored():
+            with interrupts_ignored():
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 record = finalize_run(spec, directory, codes, started, str(stopped) if stopped else None)
     screen.show_result(record, tracking.messages)
-    if stopped is None and noticed:
-        stopped = InterruptedRunError(noticed[0])
+    if stopped is None and received:
+        stopped = InterruptedRunError(received[0])
     if stopped is not None:
         raise stopped
     return record
 
 
 def _start_agent(directory: Path, node: int) -> subprocess.Popen[bytes]:
-    # SIGTERM, not SIGKILL: an agent whose launcher dies ends its workers and writes the record.
+    # SIGTERM and not SIGKILL, so that the agent of a dead launcher ends its workers and writes the record.
     return start_module("distexp.launch.agent", str(directory), str(node), env=os.environ, death_signal=signal.SIGTERM)
 
 
 def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None]) -> None:
-    """Waits until all agents have ended well, or one has not."""
+    """Wait until all agents have succeeded, or one has failed."""
     while True:
         codes = [agent.poll() for agent in agents]
         refresh()
         if HANG_CODE in codes:
-            # The other nodes see the hang as well, and write down their stacks.
+            # The other agents detect the hang too. Give them time to write the stacks of their workers.
             _wait_all(agents, HANG_GRACE_S)
             return
         if any(code not in (None, 0) for code in codes) or all(code == 0 for code in codes):
@@ -84,15 +85,15 @@ def _wait_all(agents: Sequence[subprocess.Popen[bytes]], seconds: float) -> None
 
 
 def _end(agent: subprocess.Popen[bytes]) -> int:
-    """Ends an agent with all that is below it; its exit code, 0 where only the others' failure ended it."""
+    """End an agent and its workers; return its exit code, or 0 if it was still running."""
     ended_by_itself = agent.poll() is not None
     end_tree(agent, AGENT_GRACE_S)
     return agent.returncode if ended_by_itself else 0
 
 
 @contextmanager
-def signals_raised() -> Iterator[None]:
-    """Ctrl-C and SIGTERM raise InterruptedRunError inside."""
+def interrupts_raised() -> Iterator[None]:
+    """Raise InterruptedRunError on Ctrl-C and SIGTERM inside the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise InterruptedRunError(number)
@@ -102,21 +103,21 @@ def signals_raised() -> Iterator[None]:
 
 
 @contextmanager
-def notice_given(directory: Path) -> Iterator[list[int]]:
-    """SIGUSR1 and SIGUSR2 ask the run to end after a checkpoint; those that came are in the list."""
-    came: list[int] = []
+def stop_signals_forwarded(directory: Path) -> Iterator[list[int]]:
+    """Request a stop after a checkpoint on SIGUSR1 and SIGUSR2; yield the list of signals received."""
+    received: list[int] = []
 
-    def give(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         stop_request.request_stop(directory, signal.Signals(number).name)
 
-    with _handled(give, *stop_request.SIGNALS):
-        yield came
+    with _handled(forward, *stop_request.SIGNALS):
+        yield received
 
 
 @contextmanager
-def signals_ignored() -> Iterator[None]:
-    """A second Ctrl-C does not tear what is being written."""
+def interrupts_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM inside the block, so that the record is written completely."""
     with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
         yield
 

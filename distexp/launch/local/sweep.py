@@ -1,4 +1,4 @@
-"""The local launcher: one run after the other on this machine, and a table when all are done."""
+"""Local launcher: the runs of a sweep one after the other on this machine, then a table."""
 
 from __future__ import annotations
 
@@ -17,24 +17,32 @@ from distexp.launch.local.run import run_locally
 from distexp.launch.snapshot import git_root, git_state
 from distexp.launch.sweep import Cell, assign_run_dirs, compose_cells, save_master, sweep_directory, write_invalid
 from distexp.runs.existing import DONE, ExistingRun
-from distexp.runs.record import FAILURES, RECORD, RunInfo, RunRecord
+from distexp.runs.record import FAILURES, RunInfo, RunRecord
+from distexp.runs.run_dir import RECORD
 from distexp.runs.spec import RunSpec
 
 
 def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
-    """Runs every cell, whatever becomes of the others; SweepFailedError at the end where one failed."""
+    """Run every cell, even if others fail.
+
+    Raises:
+        SweepFailedError: at the end, if a run failed.
+        InterruptedRunError: if a run was interrupted. The cells after it are not started.
+    """
     cells = compose_cells(context, master, overrides)
     sweep_dir = sweep_directory(master)
     save_master(master, sweep_dir, len(cells))
     screen = Screen(total=len(cells), sweep_dir=sweep_dir)
 
-    def keep(run: ExistingRun) -> bool:
+    def should_skip(run: ExistingRun) -> bool:
         if run.status in DONE:
             screen.show_skipped(RunRecord.read(run.directory / RECORD))
         return run.status in DONE
 
     code = git_state(git_root(PACKAGE))
-    runs = assign_run_dirs(cells, sweep_dir, code, resume=master.sweep.resume, should_skip=keep, warn=screen.print)
+    runs = assign_run_dirs(
+        cells, sweep_dir, code, resume=master.sweep.resume, should_skip=should_skip, warn=screen.print
+    )
     try:
         returns = [_as_job(context, cell, info, directory, screen=screen) for cell, info, directory in runs]
     except InterruptedRunError:
@@ -47,7 +55,7 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
 
 
 def _as_job(context: HydraContext, cell: Cell, info: RunInfo, directory: Path, *, screen: Screen) -> JobReturn:
-    """One cell as a job of Hydra: its callbacks and ``.hydra/`` are where its users expect them."""
+    """Run one cell as a Hydra job, with Hydra's callbacks and its ``.hydra/`` folder."""
 
     def task(_: Any) -> str:
         screen.run_header(info.number, " ".join(cell.varied).replace("'", ""))
@@ -60,7 +68,7 @@ def _as_job(context: HydraContext, cell: Cell, info: RunInfo, directory: Path, *
         job_dir_key="hydra.sweep.dir",
         job_subdir_key="hydra.sweep.subdir",
     )
-    done.return_value  # noqa: B018  # raises what the task raised
+    done.return_value  # noqa: B018  # It raises what the task raised.
     return done
 
 

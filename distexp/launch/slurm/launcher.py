@@ -19,14 +19,16 @@ from distexp.launch import ledger
 from distexp.launch.outcome import failed_record
 from distexp.launch.slurm import client
 from distexp.launch.slurm.follow import follow
-from distexp.launch.slurm.script import SLURM_DIR, JobArray, resource_key
+from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.launch.slurm.status import poll
 from distexp.launch.slurm.submitit_keys import apply_submitit_options
-from distexp.launch.snapshot import NAME, GitState, take
+from distexp.launch.snapshot import GitState, take_snapshot
 from distexp.launch.sweep import Cell, assign_run_dirs, compose_cells, save_master, sweep_directory, write_invalid
 from distexp.runs import attempts
 from distexp.runs.existing import DONE, ExistingRun
-from distexp.runs.record import RunError, write_json
+from distexp.runs.files import write_json
+from distexp.runs.record import RunError
+from distexp.runs.run_dir import HYDRA, SLURM, SNAPSHOT
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import failure_text, format_count, format_runs, suggest_command
 
@@ -62,7 +64,7 @@ def run_sweep(
     max_size = _check_slurm()
     sweep_dir = sweep_directory(master).absolute()
     save_master(master, sweep_dir, len(cells))
-    snapshot, git = take(sweep_dir, list(cells[0].composed.trusted_packages))
+    snapshot, git = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages))
     prepared = list(prepare_runs(cells, sweep_dir, snapshot, git, console, resume=master.sweep.resume))
     submit_runs(prepared, sweep_dir, snapshot, max_size, console)
     _print(console, f"sweep: {sweep_dir}")
@@ -148,7 +150,7 @@ def prepare_runs(
 
 def write_hydra_files(cell: Cell, directory: Path) -> None:
     """Write ``.hydra/`` with the files that Hydra itself writes."""
-    folder = directory / ".hydra"
+    folder = directory / HYDRA
     folder.mkdir(parents=True, exist_ok=True)
     content = OmegaConf.to_container(cell.composed, enum_to_str=True)
     assert isinstance(content, dict)
@@ -163,7 +165,7 @@ def submit_runs(
     prepared: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, max_size: int, console: Console
 ) -> None:
     """Submit one array for each set of equal resources, or several if it has more than ``max_size`` runs."""
-    (sweep_dir / SLURM_DIR).mkdir(exist_ok=True)
+    (sweep_dir / SLURM).mkdir(exist_ok=True)
     for group in group_by_resources(prepared):
         for start in range(0, len(group), max_size):
             _submit_array(group[start : start + max_size], sweep_dir, snapshot, console)
@@ -212,7 +214,7 @@ def group_by_resources(prepared: Sequence[PreparedRun]) -> list[list[PreparedRun
 
 def next_array_name(sweep_dir: Path) -> str:
     """Return ``array0``, or the next number that this sweep has not used."""
-    used = len(list((sweep_dir / SLURM_DIR).glob("array*.sbatch")))
+    used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
     return f"array{used}"
 
 
@@ -237,6 +239,6 @@ def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> N
         config = members[0][1].config
         assert config is not None
         directories = tuple(str(number) for number, _ in members)
-        array = JobArray(f"array{index}", replace(config), sweep_dir, sweep_dir / NAME, directories)
+        array = JobArray(f"array{index}", replace(config), sweep_dir, sweep_dir / SNAPSHOT, directories)
         _print(console, f"# {format_runs([number for number, _ in members])}")
         _print(console, array.render())

@@ -21,12 +21,15 @@ import submitit
 
 from distexp.checkpoints.folder import list_checkpoints, step_of
 from distexp.launch import oom
-from distexp.launch.agent import NodeContext, StoppedError, run_node, stop
-from distexp.launch.outcome import STOPPED_CODE, finalize_run, start_attempt
+from distexp.launch.agent import NodeContext, StoppedError, raise_stopped, run_node
+from distexp.launch.failures import STOPPED_CODE
+from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.launch.rendezvous import read_rendezvous
 from distexp.launch.slurm.client import SlurmError, minutes_left, query_jobs, requeue
 from distexp.runs import stop_request
-from distexp.runs.record import RunError, RunRecord, write_json
+from distexp.runs.errors import write_error
+from distexp.runs.files import write_json
+from distexp.runs.record import RunError, RunRecord
 from distexp.runs.run_dir import agent_error_path, exit_status_path
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import failure_text
@@ -168,7 +171,7 @@ def run_task() -> int:
     list_path = Path(sys.argv[1])
     directory = json.loads(list_path.read_text())["directories"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
     run_dir = list_path.parent.parent / directory
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, raise_stopped)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(NOTICE_SIGNAL, _stop_request_handler(run_dir, job))
     spec = RunSpec.read(run_dir)
@@ -266,9 +269,8 @@ def write_record(spec: RunSpec, run_dir: Path, code: int, peers: Peers, started:
 
 def stop_reason(run_dir: Path) -> tuple[str, str]:
     """Return status and reason of a run that Slurm stopped."""
-    try:
-        reason = json.loads((run_dir / stop_request.FILE).read_text())["reason"]
-    except (OSError, ValueError, KeyError):
+    reason = stop_request.read_reason(run_dir)
+    if reason is None:
         return "killed", "the job was cancelled"
     if reason == "time_limit":
         return "timeout", "the job reached its time limit"
@@ -290,10 +292,7 @@ def _stop_request_handler(run_dir: Path, job: Job) -> Callable[[int, FrameType |
 
 def _write_no_rendezvous(run_dir: Path, job: Job, error: TimeoutError) -> int:
     """Write the error of a node that could not reach the head, and return its exit code."""
-    path = agent_error_path(run_dir, job.node)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    cause = RunError("NoRendezvous", str(error), "setup")
-    write_json(path, {"unix_time_s": time.time(), **vars(cause)})
+    write_error(agent_error_path(run_dir, job.node), RunError("NoRendezvous", str(error), "setup"))
     return 1
 
 

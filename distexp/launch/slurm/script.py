@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ClusterConfig, Config
+from distexp.runs.run_dir import SLURM
 
-SLURM_DIR = "slurm"
 """Folder in the sweep's directory for sbatch files, lists of runs, and the jobs' own logs."""
 
 NODE_TASK = "distexp.launch.slurm.node_task"
@@ -33,12 +33,12 @@ class JobArray:
     @property
     def list_path(self) -> Path:
         """JSON file that lists the run directories."""
-        return self.sweep_dir / SLURM_DIR / f"{self.name}.json"
+        return self.sweep_dir / SLURM / f"{self.name}.json"
 
     @property
     def script_path(self) -> Path:
         """The sbatch file."""
-        return self.sweep_dir / SLURM_DIR / f"{self.name}.sbatch"
+        return self.sweep_dir / SLURM / f"{self.name}.sbatch"
 
     def render(self) -> str:
         """Return the text of the sbatch file."""
@@ -47,7 +47,7 @@ class JobArray:
             command=(
                 f"{cluster.python or shlex.quote(sys.executable)} -u -m {NODE_TASK} {shlex.quote(str(self.list_path))}"
             ),
-            folder=self.sweep_dir / SLURM_DIR,
+            folder=self.sweep_dir / SLURM,
             map_count=len(self.directories),
             array_parallelism=cluster.array_parallelism or len(self.directories),
             job_name=self.config.name,

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distexp.launch import ledger
-from distexp.launch.outcome import add_traces, classify_failure, failed_record, read_rank_errors
+from distexp.launch.failures import classify_failure
+from distexp.launch.outcome import add_traces, failed_record, read_result
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState
-from distexp.launch.slurm.script import SLURM_DIR
 from distexp.runs import attempts
-from distexp.runs.record import RECORD, RunError, RunRecord
+from distexp.runs.errors import read_rank_errors
+from distexp.runs.record import RunError, RunRecord
+from distexp.runs.run_dir import RECORD, SLURM
 from distexp.runs.run_state import RunState
 from distexp.runs.spec import RunSpec
 
@@ -103,7 +105,7 @@ def _run_state(sweep_dir: Path, entry: ledger.Entry, answer: SlurmAnswer) -> Run
     """Return the state of a run; None if its job has ended without a record."""
     directory = sweep_dir / entry.directory
     job = answer.jobs.get(entry.job or "")
-    record = _read_final_record(directory)
+    record = _read_record(directory)
     completed = record is not None and record.status == "completed"
     if job is not None and not job.is_final and not (completed and job.state != "PENDING"):
         return _active_state(entry, directory, job)
@@ -132,12 +134,6 @@ def _read_record(directory: Path) -> RunRecord | None:
         return None
 
 
-def _read_final_record(directory: Path) -> RunRecord | None:
-    """Return the record if it is complete: after rank 0 has written it, the head's task adds the memory."""
-    record = _read_record(directory)
-    return record if record is not None and attempts.is_final(record) else None
-
-
 def _write_missing_records(
     sweep_dir: Path, dead: Sequence[ledger.Entry], jobs: Mapping[str, JobState]
 ) -> list[RunState]:
@@ -146,7 +142,7 @@ def _write_missing_records(
     states = []
     for entry in dead:
         directory = sweep_dir / entry.directory
-        record = _read_final_record(directory) or write_missing_record(sweep_dir, entry, jobs.get(entry.job or ""))
+        record = _read_record(directory) or write_missing_record(sweep_dir, entry, jobs.get(entry.job or ""))
         states.append(RunState.from_record(entry.run, directory, entry.job, record))
     return states
 
@@ -157,8 +153,8 @@ def write_missing_record(sweep_dir: Path, entry: ledger.Entry, job: JobState | N
     spec = RunSpec.read(directory)
     started = _has_started(directory, entry.job)
     if not started:
-        spec.run.attempts.append({"job_id": entry.job, "hosts": [], "resumed_from_step": None, "reason": None})
-    record = _read_record(directory)
+        spec.run.attempts.append(attempts.new_attempt(entry.job, []))
+    record = read_result(directory) if started else None
     if record is None or record.status != "completed":
         status, error = _find_cause(sweep_dir, entry, job, spec, started)
         record = failed_record(spec, directory, status, error, None)
@@ -199,7 +195,7 @@ def _find_cause(
     if job.state in causes:
         status, message = causes[job.state]
         return status, RunError(job.state.title().replace("_", ""), message)
-    output = _read_output(sweep_dir / SLURM_DIR, entry.job or "")
+    output = _read_output(sweep_dir / SLURM, entry.job or "")
     for log, line in output:  # slurmstepd's line may come before or after those of srun
         if MEMORY_KILL.search(line):
             status, message = causes["OUT_OF_MEMORY"]

@@ -14,9 +14,9 @@ from types import TracebackType
 from distexp.measure.memory.cost_limit import CostLimit
 from distexp.measure.memory.gpu_reader import GpuReader, GpuReading
 from distexp.measure.memory.process_tree import ProcessTree
-from distexp.runs.events import FILE as EVENTS
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTraceWriter
 from distexp.runs.phases import PhaseTail
+from distexp.runs.run_dir import EVENTS
 from distexp.system.cgroups import usable_memory
 from distexp.system.hardware import cpu_count
 from distexp.system.units import MIB

@@ -14,6 +14,7 @@ from typing import Any
 
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
 from distexp.runs.phases import PhaseEvent, phase_at, phase_intervals, read_phase_events
+from distexp.runs.run_dir import EVENTS, memory_trace_path
 
 Entry = dict[str, Any]
 PROFILING_PHASE = "profile"
@@ -71,12 +72,12 @@ def summarize(traces: Sequence[Path], events: Path | None = None) -> Summary:
 
 def summarize_run(run_dir: Path, nodes: int) -> Summary:
     """Summarize the traces of a run directory, which contains one per node."""
-    return summarize(run_traces(run_dir, nodes), run_dir / "events.jsonl")
+    return summarize(run_traces(run_dir, nodes), run_dir / EVENTS)
 
 
 def run_traces(run_dir: Path, nodes: int) -> list[Path]:
     """Return the paths of a run's memory traces, whether they exist or not."""
-    return [run_dir / "memory" / f"node{node}.csv" for node in range(nodes)]
+    return [memory_trace_path(run_dir, node) for node in range(nodes)]
 
 
 def node_of(path: Path, position: int) -> int:

@@ -25,9 +25,7 @@ from distexp.distributed.process_group import gather_to_all
 from distexp.measure.clock import synchronize
 from distexp.measure.profiling.chrome_trace import read_timeline
 from distexp.measure.profiling.communication import CommunicationShares, communication_shares
-
-TRACE = Path("profile", "rank0.json.gz")
-"""Path of the trace in the run directory; open it with ui.perfetto.dev."""
+from distexp.runs.run_dir import profile_trace_path
 
 LOG_LEVEL_SILENT = "100"
 """Log level above all messages of the profiler, which logs each start and warns that a CPU is not a GPU."""
@@ -146,7 +144,7 @@ class StepProfiler:
                 self._profile.export_chrome_trace(str(trace))
                 self._profile = None  # frees its events
                 if self.context.rank == 0:
-                    _save_compressed(trace, self.context.run_dir / TRACE)
+                    _save_compressed(trace, profile_trace_path(self.context.run_dir))
                 return communication_shares(read_timeline(trace, on_gpu=self.context.device.type == "cuda"))
             except (OSError, ValueError) as error:
                 return str(error)

@@ -29,7 +29,8 @@ from distexp.report.figures.theme import DARK, LIGHT
 from distexp.report.page.provenance import provenance_tables
 from distexp.report.page.runs import configurations, run_table
 from distexp.report.summary import summarize
-from distexp.runs.record import FAILURES, finite
+from distexp.runs.files import nan_to_none
+from distexp.runs.record import FAILURES
 
 MOST_NOTES = 20
 PAGE_FILES = files("distexp.report.page")
@@ -108,7 +109,7 @@ def _escape_closing_tags(code: str) -> Markup:
 
 
 def _to_json(content: Any) -> str:
-    return json.dumps(finite(content), separators=(",", ":"), allow_nan=False)
+    return json.dumps(nan_to_none(content), separators=(",", ":"), allow_nan=False)
 
 
 def _tiles(overview: Overview) -> Iterator[Tile]:

@@ -15,8 +15,9 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.result_rows import result_row
 from distexp.report.data.rows import Row
 from distexp.report.data.settings import format_setting
+from distexp.runs.run_dir import LOGS, MEMORY, METRICS, RECORD
 
-LINKED_FILES = ("record.json", "metrics.jsonl", "memory", "logs")
+LINKED_FILES = (RECORD, METRICS, MEMORY, LOGS)
 MOST_LETTERS = 48  # of a setting
 COMPARED_SECTIONS = ("config.", "built.", "environment.")
 COMPARED_KEYS = ("overrides", "git_sha")

@@ -20,10 +20,11 @@ from distexp.measure.profiling.communication import (
     intersection_length,
     merge,
 )
-from distexp.measure.profiling.profiler import TRACE, ProfileWindow
+from distexp.measure.profiling.profiler import ProfileWindow
 from distexp.resolve.run_id import run_id
 from distexp.runs.phases import read_phase_events
 from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import profile_trace_path
 from tests.helpers.runs import HELPERS, make_spec, torchrun
 
 MANY_RUNS = HELPERS / "many_runs.py"
@@ -207,7 +208,7 @@ def assert_measured(run_dir: Path, *kinds: str) -> None:
     assert found["exposed_share"] is None, "only known on a GPU"
     assert (found["profiled_steps"], found["first_step"], found["note"]) == (3, 13, None)
     assert found["share"] == pytest.approx(sum(rank["share"] for rank in found["ranks"]) / 2)
-    trace = json.loads(gzip.decompress((run_dir / TRACE).read_bytes()))
+    trace = json.loads(gzip.decompress(profile_trace_path(run_dir).read_bytes()))
     assert sum(str(one.get("name")).startswith("ProfilerStep#") for one in trace["traceEvents"]) == 3
 
 
@@ -224,13 +225,13 @@ def test_profiling_does_not_change_the_training(runs: Path, name: str) -> None:
     before, after = (RunRecord.read(runs / each / "record.json").metrics for each in ("plain", name))
     assert after.eval_losses == pytest.approx(before.eval_losses, rel=1e-5)
     assert before.communication is None
-    assert not (runs / "plain" / TRACE).exists()
+    assert not profile_trace_path(runs / "plain").exists()
 
 
 @pytest.mark.parametrize(("name", "gathers"), [("full_shard", 2 + 2 + 1), ("shard_grad_op", 3)])
 def test_number_of_all_gathers(runs: Path, name: str, gathers: int) -> None:
     """Two blocks and the root: each block in both passes, or all three once for both micro-batches."""
-    trace = json.loads(gzip.decompress((runs / name / TRACE).read_bytes()))
+    trace = json.loads(gzip.decompress(profile_trace_path(runs / name).read_bytes()))
     assert sum(one.get("name") == "gloo:all_gather" for one in trace["traceEvents"]) == 3 * gathers
 
 

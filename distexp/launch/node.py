@@ -1,0 +1,64 @@
+"""GPUs, environment and command line of the workers of one node."""
+
+from __future__ import annotations
+
+import os
+
+from distexp.launch.rendezvous import Rendezvous
+from distexp.runs.spec import RunSpec
+from distexp.system.hardware import Gpu, visible_gpus
+
+WORKER = "distexp.worker"
+
+
+def is_simulated(spec: RunSpec) -> bool:
+    """Return whether all nodes of a run are on this machine."""
+    return spec.config.cluster.launcher == "local"
+
+
+def node_gpus(spec: RunSpec, node: int) -> tuple[Gpu, ...]:
+    """Return the GPUs of a node's workers. Simulated nodes share the GPUs of this machine."""
+    if spec.config.cluster.device != "cuda":
+        return ()
+    first = node * spec.workers_per_node if is_simulated(spec) else 0
+    return visible_gpus()[first:][: spec.workers_per_node]
+
+
+def torchrun_arguments(spec: RunSpec, node: int, rendezvous: Rendezvous, own_address: str = "127.0.0.1") -> list[str]:
+    """Return the command line of a node's torchrun, up to the run directory.
+
+    The rendezvous is static, because c10d would number the nodes in the order of their arrival.
+    """
+    return [
+        f"--nnodes={spec.nodes}",
+        f"--node-rank={node}",
+        f"--nproc-per-node={spec.workers_per_node}",
+        f"--master-addr={rendezvous.address}",
+        f"--master-port={rendezvous.port}",
+        f"--local-addr={own_address}",
+        "--max-restarts=0",
+        *("-m", WORKER, "--launched"),
+    ]
+
+
+def worker_environment(spec: RunSpec, node: int) -> dict[str, str]:
+    """Return the environment of a node's workers: that of this process, with the settings of the run."""
+    cluster = spec.config.cluster
+    environment = {
+        **os.environ,
+        **cluster.environment,
+        "OMP_NUM_THREADS": str(cluster.cpus_per_worker),
+        "DS_ACCELERATOR": cluster.device,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if cluster.debug:
+        environment |= {
+            "NCCL_DEBUG": "INFO",
+            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+            "TORCH_CPP_LOG_LEVEL": "INFO",
+            "TORCH_SHOW_CPP_STACKTRACES": "1",
+        }
+    if cluster.device == "cuda" and spec.nodes > 1 and is_simulated(spec):
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in node_gpus(spec, node))
+    return environment

@@ -1,0 +1,30 @@
+"""Error files of a run, which ranks and agents write before they end."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from distexp.runs.files import write_json
+from distexp.runs.record import RunError
+from distexp.runs.run_dir import error_paths
+
+
+def write_error(path: Path, error: RunError) -> None:
+    """Write an error with the current time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"unix_time_s": time.time(), **asdict(error)})
+
+
+def read_rank_errors(run_dir: Path) -> list[RunError]:
+    """Read the errors of all ranks and agents in the order of time."""
+    found = []
+    for path in error_paths(run_dir):
+        try:
+            found.append(json.loads(path.read_text()))
+        except ValueError:
+            continue  # Torn, because its rank was killed. The rank's log has more.
+    found.sort(key=lambda error: float(error.pop("unix_time_s")))
+    return [RunError(**error) for error in found]

@@ -1,0 +1,92 @@
+"""Atomic writing of files and folders."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def replace_atomically(path: Path) -> Iterator[Path]:
+    """Provide a temporary path, and rename it over ``path`` when the block ends.
+
+    The block writes a file or a folder there. If it raises, the temporary path is removed and ``path`` is unchanged.
+    The temporary path is next to ``path``, and its name starts with a dot.
+    """
+    with _temporary(path) as temporary:
+        yield temporary
+        move_into_place(temporary, path)
+
+
+@contextmanager
+def create_atomically(folder: Path) -> Iterator[Path]:
+    """Provide a temporary path, and rename it to a folder that must not exist when the block ends.
+
+    Raises:
+        OSError: at the end of the block, if another process has created the folder.
+    """
+    with _temporary(folder) as temporary:
+        yield temporary
+        temporary.rename(folder)
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+    finally:
+        remove(temporary)
+
+
+def move_into_place(temporary: Path, path: Path) -> None:
+    """Rename a complete file or folder to ``path``, and replace what is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    temporary.replace(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all its content. Ignore one that does not exist."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically; NaN and infinities become null.
+
+    The content is on disk before the name is, so that a machine that goes down leaves no torn file.
+    """
+    with replace_atomically(path) as temporary, temporary.open("w") as file:
+        json.dump(nan_to_none(content), file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def nan_to_none(content: Any) -> Any:
+    """Return the same content with None for NaN and the infinities, which JSON does not have."""
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    if isinstance(content, dict):
+        return {key: nan_to_none(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [nan_to_none(value) for value in content]
+    return content
+
+
+def flush_names(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
