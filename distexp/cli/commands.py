@@ -23,7 +23,7 @@ COMMANDS = {
     "experiments": Command("list the presets, or run those that match", "distexp.experiments"),
     "doctor": Command("check this machine", "distexp.doctor.__main__"),
     "preflight": Command("measure the bandwidth between workers", "distexp.preflight.__main__"),
-    "memory": Command("summarize memory logs", "distexp.memory"),
+    "memory": Command("summarize nvidia-smi and psrecord logs", "distexp.memory"),
     "reference": Command("print a generated reference page", "distexp.reference"),
 }
 """Sub-commands by name. Each module has a ``main(arguments)`` that returns the exit code."""

@@ -11,6 +11,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import failure_text, format_count
 from distexp.strategies.base import load_strategy
+from distexp.system.units import MIB
 
 MAX_EPOCHS = 6
 """Epochs shown in a panel."""
@@ -125,7 +126,7 @@ def _interconnect(preflight: dict[str, Any]) -> str:
         return "not measured: single worker"
     largest = max(reduces, key=lambda one: int(one["bytes"]))
     return (
-        f"{largest['busbw_gbps']:.2f} GB/s bus bandwidth, all_reduce of {largest['bytes'] / 2**20:,.0f} MiB over "
+        f"{largest['busbw_gbps']:.2f} GB/s bus bandwidth, all_reduce of {largest['bytes'] / MIB:,.0f} MiB over "
         f"{preflight['backend']}"
     )
 

@@ -22,6 +22,7 @@ from distexp.config import ConfigError
 from distexp.config.paths import PACKAGE
 from distexp.runs.files import create_atomically, write_json
 from distexp.runs.run_dir import SNAPSHOT, SNAPSHOT_MARKER
+from distexp.system.units import MIB
 
 LIMIT_MB = 500
 INSTALLED = ("site-packages", "dist-packages")
@@ -121,12 +122,12 @@ def _package(where: Path) -> Iterator[tuple[str, Path]]:
 
 def _check_size(files: dict[str, Path]) -> None:
     sizes = {name: path.lstat().st_size for name, path in files.items()}
-    total = sum(sizes.values()) / 2**20
+    total = sum(sizes.values()) / MIB
     if total > LIMIT_MB:
         largest = max(sizes, key=lambda name: sizes[name])
         raise ConfigError(
             f"the code to copy for the jobs has {total:,.0f} MB, more than {LIMIT_MB}: add files that are not code to "
-            f".gitignore. The largest is {files[largest]} with {sizes[largest] / 2**20:,.0f} MB"
+            f".gitignore. The largest is {files[largest]} with {sizes[largest] / MIB:,.0f} MB"
         )
 
 
