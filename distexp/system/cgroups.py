@@ -25,13 +25,9 @@ class MemoryCgroup:
 
 
 def memory_cgroups(pid: int | str = "self") -> list[MemoryCgroup]:
-    """Return the memory cgroups of a process; a machine may mount both versions.
-
-    Raises:
-        OSError: the process does not exist.
-    """
-    found = []
-    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+    """Return the memory cgroups of a process; a machine may have both versions, or none."""
+    path, found = Path(f"/proc/{pid}/cgroup"), []
+    for line in path.read_text().splitlines() if path.is_file() else []:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             found.append(MemoryCgroup(CGROUP_ROOT, group.lstrip("/"), 2))
@@ -46,10 +42,17 @@ def memory_limits(pid: int | str = "self") -> Iterator[int]:
         name = "memory.max" if cgroup.version == 2 else "memory.limit_in_bytes"
         below = Path(cgroup.group)
         for folder in (below, *below.parents):
-            path = cgroup.root / folder / name
-            text = path.read_text().strip() if path.is_file() else "max"
-            if text != "max":
-                yield int(text)
+            limit = _read_limit(cgroup.root / folder / name)
+            if limit is not None:
+                yield limit
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return None if text == "max" else int(text)
 
 
 def usable_memory(pid: int | str = "self") -> int:
