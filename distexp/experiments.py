@@ -1,10 +1,10 @@
-"""``python -m distexp.experiments [PATTERN ...] [KEY=VALUE ...]``: the exercises, listed or all run.
+"""``distexp experiments [PATTERN ...] [KEY=VALUE ...]``: list the presets, or run them.
 
-Without a KEY=VALUE it lists the presets that match, with what each teaches. With one it runs each of them by a
-command of its own, one after the other, as in ``python -m distexp.experiments scale=tiny``: an experiment
-decides how its sweep runs, so a sweep over experiments would not be one sweep.
+Without an override it lists the presets that match a pattern. With one it starts a command for each of them, as in
+``distexp experiments scale=tiny``. One sweep over all presets is impossible, because a preset decides how its sweep
+runs.
 
-Exit codes: 0; 1 where a run failed; 2 where a command was refused, or no preset matches; 128 + n after a signal.
+Exit codes: 0 on success, 1 if a run failed, 2 if a command is wrong or no preset matches, 128 + n after signal n.
 """
 
 from __future__ import annotations
@@ -24,48 +24,47 @@ INDENT = 4 * " "
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Lists or runs, and returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    patterns = [word for word in words if not is_override(word)]
-    overrides = [word for word in words if is_override(word)]
+    """List or run the presets and return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    patterns = [text for text in given if not is_override(text)]
+    overrides = [text for text in given if is_override(text)]
     if any(pattern.startswith("-") for pattern in patterns):
         print(__doc__)
         return 0 if patterns in (["-h"], ["--help"]) else 2
-    chosen = [name for name in options_of("experiment") if not patterns or any(fnmatch(name, p) for p in patterns)]
+    names = options_of("experiment")
+    chosen = [name for name in names if not patterns or any(fnmatch(name, pattern) for pattern in patterns)]
     if not chosen:
-        print(
-            f"distexp: no experiment matches {' '.join(patterns)}: choose from {', '.join(options_of('experiment'))}",
-            file=sys.stderr,
-        )
+        print(f"distexp: no preset matches {' '.join(patterns)}: choose from {', '.join(names)}", file=sys.stderr)
         return 2
-    if not overrides:
-        for name in chosen:
-            print(f"experiment={name}\n{_indented(lesson(name))}")
-        return 0
-    return _run_all(chosen, overrides)
+    if overrides:
+        return _run_all(chosen, overrides)
+    for name in chosen:
+        print(f"experiment={name}\n{_indent(first_sentence(name))}")
+    return 0
 
 
-def lesson(name: str) -> str:
-    """The first sentence of a preset's comment: what it teaches."""
+def first_sentence(name: str) -> str:
+    """Return the first sentence of the comment of a preset."""
     lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
     comment = [line.removeprefix("# ") for line in lines if line.startswith("# ") and "@package" not in line]
     return " ".join(comment).split(". ")[0].rstrip(".") + "."
 
 
-def _indented(text: str) -> str:
-    """A paragraph as wide as the terminal, or as COLUMNS says."""
+def _indent(text: str) -> str:
+    """Wrap a paragraph at the width of the terminal."""
     columns = shutil.get_terminal_size().columns
     return textwrap.fill(text, max(columns, 40), initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 def _run_all(names: Sequence[str], overrides: Sequence[str]) -> int:
+    """Run presets one after another and return the largest exit code; stop at a signal."""
     worst = 0
     for position, name in enumerate(names, 1):
-        command = [sys.executable, "-m", "distexp", f"experiment={name}", *overrides]
-        print(f"\n[{position}/{len(names)}] python -m distexp {' '.join(command[3:])}", flush=True)
-        code = subprocess.run(command, check=False).returncode
+        options = [f"experiment={name}", *overrides]
+        print(f"\n[{position}/{len(names)}] distexp {' '.join(options)}", flush=True)
+        code = subprocess.run([sys.executable, "-m", "distexp", *options], check=False).returncode
         worst = max(worst, code)
-        if code < 0 or code > 128:  # a signal is meant for all of them
+        if code < 0 or code > 128:
             return 128 - code if code < 0 else code
     return worst
 

@@ -1,4 +1,4 @@
-"""Who may import whom: a launcher without torch, a report without the worker, a loop without strategies."""
+"""Tests of the import rules and of the size of files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_launcher_layer_never_imports_torch(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_judging_every_engine_and_strategy_never_imports_torch() -> None:
+def test_checks_of_all_trainers_and_strategies_do_not_import_torch() -> None:
     program = (
         "import sys; from tests.helpers.runs import resolve_cell\n"
         "for e in ('native', 'hf_trainer'):\n"

@@ -89,7 +89,7 @@ def key(
     slurm_only: bool = False,
     parts: Mapping[str, str] | None = None,
 ) -> T:
-    """Declare a dataclass field with a default and its ``FieldInfo``; lists and dicts are copied."""
+    """Create a dataclass field with a default and its ``FieldInfo``; lists and dicts are copied."""
     info = FieldInfo(
         help=help, unit=unit, null=null, choices=choices, at_least=at_least, above=above, below=below,
         length=length, example=example, slurm_only=slurm_only, parts=parts,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from distexp import __version__
+from distexp.cli.commands import COMMANDS
 from tests.helpers.runs import REPOSITORY, run_distexp
 
 WRONG = {  # command lines, with a part of their message
@@ -198,3 +200,30 @@ def test_console_script_is_the_same_program(tmp_path: Path) -> None:
     done = subprocess.run([script, "strategy=fdsp"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Did you mean fsdp" in done.stderr
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert run_distexp("--version").stdout == f"distexp {__version__}\n"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "preflight")])
+def test_subcommand_prints_its_usage(name: str) -> None:
+    done = run_distexp(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"distexp {name}" in done.stdout.replace("`", "")
+
+
+def test_run_is_optional() -> None:
+    assert run_distexp("run", "--cfg", "job").stdout == run_distexp("--cfg", "job").stdout
+
+
+def test_entry_point_does_not_import_hydra() -> None:
+    program = "import sys; from distexp.cli.main import main; print('hydra' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_renamed_option_is_accepted_with_a_warning() -> None:
+    done = run_distexp("--cfg", "job", "scaling=weak_model_seed")
+    assert "name: weak_model_workshop" in done.stdout
+    assert done.stderr == "distexp: warning: weak_model_seed is deprecated: use weak_model_workshop\n"

@@ -1,4 +1,4 @@
-"""Every exercise of the workshop: its runs, its hyperparameters, and the table that it ends in."""
+"""Tests of the presets: their runs, hyperparameters and tables."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ SHAPES = {
 SLURM = ("cluster=slurm", "cluster.dry_run=true")
 
 
-def judged(cell: list[str], *words: str) -> Config | str:
-    """A resolved cell, or why it cannot be."""
+def resolve_or_error(cell: list[str], *overrides: str) -> Config | str:
+    """Return the resolved configuration of a cell, or its first error."""
     root = (
         [f"dataset.root={Path(__file__).parent}"]
-        if any("=ddp/" in word for word in cell) and "scale=tiny" not in words
+        if any("=ddp/" in text for text in cell) and "scale=tiny" not in overrides
         else []
     )
     try:
-        return resolve_cell(*cell, *words, *(() if "scale=tiny" in words else SLURM), *root)
+        return resolve_cell(*cell, *overrides, *(() if "scale=tiny" in overrides else SLURM), *root)
     except ConfigError as error:
         return error.errors[0]
 
 
-def test_every_preset_of_the_workshop_is_there() -> None:
+def test_every_preset_of_the_workshop_exists() -> None:
     assert set(options_of("experiment")) == set(SHAPES) == set(LAYOUTS)
 
 
 @pytest.mark.parametrize("preset", SHAPES)
-def test_a_preset_has_its_runs_and_fills_its_table(preset: str) -> None:
+def test_preset_has_its_runs_and_fills_its_table(preset: str) -> None:
     cells = cells_of(preset)
-    configs = [judged(cell) for cell in cells]
+    configs = [resolve_or_error(cell) for cell in cells]
     records = [finished(each, n, cells[n]) for n, each in enumerate(configs) if isinstance(each, Config)]
     if preset == "deepspeed/zero_stages":
         assert isinstance(configs[1], str)
@@ -78,7 +78,7 @@ def test_a_preset_has_its_runs_and_fills_its_table(preset: str) -> None:
     assert sorted(worlds) == sorted(SHAPES[preset][: len(worlds)])
     assert len(cells) == len(SHAPES[preset])
     for record in records:
-        has_seeds_hyperparameters(preset, record)
+        check_workshop_hyperparameters(preset, record)
     (table,) = exercise_tables(Overview.from_records(records))
     assert preset in table.title
     texts = [cell for row in table.rows for cell in row if row[0] != PRINTED]
@@ -87,7 +87,7 @@ def test_a_preset_has_its_runs_and_fills_its_table(preset: str) -> None:
     assert {len(row) for row in table.rows} == {len(table.header)}
 
 
-def has_seeds_hyperparameters(preset: str, record: RunRecord) -> None:
+def check_workshop_hyperparameters(preset: str, record: RunRecord) -> None:
     config, train = record.config, record.config["train"]
     assert config["exercise"] == preset
     assert config["precision"]["name"] == "fp16"
@@ -107,16 +107,18 @@ def has_seeds_hyperparameters(preset: str, record: RunRecord) -> None:
 
 
 @pytest.mark.parametrize("preset", SHAPES)
-def test_the_tiny_scale_makes_every_preset_small(preset: str) -> None:
+def test_scale_tiny_shrinks_every_preset(preset: str) -> None:
     cells = cells_of(preset)
-    first = judged(cells[0], "scale=tiny")
+    first = resolve_or_error(cells[0], "scale=tiny")
     assert isinstance(first, Config), first
     assert first.dataset.name.endswith("_sample")
     assert (first.cluster.device, first.precision.name) == ("cpu", "fp32")
     assert (first.dataset.train_size or 0) <= 64 * 4
     assert max(first.model.hidden_size or 0, first.model.width or 0) <= 128
     if SHAPES[preset][-1][0] * SHAPES[preset][-1][1] == 8:
-        assert "makes 8 workers, but scale=tiny allows 4: raise scale.workers" in str(judged(cells[-1], "scale=tiny"))
+        assert "makes 8 workers, but scale=tiny allows 4: raise scale.workers" in str(
+            resolve_or_error(cells[-1], "scale=tiny")
+        )
 
 
 @pytest.mark.parametrize(
@@ -127,18 +129,18 @@ def test_the_tiny_scale_makes_every_preset_small(preset: str) -> None:
         (("fsdp/custom_weak_scaling", "cluster.workers_per_node=4"), [(1, 4), (2, 4)]),
     ],
 )
-def test_the_command_line_wins_over_a_presets_sweep(words: tuple[str, ...], shapes: list[tuple[int, int]]) -> None:
-    configs = [judged(cell) for cell in cells_of(*words)]
+def test_command_line_replaces_the_sweep_of_a_preset(words: tuple[str, ...], shapes: list[tuple[int, int]]) -> None:
+    configs = [resolve_or_error(cell) for cell in cells_of(*words)]
     assert [(c.cluster.nodes, c.cluster.workers_per_node) for c in configs if isinstance(c, Config)] == shapes
 
 
 def weak_scaling(*words: str) -> list[RunRecord]:
     cells = cells_of("fsdp/custom_weak_scaling", *words)
-    configs = [judged(cell) for cell in cells]
+    configs = [resolve_or_error(cell) for cell in cells]
     return [finished(each, n, cells[n]) for n, each in enumerate(configs) if isinstance(each, Config)]
 
 
-def test_efficiency_is_ideal_time_over_real_time() -> None:
+def test_efficiency_is_ideal_time_divided_by_real_time() -> None:
     overview = Overview.from_records(weak_scaling())
     (table,) = exercise_tables(overview)
     assert table.header[:4] == ("GPUs", "Num Layers", "Per-GPU Batch", "Total Params")
@@ -152,7 +154,7 @@ def test_efficiency_is_ideal_time_over_real_time() -> None:
     assert [series.kind for series in overview.series] == ["mixed"]
 
 
-def test_a_run_out_of_memory_says_so_in_its_cells() -> None:
+def test_out_of_memory_run_is_shown_in_its_cells() -> None:
     records = weak_scaling()
     records[1].status, records[1].error = "oom_gpu", RunError("OutOfMemoryError", "too much", "train")
     records[1].memory["gpu"][0]["peak_mib"] = 143000.0
@@ -162,8 +164,8 @@ def test_a_run_out_of_memory_says_so_in_its_cells() -> None:
     assert table.rows[3][0:2] == ("16", "not run")
 
 
-def test_the_workshops_figures_stand_beside_ours() -> None:
-    config = judged(cells_of("deepspeed/baseline")[0])
+def test_table_has_the_figures_of_the_workshop() -> None:
+    config = resolve_or_error(cells_of("deepspeed/baseline")[0])
     assert isinstance(config, Config)
     (table,) = exercise_tables(Overview.from_records([finished(config, 0)]))
     assert table.header == ("Category", "Metric", "Your Value", PRINTED)
@@ -175,31 +177,31 @@ def test_the_workshops_figures_stand_beside_ours() -> None:
     assert "random weights" in table.note
 
 
-def test_the_lowest_peak_of_each_size_is_computed() -> None:
-    configs = [judged(cell) for cell in cells_of("deepspeed/model_sizes")]
+def test_note_names_the_lowest_peak_of_each_size() -> None:
+    configs = [resolve_or_error(cell) for cell in cells_of("deepspeed/model_sizes")]
     records = [finished(each, n) for n, each in enumerate(configs) if isinstance(each, Config)]
     records[1].memory["gpu"][0]["peak_mib"] = 10.0
     (table,) = exercise_tables(Overview.from_records(records))
     assert "stage 2 on bloom_560m (10 MiB), stage 1 on bloom_1b1 (20,003 MiB)" in table.note
 
 
-def test_the_exercises_are_listed_with_what_they_teach(tmp_path: Path) -> None:
+def test_experiments_lists_presets_with_their_first_sentence(tmp_path: Path) -> None:
     done = run_module("distexp.experiments", "fsdp/*", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stdout.count("experiment=fsdp/") == 8
-    assert "What each sharding keeps and what it costs" in done.stdout
+    assert "Memory and speed of each sharding" in done.stdout
     none = run_module("distexp.experiments", "nothing/*", cwd=tmp_path)
     assert none.returncode == 2
-    assert none.stderr.startswith("distexp: no experiment matches nothing/*: choose from ")
+    assert none.stderr.startswith("distexp: no preset matches nothing/*: choose from ")
 
 
 @pytest.mark.parametrize("columns", [50, 120])
-def test_the_list_of_exercises_is_as_wide_as_the_terminal(columns: int, tmp_path: Path) -> None:
+def test_list_of_presets_is_as_wide_as_the_terminal(columns: int, tmp_path: Path) -> None:
     listed = run_module("distexp.experiments", cwd=tmp_path, env={"COLUMNS": str(columns)}).stdout.splitlines()
     assert columns - 15 < max(map(len, listed)) <= columns
 
 
-def test_a_preset_is_submitted_in_its_shapes(tmp_path: Path) -> None:
+def test_preset_requests_the_resources_of_its_cells(tmp_path: Path) -> None:
     done = run_module("distexp", "experiment=fsdp/custom_weak_scaling", *SLURM, "hydra.sweep.dir=out", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("#SBATCH --nodes=1") == 3

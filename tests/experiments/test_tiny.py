@@ -1,4 +1,4 @@
-"""A run of every exercise at ``scale=tiny``, trained for real, and the tables that their records fill."""
+"""Real training of every preset with ``scale=tiny``, and the tables of the records."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ MANY_RUNS = HELPERS / "many_runs.py"
 SHORT = ("scale.train_size=16", "scale.eval_size=4", "train.max_steps=2", "train.measure_after_step=1")
 
 
-def alone(preset: str) -> bool:
+def runs_on_one_worker(preset: str) -> bool:
     return preset.endswith(("baseline", "single", "single_gpu", "pin_memory", "zero_stages", "model_sizes"))
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextTable]:
-    """The table of every preset after one of its runs; all with as many workers share their processes."""
+    """Return the table of every preset after one run; runs with equal workers share their processes."""
     found: dict[str, TextTable] = {}
     for workers in (1, 2):
         folder = tmp_path_factory.mktemp("tiny") / "deepspeed"
         place = ("cluster.nodes=1", f"cluster.workers_per_node={workers}")
         for preset in options_of("experiment"):
-            if alone(preset) == (workers == 1):
+            if runs_on_one_worker(preset) == (workers == 1):
                 words = [word.replace("'", "") for word in cells_of(preset, *place)[-1]]
                 if preset == "deepspeed/pin_memory":
                     words.append("offload=true")
@@ -53,7 +53,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextTable]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", options_of("experiment"))
-def test_a_tiny_run_of_every_exercise_fills_a_line_of_its_table(preset: str, tables: dict[str, TextTable]) -> None:
+def test_tiny_run_fills_a_row_of_its_table(preset: str, tables: dict[str, TextTable]) -> None:
     table = tables[preset]
     assert "scale=tiny" in table.note
     cells = {cell for row in table.rows for cell in row}
@@ -63,7 +63,7 @@ def test_a_tiny_run_of_every_exercise_fills_a_line_of_its_table(preset: str, tab
     assert ("not run" in cells) == (preset not in ("ddp/baseline", *SHEETS))
 
 
-def test_a_sweep_too_large_for_the_tiny_scale_says_so_and_its_files_have_the_table(tmp_path: Path) -> None:
+def test_sweep_too_large_for_scale_tiny_reports_it_and_writes_the_table(tmp_path: Path) -> None:
     words = ("experiment=deepspeed/multi_node_weak_scaling", "scale=tiny", "cluster.nodes=8,16")
     done = run_distexp(*words, "hydra.sweep.dir=out", cwd=tmp_path, env={"COLUMNS": "300"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -81,7 +81,7 @@ def test_a_sweep_too_large_for_the_tiny_scale_says_so_and_its_files_have_the_tab
 
 
 @pytest.mark.slow
-def test_a_command_ends_in_the_table_of_its_exercise(tmp_path: Path) -> None:
+def test_command_prints_the_table_of_its_exercise(tmp_path: Path) -> None:
     done = run_distexp("experiment=deepspeed/pin_memory", "scale=tiny", "hydra.sweep.dir=out", cwd=tmp_path,
                        env={"COLUMNS": "300"})  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

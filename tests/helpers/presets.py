@@ -1,4 +1,4 @@
-"""The presets' cells, as the sweeper expands them, and records as they would be left."""
+"""Cells of presets, as the sweeper expands them, and records of finished runs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from distexp.runs.record import Built, Environment, Metrics, RunInfo, RunRecord
 
 
 @cache
-def cells_of(preset: str, *words: str) -> list[list[str]]:
-    """The overrides of every run that a command line with a preset starts."""
+def cells_of(preset: str, *overrides: str) -> list[list[str]]:
+    """Return the overrides of each run that a command line with a preset starts."""
     register_schema()
-    typed = [f"experiment={preset}", *(quote_choice(word, config_groups()) for word in words)]
-    fixed = [word for word in typed if "," not in word]
+    given = [f"experiment={preset}", *(quote_choice(text, config_groups()) for text in overrides)]
+    fixed = [text for text in given if "," not in text]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = compose("config", fixed, return_hydra_config=True)
-    # Hydra imports its plugins anew while it composes.
+    # Hydra imports its plugins again while it composes.
     from hydra_plugins.distexp_plugin.sweeper import DistexpSweeper
 
     sweeper = DistexpSweeper(max_batch_size=None, params=composed.hydra.sweeper.params)
     sweeper.config, sweeper.parser = composed, OverridesParser.create()
-    return sweeper.expand(typed)
+    return sweeper.expand(given)
 
 
 def finished(config: Config, number: int, overrides: Sequence[str] = ()) -> RunRecord:
-    """A completed run of a configuration: twice the workers, not quite twice the speed."""
+    """Return the record of a completed run, whose speed grows slightly less than its workers."""
     world = config.cluster.world_size
     parameters = parameter_count(config.model) or 1000
     full = config.fsdp.sharding in ("full_shard", "shard_grad_op")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from distexp.cli.overrides import quote_choice
-from distexp.config import ConfigError
+from distexp.config import Config, ConfigError
 from distexp.config.paths import config_groups, options_of
+from distexp.resolve.resolution import CROSS_CHECKS, DECISIONS, SECTION_CHECKS, run_steps
 from distexp.resolve.run_id import run_id
 from distexp.runs.spec import RunSpec
 from distexp.strategies.ds_config import effective_config
-from tests.helpers.runs import compose_cell, make_spec, resolve_cell
+from tests.helpers.runs import REPOSITORY, compose_cell, make_spec, resolve_cell
 
 NEEDED = {  # other overrides that an option needs
     ("dataset", "tinyimagenet"): ("model=resnet_tiny", "dataset.root=/tmp"),
@@ -138,3 +140,24 @@ def test_custom_ds_config_is_filled_in_and_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_cell(*words)
     assert len(caught.value.errors) == 3
+
+
+def test_steps_are_in_the_order_that_they_need() -> None:
+    order = [step.__name__ for step in DECISIONS]
+    assert order.index("decide_resources") < order.index("set_strategy_defaults"), "defaults depend on the device"
+    assert order.index("decide_resources") < order.index("apply_scaling"), "scaling depends on the workers"
+    assert order.index("set_strategy_defaults") < order.index("apply_scaling"), "scaling depends on the sharding"
+    assert len({*SECTION_CHECKS, *DECISIONS, *CROSS_CHECKS}) == len([*SECTION_CHECKS, *DECISIONS, *CROSS_CHECKS])
+
+
+def test_errors_of_a_stage_are_raised_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_steps(Config(), (lambda _: ["a", "b"], lambda _: ["b", "c"]))
+    assert caught.value.errors == ["a", "b", "c"]
+
+
+def test_resolve_names_no_strategy() -> None:
+    for path in (REPOSITORY / "distexp" / "resolve").glob("*.py"):
+        code = re.sub(r'f?"[^"\n]*"', "", path.read_text())  # messages may suggest a strategy
+        for strategy in options_of("strategy"):
+            assert not re.search(rf"\b{strategy}\b", code), (path.name, strategy)

@@ -1,4 +1,4 @@
-"""What is asked of Slurm, before any Slurm is asked."""
+"""Tests of the resources that a run requests from Slurm, without Slurm."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from distexp.launch.ledger import Entry
 from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.resolve.run_id import run_id
 from distexp.runs.run_dir import LEDGER
-from tests.helpers.runs import resolve_cell, run_distexp
+from tests.helpers.runs import REPOSITORY, resolve_cell, run_distexp
 
 NO_SLURM = {"PATH": "/usr/bin:/bin", "SLURM_CONF": "/nowhere"}
 
 
 def text(*overrides: str) -> str:
-    """The sbatch file of a configuration."""
+    """Return the sbatch file of a configuration."""
     config = resolve_cell(*overrides)
     return JobArray("array0", config, Path("/sweep"), Path("/sweep/snapshot"), ("0", "1", "2")).render()
 
@@ -29,26 +29,26 @@ def options(script: str) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def test_a_run_asks_for_one_task_a_node_and_a_gpu_a_worker() -> None:
+def test_run_requests_one_task_per_node_and_one_gpu_per_worker() -> None:
     script = text("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=3", "cluster.cpus_per_worker=5")
-    asked = options(script)
-    assert (asked["nodes"], asked["ntasks-per-node"], asked["gpus-per-node"]) == ("2", "1", "3")
-    assert asked["cpus-per-task"] == "15"
-    assert asked["array"] == "0-2%3"
-    assert "requeue" in asked
-    assert asked["signal"] == "USR2@120"
+    requested = options(script)
+    assert (requested["nodes"], requested["ntasks-per-node"], requested["gpus-per-node"]) == ("2", "1", "3")
+    assert requested["cpus-per-task"] == "15"
+    assert requested["array"] == "0-2%3"
+    assert "requeue" in requested
+    assert requested["signal"] == "USR2@120"
     (srun,) = [line for line in script.splitlines() if line.startswith("srun")]
     assert "--cpus-per-task=15" in srun, "srun no longer takes it over from sbatch"
     assert "--gpu-bind=none" in srun
 
 
-def test_cpu_runs_ask_for_gpus_only_where_told() -> None:
+def test_cpu_run_requests_gpus_only_if_configured() -> None:
     assert "gpus-per-node" not in options(text("cluster=slurm", "cluster.device=cpu"))
-    asked = options(text("cluster=slurm", "cluster.device=cpu", "cluster.gpus_per_node=2"))
-    assert asked["gpus-per-node"] == "2"
+    requested = options(text("cluster=slurm", "cluster.device=cpu", "cluster.gpus_per_node=2"))
+    assert requested["gpus-per-node"] == "2"
 
 
-def test_every_key_reaches_the_file() -> None:
+def test_every_key_is_in_the_sbatch_file() -> None:
     script = text(
         "cluster=slurm",
         "cluster.memory_gb=1.5",
@@ -68,12 +68,12 @@ def test_every_key_reaches_the_file() -> None:
         "cluster.srun=['--mpi=none']",
         "cluster.python='apptainer exec my.sif python'",
     )
-    asked = options(script)
-    assert (asked["mem"], asked["time"], asked["array"]) == ("1536M", "8", "0-2%2")
-    assert [asked[name] for name in ("partition", "account", "qos", "reservation")] == ["p", "a", "q", "r"]
-    assert asked["constraint"] == "'c&d'"
-    assert {"exclusive", "no-requeue"} <= set(asked)
-    assert asked["mail-type"] == "END"
+    requested = options(script)
+    assert (requested["mem"], requested["time"], requested["array"]) == ("1536M", "8", "0-2%2")
+    assert [requested[name] for name in ("partition", "account", "qos", "reservation")] == ["p", "a", "q", "r"]
+    assert requested["constraint"] == "'c&d'"
+    assert {"exclusive", "no-requeue"} <= set(requested)
+    assert requested["mail-type"] == "END"
     lines = script.splitlines()
     order = ["module load cuda/12 gcc", "source my_env", "export NCCL_SOCKET_IFNAME=ib0", "export PYTHONPATH="]
     places = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in order]
@@ -81,31 +81,38 @@ def test_every_key_reaches_the_file() -> None:
     assert "--mpi=none apptainer exec my.sif python -u -m distexp.launch.slurm.node_task" in lines[-1]
 
 
-def test_whole_nodes_come_with_their_memory_and_all_their_cores() -> None:
+def test_exclusive_requests_all_memory_and_cores() -> None:
     script = text("cluster=slurm", "cluster.exclusive=true")
     assert options(script)["mem"] == "0"
     assert "--cpu-bind=none" in script
 
 
 @pytest.mark.parametrize("site", ["ibex_v100", "ibex_a100"])
-def test_the_workshops_cluster(site: str) -> None:
-    script = text(f"cluster={site}", "cluster.workers_per_node=2")
-    asked = options(script)
-    assert (asked["constraint"], asked["mem"], asked["time"]) == (site.removeprefix("ibex_"), "65536M", "30")
-    assert asked["cpus-per-task"] == "8"
-    assert "export NCCL_SOCKET_IFNAME=ib0" in script
-    assert "NCCL_ALGO" not in script
-    assert "BLOCKING_WAIT" not in script
+def test_example_sites_compose(site: str, tmp_path: Path) -> None:
+    sites = str(REPOSITORY / "examples" / "sites")
+    chosen = (f"cluster={site}", "cluster.workers_per_node=2", "cluster.dry_run=true")
+    done = run_distexp("--config-dir", sites, *chosen, cwd=tmp_path, env=NO_SLURM)
+    assert done.returncode == 0, done.stderr
+    requested = options(done.stdout)
+    assert (requested["constraint"], requested["mem"], requested["time"]) == (
+        site.removeprefix("ibex_"),
+        "65536M",
+        "30",
+    )
+    assert requested["cpus-per-task"] == "8"
+    assert "export NCCL_SOCKET_IFNAME=ib0" in done.stdout
+    assert "NCCL_ALGO" not in done.stdout
+    assert "BLOCKING_WAIT" not in done.stdout
 
 
-def test_the_shape_is_what_is_asked_for_and_nothing_else() -> None:
+def test_shape_depends_on_resources_only() -> None:
     base = resource_key(resolve_cell("cluster=slurm"))
     assert resource_key(resolve_cell("cluster=slurm", "train.seed=7", "zero_stage=3")) == base
     for other in ("cluster.nodes=2", "cluster.qos=q", "+cluster.environment.A=b", "cluster.setup=[x]"):
         assert resource_key(resolve_cell("cluster=slurm", other)) != base
 
 
-def test_a_run_is_the_same_training_wherever_it_waits() -> None:
+def test_run_id_does_not_depend_on_the_queue() -> None:
     base = run_id(resolve_cell("cluster=slurm"))
     place = ("cluster.partition=p", "cluster.wait=false", "cluster.memory_gb=3", "+cluster.environment.A=b")
     assert run_id(resolve_cell("cluster=slurm", *place)) == base
@@ -113,7 +120,7 @@ def test_a_run_is_the_same_training_wherever_it_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         (("cluster=slurm", "cluster.gpus_per_node=1", "cluster.workers_per_node=2"), "every worker needs a GPU"),
         (("cluster=slurm", "+cluster.sbatch.nodes=3"), "set cluster.nodes instead"),
@@ -122,12 +129,12 @@ def test_a_run_is_the_same_training_wherever_it_waits() -> None:
         (("cluster=slurm", "cluster.memory_gb=0"), "must be above 0"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(overrides: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_impossible_requests_are_errors(overrides: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         resolve_cell(*overrides)
 
 
-def test_a_dry_run_prints_a_file_a_shape_and_leaves_nothing(tmp_path: Path) -> None:
+def test_dry_run_prints_one_file_per_shape_and_writes_nothing(tmp_path: Path) -> None:
     words = ("--multirun", "cluster=slurm", "cluster.nodes=1,2", "train.seed=1,2", "cluster.dry_run=true")
     done = run_distexp(*words, cwd=tmp_path, env=NO_SLURM)
     assert done.returncode == 0, done.stderr
@@ -138,7 +145,7 @@ def test_a_dry_run_prints_a_file_a_shape_and_leaves_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("hydra.launcher.nodes=2", "cluster.nodes=1"), "hydra.launcher.nodes=2 contradicts cluster.nodes=1"),
         (("hydra.launcher.partition=a", "cluster.partition=b"), "partition=a contradicts cluster.partition=b"),
@@ -148,27 +155,27 @@ def test_a_dry_run_prints_a_file_a_shape_and_leaves_nothing(tmp_path: Path) -> N
         (("hydra.launcher.partitoin=a",), "hydra.launcher.partitoin"),
     ],
 )
-def test_the_plugins_keys_and_ours_may_not_contradict(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_contradicting_keys_of_the_plugin_are_errors(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     done = run_distexp("cluster=slurm", "cluster.dry_run=true", *words, cwd=tmp_path, env=NO_SLURM)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert expected in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_plugins_keys_keep_working(tmp_path: Path) -> None:
+def test_keys_of_the_plugin_are_accepted(tmp_path: Path) -> None:
     given = ("nodes=2", "timeout_min=9", "mem_gb=3", "partition=a", "comment=hi", "cpus_per_task=6")
     words = [f"hydra.launcher.{text}" for text in given]
     done = run_distexp(
         "cluster=slurm", "cluster.dry_run=true", "cluster.workers_per_node=3", *words, cwd=tmp_path, env=NO_SLURM
     )
     assert done.returncode == 0, done.stderr
-    asked = options(done.stdout)
-    assert [asked[key] for key in ("nodes", "time", "mem", "partition", "comment", "cpus-per-task")] == (
+    requested = options(done.stdout)
+    assert [requested[key] for key in ("nodes", "time", "mem", "partition", "comment", "cpus-per-task")] == (
         ["2", "9", "3072M", "a", "hi", "6"]
     )
 
 
-def test_without_slurm_the_command_says_so(tmp_path: Path) -> None:
+def test_missing_slurm_is_reported(tmp_path: Path) -> None:
     done = run_distexp("cluster=slurm", cwd=tmp_path, env={"PATH": "/nowhere"})
     assert done.returncode == 2
     assert "needs sbatch" in done.stderr
@@ -176,7 +183,7 @@ def test_without_slurm_the_command_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("output", "code", "expected"),
     [
         (
             ["error: fetch_config: DNS SRV lookup failed", "fatal: Could not establish a configuration source"],
@@ -191,25 +198,23 @@ def test_without_slurm_the_command_says_so(tmp_path: Path) -> None:
     ],
     ids=["not configured", "no answer"],
 )
-def test_a_slurm_that_cannot_be_asked_is_said_in_a_sentence(
-    tmp_path: Path, words: list[str], code: int, said: str
-) -> None:
+def test_unreachable_slurm_is_reported_in_one_line(tmp_path: Path, output: list[str], code: int, expected: str) -> None:
     for tool in ("sbatch", "scontrol"):
         program = tmp_path / "bin" / tool
         program.parent.mkdir(exist_ok=True)
-        program.write_text("\n".join(["#!/bin/sh", *(f"echo '{tool}: {word}' >&2" for word in words), "exit 1\n"]))
+        program.write_text("\n".join(["#!/bin/sh", *(f"echo '{tool}: {line}' >&2" for line in output), "exit 1\n"]))
         program.chmod(0o755)
     work = tmp_path / "work"
     work.mkdir()
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     done = run_distexp("cluster=slurm", cwd=work, env={"PATH": path})
     assert done.returncode == code
-    assert said in done.stderr
+    assert expected in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert list(work.iterdir()) == []
 
 
-def test_a_site_of_ones_own_is_one_file(tmp_path: Path) -> None:
+def test_custom_site_is_one_file(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "mine.yaml").write_text("defaults: [slurm]\nname: mine\npartition: ours\n")
     (tmp_path / "cluster" / "torn.yaml").write_text("name: torn\n")
@@ -221,7 +226,7 @@ def test_a_site_of_ones_own_is_one_file(tmp_path: Path) -> None:
     assert "chooses no launcher" in done.stderr
 
 
-def test_a_torn_line_of_the_ledger_is_passed_over_and_closed(tmp_path: Path) -> None:
+def test_incomplete_line_of_the_ledger_is_skipped(tmp_path: Path) -> None:
     ledger.append(tmp_path, [Entry(0, "a", "0", "5_0", "submitted"), Entry(1, "b", "1", "5_1", "submitted")])
     with (tmp_path / LEDGER).open("a") as file:
         file.write('{"run": 1, "id"')
