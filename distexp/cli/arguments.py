@@ -87,7 +87,9 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
         shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
         errors.append(f"{shown} is a sweep: add --multirun, or set one value")
     if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key):
-        errors.append("hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir")
+        errors.append(
+            "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
+        )
     errors += [f"{key} cannot be set: {hint}" for key, hint in RESERVED_KEYS.items() if key in by_key]
     if errors:
         raise ConfigError(errors)

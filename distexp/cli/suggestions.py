@@ -18,7 +18,7 @@ def suggest_key(wrong: str, known: Iterable[str]) -> str:
     """
     section, _, name = wrong.rpartition(".")
     by_name: dict[str, list[str]] = {}
-    for key in sorted(known):
+    for key in sorted(key for key in known if "/" not in key):
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
     containing = [other for other in by_name if name in (other, *other.split("_"))]
     near = containing or difflib.get_close_matches(name, by_name, n=3, cutoff=0.6)
