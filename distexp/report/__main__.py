@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m distexp.report",
+        prog="distexp report",
         description="Compares finished runs by their records, found below DIR at any depth. "
         "Writes report.html, results.csv, results.md, results.parquet and plots/ into the first DIR's folder report.",
     )
