@@ -10,11 +10,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from distexp.distributed.context import Context
 from distexp.runs.spec import RunSpec
 
 T = TypeVar("T")
+
+HANG_MARGIN = timedelta(minutes=5)
+"""Time that the agents have to detect a hang and to save the stacks, before collectives fail."""
 
 
 def join(spec: RunSpec, run_dir: Path) -> Context:
@@ -39,10 +43,12 @@ def join(spec: RunSpec, run_dir: Path) -> Context:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    timeout = collective_timeout(spec.config.cluster.hang_timeout_min)
+    set_default_timeout(timeout)
     # gloo is needed on GPUs too, for tensors that are offloaded to the CPU.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(minutes=30),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     return Context(
@@ -54,6 +60,25 @@ def join(spec: RunSpec, run_dir: Path) -> Context:
         device=device,
         run_dir=run_dir,
     )
+
+
+def collective_timeout(hang_timeout_min: float) -> timedelta:
+    """Return the timeout of collectives: longer than the agents' limit, so that a hang is reported as a hang.
+
+    Args:
+        hang_timeout_min: ``cluster.hang_timeout_min``, in minutes.
+    """
+    return timedelta(minutes=hang_timeout_min) + HANG_MARGIN
+
+
+def set_default_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the groups that are created later.
+
+    A device mesh creates its groups with torch's defaults, which are 10 minutes for NCCL and 30 minutes for gloo. It
+    has no argument for another timeout.
+    """
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:

@@ -1,0 +1,52 @@
+"""Timeouts of collectives: a hang must be reported by the agents before a collective fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from distexp.distributed.process_group import collective_timeout, join
+from tests.helpers.runs import make_spec
+
+
+@pytest.mark.parametrize("minutes", [0.4, 30, 120])
+def test_collectives_wait_longer_than_the_hang_limit(minutes: float) -> None:
+    assert collective_timeout(minutes) > timedelta(minutes=minutes)
+
+
+@pytest.fixture
+def single_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set the environment variables of torchrun for one worker; restore torch's defaults afterwards."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("single_worker")
+def test_the_process_group_and_the_groups_of_a_mesh_have_the_timeout(tmp_path: Path) -> None:
+    spec = make_spec("strategy=single", "cluster.device=cpu", "cluster.hang_timeout_min=120")
+    join(spec, tmp_path)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    groups = [None, mesh.get_group("replicate"), mesh.get_group("shard"), dist.new_group()]
+    assert [timeout_of(group) for group in groups] == [timedelta(minutes=125)] * 4
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """Return the timeout of a gloo group."""
+    backend = (group or distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
+    timeout: timedelta = backend.options._timeout
+    return timeout
