@@ -137,8 +137,8 @@ def _communication(measured: dict[str, Any]) -> str:
         return f"not measured: {measured['note']}"
     exposed = measured["exposed_share"]
     overlap = "" if exposed is None else f" ({exposed:.0%} not overlapped with compute)"
-    steps = format_count(measured["profiled_steps"], "profiled step")
-    return f"{measured['share']:.0%} of the step time{overlap}, from {steps} in profile/rank0.json.gz"
+    steps = format_count(measured["profiled_steps"], "step")
+    return f"{measured['share']:.0%} of step time{overlap}, over {steps} (profile/rank0.json.gz)"
 
 
 def _mib(value: float | None) -> str:

@@ -124,7 +124,7 @@ def test_a_signal_to_the_command_ends_the_run_with_a_checkpoint(tmp_path: Path) 
         command.send_signal(signal.SIGUSR1)
         assert command.wait(60) == 128 + signal.SIGUSR1
         assert command.stderr is not None
-        assert command.stderr.read() == "distexp: stopped by SIGUSR1; no further run was started\n"
+        assert command.stderr.read() == "distexp: stopped by SIGUSR1; no further run is started\n"
         watched = run_module("distexp.status", str(run_dir), "--watch")
         assert re.search(r"0 +preempted +Preempted in phase \w+: stopped after step", watched.stdout), watched.stdout
     finally:

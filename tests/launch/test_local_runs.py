@@ -168,7 +168,7 @@ def test_a_lone_worker_has_nobody_to_talk_to(alone: tuple[Path, str]) -> None:
     assert found is not None
     assert (found["share"], found["by_collective"], found["note"]) == (0.0, {}, None)
     assert (run_dir / "profile" / "rank0.json.gz").stat().st_size > 1000
-    assert "0% of the step time, from 1 profiled step in profile/rank0.json.gz" in screen
+    assert "0% of step time, over 1 step (profile/rank0.json.gz)" in screen
     assert "profiler_start" not in screen, "the profiler's own messages are nobody's business"
 
 
@@ -189,7 +189,7 @@ def test_an_experiment_carries_its_sweep_and_the_command_line_wins(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     told = " ".join(done.stdout.split())
     assert "needs GPUs, but this run is on cpu: add scale=tiny" in told
-    assert "run 2 invalid: as run 0" in told
+    assert "run 2: invalid: same error as run 0" in told
     assert "Samples/Second" not in told, "of nothing but refused cells there is no exercise's table"
     stages = [RunRecord.read(p).config["deepspeed"]["zero_stage"] for p in sorted(tmp_path.rglob("record.json"))]
     assert stages == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from distexp.launch import ledger
-from distexp.launch.failures import classify_failure
-from distexp.launch.outcome import add_traces, failed_record, read_result
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState
-from distexp.runs import attempts
-from distexp.runs.errors import read_rank_errors
-from distexp.runs.record import RunError, RunRecord
-from distexp.runs.run_dir import RECORD, SLURM
+from distexp.launch.slurm.missing_records import has_started, write_missing_record
+from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import RECORD
 from distexp.runs.run_state import RunState
-from distexp.runs.spec import RunSpec
 
 RECORD_DELAY_S = 2.0
 """How long to wait for the record of a job that has ended; a network file system may show it late."""
-
-LAST_LINES = 3
-MEMORY_KILL = re.compile(r"exceeded (job )?memory limit|oom[-_ ]kill", re.IGNORECASE)
-"""slurmstepd's message after an out-of-memory kill; Slurm may then report any state for the job."""
 
 PENDING_REASONS = {
     "Priority": "waiting behind higher-priority jobs",
@@ -137,7 +128,7 @@ def _read_record(directory: Path) -> RunRecord | None:
 def _write_missing_records(
     sweep_dir: Path, dead: Sequence[ledger.Entry], jobs: Mapping[str, JobState]
 ) -> list[RunState]:
-    if any(_has_started(sweep_dir / entry.directory, entry.job) for entry in dead):
+    if any(has_started(sweep_dir / entry.directory, entry.job) for entry in dead):
         time.sleep(RECORD_DELAY_S)
     states = []
     for entry in dead:
@@ -145,76 +136,6 @@ def _write_missing_records(
         record = _read_record(directory) or write_missing_record(sweep_dir, entry, jobs.get(entry.job or ""))
         states.append(RunState.from_record(entry.run, directory, entry.job, record))
     return states
-
-
-def write_missing_record(sweep_dir: Path, entry: ledger.Entry, job: JobState | None) -> RunRecord:
-    """Write the record of a run whose job died without one, and return it. Any command may do this."""
-    directory = sweep_dir / entry.directory
-    spec = RunSpec.read(directory)
-    started = _has_started(directory, entry.job)
-    if not started:
-        spec.run.attempts.append(attempts.new_attempt(entry.job, []))
-    record = read_result(directory) if started else None
-    if record is None or record.status != "completed":
-        status, error = _find_cause(sweep_dir, entry, job, spec, started)
-        record = failed_record(spec, directory, status, error, None)
-        record.run.hosts = spec.run.attempts[-1]["hosts"]
-    if started:
-        add_traces(record, spec, directory)
-    attempts.finalize(record)
-    record.write(directory)
-    return record
-
-
-def _has_started(directory: Path, job: str | None) -> bool:
-    """Return whether the head's task of a job has registered its attempt."""
-    try:
-        registered = RunSpec.read(directory).run.attempts
-    except (OSError, ValueError):
-        return False
-    return bool(registered) and registered[-1]["job_id"] == job and registered[-1]["reason"] is None
-
-
-def _find_cause(
-    sweep_dir: Path, entry: ledger.Entry, job: JobState | None, spec: RunSpec, started: bool
-) -> tuple[str, RunError]:
-    """Return status and error of a run whose job died, from Slurm's state, the job's output and the ranks' errors."""
-    name = f"job {entry.job}"
-    if job is None:
-        return "failed", RunError("JobVanished", f"{name} is no longer known to Slurm, and the run has no record")
-    when = "while running" if started else "before it started"
-    causes: dict[str, tuple[str, str]] = {
-        "CANCELLED": ("killed", f"{name} was cancelled {when}"),
-        "TIMEOUT": ("timeout", f"{name} reached its time limit"),
-        "DEADLINE": ("timeout", f"{name} reached its deadline"),
-        "OUT_OF_MEMORY": ("oom_host", f"{name} exceeded its memory limit"),
-        "PREEMPTED": ("preempted", f"{name} was preempted by another job"),
-        "NODE_FAIL": ("killed", f"{name} lost a node (nodes: {job.nodes})"),
-        "BOOT_FAIL": ("failed", f"a node of {name} did not boot"),
-    }
-    if job.state in causes:
-        status, message = causes[job.state]
-        return status, RunError(job.state.title().replace("_", ""), message)
-    output = _read_output(sweep_dir / SLURM, entry.job or "")
-    for log, line in output:  # slurmstepd's line may come before or after those of srun
-        if MEMORY_KILL.search(line):
-            status, message = causes["OUT_OF_MEMORY"]
-            return status, RunError("OutOfMemory", f"{message}: {line} ({log})")
-    directory = sweep_dir / entry.directory
-    if started and read_rank_errors(directory):
-        return classify_failure(directory, {0: 1}, spec)
-    message = f"{name} ended in state {job.state} {when}, without a record"
-    if output:
-        message += f": {' | '.join(line for _, line in output[-LAST_LINES:])} ({output[0][0]})"
-    return "failed", RunError("JobDied", message)
-
-
-def _read_output(folder: Path, job: str) -> list[tuple[Path, str]]:
-    """Return the lines that a job printed on all its nodes, each with its log file."""
-    logs = sorted(folder.glob(f"{job}_*_log.out"))
-    return [
-        (log, line.strip()) for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()
-    ]
 
 
 def _append_final_states(sweep_dir: Path, entries: Mapping[int, ledger.Entry], found: Mapping[int, RunState]) -> None:

@@ -1,0 +1,127 @@
+"""The Slurm job of a node task, and its peers: the tasks on the other nodes of the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import submitit
+
+from distexp.launch.rendezvous import read_rendezvous
+from distexp.runs.files import write_json
+from distexp.runs.run_dir import exit_status_path
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """The Slurm job of this task.
+
+    Attributes:
+        id: the job as ARRAY_INDEX.
+        attempt: the job with its restart count, unique for each start.
+        node: the number of this node in the job; 0 is the head.
+        hosts: the names of the job's nodes.
+    """
+
+    id: str
+    attempt: str
+    node: int
+    hosts: list[str]
+
+    @classmethod
+    def from_environment(cls) -> Job:
+        """Read Slurm's variables; SLURM_JOB_ID is not used because the last element has the array's own id."""
+        variables = os.environ
+        job = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
+        return cls(
+            id=job,
+            attempt=f"{job}.{variables.get('SLURM_RESTART_COUNT', '0')}",
+            node=int(variables["SLURM_PROCID"]),
+            hosts=list(submitit.JobEnvironment().hostnames),
+        )
+
+
+class SupersededError(BaseException):
+    """A later attempt has started; not an Exception, so that no handler of errors catches it."""
+
+
+@dataclass
+class Peers:
+    """The agents of the other nodes, observed through their exit status files.
+
+    Attributes:
+        run_dir: the run directory.
+        job: the job of this task.
+        nodes: number of nodes of the run.
+        last_poll: monotonic time in seconds.
+        started: whether the head has announced this attempt.
+        codes: exit codes by node, of those that have ended.
+    """
+
+    run_dir: Path
+    job: Job
+    nodes: int
+    last_poll: float = 0.0
+    started: bool = False
+    codes: dict[int, int] = field(default_factory=dict)
+
+    def read_exit_codes(self) -> None:
+        """Read the exit codes written since the last call."""
+        for node in self.missing():
+            try:
+                status = json.loads(exit_status_path(self.run_dir, node).read_text())
+            except (OSError, ValueError):
+                continue
+            if status["attempt"] == self.job.attempt:
+                self.codes[node] = status["code"]
+
+    def any_failed(self) -> bool:
+        """Return whether another node has failed; poll at most twice a second to spare the file system.
+
+        Raises:
+            SupersededError: if a later attempt has started.
+        """
+        if time.monotonic() - self.last_poll > POLL_S:
+            self.last_poll = time.monotonic()
+            self.check_latest()
+            if self.nodes > 1:
+                self.read_exit_codes()
+        return any(self.codes.values())
+
+    def check_latest(self) -> None:
+        """Check that this is the latest attempt; Slurm starts another one if it loses contact with the nodes.
+
+        Raises:
+            SupersededError: if a later attempt has started.
+        """
+        latest = read_rendezvous(self.run_dir)
+        if latest is not None and latest.attempt == self.job.attempt:
+            self.started = True
+        elif latest is not None and self.started:
+            raise SupersededError(f"attempt {self.job.attempt} was replaced by attempt {latest.attempt}")
+
+    def wait_all(self, seconds: float) -> dict[int, int]:
+        """Wait for the exit codes of all other nodes; a node that writes none counts as killed."""
+        deadline = time.monotonic() + seconds
+        self.read_exit_codes()
+        while self.missing() and time.monotonic() < deadline:
+            time.sleep(0.1)
+            self.read_exit_codes()
+        return self.codes | dict.fromkeys(self.missing(), -int(signal.SIGKILL))
+
+    def missing(self) -> set[int]:
+        """Return the other nodes that have not written an exit code."""
+        return set(range(self.nodes)) - {self.job.node} - set(self.codes)
+
+
+def write_exit_status(run_dir: Path, job: Job, code: int) -> None:
+    """Write this node's exit code for the other nodes."""
+    path = exit_status_path(run_dir, job.node)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"attempt": job.attempt, "code": code})
