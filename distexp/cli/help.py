@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from distexp.cli.commands import COMMANDS
 from distexp.config.paths import options_of
 from distexp.resolve.implied_strategy import implied_strategy
+
+INDENT = 17 * " "
 
 GROUPS = {
     "model": "model to train",
@@ -62,9 +66,13 @@ def help_text() -> str:
     lines += [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
     lines += ["", "groups:"]
     for group, meaning in describe_groups():
-        lines += [f"  {group:<12} {meaning}", f"  {'':<12}   {', '.join(options_of(group))}"]
+        lines += [f"  {group:<12} {meaning}", _wrap(", ".join(options_of(group)))]
     lines += ["", "examples:"]
     lines += [f"  {command}\n      {meaning}" for command, meaning in EXAMPLES.items()]
     lines += ["", "options of Hydra: --cfg job, --info, --config-dir DIR, --hydra-help, --shell-completion"]
     lines += ["options: --help, --version"]
     return "\n".join(lines)
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, 120, initial_indent=INDENT, subsequent_indent=INDENT)

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from distexp.config.field_info import key
+from distexp.config.sharding import Sharding
 
 
 class ConfigError(ValueError):
@@ -110,7 +111,7 @@ class FSDPConfig:
     sharding: str | None = key(
         None,
         "What is sharded. `sharding=` sets this key and the strategy.",
-        choices=("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"),
+        choices=tuple(Sharding),
         null="full_shard",
     )
     replicas: int | None = key(None, "Replicas of a hybrid mesh.", null="one per node")

@@ -11,7 +11,7 @@ from distexp.distributed.context import Context
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
 from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy
-from distexp.strategies.ds_config import BUCKETS, conflicts, get_nested, read_or_empty
+from distexp.strategies.ds_config import conflicts, get_nested, read_or_empty
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,23 +42,16 @@ class DeepSpeed(Strategy):
             options.cpu_optimizer = "deepspeed" if config.cluster.device == "cuda" else "torch"
 
     def validate(self, config: Config) -> list[str]:
-        """Check the stage, offload, bucket sizes and the user's ds_config.json."""
-        options, stage = config.deepspeed, config.deepspeed.zero_stage
+        """Check the stage, offload and the ds_config.json of the user."""
+        stage = config.deepspeed.zero_stage
         if stage not in STAGES:
             return [f"deepspeed.zero_stage={stage} is not one of 0, 1, 2, 3"]
         errors = list(_offload_errors(config))
-        if options.cpu_optimizer not in ("torch", "deepspeed"):
-            errors.append(f"deepspeed.cpu_optimizer={options.cpu_optimizer} is not one of auto, torch, deepspeed")
         if config.train.compile and stage == 3:
             errors.append(
                 "train.compile=true does not work with zero_stage=3, which gathers parameters in module hooks: "
                 "choose zero_stage=0,1,2 or train.compile=false"
             )
-        errors += [
-            f"deepspeed.{key}={value} must be at least 1 element"
-            for key in BUCKETS
-            if (value := getattr(options, key)) is not None and value < 1
-        ]
         return [*errors, *conflicts(config)]
 
     def main_option(self, config: Config) -> str:

@@ -41,12 +41,8 @@ class FSDP(Strategy):
             config.fsdp.sharding = Sharding.FULL_SHARD.value
 
     def validate(self, config: Config) -> list[str]:
-        """Check the sharding, that replicas divide the workers, and the prefetch options."""
-        options = config.fsdp
-        known = [sharding.value for sharding in Sharding]
-        if options.sharding not in known:
-            return [f"fsdp.sharding={options.sharding} is not one of {', '.join(known)}"]
-        return [*_replicas_errors(config), *_prefetch_errors(config)]
+        """Check that the replicas divide the workers."""
+        return list(_replicas_errors(config))
 
     def hf_errors(self, config: Config) -> list[str]:
         """Refuse meshes and prefetch options that accelerate does not support."""
@@ -135,13 +131,6 @@ def _replicas_errors(config: Config) -> Iterator[str]:
             f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
             f"{config.cluster.workers_per_node} = {workers} workers"
         )
-
-
-def _prefetch_errors(config: Config) -> Iterator[str]:
-    for key in TORCH_PREFETCH:
-        value = getattr(config.fsdp, key)
-        if value < 0:
-            yield f"fsdp.{key}={value} must be at least 0 blocks"
 
 
 def _build_mesh(config: Config, context: Context) -> DeviceMesh:
