@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _wait_for_end(sweep_dir: Path) -> list[int]:
-    """Wait until the jobs have ended, and return the numbers of the runs that have not after TIMEOUT_S.
+    """Wait for the end of all jobs, at most TIMEOUT_S; return the runs that are left.
 
     Polling also writes the records of the cancelled runs.
     """

@@ -1,4 +1,7 @@
-"""Command ``distexp status DIR [--watch]``: the state of every run of a sweep, local or on Slurm."""
+"""Command ``distexp status DIR``: the state of every run of a sweep.
+
+The sweep may be local or on Slurm.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ class SweepStates:
     """The runs of a sweep.
 
     Attributes:
-        runs: the state of each run, by number.
-        overrides: the overrides that differ between the runs, by run number; empty for a single run.
+        runs: The state of each run, by number.
+        overrides: The overrides that differ between the runs, by run number; empty for a single run.
     """
 
     runs: list[RunState]
@@ -85,7 +88,10 @@ def _follow_slurm(directory: Path, console: Console) -> int:
 
 
 def _follow_local(directory: Path, console: Console) -> SweepStates:
-    """Wait until no local run is running, and return the final states; show the table on a terminal."""
+    """Wait until no local run is running, and return the final states.
+
+    On a terminal the table is shown while waiting.
+    """
     with Live(console=console, transient=True, auto_refresh=False) as live:
         while True:
             sweep = read_sweep(directory)
@@ -107,7 +113,7 @@ def _print_sweep(sweep: SweepStates, directory: Path, console: Console) -> None:
 
 
 def _print_without_padding(table: Table, console: Console) -> None:
-    """Print a table without trailing spaces, which would fill every line of a log file."""
+    """Print a table without the trailing spaces that would fill a log file."""
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
@@ -143,7 +149,10 @@ def _local_state(run: ExistingRun) -> RunState:
 
 
 def not_started(sweep_dir: Path, runs: Sequence[RunState]) -> Iterator[str]:
-    """Yield ``8 not started`` with the command that starts them, if the sweep has more cells than runs."""
+    """Yield ``8 not started`` if the sweep has more cells than runs.
+
+    The line has the command that starts them, unless other runs are active.
+    """
     try:
         cells = int(json.loads((sweep_dir / COMMAND).read_text())["cells"])
     except (OSError, ValueError, KeyError):

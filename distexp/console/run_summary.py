@@ -1,4 +1,4 @@
-"""Texts about one run: its title before it starts, and the lines of its panel when it has ended."""
+"""Texts about one run: the title before it starts, and the panel at its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def status_color(status: str) -> str:
 
 
 def run_title(spec: RunSpec) -> str:
-    """Describe a run before it starts, for example ``bloom_tiny on squad_sample, fsdp full_shard, 2 cpu workers``."""
+    """Describe a run before it starts.
+
+    For example: ``bloom_tiny on squad_sample, fsdp full_shard, fp32, 2 cpu workers``.
+    """
     config = spec.config
     workers = format_count(spec.world_size, f"{config.cluster.device} worker")
     nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
@@ -44,7 +47,7 @@ def _model_label(name: str) -> str:
 
 
 def _strategy_label(config: Config) -> str:
-    """Return the strategy's name with its main option, for example ``fsdp full_shard, offloaded``."""
+    """Return the strategy with its main option: ``fsdp full_shard, offloaded``."""
     name = f"{config.strategy.name} {load_strategy(config).main_option(config)}".rstrip()
     return f"{name}, offloaded" if config.offload.enabled else name
 
@@ -78,7 +81,10 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def format_loss(value: float | None) -> str:
-    """Format a loss; None is a loss that is not finite, because JSON has no number for it."""
+    """Format a loss.
+
+    None is a loss that is not finite, because JSON has no number for it.
+    """
     return "nan" if value is None else f"{value:.4f}"
 
 
@@ -101,7 +107,10 @@ def _quality(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _by_epoch(texts: Iterable[str]) -> str:
-    """Join the values of all epochs, or of the first two and last three if there are many."""
+    """Join the values of all epochs.
+
+    If there are many, only the first two and the last three are shown.
+    """
     epochs = list(texts)
     shown = epochs if len(epochs) <= MAX_EPOCHS else [*epochs[:2], "...", *epochs[-3:]]
     return " -> ".join(shown)

@@ -1,4 +1,4 @@
-"""Live view of local runs: progress while a run trains, a panel when it has ended, a table after a sweep.
+"""Live view of local runs: progress, then a panel, and a table after a sweep.
 
 A run is followed through the files it writes (``events.jsonl``, ``metrics.jsonl``, rank 0's log). The workers
 therefore draw nothing, and a run on another machine can be followed in the same way.
@@ -79,12 +79,12 @@ class LiveRun:
 
 
 class Screen:
-    """Terminal output of one command: a progress bar on a terminal, plain lines otherwise.
+    """Output of one command: a progress bar on a terminal, else plain lines.
 
     Attributes:
-        total: number of cells of the sweep.
-        shown: number of cells that have started, were skipped or are invalid.
-        records: records of the runs shown so far.
+        total: Number of cells of the sweep.
+        shown: Number of cells that have started, were skipped or are invalid.
+        records: Records of the runs shown so far.
     """
 
     def __init__(self, total: int, sweep_dir: Path) -> None:
@@ -97,8 +97,8 @@ class Screen:
         """Print which run of a sweep starts; print nothing for a single run.
 
         Args:
-            number: the run's number, which is also the name of its directory.
-            overrides: the overrides in which the run differs from the others.
+            number: The run's number, which is also the name of its directory.
+            overrides: The overrides in which the run differs from the others.
         """
         self.shown += 1
         if self.total == 1:
@@ -168,13 +168,16 @@ class Screen:
             self.console.print(escape(message), highlight=False, soft_wrap=True)
 
     def show_interrupted(self) -> None:
-        """Print how many runs of an interrupted sweep have not started, and how to continue."""
+        """Print how many runs have not started, and how to continue the sweep."""
         left = self.total - self.shown
         not_started = f"{format_count(left, 'run')} not started; " if left else ""
         self.print(f"{not_started}to continue: {suggest_command('resume', self.sweep_dir)}")
 
     def show_comparison(self) -> None:
-        """Print the table of a sweep; for a single run the tables of its exercise, if it has one."""
+        """Print the table of a sweep.
+
+        For a single run print the tables of its exercise, if it has one.
+        """
         if len(self.records) < 2:
             if self.records and self.records[0].config.get("exercise"):
                 self.console.print(build_exercise_tables(self.records))

@@ -21,9 +21,9 @@ def states_table(runs: Sequence[RunState], width: int, overrides: Mapping[int, s
     """Build a table with one row per run.
 
     Args:
-        runs: the runs to show; at least one.
-        width: characters of the terminal.
-        overrides: the overrides that differ between the runs, by run number.
+        runs: The runs to show; at least one.
+        width: Characters of the terminal.
+        overrides: The overrides that differ between the runs, by run number.
     """
     overrides = overrides or {}
     table = Table(box=None, padding=(0, COLUMN_GAP, 0, 0))
@@ -44,7 +44,10 @@ def states_table(runs: Sequence[RunState], width: int, overrides: Mapping[int, s
 
 
 def column_widths(runs: Sequence[RunState], width: int, overrides: Mapping[int, str]) -> dict[str, int]:
-    """Return the characters of each column; empty columns are absent, and "detail" gets the remaining width."""
+    """Return the width of each column in characters.
+
+    Empty columns are absent, and "detail" gets the remaining width.
+    """
     longest = {
         "run": max(len(str(run.number)) for run in runs),
         "job": max(len(run.job or "") for run in runs),
@@ -57,7 +60,10 @@ def column_widths(runs: Sequence[RunState], width: int, overrides: Mapping[int, 
 
 
 def truncated_reasons(runs: Sequence[RunState], width: int, overrides: Mapping[int, str]) -> list[str]:
-    """Return the full text of each failure reason that the table truncates, with all its runs."""
+    """Return the full text of each reason that the table truncates.
+
+    Each text names all runs that failed for this reason.
+    """
     detail_width = column_widths(runs, width, overrides)["detail"]
     groups: dict[str, list[int]] = {}
     for run in runs:
@@ -91,7 +97,10 @@ def describe_state(run: RunState) -> str:
 
 
 def state_key(run: RunState) -> str:
-    """Return a text that changes if the run's state, nodes, reason or phase changes, but not with every step."""
+    """Return a text that changes with the run's state, nodes, reason or phase.
+
+    It does not change with every step.
+    """
     if run.state == "running":
         return f"running {run.nodes}{read_progress(run.directory).phase or 'start'}"
     return f"{run.state}{run.nodes}{run.reason}"

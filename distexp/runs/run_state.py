@@ -17,13 +17,13 @@ class RunState:
     """State of one run.
 
     Attributes:
-        number: the run's number in its sweep.
-        directory: the run directory.
-        job: the Slurm job as ARRAY_INDEX; None for a run that is not on Slurm.
-        state: one of ACTIVE, "no record", or the status of the record.
-        reason: why the run is waiting, or why it did not complete.
+        number: The run's number in its sweep.
+        directory: The run directory.
+        job: The Slurm job as ARRAY_INDEX; None for a run that is not on Slurm.
+        state: One of ACTIVE, "no record", or the status of the record.
+        reason: Why the run is waiting, or why it did not complete.
         nodes: Slurm's list of the job's nodes.
-        record: the record of a run that has ended.
+        record: The record of a run that has ended.
     """
 
     number: int

@@ -19,7 +19,10 @@ def join_first(items: Iterable[str], limit: int = MAX_ITEMS) -> str:
 
 
 def format_ids(numbers: Sequence[int]) -> str:
-    """Join run numbers; three or more consecutive numbers become a range: ``0-5, 8, 9``."""
+    """Join run numbers: ``0-5, 8, 9``.
+
+    Three or more consecutive numbers become a range.
+    """
     return join_first(part for block in _consecutive(numbers) for part in _format_block(block))
 
 
@@ -34,12 +37,12 @@ def format_runs(numbers: Sequence[int]) -> str:
 
 
 def suggest_command(name: str, directory: Path) -> str:
-    """Return the command line of a sub-command for a directory: ``distexp status DIR``."""
+    """Return the command line of a sub-command: ``distexp status DIR``."""
     return f"distexp {name} {shlex.quote(str(directory))}"
 
 
 def failure_text(record: RunRecord) -> str:
-    """Return why a run did not complete, for example ``ValueError in phase train: bad value``.
+    """Return why a run failed: ``ValueError in phase train: bad value``.
 
     The message of an invalid run is returned as it is. The text is empty if the record has no error.
     """

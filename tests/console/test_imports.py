@@ -1,4 +1,4 @@
-"""Test of the layers: the console draws what is on disk, and does not depend on the launcher."""
+"""Test of the layers: the console does not depend on the launcher."""
 
 from __future__ import annotations
 

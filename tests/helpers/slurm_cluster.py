@@ -1,7 +1,8 @@
-"""A real Slurm cluster on this machine: controller, accounting, and four nodes with four fake GPUs each.
+"""A real Slurm cluster on this machine.
 
-Every node is a network namespace with a separate address, hostname and ports, as on a real cluster. The machine's
-installed Slurm configuration, if any, is not used or changed.
+It has a controller, accounting, and four nodes with four fake GPUs each. Every node is a network namespace with a
+separate address, hostname and ports, as on a real cluster. The machine's installed Slurm configuration, if any, is
+not used or changed.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ def running_cluster(root: Path) -> Iterator[Cluster]:
 
 
 class Cluster:
-    """A Slurm cluster in a folder; after ``stop`` no process and no network interface is left.
+    """A Slurm cluster in a folder.
+
+    After ``stop`` no process and no network interface is left.
 
     Attributes:
-        root: folder of configuration, logs and state.
-        slot: number of the cluster on this machine; -1 before the start.
-        daemons: the started daemons by name.
-        nodes: names of the compute nodes.
-        env: environment variables for Slurm's commands.
+        root: Folder of configuration, logs and state.
+        slot: Number of the cluster on this machine; -1 before the start.
+        daemons: The started daemons by name.
+        nodes: Names of the compute nodes.
+        env: Environment variables for Slurm's commands.
     """
 
     def __init__(self, root: Path) -> None:
@@ -127,7 +130,7 @@ class Cluster:
         self._wait_for(f"{node} to be idle", idle, seconds=60)
 
     def stop(self) -> None:
-        """Kill the processes in the nodes' namespaces and the daemons, and remove the network."""
+        """Kill all processes of the cluster, and remove its network."""
         for process in self.processes():
             process.kill()
         for daemon in reversed(self.daemons.values()):
@@ -138,7 +141,7 @@ class Cluster:
             self._remove_network()
 
     def processes(self, *hosts: str) -> list[psutil.Process]:
-        """Return the processes in the network namespaces of the given hosts, or of the whole cluster."""
+        """Return the processes on the given hosts, or on the whole cluster."""
         namespaces = set()
         for host in hosts or ("head", *self.nodes):
             name = Path(f"/run/netns/{self._namespace(host)}")
@@ -232,7 +235,10 @@ class Cluster:
         subprocess.run(("ip", *arguments), env=self.env, check=True, capture_output=True)
 
     def _claim_network(self) -> int:
-        """Create a bridge with a free number and return the number; reuse one whose owner has died."""
+        """Create a bridge with a free number, and return the number.
+
+        A bridge whose owner has died is replaced.
+        """
         for self.slot in range(MAX_CLUSTERS):
             try:
                 self._ip("link", "add", self._bridge, "type", "bridge")

@@ -56,7 +56,10 @@ def all_ended(slurm: Cluster, sweep: Path) -> Callable[[], bool]:
 
 
 def restart_now(slurm: Cluster, job: str) -> None:
-    """Wait until Slurm has requeued a job, and start it without Slurm's delay of two minutes."""
+    """Wait until Slurm has requeued a job, and start it at once.
+
+    Slurm itself would wait for two minutes.
+    """
     query = f"squeue -h -j {job} -o %T:%r".split()
     wait_for(lambda: slurm.command(*query).strip() == "PENDING:BeginTime", 240)
     slurm.command("scontrol", "update", f"jobid={job}", "StartTime=now")

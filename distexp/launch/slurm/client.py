@@ -1,4 +1,7 @@
-"""Wrappers of Slurm's commands (sbatch, squeue, sacct, scancel, scontrol), each with a timeout."""
+"""Wrappers of Slurm's commands: sbatch, squeue, sacct, scancel and scontrol.
+
+Each call has a timeout.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def submit(script: Path) -> str:
     """Submit an sbatch file and return the id of its array.
 
     Raises:
-        SlurmError: with Slurm's message, if the submission was refused.
+        SlurmError: With Slurm's message, if the submission was refused.
     """
     # If this command runs inside a job, sbatch must not inherit that job's resources.
     environment = {
@@ -94,7 +97,7 @@ def max_array_size() -> int:
     """Return the cluster's MaxArraySize.
 
     Raises:
-        UnreachableError: if Slurm does not answer.
+        UnreachableError: If Slurm does not answer.
     """
     output = _call(["scontrol", "show", "config"], QUERY_TIMEOUT_S)
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", output, re.MULTILINE)
@@ -102,7 +105,10 @@ def max_array_size() -> int:
 
 
 def minutes_left(job: str) -> float | None:
-    """Return the minutes to a job's time limit; None if there is no limit or Slurm does not answer."""
+    """Return the minutes to a job's time limit.
+
+    The result is None if there is no limit or Slurm does not answer.
+    """
     try:
         output = _call(["squeue", "-h", "-j", job, "-O", "TimeLeft:30"], TIME_LEFT_TIMEOUT_S).strip()
     except SlurmError:
@@ -115,16 +121,18 @@ def minutes_left(job: str) -> float | None:
 
 
 def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return the states of jobs from the queue, or from the accounting if the queue has forgotten them.
+    """Return the states of jobs.
+
+    They come from the queue, or from the accounting if the queue has forgotten the job.
 
     Args:
-        jobs: job ids as ARRAY_INDEX.
+        jobs: Job ids as ARRAY_INDEX.
 
     Returns:
         A state for each job that Slurm knows.
 
     Raises:
-        UnreachableError: if the controller does not answer.
+        UnreachableError: If the controller does not answer.
     """
     wanted = set(jobs)
     found = _select(wanted, _read_queue(_array_ids(wanted)))
@@ -137,7 +145,10 @@ def _array_ids(jobs: set[str]) -> list[str]:
 
 
 def _select(jobs: set[str], states: Mapping[str, JobState]) -> dict[str, JobState]:
-    """Return the states of the given jobs; Slurm reports never-started array elements as one entry."""
+    """Return the states of the given jobs.
+
+    Slurm reports never-started array elements as one entry.
+    """
     found = {job: states.get(job) or states.get(job.partition("_")[0]) for job in jobs}
     return {job: state for job, state in found.items() if state is not None}
 
@@ -147,7 +158,10 @@ def _job_id(array: str, index: str) -> str:
 
 
 def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
-    """Return squeue's states by ARRAY_INDEX, or by ARRAY for elements that it does not list separately."""
+    """Return squeue's states by ARRAY_INDEX.
+
+    Elements that squeue does not list separately are under ARRAY.
+    """
     found: dict[str, JobState] = {}
     for chunk in _chunks(arrays):
         command = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(chunk), "-o", "%F|%K|%T|%r|%N|%S"]
@@ -168,7 +182,10 @@ def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
 
 
 def _read_accounting(arrays: Sequence[str]) -> dict[str, JobState]:
-    """Return sacct's states, with the keys of ``_read_queue``; empty if there is no accounting."""
+    """Return sacct's states, with the keys of ``_read_queue``.
+
+    The result is empty if there is no accounting.
+    """
     found: dict[str, JobState] = {}
     for chunk in _chunks(arrays):
         command = ["sacct", "-X", "-n", "-P", "-j", ",".join(chunk), "-o", "JobID,State,NodeList"]
@@ -206,7 +223,10 @@ def _call(command: list[str], timeout_s: float, environment: dict[str, str] | No
 
 
 def _main_line(stderr: str) -> str:
-    """Return the fatal line of an error output, or its first line, without the command's prefix."""
+    """Return the fatal line of an error output, or its first line.
+
+    The prefix with the command's name is removed.
+    """
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     fatal = [line for line in lines if ": fatal: " in line]
     return re.sub(r"^\S+: (error|fatal): ", "", (fatal or lines or [""])[0])

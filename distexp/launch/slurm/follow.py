@@ -1,4 +1,4 @@
-"""Monitoring of a Slurm sweep until all runs have ended or the user presses Ctrl-C."""
+"""Monitoring of a Slurm sweep until all runs have ended, or until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def follow(sweep_dir: Path, console: Console) -> None:
     """Show every run until the last has ended.
 
     Raises:
-        SweepFailedError: if a run failed.
-        MonitoringInterrupted: on Ctrl-C; the jobs continue, and a hint is printed.
+        SweepFailedError: If a run failed.
+        MonitoringInterrupted: On Ctrl-C; the jobs continue, and a hint is printed.
     """
     try:
         _poll_until_done(sweep_dir, console)
@@ -62,9 +62,9 @@ def print_changes(runs: Sequence[RunState], printed: dict[int, str], console: Co
     """Print one line for each run whose state has changed.
 
     Args:
-        runs: the current states.
-        printed: key of each run's last printed state, by number; updated by this call.
-        console: where to print.
+        runs: The current states.
+        printed: Key of each run's last printed state, by number; updated by this call.
+        console: Where to print.
     """
     for run in runs:
         key = state_key(run)
@@ -78,7 +78,7 @@ def print_summary(sweep_dir: Path) -> None:
     """Print the panel of a single run, or the table of several.
 
     Raises:
-        SweepFailedError: if a run failed.
+        SweepFailedError: If a run failed.
     """
     records = [record for _, record in load_all(sweep_dir)[0]]
     screen = Screen(total=len(records), sweep_dir=sweep_dir)

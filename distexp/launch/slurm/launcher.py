@@ -51,9 +51,9 @@ def run_sweep(
 
     Args:
         context: Hydra's configuration loader and callbacks.
-        master: configuration of the command, with Hydra's node.
-        overrides: the overrides of each cell.
-        given: options under ``hydra.launcher``.
+        master: Configuration of the command, with Hydra's node.
+        overrides: The overrides of each cell.
+        given: Options under ``hydra.launcher``.
     """
     cells = compose_cells(context, master, overrides, partial(apply_submitit_options, given))
     cluster = cells[0].composed.cluster
@@ -83,8 +83,8 @@ def _check_slurm() -> int:
     """Return Slurm's MaxArraySize.
 
     Raises:
-        ConfigError: if this machine has no configured Slurm.
-        OSError: if Slurm does not answer.
+        ConfigError: If this machine has no configured Slurm.
+        OSError: If Slurm does not answer.
     """
     if not client.has_sbatch():
         raise ConfigError(
@@ -105,15 +105,17 @@ def _check_slurm() -> int:
 def prepare_runs(
     cells: Sequence[Cell], sweep_dir: Path, snapshot: Path, git: GitState, console: Console, *, resume: bool
 ) -> Iterator[PreparedRun]:
-    """Give each cell its directory and write the spec of its run; write the record of an invalid one.
+    """Give each cell its directory, and write the spec of its run.
+
+    An invalid cell gets its record instead.
 
     Args:
-        cells: all cells of the sweep.
-        sweep_dir: directory of the sweep.
-        snapshot: folder with the copy of the code.
-        git: state of the checkout that was copied.
-        console: where to report runs that are skipped or invalid.
-        resume: whether the directory may hold runs of an earlier command.
+        cells: All cells of the sweep.
+        sweep_dir: Directory of the sweep.
+        snapshot: Folder with the copy of the code.
+        git: State of the checkout that was copied.
+        console: Where to report runs that are skipped or invalid.
+        resume: Whether the directory may hold runs of an earlier command.
     """
     active = {run.number for run in poll(sweep_dir) if run.is_active} if resume else set()
 
@@ -164,7 +166,10 @@ def write_hydra_files(cell: Cell, directory: Path) -> None:
 def submit_runs(
     prepared: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, max_size: int, console: Console
 ) -> None:
-    """Submit one array for each set of equal resources, or several if it has more than ``max_size`` runs."""
+    """Submit one array for each set of runs with equal resources.
+
+    A set with more than ``max_size`` runs is split into several arrays.
+    """
     (sweep_dir / SLURM).mkdir(exist_ok=True)
     for group in group_by_resources(prepared):
         for start in range(0, len(group), max_size):
@@ -196,7 +201,10 @@ def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, 
 
 
 def record_refusal(runs: Sequence[PreparedRun], reason: str, console: Console) -> None:
-    """Write the records of runs that Slurm refused; the other arrays are still submitted."""
+    """Write the records of runs that Slurm refused.
+
+    The other arrays are still submitted.
+    """
     for run in runs:
         error = RunError("SubmissionRefused", f"sbatch: {reason}")
         record = failed_record(run.spec, run.directory, "invalid", error, None)

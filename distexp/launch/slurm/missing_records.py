@@ -21,7 +21,10 @@ MEMORY_KILL = re.compile(r"exceeded (job )?memory limit|oom[-_ ]kill", re.IGNORE
 
 
 def write_missing_record(sweep_dir: Path, entry: ledger.Entry, job: JobState | None) -> RunRecord:
-    """Write the record of a run whose job died without one, and return it. Any command may do this."""
+    """Write the record of a run whose job died without one, and return it.
+
+    Any command may do this.
+    """
     directory = sweep_dir / entry.directory
     spec = RunSpec.read(directory)
     started = has_started(directory, entry.job)
@@ -51,7 +54,10 @@ def has_started(directory: Path, job: str | None) -> bool:
 def _find_cause(
     sweep_dir: Path, entry: ledger.Entry, job: JobState | None, spec: RunSpec, started: bool
 ) -> tuple[str, RunError]:
-    """Return status and error of a run whose job died, from Slurm's state, the job's output and the ranks' errors."""
+    """Return status and error of a run whose job died.
+
+    They come from Slurm's state, the output of the job, or the errors of the ranks.
+    """
     name = f"job {entry.job}"
     if job is None:
         return "failed", RunError("JobVanished", f"{name} is no longer known to Slurm, and the run has no record")

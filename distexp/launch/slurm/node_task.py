@@ -1,7 +1,8 @@
-"""The task of a Slurm job on one node: ``srun python -m distexp.launch.slurm.node_task ARRAY.json``.
+"""The task of a Slurm job on one node.
 
-Each task runs the agent of its node and writes its exit code to a file. The task of the head node waits for
-those files and then writes the record. Its own exit code is that of the job, so Slurm reports failed runs as FAILED.
+Started as ``srun python -m distexp.launch.slurm.node_task ARRAY.json``. Each task runs the agent of its node and
+writes its exit code to a file. The task of the head node waits for those files and then writes the record. Its own
+exit code is that of the job, so Slurm reports failed runs as FAILED.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ def run_task() -> int:
 
 
 def requeue_if_needed(spec: RunSpec, run_dir: Path, job: Job, record: RunRecord, *, node_lost: bool) -> bool:
-    """Requeue a job that was stopped or lost a node, if it left a later checkpoint; return whether it was requeued.
+    """Requeue an interrupted job, and return whether it was requeued.
 
+    A job is requeued if it was stopped or lost a node, and left a later checkpoint than the one it started from.
     Slurm requeues the job itself when it notices a lost node, but the head may notice first. An attempt that made
     no progress is not repeated.
     """
@@ -137,10 +139,10 @@ def write_record(spec: RunSpec, run_dir: Path, code: int, peers: Peers, started:
     """Wait for the other nodes, write the record, and return it.
 
     Args:
-        spec: the run.
-        run_dir: the run directory.
-        code: exit code of the head's agent.
-        peers: the other nodes.
+        spec: The run.
+        run_dir: The run directory.
+        code: Exit code of the head's agent.
+        peers: The other nodes.
         started: Unix time in seconds.
     """
     codes = {0: code, **peers.wait_all(STOPPED_PEERS_TIMEOUT_S if code == STOPPED_CODE else PEERS_TIMEOUT_S)}
@@ -177,7 +179,10 @@ def _stop_request_handler(run_dir: Path, job: Job) -> Callable[[int, FrameType |
 
 
 def _write_no_rendezvous(run_dir: Path, job: Job, error: TimeoutError) -> int:
-    """Write the error of a node that could not reach the head, and return its exit code."""
+    """Write the error of a node that could not reach the head.
+
+    The result is the exit code of the node.
+    """
     write_error(agent_error_path(run_dir, job.node), RunError("NoRendezvous", str(error), "setup"))
     return 1
 

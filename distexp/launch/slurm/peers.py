@@ -1,4 +1,4 @@
-"""The Slurm job of a node task, and its peers: the tasks on the other nodes of the job."""
+"""The Slurm job of a node task, and the tasks on its other nodes (peers)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Job:
     """The Slurm job of this task.
 
     Attributes:
-        id: the job as ARRAY_INDEX.
-        attempt: the job with its restart count, unique for each start.
-        node: the number of this node in the job; 0 is the head.
-        hosts: the names of the job's nodes.
+        id: The job as ARRAY_INDEX.
+        attempt: The job with its restart count, unique for each start.
+        node: The number of this node in the job; 0 is the head.
+        hosts: The names of the job's nodes.
     """
 
     id: str
@@ -36,7 +36,10 @@ class Job:
 
     @classmethod
     def from_environment(cls) -> Job:
-        """Read Slurm's variables; SLURM_JOB_ID is not used because the last element has the array's own id."""
+        """Read Slurm's environment variables.
+
+        SLURM_JOB_ID is not used, because for the last element it is the id of the array.
+        """
         variables = os.environ
         job = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
         return cls(
@@ -48,7 +51,10 @@ class Job:
 
 
 class SupersededError(BaseException):
-    """A later attempt has started; not an Exception, so that no handler of errors catches it."""
+    """A later attempt has started.
+
+    This is not an Exception, so that no handler of errors catches it.
+    """
 
 
 @dataclass
@@ -56,12 +62,12 @@ class Peers:
     """The agents of the other nodes, observed through their exit status files.
 
     Attributes:
-        run_dir: the run directory.
-        job: the job of this task.
-        nodes: number of nodes of the run.
-        last_poll: monotonic time in seconds.
-        started: whether the head has announced this attempt.
-        codes: exit codes by node, of those that have ended.
+        run_dir: The run directory.
+        job: The job of this task.
+        nodes: Number of nodes of the run.
+        last_poll: Monotonic time in seconds.
+        started: Whether the head has announced this attempt.
+        codes: Exit codes by node, of those that have ended.
     """
 
     run_dir: Path
@@ -82,10 +88,12 @@ class Peers:
                 self.codes[node] = status["code"]
 
     def any_failed(self) -> bool:
-        """Return whether another node has failed; poll at most twice a second to spare the file system.
+        """Return whether another node has failed.
+
+        The files are read at most twice a second, to limit the load on the file system.
 
         Raises:
-            SupersededError: if a later attempt has started.
+            SupersededError: If a later attempt has started.
         """
         if time.monotonic() - self.last_poll > POLL_S:
             self.last_poll = time.monotonic()
@@ -95,10 +103,12 @@ class Peers:
         return any(self.codes.values())
 
     def check_latest(self) -> None:
-        """Check that this is the latest attempt; Slurm starts another one if it loses contact with the nodes.
+        """Check that this is the latest attempt.
+
+        Slurm starts another attempt if it loses contact with the nodes.
 
         Raises:
-            SupersededError: if a later attempt has started.
+            SupersededError: If a later attempt has started.
         """
         latest = read_rendezvous(self.run_dir)
         if latest is not None and latest.attempt == self.job.attempt:
@@ -107,7 +117,10 @@ class Peers:
             raise SupersededError(f"attempt {self.job.attempt} was replaced by attempt {latest.attempt}")
 
     def wait_all(self, seconds: float) -> dict[int, int]:
-        """Wait for the exit codes of all other nodes; a node that writes none counts as killed."""
+        """Wait for the exit codes of all other nodes.
+
+        A node that writes none counts as killed.
+        """
         deadline = time.monotonic() + seconds
         self.read_exit_codes()
         while self.missing() and time.monotonic() < deadline:

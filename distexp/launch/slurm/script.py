@@ -1,4 +1,7 @@
-"""The sbatch file of a job array: runs with equal resources, with one task on each node."""
+"""The sbatch file of a job array.
+
+Its runs have equal resources. Each node of a job runs one task.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ SETUP_EXIT_CODE = 1
 
 @dataclass(frozen=True)
 class JobArray:
-    """Runs with equal resources, submitted together; array element k runs ``directories[k]``."""
+    """Runs with equal resources, submitted together.
+
+    Array element k runs ``directories[k]``.
+    """
 
     name: str
     config: Config  # of any of the runs: their resources are equal
@@ -72,9 +78,10 @@ class JobArray:
 
 
 def render_sbatch(**options: Any) -> str:
-    """Return an sbatch file written by submitit, which knows the spelling and quoting of options.
+    """Return an sbatch file written by submitit.
 
-    This is the only use of a private function of submitit; pyproject.toml therefore limits its version.
+    Submitit knows the spelling and the quoting of sbatch's options. This is the only use of a private function of
+    submitit; pyproject.toml therefore limits its version.
     """
     from submitit.slurm.slurm import _make_sbatch_string
 
@@ -83,12 +90,15 @@ def render_sbatch(**options: Any) -> str:
 
 
 def resource_key(config: Config) -> str:
-    """Return a key that is equal for two runs if and only if their jobs request the same."""
+    """Return a key that is equal for runs whose jobs request the same."""
     return json.dumps(JobArray("", config, Path(), Path(), ("",)).render())
 
 
 def cpus_per_task(cluster: ClusterConfig) -> int | None:
-    """Return the CPUs of a node's task, for all its workers; None if an sbatch option decides."""
+    """Return the CPUs of a node's task, for all its workers.
+
+    The result is None if an option in ``cluster.sbatch`` decides.
+    """
     assert cluster.cpus_per_worker is not None
     assert cluster.workers_per_node is not None
     if any(option in cluster.sbatch for option in CPU_OPTIONS):
@@ -104,7 +114,10 @@ def memory(cluster: ClusterConfig) -> str | None:
 
 
 def extra_options(cluster: ClusterConfig, snapshot: Path) -> dict[str, Any]:
-    """Return the sbatch options that submitit has no parameter for, with those of ``cluster.sbatch``."""
+    """Return the sbatch options that submitit has no parameter for.
+
+    Those of ``cluster.sbatch`` are included.
+    """
     options: dict[str, Any] = {"chdir": str(snapshot), "requeue" if cluster.requeue else "no-requeue": True}
     if cluster.reservation is not None:
         options["reservation"] = cluster.reservation
@@ -113,7 +126,10 @@ def extra_options(cluster: ClusterConfig, snapshot: Path) -> dict[str, Any]:
 
 
 def srun_options(cluster: ClusterConfig) -> list[str]:
-    """Return the options of srun; since Slurm 22.05 it does not inherit the CPU count from sbatch."""
+    """Return the options of srun.
+
+    Since Slurm 22.05 srun does not inherit the CPU count from sbatch.
+    """
     options = ["--kill-on-bad-exit=1"]
     if (count := cpus_per_task(cluster)) is not None:
         options.append(f"--cpus-per-task={count}")
@@ -125,7 +141,10 @@ def srun_options(cluster: ClusterConfig) -> list[str]:
 
 
 def setup_lines(cluster: ClusterConfig, snapshot: Path) -> list[str]:
-    """Return the shell lines before srun: modules, ``cluster.setup``, variables, and the path of the code."""
+    """Return the shell lines before srun.
+
+    They load modules, run ``cluster.setup``, and set variables and the path of the code.
+    """
     on_error = f'|| {{ echo "distexp: module load failed" >&2; exit {SETUP_EXIT_CODE}; }}'
     lines = []
     if cluster.modules:

@@ -39,13 +39,14 @@ FinishedRuns = dict[int, RunState]
 
 
 def poll(sweep_dir: Path, finished: FinishedRuns | None = None) -> list[RunState]:
-    """Return the state of every run in the ledger, and write missing records of jobs that have died.
+    """Return the state of every run in the ledger.
 
-    If Slurm does not answer, runs whose state only Slurm knows are ``unknown``.
+    Missing records of jobs that have died are written. If Slurm does not answer, runs whose state only Slurm knows
+    are ``unknown``.
 
     Args:
-        sweep_dir: directory of the sweep.
-        finished: runs that earlier calls found finished, and that are not read again; extended by this call.
+        sweep_dir: Directory of the sweep.
+        finished: Runs that earlier calls found finished, and that are not read again; extended by this call.
     """
     finished = {} if finished is None else finished
     entries = ledger.latest(sweep_dir)
@@ -74,7 +75,10 @@ class SlurmAnswer:
     error: str = ""  # why Slurm did not answer
 
     def error_for(self, run: int) -> str:
-        """Return why the job of a run is unknown; empty if Slurm answered or was not asked about it."""
+        """Return why the job of a run is unknown.
+
+        The text is empty if Slurm answered, or was not asked about the run.
+        """
         return self.error if run in self.asked_runs else ""
 
 
@@ -88,7 +92,10 @@ def _ask_slurm(sweep_dir: Path, entries: Sequence[ledger.Entry]) -> SlurmAnswer:
 
 
 def _needs_slurm(sweep_dir: Path, entry: ledger.Entry) -> bool:
-    """Return whether only Slurm knows the state: the run was not seen to end, or was requeued after its end."""
+    """Return whether only Slurm knows the state of a run.
+
+    No command has seen its end yet, or it was requeued after its end.
+    """
     return entry.state in ("submitted", "cancelled") or not (sweep_dir / entry.directory / RECORD).exists()
 
 

@@ -1,4 +1,7 @@
-"""Options of Hydra's submitit launcher (``hydra.launcher.*``), converted to options of ``cluster``."""
+"""Conversion of Hydra's submitit options to options of ``cluster``.
+
+Hydra's submitit launcher has its options under ``hydra.launcher``.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +50,15 @@ ACCEPTED = (("tasks_per_node", 1), ("stderr_to_stdout", True))
 
 
 def apply_submitit_options(given: Mapping[str, Any], composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Move the options set under ``hydra.launcher`` into the ``cluster`` section of a cell.
+    """Move the options under ``hydra.launcher`` into the ``cluster`` section.
 
     Args:
-        given: the options under ``hydra.launcher``.
-        composed: the composed configuration of the cell; changed in place.
-        overrides: the overrides of the cell.
+        given: The options under ``hydra.launcher``.
+        composed: The composed configuration of the cell; changed in place.
+        overrides: The overrides of the cell.
 
     Raises:
-        ConfigError: if an option contradicts ``cluster``, or is not supported.
+        ConfigError: If an option contradicts ``cluster``, or is not supported.
     """
     overridden = {text.partition("=")[0].lstrip("+") for text in overrides}
     errors: list[str] = []

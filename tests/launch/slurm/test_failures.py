@@ -1,4 +1,4 @@
-"""Tests of runs that a cluster interrupts: lost nodes, time limits, preemption, closed shells.
+"""Tests of lost nodes, time limits, preemption and closed shells.
 
 The data sets are slow on purpose: each test has time to interrupt the run, at little CPU load.
 """
@@ -70,7 +70,7 @@ def assert_all_steps(sweep: Path, number: int, last: int) -> None:
 
 
 def test_a_failing_run_does_not_affect_the_others(slurm: Cluster, tmp_path: Path) -> None:
-    """One run crashes, one exceeds its memory limit, and some request more than any node has."""
+    """One run crashes, one exceeds its memory limit, some request too much."""
     sweep = tmp_path / "sweep"
     kinds = "dataset._target_=failing_runs.slow,failing_runs.fails,failing_runs.eats_until_killed"
     overrides = (kinds, "+dataset.options.at=12", "cluster.memory_gb=2,99", "train.max_steps=40")
@@ -134,7 +134,10 @@ def test_jobs_survive_a_closed_shell_and_a_restarted_controller(slurm: Cluster, 
 
 @pytest.mark.slow
 def test_a_run_resumes_from_its_last_checkpoint_after_lost_nodes(slurm: Cluster, tmp_path: Path) -> None:
-    """First an administrator sets a node down, then the head node crashes; a second run is not interrupted."""
+    """An administrator sets a node down, then the head node crashes.
+
+    A second run with the same training is not interrupted.
+    """
     sweep = tmp_path / "sweep"
     two = ("cluster.nodes=2", "cluster.workers_per_node=1", "cluster.exclusive=true", "strategy=fsdp")
     submit(
@@ -184,7 +187,7 @@ def hosts(sweep: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_head_requeues_the_job_if_an_agent_dies(slurm: Cluster, tmp_path: Path) -> None:
-    """The head may notice a lost node before Slurm does; it then requeues the job itself."""
+    """The head may notice a lost node before Slurm does."""
     sweep = tmp_path / "sweep"
     two = ("cluster.nodes=2", "cluster.workers_per_node=1", "strategy=ddp")
     submit(slurm, sweep, *two, "train.max_steps=100", "train.checkpoint_every=10")
@@ -202,7 +205,10 @@ def test_the_head_requeues_the_job_if_an_agent_dies(slurm: Cluster, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.usefixtures("slurm")  # fails with the reason if no cluster can be started
 def test_a_disconnected_node_stops_when_a_new_attempt_has_started(tmp_path: Path) -> None:
-    """Both attempts would otherwise write into the same directory. The test breaks a node of its cluster for good."""
+    """Both attempts would otherwise write into the same directory.
+
+    The test breaks a node for good, so it starts a separate cluster.
+    """
     sweep = tmp_path / "sweep"
     with running_cluster(tmp_path / "cluster") as cluster:
         submit(cluster, sweep, "train.max_steps=900", "train.checkpoint_every=20")
@@ -225,7 +231,10 @@ def test_a_disconnected_node_stops_when_a_new_attempt_has_started(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_run_continues_after_the_time_limit_of_its_job(slurm: Cluster, tmp_path: Path) -> None:
-    """Slurm sends its signal 30 to 60 s before the limit of two minutes; the run needs 85 s and the time to start."""
+    """Slurm sends its signal 30 to 60 s before the limit of two minutes.
+
+    The run needs 85 s and the time to start.
+    """
     sweep = tmp_path / "sweep"
     submit(slurm, sweep, "train.max_steps=850", "cluster.timeout_min=2", "cluster.signal_delay_s=30")
     job = latest_jobs(sweep)[0]

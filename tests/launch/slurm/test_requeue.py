@@ -1,4 +1,4 @@
-"""Test that a run requeued by Slurm resumes from its checkpoint with the same losses."""
+"""Test that a requeued run resumes from its checkpoint with the same losses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Tests of sweeps on a real Slurm cluster: job arrays, status, cancel, resume, and the snapshot of the code.
+"""Tests of sweeps on a real Slurm cluster.
 
-The GPUs of the test cluster are fake, so a run that requests GPUs fails at once and still gets its record. Tests that
-need no training use this to save the minute that importing torch takes.
+They cover job arrays, status, cancel, resume, and the snapshot of the code. The GPUs of the test cluster are fake,
+so a run that requests GPUs fails at once and still gets its record. Tests that need no training use this to save
+the minute that importing torch takes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ HELD = ("+cluster.sbatch.hold=true", "cluster.wait=false")
 
 @pytest.fixture(scope="module")
 def trained(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Train a sweep over nodes, and return its directory and the output of the command."""
+    """Train a sweep over nodes; return its directory and the command's output."""
     sweep = tmp_path_factory.mktemp("trained") / "sweep"
     nodes = ("--multirun", "cluster=slurm", "cluster.nodes=1,2", "cluster.workers_per_node=1")
     overrides = ("strategy=fsdp", "sharding=hybrid_shard", "+cluster.environment.NCCL_SOCKET_IFNAME=eth0")
@@ -319,7 +320,7 @@ def edit(checkout: Path, old: str, new: str) -> None:
 
 @pytest.mark.slow
 def test_two_hundred_runs_are_one_array(slurm: Cluster, tmp_path: Path) -> None:
-    """Each run takes less than 20 ms of CPU time, without Hydra's composition of its cell."""
+    """Each run takes less than 20 ms of CPU time, without composing its cell."""
     calls = tmp_path / "bin" / "sbatch"
     calls.parent.mkdir()
     real = shutil.which("sbatch", path=slurm.env["PATH"])
