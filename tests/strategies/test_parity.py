@@ -227,7 +227,7 @@ def test_a_saved_model_has_the_recorded_loss(references: Path) -> None:
         model = load_model(references / name).eval()
         batch = data.collate([data.evaluation[index] for index in range(len(data.evaluation))])
         with torch.no_grad():
-            loss = loss_sum("causal_lm", model(**batch.inputs), batch) / batch.targets
+            loss = loss_sum("causal_lm", model(**batch.inputs), batch) / batch.num_targets
         assert loss.item() == pytest.approx(record.metrics.eval_loss, rel=1e-5)
         tokenizer = AutoTokenizer.from_pretrained(references / name / "model")
         assert tokenizer("Who wrote it?")["input_ids"] == data.tokenizer.encode_batch(["Who wrote it?"])[0].tolist()
