@@ -147,7 +147,7 @@ def test_nodes_and_workers_of_a_sweep_reach_slurm(slurm: Cluster, tmp_path: Path
         assert found.status == "failed"
         assert found.error is not None
         assert found.error.type == "TooFewGpus"
-        assert f"cluster.workers_per_node={workers} needs as many GPUs" in found.error.message
+        assert f"cluster.workers_per_node={workers} needs {workers} GPUs, but" in found.error.message
 
 
 def test_status_follows_a_sweep_submitted_without_waiting(slurm: Cluster, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_pending_runs_have_a_reason_and_can_be_cancelled(slurm: Cluster, tmp_pat
     assert "JobHeldUser" in status(slurm, sweep)
     more = run_module("distexp.resume", str(sweep), "zero_stage=3", env=slurm.env)
     assert more.returncode == 0, more.stdout + more.stderr
-    assert "stay as they are" not in more.stdout, "pending runs are not resumed"
+    assert "not resumed" not in more.stdout, "pending runs are not resumed"
     without_slurm = run_module("distexp.status", str(sweep), env={"PATH": "/nowhere"})
     assert "unknown" in without_slurm.stdout
     done = run_module("distexp.cancel", str(sweep), env=slurm.env)
@@ -194,7 +194,7 @@ def test_pending_runs_have_a_reason_and_can_be_cancelled(slurm: Cluster, tmp_pat
         assert found.run.attempts[0]["hosts"] == []
     assert "3 killed" in status(slurm, sweep)
     other = run_module("distexp.resume", str(sweep), "zero_stage=0", env=slurm.env)
-    assert "runs 0 (killed), 1 (killed), 2 (killed) stay as they are" in " ".join(other.stdout.split())
+    assert "runs 0 (killed), 1 (killed), 2 (killed) were not resumed" in " ".join(other.stdout.split())
     run_module("distexp.cancel", str(sweep), env=slurm.env)
 
 
@@ -283,7 +283,7 @@ def test_jobs_run_the_code_as_it_was_at_submission(slurm: Cluster, tmp_path: Pat
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@t"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         subprocess.run([*git, *command], cwd=checkout, check=True, capture_output=True)
-    edit(checkout, "needs as many GPUs", "CHANGED BEFORE and not committed")
+    edit(checkout, "request nodes with more GPUs", "CHANGED BEFORE and not committed")
     (checkout / "distexp/new.py").write_text("NEW = True\n")
     env = {**slurm.env, "PYTHONPATH": str(checkout)}
     overrides = ("cluster=slurm", *HELD, f"hydra.sweep.dir={sweep}", "--multirun")
