@@ -1,1 +1,4 @@
-"""Benchmarks of distexp's own overhead. They are scripts, not tests: run them on an idle machine."""
+"""Benchmarks of distexp's own overhead.
+
+They are scripts and not tests: run them on an idle machine.
+"""

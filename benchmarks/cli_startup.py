@@ -1,4 +1,7 @@
-"""Time of ``python -m distexp --cfg job`` relative to a minimal Hydra program: ``python benchmarks/cli_startup.py``."""
+"""Time of ``python -m distexp --cfg job`` relative to a minimal Hydra program.
+
+Usage: ``python benchmarks/cli_startup.py``.
+"""
 
 from __future__ import annotations
 

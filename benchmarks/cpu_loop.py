@@ -1,4 +1,7 @@
-"""Time of the native loop relative to a hand-written loop, on a CPU: ``python benchmarks/cpu_loop.py``."""
+"""Time of the native loop relative to a hand-written loop, on a CPU.
+
+Usage: ``python benchmarks/cpu_loop.py``.
+"""
 
 from __future__ import annotations
 

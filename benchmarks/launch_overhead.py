@@ -1,4 +1,7 @@
-"""Time of the second run of a sweep relative to torchrun alone: ``python benchmarks/launch_overhead.py``."""
+"""Time of the second run of a sweep relative to torchrun alone.
+
+Usage: ``python benchmarks/launch_overhead.py``.
+"""
 
 from __future__ import annotations
 

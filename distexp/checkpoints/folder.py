@@ -82,7 +82,10 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def suggest(folder: Path) -> list[Path]:
-    """Return folders to suggest if ``folder`` has no checkpoint: other steps of the run, or runs below the folder."""
+    """Return what to suggest if ``folder`` has no checkpoint.
+
+    These are other checkpoints of the run, or runs below the folder.
+    """
     if folder.parent.name == CHECKPOINTS:
         return list_checkpoints(folder.parent.parent)
     return sorted(path.parent for path in folder.glob(f"*/{CHECKPOINTS}") if list_checkpoints(path.parent))
@@ -104,7 +107,7 @@ def read_manifest(folder: Path) -> tuple[CheckpointMeta, Checksums] | None:
 
 
 def find_damage(folder: Path, checksums: Checksums) -> str | None:
-    """Describe the first file that differs from its checksum; return None if all files are intact."""
+    """Describe the first damaged file; return None if all files are intact."""
     for name, (size, crc) in checksums.items():
         path = folder / name
         try:
@@ -119,7 +122,7 @@ def find_damage(folder: Path, checksums: Checksums) -> str | None:
 
 
 def checksum(path: Path, *, flush: bool = False) -> tuple[int, int]:
-    """Return the size in bytes and the CRC-32 of a file; ``flush`` also flushes it to disk."""
+    """Return the size in bytes and the CRC-32 of a file; optionally flush it to disk."""
     size = crc = 0
     with path.open("rb") as file:
         if flush:
@@ -136,7 +139,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def publish(run_dir: Path, step: int) -> None:
-    """Rename the finished checkpoint of a step, then delete the checkpoints that are no longer needed.
+    """Rename the finished checkpoint of a step, then delete old ones.
 
     The newest two up to this step stay. Later ones are left from an attempt that found them damaged; they are deleted.
     """

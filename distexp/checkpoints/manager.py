@@ -1,4 +1,4 @@
-"""Writes checkpoints during a training and resumes from them, on all ranks together."""
+"""Checkpoints of a training: writing them, and resuming from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CheckpointManager:
             self.logger.start_steps()
 
     def save(self) -> None:
-        """Write a checkpoint of the current step, unless there is one; return when it is complete."""
+        """Write a checkpoint of the current step, unless there is one."""
         step, run_dir = self.logger.steps, self.context.run_dir
         if step == self.newest:
             return
@@ -66,7 +66,7 @@ class CheckpointManager:
         self.newest = step
 
     def save_and_stop(self, reason: str) -> None:
-        """Write a checkpoint of a training that ends early, and store the reason in the metrics logger."""
+        """Write a checkpoint of a training that ends early, and record the reason."""
         phase = self.logger.events.phase
         self.save()
         position = f"stopped after step {self.logger.steps} of {self.logger.plan.total_steps} ({reason})"
@@ -108,7 +108,10 @@ class CheckpointManager:
         rng.restore_rng(own["rng_state"], self.context.device)
 
     def _newest_valid(self, candidates: list[Path], *, own: bool) -> tuple[Path, CheckpointMeta] | None:
-        """Return the first valid checkpoint and log the ones skipped; each rank checks a part of the files."""
+        """Return the first valid checkpoint and log the ones skipped.
+
+        Each rank checks a part of the files.
+        """
         for folder in gather_to_all(candidates)[0]:
             manifest = disk.read_manifest(folder)
             problem = (
@@ -127,7 +130,7 @@ class CheckpointManager:
         return disk.find_damage(folder, {name: checksums[name] for name in mine})
 
     def _check_compatible(self, saved: CheckpointMeta) -> None:
-        """Raise ConfigError if position, weights or optimizer state of a checkpoint do not fit this training."""
+        """Raise ConfigError if a checkpoint does not fit this training."""
         current = self._meta(saved.step)
         wrong = [
             f"{name} is {getattr(saved, name)} instead of {getattr(current, name)}"
@@ -157,7 +160,10 @@ class CheckpointManager:
         )
 
     def _compute_checksums(self, folder: Path) -> Checksums:
-        """Return the checksums of all files, each computed by one of the ranks that can see the file."""
+        """Return the checksums of all files.
+
+        Each is computed by one of the ranks that can see the file.
+        """
         visible = gather_to_all(disk.list_files(folder))
         computed: Checksums = {}
         for position, name in enumerate(sorted(set(chain.from_iterable(visible)))):

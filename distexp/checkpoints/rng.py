@@ -10,7 +10,7 @@ import torch
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the RNG states as plain numbers and tensors, so that loading them runs no code."""
+    """Return the RNG states, as numbers and tensors so that loading runs no code."""
     legacy: Any = np.random.get_state(legacy=True)
     name, keys, *rest = legacy
     return {

@@ -15,12 +15,12 @@ class Sharding(StrEnum):
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Return whether parameters are freed after the forward pass and gathered again for the backward pass."""
+        """Return whether parameters are gathered again for the backward pass."""
         return self is not Sharding.SHARD_GRAD_OP
 
     @property
     def shards_over_all_workers(self) -> bool:
-        """Return whether the mesh has one axis only, so that each worker holds an equal share of all states."""
+        """Return whether each worker holds an equal share of all states, not a replica."""
         return self in (Sharding.FULL_SHARD, Sharding.SHARD_GRAD_OP)
 
     def mesh_shape(self, workers: int, *, nodes: int, replicas: int | None = None) -> tuple[int, int]:

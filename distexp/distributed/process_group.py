@@ -63,7 +63,9 @@ def join(spec: RunSpec, run_dir: Path) -> Context:
 
 
 def collective_timeout(hang_timeout_min: float) -> timedelta:
-    """Return the timeout of collectives: longer than the agents' limit, so that a hang is reported as a hang.
+    """Return the timeout of collectives, longer than the agents' hang limit.
+
+    So a hang is reported as a hang.
 
     Args:
         hang_timeout_min: ``cluster.hang_timeout_min``, in minutes.

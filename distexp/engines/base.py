@@ -1,4 +1,4 @@
-"""The Trainer protocol, which every option of the config group ``engine`` implements.
+"""The Trainer protocol, which every option of the group ``engine`` implements.
 
 The launcher asks a trainer for errors. It has no torch, so a trainer imports torch only inside ``train``. To add one,
 add one file here and one YAML in conf/engine.
@@ -21,7 +21,7 @@ class Trainer(Protocol):
     """A training loop that distributes a model with the chosen strategy and trains it."""
 
     def validate(self, config: Config) -> list[str]:
-        """Return one message for each setting that this trainer does not support; all defaults are set."""
+        """Return a message for each setting that this trainer does not support."""
 
     def train(
         self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs

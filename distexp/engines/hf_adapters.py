@@ -1,4 +1,4 @@
-"""Adapters that configure ``transformers.Trainer`` and accelerate for one strategy each.
+"""Adapters that configure ``transformers.Trainer`` for one strategy each.
 
 A strategy names its adapter in ``Strategy.hf_adapter``.
 """
@@ -72,7 +72,7 @@ class HFAdapter:
         return build_optimizer(model, self.config.train, fused=fused)
 
     def start(self, trainer: Any) -> None:
-        """Prepare the wrapped model for the first step; called after the Trainer has wrapped it."""
+        """Prepare the wrapped model for the first step."""
 
     def weights(self, wrapped: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and buffer in full; a collective."""
@@ -83,7 +83,10 @@ class SingleAdapter(HFAdapter):
     """The adapter of the strategy ``single``."""
 
     def argument_context(self) -> AbstractContextManager[None]:
-        """Hide torchrun's local rank on a CPU, because accelerate would use DDP even for one worker."""
+        """Hide torchrun's local rank on a CPU.
+
+        Otherwise accelerate would use DDP even for one worker.
+        """
         return without_local_rank() if self.context.device.type == "cpu" else nullcontext()
 
 
@@ -150,7 +153,7 @@ class DeepSpeedAdapter(HFAdapter):
 
     @property
     def precision(self) -> str:
-        """Return fp32 if DeepSpeed uses autocast, because the Trainer must not add its own."""
+        """Return fp32 if DeepSpeed uses autocast; the Trainer must not add its own."""
         return "fp32" if uses_autocast(self.config) else self.config.precision.name
 
     def arguments(self) -> dict[str, Any]:
@@ -162,7 +165,10 @@ class DeepSpeedAdapter(HFAdapter):
         return ds_model.build_optimizer_for(model, self.config, self.context)
 
     def start(self, trainer: Any) -> None:
-        """Restore the fp32 masters, and observe DeepSpeed's step, which the Trainer calls in its backward pass."""
+        """Restore the fp32 masters and observe DeepSpeed's step.
+
+        The Trainer runs that step in its backward pass, before any callback.
+        """
         engine = trainer.model_wrapped
         if self.masters is not None:
             ds_model.restore_masters(engine, self.masters)

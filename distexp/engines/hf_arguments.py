@@ -16,7 +16,7 @@ CONFLICTING_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 def training_arguments(config: Config, context: Context, total_steps: int, adapter: HFAdapter) -> TrainingArguments:
-    """Return the arguments of a run; also set accelerate's process-wide state, which the Trainer reads.
+    """Return the arguments of a run, and set accelerate's process-wide state.
 
     Args:
         config: the configuration of the run.

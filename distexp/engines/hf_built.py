@@ -1,4 +1,4 @@
-"""Description of what ``transformers.Trainer`` built, read from the live objects and not from its arguments."""
+"""Description of what ``transformers.Trainer`` built, read from the live objects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.M
 
 
 def innermost_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that does the arithmetic, without the wrappers of accelerate and DeepSpeed."""
+    """Return the optimizer without the wrappers of accelerate and DeepSpeed."""
     while (inner := getattr(optimizer, "optimizer", None)) not in (None, optimizer):
         optimizer = inner
     return optimizer

@@ -29,7 +29,7 @@ from distexp.training.loop import end_epoch
 
 
 class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
-    """A transformers.Trainer that follows the step plan and logs to the MetricsLogger, as the native loop does.
+    """A transformers.Trainer that follows the step plan and uses the MetricsLogger.
 
     Attributes:
         built: what the Trainer built; None before ``train``.
@@ -63,7 +63,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return StepLoader(self.inputs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[StepData], num_batches: int, device: torch.device) -> Any:
-        """Return the micro-batches of the next step, and the number of targets on all ranks."""
+        """Return the micro-batches of the next step and its number of targets."""
         self.step, self.contributions = next(epoch_iterator), []
         inputs = [{**batch.inputs, "labels": batch.labels} for batch in self.step.micro_batches]
         return inputs, self.step.normalizer
@@ -76,14 +76,20 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return self.optimizer
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-        """Return this rank's contribution to the mean loss; the Trainer corrects for the averaging of gradients."""
+        """Return this rank's contribution to the mean loss.
+
+        The Trainer corrects for the averaging of gradients over the ranks.
+        """
         batch = Batch({}, labels, num_samples=0, num_targets=0, num_tokens=0)  # loss_sum reads only the labels
         loss = loss_sum(self.task, outputs, batch) / num_items_in_batch
         self.contributions.append(partial_metrics(self.task, outputs, batch, loss, num_items_in_batch))
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip as the native loop does, because torch's norm has only five correct digits on a CPU."""
+        """Clip as the native loop does.
+
+        On a CPU, torch's norm has only five correct digits.
+        """
         if self.adapter.steps_itself:
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
@@ -106,7 +112,10 @@ def build_adapter(strategy: Strategy, blueprint: Blueprint, config: Config, cont
 
 
 class StepLoader:
-    """The steps of an epoch; for the Trainer, a data loader whose length is the number of micro-batches."""
+    """The steps of an epoch, as a data loader for the Trainer.
+
+    Its length is the number of micro-batches.
+    """
 
     def __init__(self, inputs: TrainingInputs) -> None:
         self.inputs, self.epoch = inputs, 0
@@ -138,7 +147,7 @@ class TrainerModel:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
-        """Return the outputs of the module; accelerate casts to the precision of the training."""
+        """Return the outputs of the module; accelerate casts to the precision."""
         return self.module(**batch.inputs)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer as an engine, with the same model, data and optimizer as the native engine."""
+"""The Hugging Face Trainer as an engine, with distexp's model, data and optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distexp.training.inputs import ModelFactory, TrainingInputs
 
 
 class HFTrainer:
-    """The Trainer that runs ``transformers.Trainer``; accelerate distributes the model."""
+    """An engine that runs ``transformers.Trainer``; accelerate distributes the model."""
 
     def validate(self, config: Config) -> list[str]:
         """Refuse settings that transformers.Trainer would ignore or change."""

@@ -1,4 +1,4 @@
-"""The native engine: distexp's own training loop over the models of the strategies."""
+"""The native engine: distexp's own training loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Native:
     def train(
         self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
     ) -> tuple[EvaluableModel, Built]:
-        """Build and check the distributed model, resume from the newest checkpoint, and train."""
+        """Build and check the model, resume from the newest checkpoint, and train."""
         from distexp.checkpoints.manager import CheckpointManager
         from distexp.data.shards import StopRequestedError
         from distexp.runs.stop_request import StopRequest

@@ -40,7 +40,7 @@ class EvaluableModel(Protocol):
         """Return the model's outputs, without gradients, in the precision of the training."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and full value of every trained parameter and buffer, one at a time.
+        """Yield the name and full value of each parameter and buffer, one at a time.
 
         A collective: all ranks must consume all values. The values are on this rank's device. The names are those of
         the model before it was distributed.
@@ -76,15 +76,18 @@ class DistributedModel(EvaluableModel, Protocol):
 
     @property
     def checkpoint_format(self) -> str:
-        """Return the checkpoint format; only a model with an equal value can load the checkpoint."""
+        """Return the checkpoint format.
+
+        A checkpoint loads only into a model with an equal value.
+        """
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer state and loss scale into a new folder; a collective."""
 
     def load(self, folder: Path) -> None:
-        """Read what a model with the same ``checkpoint_format`` saved; a collective, before the first step.
+        """Read what a model with the same ``checkpoint_format`` saved; a collective.
 
-        The hyperparameters of this run are kept.
+        Call it before the first step. The hyperparameters of this run are kept.
         """
 
 
@@ -105,22 +108,25 @@ class Strategy(ABC):
 
     @classmethod
     def own_hf_adapter(cls) -> str | None:
-        """Return this class's own ``hf_adapter``; a subclass does not inherit it, as it may distribute differently."""
+        """Return ``hf_adapter`` if this class itself sets it.
+
+        A subclass does not inherit it, because it may distribute the model in another way.
+        """
         return vars(cls).get("hf_adapter")
 
     def set_defaults(self, config: Config) -> None:  # noqa: B027 (a strategy without options has no defaults)
         """Set the options of this strategy that the user left open."""
 
     def validate(self, config: Config) -> list[str]:
-        """Return one message for each setting that this strategy does not support."""
+        """Return a message for each setting that this strategy does not support."""
         return []
 
     def hf_errors(self, config: Config) -> list[str]:
-        """Return one message for each setting that this strategy does not support with ``engine=hf_trainer``."""
+        """Return a message for each setting that ``engine=hf_trainer`` does not support."""
         return []
 
     def main_option(self, config: Config) -> str:
-        """Return the main option for the title of a run, for example ``full_shard``; empty if there is none."""
+        """Return the main option, for example ``full_shard``; empty if there is none."""
         return ""
 
     def shards_all_parameters(self, config: Config) -> bool:
@@ -129,7 +135,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def expected_build(self, config: Config) -> Mapping[str, Any]:
-        """Return the fields of Built that ``setup`` must produce; a difference stops the run."""
+        """Return the fields of Built that ``setup`` must produce, else the run stops."""
 
     @abstractmethod
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:

@@ -33,7 +33,7 @@ class DeepSpeed(Strategy):
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DeepSpeedAdapter"
 
     def set_defaults(self, config: Config) -> None:
-        """Set the stage (of the user's file, else 2) and the optimizer kernel for offloaded states."""
+        """Set the stage (of the user's file, else 2) and the CPU optimizer."""
         options = config.deepspeed
         if options.zero_stage is None:
             stage = get_nested(read_or_empty(options.config_file), ("zero_optimization", "stage"))
@@ -115,7 +115,7 @@ class DeepSpeedModel:
             ds_model.restore_masters(self.module, blueprint)
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
-        """Run one micro-batch and accumulate its gradients; return its share of mean loss and accuracy."""
+        """Run one micro-batch, accumulate its gradients, return its share of the metrics."""
         from distexp.models.objective import loss_sum, partial_metrics
 
         outputs = self.module(**batch.inputs)
@@ -129,7 +129,7 @@ class DeepSpeedModel:
         return metrics
 
     def step(self, learning_rate: float) -> Tensor:
-        """Clip the gradients, update the weights, clear the gradients; return the norm before clipping."""
+        """Clip, update the weights, clear the gradients; return the norm before clipping."""
         import torch
 
         for group in self.module.optimizer.param_groups:
@@ -148,12 +148,12 @@ class DeepSpeedModel:
             return self.module(**batch.inputs)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter and buffer, unpartitioned, from the fp32 masters if there are any; a collective."""
+        """Yield every parameter (its fp32 master, if any) and buffer; a collective."""
         return ds_model.unpartitioned_weights(self.module)
 
     @property
     def checkpoint_format(self) -> str:
-        """Return DeepSpeed's format: it needs the same stage, precision and number of workers."""
+        """Return the format, which depends on stage, precision and number of workers."""
         stage, precision = self.module.zero_optimization_stage(), self.config.precision.name
         return f"deepspeed, zero_stage={stage}, {precision}, {self.world_size} workers"
 
@@ -162,7 +162,7 @@ class DeepSpeedModel:
         self.module.save_checkpoint(str(folder), tag=TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        """Read a checkpoint with DeepSpeed's ``load_checkpoint``, including the fp32 masters."""
+        """Read weights and fp32 masters with DeepSpeed's ``load_checkpoint``."""
         from distexp.strategies.optimizer import keep_hyperparameters
 
         with keep_hyperparameters(self.module.optimizer.param_groups):

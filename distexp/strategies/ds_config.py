@@ -1,4 +1,4 @@
-"""The ds_config.json for DeepSpeed: the user's file plus the values that distexp sets."""
+"""The ds_config.json for DeepSpeed: the user's file plus distexp's values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST_BUCKET = 500_000_000
 
 
 def effective_config(config: Config, world_size: int) -> dict[str, Any]:
-    """Return the ds_config for DeepSpeed: the user's file plus the values that distexp sets."""
+    """Return the ds_config: the user's file plus the values that distexp sets."""
     settings = _read(config.deepspeed.config_file)
     for section in ("optimizer", "scheduler"):  # distexp builds these; ``conflicts`` has refused other values
         settings.pop(section, None)
@@ -37,7 +37,7 @@ def effective_config(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def uses_autocast(config: Config) -> bool:
-    """Return whether bf16 means torch's autocast over fp32 weights, as in the other strategies.
+    """Return whether bf16 means torch's autocast over fp32 weights.
 
     It does at stage 0, because DeepSpeed's bf16 has no fp32 weights there. A user's file can still enable that bf16.
     """
@@ -112,7 +112,7 @@ def _values_set_by_distexp(config: Config, world_size: int) -> Iterator[tuple[tu
 
 
 def conflicts(config: Config) -> Iterator[str]:
-    """Yield one message for each value in the user's ds_config.json that contradicts the configuration."""
+    """Yield an error for each value in the user's file that is set differently here."""
     path = config.deepspeed.config_file
     if path is None or not Path(path).is_file():
         return

@@ -1,4 +1,4 @@
-"""DeepSpeed models, for both engines: initialization, optimizer, weights and description.
+"""DeepSpeed models of both engines: initialization, optimizer and weights.
 
 torch and DeepSpeed are imported only inside functions, as in a strategy.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def build_settings(blueprint: Blueprint, config: Config, context: Context) -> dict[str, Any]:
-    """Return the effective ds_config of a model; rank 0 writes it to ``ds_config.json`` in the run directory."""
+    """Return the ds_config of a model; rank 0 writes it to the run directory."""
     settings = effective_config(config, context.world_size)
     sizes = [parameter.numel() for parameter in blueprint.model.parameters()]
     fitted = fit_buckets(settings, sum(sizes), max(sizes))
@@ -51,7 +51,10 @@ def restore_masters(engine: Any, blueprint: Blueprint) -> None:
 
 
 def keeps_plain_gradients(config: Config) -> bool:
-    """Return whether gradients stay in ``.grad`` and DeepSpeed does not store their norm: stage 0, fp32 weights."""
+    """Return whether gradients stay in ``.grad``: at stage 0 with fp32 weights.
+
+    DeepSpeed clips them without storing their norm.
+    """
     return config.deepspeed.zero_stage == 0 and not in_16_bits(config)
 
 
@@ -63,7 +66,7 @@ def unpartitioned_norm(engine: Any) -> Tensor:
 
 
 def unpartitioned_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and full value of every parameter and buffer, one at a time; a collective."""
+    """Yield name and full value of each parameter and buffer; a collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     partitioned = engine.zero_optimization_stage() > 0
@@ -110,7 +113,10 @@ def in_16_bits(config: Config) -> bool:
 
 
 def initialize_weights(blueprint: Blueprint, config: Config, settings: dict[str, Any]) -> None:
-    """Initialize the weights in the precision of DeepSpeed; at stage 3 partition each module at once."""
+    """Initialize the weights in DeepSpeed's precision.
+
+    At stage 3 each module is partitioned at once, so that the whole model is never in memory.
+    """
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -126,7 +132,7 @@ def initialize_weights(blueprint: Blueprint, config: Config, settings: dict[str,
 
 
 def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> torch.optim.Optimizer:
-    """Build AdamW or SGD, or DeepSpeed's CPU Adam if the optimizer states are offloaded and it is chosen."""
+    """Build AdamW or SGD, or DeepSpeed's CPU Adam for offloaded states."""
     from distexp.strategies.optimizer import build_optimizer, parameter_groups
 
     train = config.train
@@ -155,7 +161,7 @@ def _is_compiled(operator: str) -> bool:
 
 
 def _optimizer_name(optimizer: Any) -> str:
-    """Return the name with that of the inner optimizer, for example ``DeepSpeedZeroOptimizer(AdamW)``."""
+    """Return the optimizer's name, for example ``DeepSpeedZeroOptimizer(AdamW)``."""
     inner = getattr(optimizer, "optimizer", None)
     name = type(optimizer).__name__
     return name if inner is None or inner is optimizer else f"{name}({type(inner).__name__})"

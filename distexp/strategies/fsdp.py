@@ -1,4 +1,6 @@
-"""PyTorch FSDP2 (``fully_shard``): one FSDP unit for each block, for the embedding and for the head.
+"""PyTorch FSDP2 (``fully_shard``).
+
+Each block, the embedding and the head are FSDP units.
 
 If embedding and head share one weight, it belongs to the root unit. The root unit is gathered once per step and reduced
 once, at the end. A separate unit would be reduced twice, the first time when memory use is at its peak. On four H200s
@@ -70,7 +72,7 @@ class FSDP(Strategy):
         return sharding_of(config).shards_over_all_workers
 
     def expected_build(self, config: Config) -> Mapping[str, Any]:
-        """Require sharded units on the mesh of the sharding, and parameters on the requested device."""
+        """Require the mesh, the resharding and the offload of the configuration."""
         return {
             "wrapper": f"fully_shard(reshard_after_forward={sharding_of(config).reshards_after_forward})",
             "world_size": config.cluster.world_size,
@@ -79,7 +81,7 @@ class FSDP(Strategy):
         }
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
-        """Initialize and shard the model one unit at a time, then build the optimizer over the shards."""
+        """Initialize and shard one unit at a time, then build the optimizer."""
         from torch.distributed.fsdp import FSDPModule
 
         from distexp.strategies.torch_model import TorchModel
@@ -188,7 +190,7 @@ def _set_prefetch(units: list[FSDPModule], config: Config) -> None:
 
 
 def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribution:
-    """Return how FSDP distributed a model, read from the sharded parameters and the state of its units.
+    """Return how FSDP distributed a model, read from its parameters and units.
 
     Args:
         model: the root unit.

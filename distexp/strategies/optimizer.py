@@ -16,7 +16,7 @@ from distexp.strategies.torch_internals import scale_tensors, tensor_norms
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: weight decay for matrices only, as in the Hugging Face Trainer."""
+    """Return the optimizer groups: weight decay for matrices only, as in the Trainer."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if _dimensions(p) >= 2], "weight_decay": weight_decay},
@@ -26,12 +26,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    """Return a parameter's number of axes; ZeRO-3 flattens it and keeps the shape in ``ds_shape``."""
+    """Return the number of axes; ZeRO-3 keeps the shape in ``ds_shape``."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> torch.optim.Optimizer:
-    """Build AdamW or SGD for a distributed model; the loop sets the learning rate before each step.
+    """Build AdamW or SGD; the loop sets the learning rate before each step.
 
     Args:
         model: the model, after it was sharded.
@@ -48,7 +48,7 @@ def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> tor
 
 @contextmanager
 def keep_hyperparameters(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Restore the hyperparameters of the groups after the block, which may load a state with other values."""
+    """Restore the groups' hyperparameters after the block, which may load others."""
     saved = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     yield
     for group, values in zip(groups, saved, strict=True):
@@ -56,7 +56,7 @@ def keep_hyperparameters(groups: list[dict[str, Any]]) -> Iterator[None]:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-    """Scale all gradients down to a global norm of ``limit``; return the norm before that.
+    """Scale the gradients to a norm of at most ``limit``; return the norm before.
 
     Each rank computes the norm of its shards. One number is reduced over the ranks that share the shards.
     """

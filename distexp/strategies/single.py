@@ -53,7 +53,7 @@ class Single(Strategy):
 
 
 def offload_errors(config: Config) -> list[str]:
-    """Return an error if offload is enabled; for strategies that keep all states on each device."""
+    """Return an error if offload is enabled."""
     if not config.offload.enabled:
         return []
     return [

@@ -1,4 +1,4 @@
-"""The only uses of private PyTorch APIs, so that a new PyTorch release breaks one file.
+"""All uses of private PyTorch APIs: a new PyTorch release breaks only this file.
 
 ``tests/strategies/test_torch_internals.py`` checks each of them against the installed release.
 """
@@ -44,7 +44,7 @@ def read_fsdp_policies(units: Sequence[Any]) -> list[FSDPPolicies]:
 
 
 def tensor_norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the 2-norm of each tensor, computed in ``dtype``, with one kernel for all."""
+    """Return the 2-norm of each tensor, computed in ``dtype`` by one kernel."""
     with _explained("torch._foreach_norm"):
         return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 

@@ -1,4 +1,7 @@
-"""The DistributedModel of single, DDP and FSDP: these strategies differ only in how they wrap the module."""
+"""The DistributedModel of single, DDP and FSDP.
+
+These strategies differ only in how they wrap the module.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ class TorchModel:
         self.distribution = distribution
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
-        """Run one micro-batch and accumulate its gradients; return its share of mean loss and accuracy."""
+        """Run one micro-batch, accumulate its gradients, return its share of the metrics."""
         with self.sync_context(last_micro):
             with self.autocast:
                 outputs = self.module(**batch.inputs)
@@ -87,7 +90,7 @@ class TorchModel:
         return metrics
 
     def step(self, learning_rate: float) -> Tensor:
-        """Clip the gradients, update the weights, clear the gradients; return the norm before clipping."""
+        """Clip, update the weights, clear the gradients; return the norm before clipping."""
         self.scaler.unscale_(self.optimizer)
         norm = clip_gradients(self.module.parameters(), self.clipping)
         for group in self.optimizer.param_groups:
@@ -104,16 +107,16 @@ class TorchModel:
             return self.module(**batch.inputs)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter and buffer, unsharded, on this rank's device; a collective."""
+        """Yield each parameter and buffer, unsharded, on this rank's device; a collective."""
         return unsharded_weights(self.module, self.device)
 
     @property
     def checkpoint_format(self) -> str:
-        """Return "torch": torch.distributed.checkpoint, which any number of workers can load."""
+        """Return "torch": any number of workers can load the checkpoint."""
         return "torch" + (" with a loss scale" if self.scaler.is_enabled() else "")
 
     def _state(self) -> dict[str, Any]:
-        """Return the state that steps change, by the names of the unwrapped module; shards are DTensors."""
+        """Return model and optimizer state; the shards are DTensors."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model, optimizer = get_state_dict(self.module, self.optimizer)
@@ -147,7 +150,7 @@ class TorchModel:
 
 @torch.no_grad()
 def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and full value of every parameter and buffer, one at a time; a collective."""
+    """Yield name and full value of each parameter and buffer; a collective."""
     unwrapped = module.module if isinstance(module, DistributedDataParallel) else module
     for name, tensor in [*unwrapped.named_parameters(), *unwrapped.named_buffers()]:
         # Offloaded shards are on the CPU; they are gathered on the device of the process group.

@@ -17,7 +17,7 @@ from distexp.training.metrics_logger import Evaluation
 
 
 def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable[[], None] = lambda: None) -> None:
-    """Train from ``logger.steps`` to ``plan.total_steps``; evaluate after each epoch and the last step."""
+    """Train until ``plan.total_steps``; evaluate after each epoch and the last step."""
     plan, logger = inputs.plan, inputs.logger
     logger.start()
     for epoch in plan.epochs(logger.steps):
@@ -34,7 +34,7 @@ def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable
 
 
 def train_step(model: DistributedModel, step: StepData) -> torch.Tensor:
-    """Run all micro-batches of a step; return this rank's contribution to its mean loss and accuracy."""
+    """Run all micro-batches of a step; return this rank's contribution to its metrics."""
     contributions = []
     for position, batch in enumerate(step.micro_batches, start=1):
         last = position == len(step.micro_batches)
@@ -52,7 +52,7 @@ def end_epoch(model: EvaluableModel, inputs: TrainingInputs) -> None:
 
 
 def evaluate(model: EvaluableModel, inputs: TrainingInputs) -> Evaluation:
-    """Return mean loss and accuracies over the evaluation set; each sample counts once on any number of ranks."""
+    """Return mean loss and accuracies over the evaluation set, on all ranks together."""
     data, logger = inputs.evaluation, inputs.logger
     logger.events.set_phase("eval")
     model.module.eval()

@@ -43,7 +43,9 @@ class DivergedError(RuntimeError):
 
 
 class MetricsLogger:
-    """The metrics of one training; all ranks must call every method, because some reduce over the ranks.
+    """The metrics of one training.
+
+    All ranks must call every method, because some methods reduce over the ranks.
 
     Losses, counts and run time include earlier attempts of the run. Speed is measured on the steps of this attempt.
     """
@@ -232,7 +234,7 @@ class MetricsLogger:
         )
 
     def _reduce_window(self) -> None:
-        """Reduce the losses of the steps since the last call over the ranks, in one collective."""
+        """Reduce the losses since the last call over the ranks, in one collective."""
         if not self.window:
             return
         losses, accuracies = sum_over_ranks(torch.stack(self.window, dim=1)).tolist()
@@ -243,7 +245,7 @@ class MetricsLogger:
             self._check_finite(loss, f"step {position}")
 
     def _check_finite(self, loss: float, source: str) -> None:
-        """Raise DivergedError for a loss that is not finite, unless ``train.on_nan=record``."""
+        """Raise DivergedError if a loss is not finite, unless ``train.on_nan=record``."""
         if self.plan.train.on_nan != "record" and not math.isfinite(loss):
             raise DivergedError(
                 f"the loss of {source} is {loss}: lower train.learning_rate, or set train.on_nan=record to continue"

@@ -25,7 +25,10 @@ class StepPlan:
         return range(max(done - 1, 0) // self.steps_per_epoch, -(-self.total_steps // self.steps_per_epoch))
 
     def steps_of(self, epoch: int, done: int) -> range:
-        """Return the steps of an epoch that are left after ``done`` steps, counted from the epoch's first."""
+        """Return the steps of an epoch that are left after ``done`` steps.
+
+        They are counted from the first step of the epoch.
+        """
         before = epoch * self.steps_per_epoch
         return range(max(0, done - before), min(self.steps_per_epoch, self.total_steps - before))
 
