@@ -97,7 +97,7 @@ def _global_batches(overview: Overview) -> Iterator[str]:
         batches = _labels_by_batch(groups)
         if len(batches) > 1:
             of = f" ({task})" if len(tasks) > 1 else ""
-            sizes = join_first((f"{batch} in {name_runs(labels)}" for batch, labels in batches.items()), MOST_TASKS)
+            sizes = join_first((f"{batch} in {name_runs(labels, 2)}" for batch, labels in batches.items()), MOST_TASKS)
             yield f"Global batch sizes differ{of}: {sizes}."
             yield "Their losses are not comparable. Make the batches equal with train.gradient_accumulation_steps."
 

@@ -11,8 +11,8 @@ from distexp.config import Config, ConfigError
 from distexp.config.paths import options_of
 from distexp.report.data.overview import Overview
 from distexp.report.exercises import exercise_tables
-from distexp.report.exercises.filling import PRINTED
-from distexp.report.exercises.layouts import LAYOUTS
+from distexp.report.exercises.fill import PRINTED
+from distexp.report.exercises.layout import load_layouts
 from distexp.runs.record import RunError, RunRecord
 from tests.helpers.presets import cells_of, finished
 from tests.helpers.runs import resolve_cell, run_module
@@ -61,7 +61,7 @@ def resolve_or_error(cell: list[str], *overrides: str) -> Config | str:
 
 
 def test_every_preset_of_the_workshop_exists() -> None:
-    assert set(options_of("experiment")) == set(SHAPES) == set(LAYOUTS)
+    assert set(options_of("experiment")) == set(SHAPES) == set(load_layouts())
 
 
 @pytest.mark.parametrize("preset", SHAPES)
@@ -173,7 +173,7 @@ def test_table_has_the_figures_of_the_workshop() -> None:
     assert rows["GPU Peak Usage (MiB)"] == ("20,000", "21,658")
     assert rows["Final Train Loss"] == ("2.5000", "0.7039")
     assert rows["Train Samples/sec"][1] == "11.26"
-    assert "so counted, ours are 9.00" in table.note
+    assert "With it, this run has 9.00 samples/s." in table.note
     assert "random weights" in table.note
 
 

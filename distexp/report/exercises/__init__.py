@@ -1,7 +1,6 @@
-"""Each exercise's own results table, as the workshop prints it, filled from the records.
+"""The workshop's results tables, filled from the records.
 
-``layouts`` says what the tables look like, ``cells`` reads and words what stands in them, ``filling`` puts both
-together.
+``workshop.yaml`` describes the tables. A preset chooses one with the key ``exercise``.
 """
 
 from __future__ import annotations
@@ -10,13 +9,16 @@ from collections.abc import Iterator
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.text_table import TextTable
-from distexp.report.exercises.filling import fill
-from distexp.report.exercises.layouts import LAYOUTS
+from distexp.report.exercises.fill import fill_table
+from distexp.report.exercises.layout import load_layouts
 
 
 def exercise_tables(overview: Overview) -> Iterator[TextTable]:
-    """The tables of every exercise among the runs, by the key ``exercise`` of their configurations."""
+    """Yield the table of every exercise among the runs."""
     for exercise in dict.fromkeys(row.record.config.get("exercise") for row in overview.rows):
+        if exercise is None:
+            continue
         groups = [group for group in overview.groups if group.rows[0].record.config.get("exercise") == exercise]
-        if exercise in LAYOUTS:
-            yield fill(exercise, LAYOUTS[exercise], overview, groups)
+        layout = load_layouts().get(exercise)
+        if layout is not None:
+            yield fill_table(exercise, layout, overview, groups)

@@ -16,7 +16,8 @@ from distexp.report.figures.theme import LIGHT, apply_palette, chart_config
 from distexp.report.traces import RunTrace
 
 VEGALITE = "6.4"  # version that altair writes and vl_convert draws
-PANEL_WIDTH = 460  # pixels, in a file
+SINGLE_WIDTH = 640  # pixels of the only panel in a file
+PANEL_WIDTH = 460  # pixels of one of several panels in a file
 PNG_SCALE = 2.0
 
 
@@ -60,7 +61,8 @@ class Figure:
 
     def file_spec(self) -> dict[str, Any]:
         """Return the Vega-Lite specification of all panels together for a file, in light colors."""
-        charts = [_with_title(panel).properties(width=PANEL_WIDTH) for panel in self.panels]
+        width = PANEL_WIDTH if len(self.panels) > 1 else SINGLE_WIDTH
+        charts = [_with_title(panel).properties(width=width) for panel in self.panels]
         spec = (charts[0] if len(charts) == 1 else self._concat(charts)).to_dict(validate=False)
         return apply_palette({**spec, "config": {**chart_config(), "background": LIGHT["card"], "padding": 16}}, LIGHT)
 

@@ -18,7 +18,8 @@ from distexp.report.figures.theme import inline_data
 from distexp.report.traces import RunTrace
 
 EVALUATION = "evaluation loss"
-SAME_LOSS = 1e-4  # relative difference; strategies that sum in another order differ by less in fp32
+SAME_LOSS = {"fp32": 1e-4}  # relative difference; strategies sum in different orders
+SAME_LOSS_HALF = 1e-2  # in bf16 and fp16
 NOT_THE_MODEL = frozenset(
     {"strategy", "offload", "engine", "device", "nodes", "workers"}
     | {"micro_batch_size", "gradient_accumulation_steps", "eval_batch_size", "log_every", "measure_after_step"}
@@ -66,7 +67,8 @@ def _draw(traces: Sequence[RunTrace]) -> alt.LayerChart:
 
 def _run_color(traces: Sequence[RunTrace]) -> alt.Color:
     names = [each.name for each in traces]
-    legend = alt.Legend(title=None, columns=1, symbolType="stroke", symbolStrokeWidth=3) if len(names) > 1 else None
+    style = {"symbolType": "stroke", "symbolStrokeWidth": 3, "labelLimit": alt.ExprRef("width")}
+    legend = alt.Legend(title=None, columns=1, **style) if len(names) > 1 else None
     return alt.Color("run:N", scale=alt.Scale(domain=names), legend=legend)
 
 
@@ -108,10 +110,10 @@ def _compare(traces: Sequence[RunTrace], task: str) -> str:
     batch = global_batch(traces[0].row.settings)
     details = ", ".join(filter(None, [task, f"global batch {batch}" if batch else ""]))
     runs = f"{len(traces)} runs" + (f" ({details})" if details else "")
-    if largest > SAME_LOSS:
+    if largest > SAME_LOSS.get(traces[0].row.settings["precision"], SAME_LOSS_HALF):
         pair = f"{one.name} and {other.name}"
-        return f"Different losses: {runs} differ by up to {largest:.2%}, at step {step} of {pair}."
-    gap = f"agree to {largest:.0e} (relative)" if largest else "are equal"
+        return f"Different losses: {runs} differ by up to {100 * largest:.2g}%, at step {step} of {pair}."
+    gap = f"agree within {100 * largest:.2g}%" if largest else "are equal"
     return f"Same training: losses of {runs} {gap} at every logged step."
 
 

@@ -20,6 +20,8 @@ from distexp.report.traces import RunTrace
 MOST_LABELS = 16
 CROWD = 200  # points; more are drawn small and pale
 CLOSE = 0.1  # relative; an axis that shows less would make small differences look large
+LETTER_WIDTH = 0.01  # relative to the memory axis
+LINE_HEIGHT = 0.04  # relative to the speed axis
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"]
 FRONT = "Pareto front"
 FRONT_DASH = [5, 4]
@@ -42,7 +44,7 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
 def _caption(overview: Overview, memory: str) -> str:
     parts = [
         "Pareto front: no other run is both smaller and faster.",
-        "Labels: numbers of the runs." if _has_labels(overview, memory) else "",
+        "Labels: runs of the table." if _has_labels(overview, memory) else "",
         "Red crosses: runs out of memory, at their peak." if _out_of_memory(overview, memory) else "",
     ]
     return " ".join(filter(None, parts))
@@ -82,8 +84,26 @@ def _draw(overview: Overview, memory: str) -> alt.LayerChart | None:
     )
     layers: list[Any] = [_front_line(front, x, y), marks]
     if _has_labels(overview, memory):
-        layers.append(base.mark_text(align="left", dx=9, dy=-6).encode(x=x, y=y, text="run:N"))
+        labels = alt.Chart(inline_data(_without_overlaps(points))).mark_text(align="left", dx=9, dy=-6)
+        layers.append(labels.encode(x=x, y=y, text="run:N"))
     return alt.layer(*layers, *_crosses(failed, x, y)).properties(height=340)
+
+
+def _without_overlaps(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the points whose labels do not overlap, in a chart of the usual size."""
+    sizes = [point["memory"] for point in points]
+    letter = LETTER_WIDTH * max(max(sizes) - min(sizes), CLOSE * max(sizes))
+    line = LINE_HEIGHT * max(point["speed"] for point in points)
+    kept: list[dict[str, Any]] = []
+    for point in points:
+        for other in kept:
+            right = other["memory"] - point["memory"]
+            overlaps = -letter * len(other["run"]) < right < letter * len(point["run"])
+            if overlaps and abs(other["speed"] - point["speed"]) < line:
+                break
+        else:
+            kept.append(point)
+    return kept
 
 
 def _memory_scale(values: Sequence[float]) -> alt.Scale:

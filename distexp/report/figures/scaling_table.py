@@ -32,6 +32,7 @@ def build_scaling_table(overview: Overview) -> TextTable | None:
 def _columns(overview: Overview) -> dict[str, Read]:
     memory = memory_metric(overview) or ""
     average = AVERAGES.get(memory, "")
+    peak_title = MEMORIES.get(memory, "memory")
     return {
         "configuration": lambda series, point: f"{series.name} ({series.kind})" if series.name else series.kind,
         SHAPE: lambda series, point: _shape(point),
@@ -42,8 +43,8 @@ def _columns(overview: Overview) -> dict[str, Read]:
         "samples/s": lambda series, point: f"{point.speed:,.1f}",
         "speedup": lambda series, point: f"{point.speedup:.2f}",
         "efficiency": lambda series, point: f"{point.efficiency:.0%}",
-        f"{MEMORIES.get(memory, 'memory')} (MiB)": lambda series, point: _metric(point, memory),
-        "average (MiB)": lambda series, point: _metric(point, average),
+        f"{peak_title} (MiB)": lambda series, point: _metric(point, memory),
+        f"{peak_title.replace('peak', 'average')} (MiB)": lambda series, point: _metric(point, average),
         "communication (%)": lambda series, point: _metric(point, COMMUNICATION),
         "not overlapped (%)": lambda series, point: _metric(point, EXPOSED),
     }

@@ -48,7 +48,7 @@ def chart_config() -> dict[str, Any]:
     }  # fmt: skip
     legend = {
         "labelColor": color("ink"), "titleColor": color("muted"), "titleFontWeight": 500, "orient": "bottom",
-        "labelFontSize": 11, "titleFontSize": 11, "labelLimit": 320, "symbolStrokeWidth": 2,
+        "labelFontSize": 11, "titleFontSize": 11, "labelLimit": 320, "symbolStrokeWidth": 2, "columnPadding": 16,
         "symbolBaseFillColor": color("muted"), "symbolBaseStrokeColor": color("muted"), "direction": "vertical",
         "layout": {"bottom": {"direction": "vertical", "anchor": "start", "margin": 6}},
     }  # fmt: skip

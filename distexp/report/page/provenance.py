@@ -35,7 +35,7 @@ def command_table(rows: Sequence[Row]) -> TextTable:
 
 def command(row: Row) -> str:
     """Return the command line that repeats a run."""
-    return shlex.join(["python", "-m", "distexp", *row.record.run.overrides])
+    return shlex.join(["distexp", *row.record.run.overrides])
 
 
 def _count_kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[[Row], Cells]) -> TextTable:

@@ -180,7 +180,7 @@ def test_equal_and_different_losses_are_reported(tmp_path: Path) -> None:
     same[1].write(other / "1")
     leave_traces(other / "1", same[1], gap=0.03)
     text = text_of(other, "losses")
-    assert "Different losses: 2 runs (global batch 8) differ by up to 2.91%, at step " in text
+    assert "Different losses: 2 runs (global batch 8) differ by up to 2.9%, at step " in text
     assert "of strategy=ddp and strategy=fsdp." in text
 
 

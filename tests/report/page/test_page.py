@@ -1,4 +1,4 @@
-"""``report.html`` in a real browser: it asks nothing of any network, it sorts, filters, compares and prints."""
+"""``report.html`` in a real browser: it works offline, sorts, filters, compares and prints."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 
 @dataclass
-class Watched:
-    """A page, and all that the browser said about it."""
+class WatchedPage:
+    """A page with its requests and the browser's messages."""
 
     page: Page
     requests: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a sweep on GPUs, moved elsewhere after it was made."""
+    """Write the report of a sweep on GPUs and move it to another folder."""
     made = tmp_path_factory.mktemp("made") / "sweep"
     zero_sweep(made)
     broken = record(
@@ -67,13 +67,13 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made / "report" / "report.html"
 
 
-def watch(browser: Browser, path: Path, *, scheme: str = "light", viewport: dict[str, int] = DESK) -> Watched:
-    """The page in a fresh context, once its table and charts are there."""
+def watch(browser: Browser, path: Path, *, scheme: str = "light", viewport: dict[str, int] = DESK) -> WatchedPage:
+    """Open the page in a new context and wait for its table and charts."""
     context = browser.new_context(color_scheme=scheme, viewport=viewport)  # type: ignore[arg-type]
-    seen = Watched(context.new_page())
+    seen = WatchedPage(context.new_page())
     seen.page.on("request", lambda request: seen.requests.append(request.url))
-    seen.page.on("console", lambda message: seen.complaints.append(message.text))
-    seen.page.on("pageerror", lambda error: seen.complaints.append(str(error)))
+    seen.page.on("console", lambda message: seen.messages.append(message.text))
+    seen.page.on("pageerror", lambda error: seen.messages.append(str(error)))
     seen.page.goto(path.as_uri())
     seen.page.wait_for_selector("html[data-ready=yes]", timeout=60_000)
     return seen
@@ -89,7 +89,7 @@ def opened(browser: Browser, zero: Path) -> Iterator[Page]:
 @pytest.mark.parametrize(
     ("scheme", "viewport"), [("light", DESK), ("dark", DESK), ("light", PHONE)], ids=["light", "dark", "phone"]
 )
-def test_it_asks_nothing_complains_of_nothing_and_fits(
+def test_it_makes_no_requests_logs_nothing_and_fits_the_window(
     browser: Browser, zero: Path, grown: Path, scheme: str, viewport: dict[str, int]
 ) -> None:
     palette = {"light": LIGHT, "dark": DARK}[scheme]
@@ -97,7 +97,7 @@ def test_it_asks_nothing_complains_of_nothing_and_fits(
         seen = watch(browser, path, scheme=scheme, viewport=viewport)
         assert {url.split(":")[0] for url in seen.requests} == {"file", "blob"}
         assert [url for url in seen.requests if url.startswith("file")] == [path.as_uri()]
-        assert seen.complaints == []
+        assert seen.messages == []
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
         drawn = seen.page.locator(".chart svg")
         assert drawn.count() == charts
@@ -108,7 +108,7 @@ def test_it_asks_nothing_complains_of_nothing_and_fits(
         seen.page.context.close()
 
 
-def test_a_request_would_be_seen(browser: Browser) -> None:
+def test_requests_are_recorded(browser: Browser) -> None:
     page = browser.new_page()
     seen: list[str] = []
     page.on("request", lambda request: seen.append(request.url))
@@ -117,16 +117,16 @@ def test_a_request_would_be_seen(browser: Browser) -> None:
     page.close()
 
 
-def test_a_browser_that_cannot_unpack_says_so(browser: Browser, zero: Path) -> None:
+def test_a_browser_without_decompression_shows_a_message(browser: Browser, zero: Path) -> None:
     page = browser.new_page()
     page.add_init_script("delete window.DecompressionStream")
     page.goto(zero.as_uri())
     page.get_by_text("This browser cannot show the table and the charts").wait_for(timeout=10_000)
-    assert page.locator("#exercise table, .tiles li").count() > 0, "what needs no script is there"
+    assert page.locator("#exercise table, .tiles li").count() > 0, "tables and tiles need no script"
     page.close()
 
 
-def test_the_tiles_rank_only_what_trains_the_same(browser: Browser, tmp_path: Path) -> None:
+def test_tiles_rank_runs_of_one_task_only(browser: Browser, tmp_path: Path) -> None:
     for models, ranked in ((("bloom_tiny", "bloom_tiny"), True), (("bloom_tiny", "gpt_tiny"), False)):
         made = tmp_path / "-".join(models)
         for number, model in enumerate(models):
@@ -137,7 +137,7 @@ def test_the_tiles_rank_only_what_trains_the_same(browser: Browser, tmp_path: Pa
         page.context.close()
 
 
-def test_a_message_of_a_run_is_never_markup(opened: Page) -> None:
+def test_messages_of_runs_are_escaped(opened: Page) -> None:
     assert opened.locator("img").count() == 0
     assert EVIL in opened.locator(".notes").inner_text()
     opened.get_by_placeholder("Search all columns").fill("onerror=alert")
@@ -156,14 +156,14 @@ def test_rows_sort_as_numbers(opened: Page) -> None:
     opened.wait_for_selector("#runs-table thead th[aria-sort=descending]")
     assert _column(opened, "samples/s")[0] == "120.0"
     assert _column(opened, "run")[0] == "0"
-    assert _column(opened, "samples/s")[-2:] == [MISSING, MISSING]  # last, either way
+    assert _column(opened, "samples/s")[-2:] == [MISSING, MISSING]  # last in both directions
 
 
 def test_rows_filter_by_any_text_and_by_column(opened: Page) -> None:
     search = opened.get_by_placeholder("Search all columns")
     search.fill("oom_gpu")
     _expect(opened, ["6"])
-    search.fill("phase train")  # the reason, which shows on the status
+    search.fill("phase train")  # the reason, a tooltip of the status
     _expect(opened, ["6"])
     search.fill("")
     _filter(opened, "model", "560m")
@@ -174,7 +174,7 @@ def test_rows_filter_by_any_text_and_by_column(opened: Page) -> None:
     _expect(opened, ["4", "5", "10", "11"])
 
 
-def test_two_configurations_differ_in_what_was_chosen(opened: Page) -> None:
+def test_two_configurations_can_be_compared(opened: Page) -> None:
     def compared(one: str, other: str) -> dict[str, list[str]]:
         opened.fill("#run-a", one)
         opened.fill("#run-b", other)
@@ -193,7 +193,7 @@ def test_two_configurations_differ_in_what_was_chosen(opened: Page) -> None:
     assert "Choose two runs" in opened.inner_text("#difference-note")
 
 
-def test_links_are_relative_and_lead_somewhere(opened: Page, zero: Path) -> None:
+def test_links_are_relative_and_valid(opened: Page, zero: Path) -> None:
     links = opened.locator("a[href]").evaluate_all("all => all.map(one => one.getAttribute('href'))")
     files = [link for link in links if not link.startswith("#")]
     assert len(files) > 13 * 3
@@ -205,7 +205,7 @@ def test_links_are_relative_and_lead_somewhere(opened: Page, zero: Path) -> None
     assert "/tmp" not in zero.read_text()
 
 
-def test_figures_show_the_front_out_of_memory_phases_and_the_ideal(browser: Browser, grown: Path, opened: Page) -> None:
+def test_figures_show_pareto_fronts_oom_phases_and_ideal_lines(browser: Browser, grown: Path, opened: Page) -> None:
     tradeoff = opened.locator("#memory_throughput svg")
     assert "OOM" in (tradeoff.text_content() or "")
     assert tradeoff.locator(".mark-line path[stroke-dasharray]").count() == 2  # a front for each model
@@ -220,7 +220,7 @@ def test_figures_show_the_front_out_of_memory_phases_and_the_ideal(browser: Brow
     scaling.context.close()
 
 
-def test_it_prints_light_and_whole(browser: Browser, zero: Path) -> None:
+def test_it_prints_all_rows_in_light_colors(browser: Browser, zero: Path) -> None:
     page = watch(browser, zero, scheme="dark").page
     page.get_by_role("combobox", name="rows").select_option("10")
     assert len(_column(page, "run")) == 10
@@ -243,7 +243,7 @@ def test_the_button_switches_between_light_and_dark(opened: Page) -> None:
         assert _computed(opened, "body", "background-color") == _rgb(palette["page"])
 
 
-def test_five_thousand_runs(tmp_path: Path, browser: Browser) -> None:
+def test_five_thousand_runs_are_fast(tmp_path: Path, browser: Browser) -> None:
     template = asdict(enrich(record(0, peak=20000.0)))
     for number in range(5000):
         directory = tmp_path / str(number)
@@ -255,9 +255,9 @@ def test_five_thousand_runs(tmp_path: Path, browser: Browser) -> None:
         (directory / "record.json").write_text(json.dumps(template))
         if number % 100 == 0:
             leave_traces(directory, record(number, peak=20000.0), samples=2000)
-    before = _own_seconds()
+    before = _cpu_seconds()
     assert main([str(tmp_path)]) == 0
-    assert _own_seconds() - before < 20
+    assert _cpu_seconds() - before < 20
     path = tmp_path / "report" / "report.html"
     assert path.stat().st_size < 6e6
     page = watch(browser, path).page
@@ -270,14 +270,14 @@ def test_five_thousand_runs(tmp_path: Path, browser: Browser) -> None:
     page.context.close()
 
 
-def _own_seconds() -> float:
-    """CPU time of this process: the clock on the wall tells of its neighbours too."""
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process, which other processes do not change."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def _column(page: Page, title: str) -> list[str]:
-    """The texts of a column of the rows that are shown."""
+    """Return the texts of a column of the visible rows."""
     titles = [text.strip() for text in page.locator("#runs-table thead tr").first.locator("th").all_inner_texts()]
     rows = page.locator("#runs-table tbody tr").evaluate_all(
         "all => all.map(row => [...row.cells].map(c => c.innerText))"
@@ -286,7 +286,7 @@ def _column(page: Page, title: str) -> list[str]:
 
 
 def _expect(page: Page, runs: list[str]) -> None:
-    """Waits until these runs are shown: the table draws when it finds the time."""
+    """Wait until these runs are visible. The table draws asynchronously."""
     for _ in range(50):
         if (shown := _column(page, "run")) == runs:
             return
@@ -303,5 +303,5 @@ def _computed(page: Page, selector: str, name: str) -> str:
     return str(page.locator(selector).first.evaluate(f"one => getComputedStyle(one).getPropertyValue('{name}')"))
 
 
-def _rgb(colour: str) -> str:
-    return f"rgb({', '.join(str(int(colour[n : n + 2], 16)) for n in (1, 3, 5))})"
+def _rgb(color: str) -> str:
+    return f"rgb({', '.join(str(int(color[n : n + 2], 16)) for n in (1, 3, 5))})"

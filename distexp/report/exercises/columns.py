@@ -1,0 +1,124 @@
+"""Columns of the workshop's tables: a metric or a setting, and the text of its cells."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distexp.report.data.failures import failure_reasons
+from distexp.report.data.repeats import RunGroup
+from distexp.report.data.settings import format_setting
+
+PARAMETERS = "parameters"
+UNITS = {"": 1.0, "GB": 2**20 / 1e9, "MB": 2**20 / 1e6, "GiB": 1 / 1024, "percent": 100.0, "million": 1e-6}
+"""Factors from the unit of the metric, which is MiB for memory."""
+
+MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")
+"""Ends of the names of metrics that a failed run has too."""
+
+MAX_LENGTH = 160  # characters of an error message in a cell
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table; ``workshop.yaml`` documents the fields."""
+
+    title: str
+    metric: str = ""
+    setting: str = ""
+    epoch: int | None = None
+    gpu_0: bool = False
+    relative: bool = False
+    inverse: bool = False
+    unit: str = ""
+    digits: int = 1
+    suffix: str = ""
+    category: str = ""
+
+    def read(self, group: RunGroup, baseline: RunGroup | None) -> list[float]:
+        """Return the values of a group's runs, in the unit of the column; for a ratio one value."""
+        values = self._values(group)
+        if not self.relative:
+            return values
+        others = self._values(baseline) if baseline else []
+        if not values or not others or not statistics.fmean(values):
+            return []
+        ratio = statistics.fmean(values) / statistics.fmean(others)
+        return [1 / ratio if self.inverse else ratio]
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether runs on CPUs have no value."""
+        return self.gpu_0 or self.metric.startswith(("gpu_", "torch_"))
+
+    @property
+    def survives_failure(self) -> bool:
+        """Whether failed runs have a value."""
+        return not self.relative and self.metric.endswith(MEASURED_UNTIL_FAILURE)
+
+    def _values(self, group: RunGroup) -> list[float]:
+        if self.metric == PARAMETERS:
+            values = _parameters(group)
+        elif self.gpu_0:
+            values = _first_gpu(group, self.metric)
+        elif self.epoch is not None:
+            values = _after_epoch(group, self.metric, self.epoch)
+        else:
+            values = [value for row in group.counted_rows if (value := row.metrics[self.metric]) is not None]
+        return [value * UNITS[self.unit] for value in values]
+
+
+def _parameters(group: RunGroup) -> list[float]:
+    """Return the number of parameters, once: it is the same for all repeats."""
+    return [float(row.record.built.parameters) for row in group.counted_rows if row.record.built][:1]
+
+
+def _first_gpu(group: RunGroup, key: str) -> list[float]:
+    """Return a memory value of the first GPU of the first node, in MiB."""
+    entries = [entry for row in group.counted_rows for entry in row.record.memory.get("gpu") or []]
+    return [
+        float(entry[key]) for entry in entries if entry["node"] == 0 and entry["index"] == 0 and entry[key] is not None
+    ]
+
+
+def _after_epoch(group: RunGroup, metric: str, epoch: int) -> list[float]:
+    """Return a metric after an epoch, counted from 1; -1 is the last one."""
+    lists = [getattr(row.record.metrics, metric) for row in group.counted_rows]
+    return [values[epoch - 1 if epoch > 0 else epoch] for values in lists if len(values) >= abs(epoch)]
+
+
+def format_row(columns: Sequence[Column], group: RunGroup | None, baseline: RunGroup | None) -> tuple[str, ...]:
+    """Return the cells of a row. The first cell of a failed run states the reason."""
+    if group is None:
+        return ("not run", *[""] * (len(columns) - 1))
+    if group.completed:
+        return tuple(_format_cell(column, group, baseline) for column in columns)
+    cells = [_format_failed_cell(column, group) for column in columns]
+    return (cells[0] or _failure(group), *(cell or group.status for cell in cells[1:]))
+
+
+def _format_cell(column: Column, group: RunGroup, baseline: RunGroup | None) -> str:
+    if column.setting:
+        return format_setting(group.setting(column.setting))
+    values = column.read(group, baseline)
+    if values:
+        return _format_values(column, values)
+    return "no GPU" if column.needs_gpu and group.setting("device") == "cpu" else "not measured"
+
+
+def _format_failed_cell(column: Column, group: RunGroup) -> str:
+    """Return the value that was measured until the failure, with the status; empty if there is none."""
+    values = column.read(group, None) if column.survives_failure else []
+    return f"{_format_values(column, values)} ({group.status})" if values else ""
+
+
+def _failure(group: RunGroup) -> str:
+    reason = failure_reasons(group.rows[0], MAX_LENGTH)[0]
+    return reason if group.status.startswith("oom") else f"{group.status}: {reason}"
+
+
+def _format_values(column: Column, values: Sequence[float]) -> str:
+    """Return the mean, and the sample standard deviation of several values."""
+    text = f"{statistics.fmean(values):,.{column.digits}f}{column.suffix}"
+    return text if len(values) == 1 else f"{text} ± {statistics.stdev(values):,.{column.digits}f}{column.suffix}"
