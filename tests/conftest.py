@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from distexp.config import DatasetConfig
 from distexp.system.hardware import visible_gpus
+from tests.helpers.datasets import squad_dataset, tinyimagenet_dataset
 from tests.helpers.slurm_cluster import Cluster, missing_requirement, running_cluster
 
 
@@ -33,3 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and none is visible"))
+
+
+@pytest.fixture(scope="session")
+def squad_files(tmp_path_factory: pytest.TempPathFactory) -> DatasetConfig:
+    """Return a small SQuAD in the official format: real data if available, otherwise generated data."""
+    return squad_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def tinyimagenet_folder(tmp_path_factory: pytest.TempPathFactory) -> DatasetConfig:
+    """Return a small TinyImageNet in the official layout: real data if available, otherwise generated data."""
+    return tinyimagenet_dataset(tmp_path_factory.mktemp("data"))

@@ -1,4 +1,4 @@
-"""What is made once and kept: generated samples, trained tokenizers, tokenised texts."""
+"""Cache of generated samples, trained tokenizers and tokenized texts."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from distexp.runs.files import remove
 
 
 def cache_dir() -> Path:
-    """The cache: ``$DISTEXP_CACHE``, else ``$XDG_CACHE_HOME/distexp``, else ``~/.cache/distexp``."""
-    own = os.environ.get("DISTEXP_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
+    """Return ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``."""
+    configured = os.environ.get("DISTEXP_CACHE")
+    if configured:
+        return Path(configured).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser().absolute() / "distexp"
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
-    """A file or folder that exists when this returns, built by one process while the others wait.
+    """Build a file or folder in one process while other processes wait for it.
 
     Args:
-        path: where the result lies. Its name must hold a format version and what it was made from:
-            what is there is never built again.
-        build: makes the result, a file or a folder, at the path that it is given: a sibling that is
-            renamed when complete, so that a killed builder leaves nothing that is taken for a result.
+        path: result of the build. An existing result is never built again, so the name must contain a
+            format version and identify the inputs.
+        build: writes the file or folder to the path it gets. That is a temporary sibling of ``path``,
+            renamed when complete, so a killed process never leaves a partial result.
 
     Returns:
-        ``path``.
+        ``path``, which exists now.
 
     Raises:
-        ConfigError: the cache cannot be written.
+        ConfigError: the cache directory is not writable.
     """
     if path.exists():
         return path
@@ -44,17 +44,21 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
         lock = (path.parent / f".{path.name}.lock").open("w")
     except OSError as error:
         raise ConfigError(
-            f"The cache {path.parent} cannot be written ({error.strerror}): set DISTEXP_CACHE to another"
+            f"cannot write to the cache directory {path.parent} ({error.strerror}): "
+            "set the environment variable DISTEXP_CACHE to a writable directory"
         ) from error
     with lock:
-        alone = _acquire(lock)
+        locked = _acquire(lock)
         if not path.exists():
-            _build_and_rename(path, build, alone=alone)
+            _build_and_rename(path, build, locked=locked)
     return path
 
 
 def _acquire(lock: IO[str]) -> bool:
-    """Waits for a lock that dies with its process; False where the file system knows no locks."""
+    """Wait for a lock and return True; return False if the file system has no locks.
+
+    The kernel releases the lock if its process dies.
+    """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:
@@ -62,13 +66,13 @@ def _acquire(lock: IO[str]) -> bool:
     return True
 
 
-def _build_and_rename(path: Path, build: Callable[[Path], None], *, alone: bool) -> None:
-    mine = f".{path.name}.{socket.gethostname()}"
-    if alone:
-        # Of this host only: some network file systems keep their locks to each host.
-        for left_behind in path.parent.glob(f"{mine}-*.partial"):
-            remove(left_behind)
-    partial = path.parent / f"{mine}-{os.getpid()}.partial"
+def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool) -> None:
+    prefix = f".{path.name}.{socket.gethostname()}"
+    if locked:
+        # Only remove files of this host: on some network file systems, locks do not exclude other hosts.
+        for abandoned in path.parent.glob(f"{prefix}-*.partial"):
+            remove(abandoned)
+    partial = path.parent / f"{prefix}-{os.getpid()}.partial"
     try:
         build(partial)
         _rename(partial, path)
@@ -80,6 +84,6 @@ def _rename(partial: Path, path: Path) -> None:
     try:
         partial.rename(path)
     except OSError:
-        # Without a common lock another builder may have come first: its result is as good.
+        # Without a common lock, another process may have finished first. Its result is the same.
         if not path.exists():
             raise

@@ -1,7 +1,7 @@
-"""Questions with answers as sequences for a causal LM: a masked prompt, then the answer and its end.
+"""Question answering as sequences for a causal LM: a prompt without targets, the answer, and an end token.
 
-One sequence is ``Question: <question> Context: <context> Answer: <answer></s>``. Its parts are tokenised
-apart, so that a too long context can be cut without ever touching the question or the answer.
+A sequence is ``Question: <question> Context: <context> Answer: <answer></s>``. Its parts are tokenized
+separately. So a context that is too long can be cut without touching the question or the answer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from distexp.data.text import TokenSamples
 from distexp.data.tokenization import TokenIds, Tokenizer
 
 FORMAT = "tokens-v1"
+"""Prefix of cache entries; a change of the stored arrays needs a new version."""
+
 ARRAYS = ("tokens", "ends", "prompt_lengths")
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question; texts are one line with single spaces. Without an answer it cannot be learnt from."""
+    """One question with its context and answers.
+
+    Texts have no line breaks and no repeated spaces. The first answer is the training target.
+    """
 
     id: str
     question: str
@@ -34,26 +39,34 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What became of the examples on their way to tokens."""
+class TokenizationCounts:
+    """Number of examples that were cut or left out.
+
+    Attributes:
+        examples: examples in the data.
+        cut: examples with a shortened context.
+        lost: cut examples whose context no longer contains the answer.
+        left_out: examples whose question and answer alone exceed the limit.
+        unanswered: examples without an answer, which are left out.
+    """
 
     examples: int
-    cut: int = 0  # contexts that lost their tail
-    lost: int = 0  # of these, contexts that no longer hold the answer
-    left_out: int = 0  # questions whose answer alone leaves no room
-    unanswered: int = 0  # questions without an answer, left out
+    cut: int = 0
+    lost: int = 0
+    left_out: int = 0
+    unanswered: int = 0
 
     def notes(self, kind: str, max_length: int) -> Iterator[str]:
-        """Sentences on what was cut and left out; none when all is as in the data."""
+        """Yield a message about each kind of example that was cut or left out."""
         of = f"of {self.examples} {kind} examples"
         limit = f"dataset.max_length={max_length}"
         if self.cut:
             held = (
-                f"{self.lost} of these contexts no longer hold the answer: raise dataset.max_length to keep it"
+                f"{self.lost} of these contexts no longer contain the answer. Raise dataset.max_length to keep it"
                 if self.lost
-                else "all of them still hold the answer"
+                else "all of them still contain the answer"
             )
-            yield f"{self.cut} {of} were longer than {limit} tokens: the end of their context was cut, and {held}"
+            yield f"{self.cut} {of} are longer than {limit} tokens: the end of their context was cut; {held}"
         if self.left_out:
             yield f"{self.left_out} {of} were left out: question and answer alone exceed {limit} tokens"
         if self.unanswered:
@@ -62,25 +75,30 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class QASamples(TokenSamples):
-    """Tokenised examples, with what scoring a generated answer needs."""
+    """Tokenized examples with the reference answers that score generated ones.
 
-    references: tuple[tuple[str, ...], ...]  # of each sample, its right answers
+    Attributes:
+        references: accepted answers of each sample; empty for a training set.
+        ids: ids of the questions; empty for a training set.
+    """
+
+    references: tuple[tuple[str, ...], ...]
     ids: tuple[str, ...]
 
     def prompt(self, index: int) -> TokenIds:
-        """The ids of a sample up to and with ``Answer:``."""
+        """Return the token ids of a sample up to and including ``Answer:``, shape (prompt length,)."""
         start = int(self.ends[index - 1]) if index else 0
         prompt: TokenIds = self.tokens[start : start + int(self.prompt_lengths[index])]
         return prompt
 
 
-def one_line(text: str) -> str:
-    """The text with every run of white space as one space."""
+def normalize_whitespace(text: str) -> str:
+    """Replace every run of white space by one space."""
     return " ".join(text.split())
 
 
-def corpus(examples: Iterable[Example]) -> Iterator[str]:
-    """The texts that a tokenizer is trained on: questions, answers, and every context once."""
+def tokenizer_corpus(examples: Iterable[Example]) -> Iterator[str]:
+    """Yield the texts to train a tokenizer on: questions, first answers, and each context once."""
     seen = set()
     for example in examples:
         if example.context not in seen:
@@ -90,31 +108,31 @@ def corpus(examples: Iterable[Example]) -> Iterator[str]:
         yield f"Question: {example.question} Context: Answer:{answer}"
 
 
-def tokenise(
+def tokenize_examples(
     examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, *, keep_references: bool
-) -> tuple[QASamples, Counts]:
-    """Examples as tokens of at most ``max_length``, from the cache where they are known.
+) -> tuple[QASamples, TokenizationCounts]:
+    """Tokenize examples, or read their tokens from the cache.
 
     Args:
-        examples: in the order of the samples; those that cannot be used are left out, and counted.
-        tokenizer: its fingerprint is part of the cache's key.
-        max_length: tokens of prompt, answer and end together.
-        keep_references: for evaluation; a training set does without the texts.
+        examples: in the order of the samples. Unusable examples are left out and counted.
+        tokenizer: its fingerprint is part of the cache key.
+        max_length: limit for prompt, answer and end token together, in tokens.
+        keep_references: keep ids and reference answers, for evaluation.
     """
-    key = _key(examples, tokenizer, max_length)
-    write = partial(_write, examples=examples, tokenizer=tokenizer, limit=max_length)
+    key = _cache_key(examples, tokenizer, max_length)
+    write = partial(_write_tokens, examples=examples, tokenizer=tokenizer, max_length=max_length)
     folder = build_once(cache_dir() / f"{FORMAT}-{key}", write)
-    parts = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
     kept = np.load(folder / "kept.npy").tolist() if keep_references else []
     samples = QASamples(
-        **parts,
+        **arrays,
         references=tuple(examples[index].answers for index in kept),
         ids=tuple(examples[index].id for index in kept),
     )
-    return samples, Counts(**json.loads((folder / "counts.json").read_text()))
+    return samples, TokenizationCounts(**json.loads((folder / "counts.json").read_text()))
 
 
-def _key(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> str:
+def _cache_key(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> str:
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {tokenizer.eos_id} {max_length}".encode())
     for example in examples:
         parts = ("", example.question, example.context, *example.answers[:1])
@@ -122,14 +140,14 @@ def _key(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> 
     return digest.hexdigest()[:24]
 
 
-def _write(folder: Path, *, examples: Sequence[Example], tokenizer: Tokenizer, limit: int) -> None:
-    encoder = _Encoder(examples, tokenizer, limit)
+def _write_tokens(folder: Path, *, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:
+    encoder = _ExampleEncoder(examples, tokenizer, max_length)
     sequences, prompt_lengths, kept = [], [], []
     for index, example in enumerate(examples):
-        pair = encoder.encode(example)
-        if pair is not None:
-            sequences.append(np.concatenate(pair))
-            prompt_lengths.append(len(pair[0]))
+        encoded = encoder.encode(example)
+        if encoded is not None:
+            sequences.append(np.concatenate(encoded))
+            prompt_lengths.append(len(encoded[0]))
             kept.append(index)
     folder.mkdir()
     flat = np.concatenate(sequences) if sequences else np.zeros(0)
@@ -140,39 +158,40 @@ def _write(folder: Path, *, examples: Sequence[Example], tokenizer: Tokenizer, l
     (folder / "counts.json").write_text(json.dumps(asdict(encoder.counts())))
 
 
-class _Encoder:
-    """Tokenises all parts at once, each distinct one a single time, and then joins them."""
+class _ExampleEncoder:
+    """Encoder that tokenizes each distinct part of the examples once and joins the parts."""
 
-    def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, limit: int) -> None:
-        self._tokenizer, self._limit = tokenizer, limit
-        self._heads = self._encode(f"Question: {example.question} Context:" for example in examples)
+    def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:
+        self._tokenizer, self._max_length = tokenizer, max_length
+        self._questions = self._encode(f"Question: {example.question} Context:" for example in examples)
         self._contexts = self._encode(f" {example.context}" for example in examples)
         self._answers = self._encode(f" {example.answers[0]}" for example in examples if example.answers)
-        self._middle = tokenizer.encode_batch([" Answer:"])[0]
+        self._answer_mark = tokenizer.encode_batch([" Answer:"])[0]
         self._end = np.asarray([tokenizer.eos_id], dtype=np.int32)
-        self._tally = dict.fromkeys(("cut", "lost", "left_out", "unanswered"), 0)
-        self._examples = len(examples)
+        self._counts = dict.fromkeys(("cut", "lost", "left_out", "unanswered"), 0)
+        self._num_examples = len(examples)
 
     def encode(self, example: Example) -> tuple[TokenIds, TokenIds] | None:
-        """Prompt, and answer with its end; None for an example that cannot be used."""
+        """Return the prompt, and the answer with its end token; None for an unusable example."""
         if not example.answers:
-            self._tally["unanswered"] += 1
+            self._counts["unanswered"] += 1
             return None
-        head = self._heads[f"Question: {example.question} Context:"]
+        question = self._questions[f"Question: {example.question} Context:"]
         context = self._contexts[f" {example.context}"]
         answer = np.concatenate([self._answers[f" {example.answers[0]}"], self._end])
-        room = self._limit - len(head) - len(self._middle) - len(answer)
+        room = self._max_length - len(question) - len(self._answer_mark) - len(answer)
         if room < 0:
-            self._tally["left_out"] += 1
+            self._counts["left_out"] += 1
             return None
         if len(context) > room:
             context = context[:room]
-            self._tally["cut"] += 1
-            self._tally["lost"] += example.answers[0] not in self._tokenizer.decode(context.tolist())
-        return np.concatenate([head, context, self._middle]), answer
+            self._counts["cut"] += 1
+            self._counts["lost"] += example.answers[0] not in self._tokenizer.decode(context.tolist())
+        return np.concatenate([question, context, self._answer_mark]), answer
 
-    def counts(self) -> Counts:
-        return Counts(examples=self._examples, **self._tally)
+    def counts(self) -> TokenizationCounts:
+        """Return the counts of the examples encoded so far."""
+        return TokenizationCounts(examples=self._num_examples, **self._counts)
 
     def _encode(self, texts: Iterable[str]) -> dict[str, TokenIds]:
         distinct = list(dict.fromkeys(texts))

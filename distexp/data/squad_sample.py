@@ -1,4 +1,4 @@
-"""Generated questions in SQuAD's official format, easy enough for a tiny model to learn in seconds."""
+"""Generated questions in the official format of SQuAD; a tiny model learns them in seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distexp.data.cache import build_once, cache_dir
 FORMAT = "squad-sample-v1"
 TRAIN_SIZE, EVAL_SIZE = 512, 128
 PARAGRAPHS = 8
-"""Paragraphs of an article."""
+"""Paragraphs of a full article."""
 
 VILLAGES = ("Almere", "Birkeby", "Corvane", "Dunmore", "Elstow", "Farholt", "Grenna", "Hexley")
 NAMES = ("Ada", "Bruno", "Clara", "Dario", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Lena")
@@ -29,12 +29,19 @@ NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """As ``squad.load``, from files generated on first use: 512 and 128 questions, or more when asked for."""
+    """Load generated questions with ``squad.load``.
+
+    The files are generated on first use: 512 training and 128 evaluation questions, or more if
+    ``dataset.train_size`` or ``dataset.eval_size`` is larger.
+
+    Raises:
+        ConfigError: a path is set.
+    """
     for key in ("path", "train_path", "eval_path"):
         if getattr(dataset, key) is not None:
             raise ConfigError(
-                f"dataset.{key}={getattr(dataset, key)} means nothing to dataset={dataset.name}, which "
-                "generates its questions: leave it out, or choose dataset=squad"
+                f"dataset.{key}={getattr(dataset, key)} has no effect with dataset={dataset.name}, because its "
+                f"questions are generated: remove dataset.{key}, or use dataset=squad"
             )
     train = sample_file("train", max(TRAIN_SIZE, dataset.train_size or 0))
     held_out = sample_file("dev", max(EVAL_SIZE, dataset.eval_size or 0))
@@ -42,16 +49,21 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 
 
 def sample_file(split: str, questions: int) -> Path:
-    """The generated file of a split, from the cache; a longer one begins with a shorter one."""
+    """Return the file of a split from the cache, and generate it on first use.
+
+    Args:
+        split: ``train`` or ``dev``.
+        questions: number of questions. A larger file starts with the questions of a smaller one.
+    """
     path = cache_dir() / f"{FORMAT}-{split}-{questions}.json"
     return build_once(path, partial(_write, split=split, questions=questions))
 
 
 def generate(split: str, questions: int) -> dict[str, Any]:
-    """At least one article with ``questions`` questions in all, in the official format."""
+    """Generate articles with a total of ``questions`` questions, in the official format."""
     articles: list[dict[str, Any]] = []
     while questions > 0:
-        article = _article(split, len(articles), questions)
+        article = _make_article(split, len(articles), questions)
         questions -= sum(len(paragraph["qas"]) for paragraph in article["paragraphs"])
         articles.append(article)
     return {"version": "1.1", "data": articles}
@@ -61,25 +73,25 @@ def _write(path: Path, *, split: str, questions: int) -> None:
     path.write_text(json.dumps(generate(split, questions)), encoding="utf-8")
 
 
-def _article(split: str, number: int, at_most: int) -> dict[str, Any]:
-    chance = random.Random(f"{FORMAT} {split} {number}")
+def _make_article(split: str, number: int, max_questions: int) -> dict[str, Any]:
+    rng = random.Random(f"{FORMAT} {split} {number}")
     village = f"{VILLAGES[number % len(VILLAGES)]}_{number // len(VILLAGES) + 1}"
     paragraphs: list[dict[str, Any]] = []
-    for place in range(PARAGRAPHS):
-        paragraph = _paragraph(chance, f"{split}-{number}-{place}")
-        paragraph["qas"] = paragraph["qas"][:at_most]
-        at_most -= len(paragraph["qas"])
+    for index in range(PARAGRAPHS):
+        paragraph = _make_paragraph(rng, f"{split}-{number}-{index}")
+        paragraph["qas"] = paragraph["qas"][:max_questions]
+        max_questions -= len(paragraph["qas"])
         if paragraph["qas"]:
             paragraphs.append(paragraph)
     return {"title": village, "paragraphs": paragraphs}
 
 
-def _paragraph(chance: random.Random, identity: str) -> dict[str, Any]:
-    name, family = chance.choice(NAMES), chance.choice(FAMILIES)
-    trade, town, animal = chance.choice(TRADES), chance.choice(TOWNS), chance.choice(ANIMALS)
-    number = chance.choice(NUMBERS)
+def _make_paragraph(rng: random.Random, identity: str) -> dict[str, Any]:
+    name, family = rng.choice(NAMES), rng.choice(FAMILIES)
+    trade, town, animal = rng.choice(TRADES), rng.choice(TOWNS), rng.choice(ANIMALS)
+    number = rng.choice(NUMBERS)
     context = f"{name} {family} is a {trade} from {town}. At home {name} keeps {number} {animal}."
-    asked = {
+    answers = {
         f"What is the trade of {name} {family}?": trade,
         f"Where is {name} {family} from?": town,
         f"Which animals does {name} {family} keep?": animal,
@@ -91,9 +103,9 @@ def _paragraph(chance: random.Random, identity: str) -> dict[str, Any]:
             {
                 "id": f"{identity}-{index}",
                 "question": question,
-                # No fact is part of a name, so the first occurrence is the fact itself.
+                # No answer is part of a name, so its first occurrence is the answer itself.
                 "answers": [{"text": answer, "answer_start": context.index(f" {answer}") + 1}],
             }
-            for index, (question, answer) in enumerate(asked.items())
+            for index, (question, answer) in enumerate(answers.items())
         ],
     }

@@ -1,4 +1,4 @@
-"""Random tokens and random images: to measure speed and memory without any data."""
+"""Random tokens and images, to measure speed and memory without data."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from distexp.data.text import TextCollate, sequence_length
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Samples of ``length`` random tokens, each of them a label too; drawn when asked for."""
+    """Sequences of ``length`` random tokens, generated on access; every token is a target."""
 
     samples: int
     length: int
-    vocabulary: int
+    vocab_size: int
     seed: int
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> Sample:
-        chance = _chance(self.seed, index, self.samples)
-        tokens = torch.randint(self.vocabulary, (self.length,), generator=chance)
+        generator = _sample_generator(self.seed, index, self.samples)
+        tokens = torch.randint(self.vocab_size, (self.length,), generator=generator)
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 @dataclass(frozen=True)
 class RandomImages:
-    """Samples of random pixels, ``images`` of shape (3, size, size), with a random class; drawn when asked for."""
+    """Images of random pixels with a random class, generated on access; shape (3, size, size)."""
 
     samples: int
     size: int
@@ -44,37 +44,37 @@ class RandomImages:
         return self.samples
 
     def __getitem__(self, index: int) -> Sample:
-        chance = _chance(self.seed, index, self.samples)
-        label = torch.randint(self.classes, (), generator=chance)
+        generator = _sample_generator(self.seed, index, self.samples)
+        label = torch.randint(self.classes, (), generator=generator)
         shape = (3, self.size, self.size)
-        return {"images": torch.randint(256, shape, dtype=torch.uint8, generator=chance), "labels": label}
+        return {"images": torch.randint(256, shape, dtype=torch.uint8, generator=generator), "labels": label}
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Random samples for the task of the model; every sample is decided by ``seed`` and its index.
+    """Return random samples for the task of the model. A sample depends on ``seed`` and its index only.
 
     Args:
         dataset: train_size and eval_size; max_length (tokens), or image_size (pixels) and num_classes.
-        model: its task, and the vocabulary of a causal LM.
-        seed: of the training set; the evaluation set has the next one.
+        model: task, and vocab_size of a causal LM.
+        seed: seed of the training set; the evaluation set uses ``seed + 1``.
 
     Raises:
         ConfigError: a size that the task needs is null.
     """
-    train_size = _needed("dataset.train_size", dataset.train_size)
-    eval_size = _needed("dataset.eval_size", dataset.eval_size)
+    train_size = _require("dataset.train_size", dataset.train_size)
+    eval_size = _require("dataset.eval_size", dataset.eval_size)
     if model.task == "causal_lm":
-        vocabulary = _needed("model.vocab_size", model.vocab_size)
+        vocab_size = _require("model.vocab_size", model.vocab_size)
         length = sequence_length(dataset, model)
         return TaskData(
             task=model.task,
-            train=RandomTokens(train_size, length, vocabulary, seed),
-            evaluation=RandomTokens(eval_size, length, vocabulary, seed + 1),
+            train=RandomTokens(train_size, length, vocab_size, seed),
+            evaluation=RandomTokens(eval_size, length, vocab_size, seed + 1),
             collate=TextCollate(pad_id=0, length=length),
-            num_classes=vocabulary,
+            num_classes=vocab_size,
         )
-    classes = _needed("dataset.num_classes", dataset.num_classes)
-    size = _needed("dataset.image_size", dataset.image_size)
+    classes = _require("dataset.num_classes", dataset.num_classes)
+    size = _require("dataset.image_size", dataset.image_size)
     return TaskData(
         task=model.task,
         train=RandomImages(train_size, size, classes, seed),
@@ -84,13 +84,13 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     )
 
 
-def _needed(key: str, value: int | None) -> int:
+def _require(key: str, value: int | None) -> int:
     if value is None:
-        raise ConfigError(f"{key} is null, and random samples need it: set it")
+        raise ConfigError(f"{key} is null, but random samples need it: set {key}")
     return value
 
 
-def _chance(seed: int, index: int, samples: int) -> Generator:
+def _sample_generator(seed: int, index: int, samples: int) -> Generator:
     if not 0 <= index < samples:
         raise IndexError(index)
     return Generator().manual_seed(seed * 1_000_003 + index)

@@ -1,4 +1,4 @@
-"""Token sequences in flat memory, and batches of them."""
+"""Token sequences in one flat array, and their batches."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, Sample
 
 @dataclass(frozen=True, eq=False)
 class TokenSamples:
-    """Samples ``input_ids`` and ``labels`` of shape (length,), unpadded; the prompt's labels are IGNORE.
+    """Token sequences of different lengths, without padding.
 
-    All sequences lie one after the other in one array, which may be a file's memory map, shared by the
-    workers of a node.
+    A sample is ``input_ids`` and ``labels`` of shape (length,); the labels of the prompt are IGNORE. All
+    sequences are in one array. It may be a memory-mapped file, which the workers of a node share.
+
+    Attributes:
+        tokens: all sequences, shape (total tokens,).
+        ends: one past the last token of each sequence, shape (samples,).
+        prompt_lengths: tokens of each prompt, shape (samples,).
     """
 
-    tokens: NDArray[np.int32]  # (all tokens,)
-    ends: NDArray[np.int64]  # (samples,) one past the last token of each
-    prompt_lengths: NDArray[np.int32]  # (samples,)
+    tokens: NDArray[np.int32]
+    ends: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int32]
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -43,60 +48,72 @@ class TokenSamples:
 
 @dataclass(frozen=True)
 class TextCollate:
-    """Pads samples on the right and stacks them.
+    """Collate function that pads sequences on the right.
 
-    A causal LM predicts labels[:, 1:], so the first label of a sequence never counts as a target.
+    A causal LM predicts ``labels[:, 1:]``, so the first label of a sequence is never a target.
+
+    Attributes:
+        pad_id: token id of the padding.
+        length: tokens of every batch; None: the longest sequence of each batch.
     """
 
     pad_id: int
-    length: int | None  # tokens of every batch; None: of the batch's longest sample
+    length: int | None
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
+        """Pad and stack samples; labels have shape (batch, length)."""
         length = self.length or max(len(sample["input_ids"]) for sample in samples)
-        input_ids = _stack([sample["input_ids"] for sample in samples], length, self.pad_id)
-        labels = _stack([sample["labels"] for sample in samples], length, IGNORE)
-        mask = _stack([torch.ones_like(sample["input_ids"]) for sample in samples], length, 0)
-        counted = labels[:, 1:] != IGNORE
-        rows = counted.any(dim=1)
+        input_ids = _pad_and_stack([sample["input_ids"] for sample in samples], length, self.pad_id)
+        labels = _pad_and_stack([sample["labels"] for sample in samples], length, IGNORE)
+        mask = _pad_and_stack([torch.ones_like(sample["input_ids"]) for sample in samples], length, 0)
+        is_target = labels[:, 1:] != IGNORE
+        has_target = is_target.any(dim=1)
         return Batch(
             inputs={"input_ids": input_ids, "attention_mask": mask},
             labels=labels,
-            num_samples=int(rows.sum()),
-            num_targets=int(counted.sum()),
-            num_tokens=int(mask[rows].sum()),
+            num_samples=int(has_target.sum()),
+            num_targets=int(is_target.sum()),
+            num_tokens=int(mask[has_target].sum()),
         )
 
 
 @dataclass(frozen=True)
 class TargetLogits:
-    """A collate whose batches ask for logits only where some sample's next token is a target.
+    """Collate function for ``train.logits=targets``: the model computes only the logits of targets.
 
-    Of the labels, shape (samples, kept), those are left that the logits at these positions predict. The first of
-    them and the last logits count for nothing, as where all are kept. A position that one sample needs, all have.
+    A position is kept if any sample of the batch has a target there. The batch gets an input
+    ``logits_to_keep`` of shape (kept,), and its labels have shape (batch, kept). The last position is
+    always kept, and its logits predict nothing, as with all logits.
     """
 
     collate: Callable[[Sequence[Sample]], Batch]
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
+        """Collate samples, and reduce their labels to the kept positions."""
         batch = self.collate(samples)
-        targets = (batch.labels[:, 1:] != IGNORE).any(dim=0).nonzero().flatten()
+        predicting = (batch.labels[:, 1:] != IGNORE).any(dim=0).nonzero().flatten()
         last = batch.labels.shape[1] - 1
         return replace(
             batch,
-            inputs={**batch.inputs, LOGITS_TO_KEEP: pad(targets, (0, 1), value=last)},
-            labels=batch.labels[:, pad(targets + 1, (1, 0), value=0)],
+            inputs={**batch.inputs, LOGITS_TO_KEEP: pad(predicting, (0, 1), value=last)},
+            labels=batch.labels[:, pad(predicting + 1, (1, 0), value=0)],
         )
 
 
-def _stack(rows: Sequence[Tensor], length: int, filling: int) -> Tensor:
-    return torch.stack([pad(row, (0, length - len(row)), value=filling) for row in rows])
+def _pad_and_stack(rows: Sequence[Tensor], length: int, value: int) -> Tensor:
+    """Pad rows on the right and stack them; shape (rows, length)."""
+    return torch.stack([pad(row, (0, length - len(row)), value=value) for row in rows])
 
 
 def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
-    """``dataset.max_length``, else ``model.seq_length``; ConfigError above the positions of the model."""
-    longest = dataset.max_length or model.seq_length
-    if longest is None:
-        raise ConfigError("dataset.max_length is null, and texts need a longest length: set it, in tokens")
+    """Return ``dataset.max_length``, or ``model.seq_length`` if it is null.
+
+    Raises:
+        ConfigError: both are null, or the length exceeds the positions of the model.
+    """
+    length = dataset.max_length or model.seq_length
+    if length is None:
+        raise ConfigError("dataset.max_length is null, but text data needs a maximum length: set it, in tokens")
     if error := check_sequence_length(dataset, model):
         raise ConfigError(error)
-    return longest
+    return length

@@ -1,8 +1,8 @@
 """TinyImageNet in its official layout.
 
-``wnids.txt`` lists the classes. Training images are ``train/<wnid>/images/<name>.JPEG``, those for
-validation ``val/images/<name>.JPEG``, and ``val/val_annotations.txt`` has a line for each of them: name,
-wnid and a box, separated by tabs.
+``wnids.txt`` lists the classes. Training images are ``train/<wnid>/images/<name>.JPEG``. Validation images
+are ``val/images/<name>.JPEG``. ``val/val_annotations.txt`` has a line for each of them: file name, wnid and
+bounding box, separated by tabs.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from pathlib import Path
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data.base import TaskData
-from distexp.data.images import ImageFiles, collate_images, decode
+from distexp.data.images import ImageFiles, collate_images, decode_image
 
-Labelled = list[tuple[str, int]]
-"""Files relative to the root, with their class."""
+LabeledFiles = list[tuple[str, int]]
+"""Paths relative to the root, with their class."""
 
 ORDER_SEED = 0
-"""Of the order of files: the same subset whatever train.seed is."""
+"""Seed of the order of files: a subset is the same for every train.seed."""
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Images with the position of their class in the sorted wnids.txt.
+    """Load images for classification; a class is its index in the sorted wnids.txt.
 
     Args:
-        dataset: root; train_size and eval_size take the first images of a fixed shuffled order, since the
-            files are sorted by class; image_size in pixels, null for that of the first image.
-        model: unused; every image model takes what ``ImageFiles`` gives.
-        seed: of the augmentation of training images.
+        dataset: root; train_size and eval_size, the number of images to take from a fixed shuffled order,
+            because the files are sorted by class; image_size in pixels, null for the size of the first image.
+        model: unused, because all image models have the same inputs.
+        seed: seed of the augmentation of training images.
 
     Raises:
-        ConfigError: no such folder, another layout, or fewer images than asked for.
+        ConfigError: the folder is missing, has another layout, or has fewer images than requested.
     """
     if dataset.root is None:
         raise ConfigError(
-            "dataset.root is null: set it to the folder tiny-imagenet-200 of the official archive, or choose "
+            "dataset.root is null: set it to the folder tiny-imagenet-200 of the official archive, or use "
             "dataset=tinyimagenet_sample"
         )
     root = Path(dataset.root)
     wnids = read_wnids(root)
-    classes = {wnid: position for position, wnid in enumerate(wnids)}
-    train = _first(read_train(root, classes), dataset.train_size, "train", "training")
-    held_out = _first(read_val(root, classes), dataset.eval_size, "eval", "evaluation")
-    size = dataset.image_size or _size_of(root / train[0][0])
+    classes = {wnid: index for index, wnid in enumerate(wnids)}
+    train = _select(read_train(root, classes), dataset.train_size, "train", "training")
+    held_out = _select(read_val(root, classes), dataset.eval_size, "eval", "evaluation")
+    size = dataset.image_size or _image_size(root / train[0][0])
     return TaskData(
         task="image_classification",
         train=_image_files(root, train, size, seed, augment=True),
@@ -54,45 +54,45 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 
 
 def read_wnids(root: Path) -> list[str]:
-    """The classes, sorted."""
+    """Read the classes from wnids.txt, sorted."""
     if not root.is_dir():
-        raise ConfigError(f"dataset.root={root} is not a folder: give that of the official archive, unpacked")
+        raise ConfigError(f"dataset.root={root} is not a folder: set it to the unpacked official archive")
     path = root / "wnids.txt"
     if not path.is_file():
-        raise ConfigError(f"{path} is missing, which lists the classes: give the archive's top folder")
+        raise ConfigError(f"{path}, the list of classes, is missing: set dataset.root to the top folder of the archive")
     wnids = sorted(path.read_text().split())
     if not wnids or len(set(wnids)) < len(wnids):
-        raise ConfigError(f"{path} must list every class once, one a line: restore the official file")
+        raise ConfigError(f"{path} must list each class once, one per line: restore the official file")
     return wnids
 
 
-def read_train(root: Path, classes: dict[str, int]) -> Labelled:
-    """The training images, sorted by class and name."""
-    found: Labelled = []
+def read_train(root: Path, classes: dict[str, int]) -> LabeledFiles:
+    """List the training images, sorted by class and name."""
+    found: LabeledFiles = []
     for wnid, label in classes.items():
         folder = root / "train" / wnid / "images"
         if not folder.is_dir():
             raise ConfigError(
-                f"{folder} is missing: the official layout has train/<wnid>/images for each wnid of wnids.txt"
+                f"{folder} is missing: the official layout has train/<wnid>/images for each wnid in wnids.txt"
             )
         names = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in (".jpeg", ".jpg"))
         if not names:
-            raise ConfigError(f"{folder} holds no .JPEG files: unpack the official archive again")
+            raise ConfigError(f"{folder} has no .JPEG files: unpack the official archive again")
         found += [(f"train/{wnid}/images/{name}", label) for name in names]
     return found
 
 
-def read_val(root: Path, classes: dict[str, int]) -> Labelled:
-    """The validation images, in the order of val_annotations.txt."""
+def read_val(root: Path, classes: dict[str, int]) -> LabeledFiles:
+    """List the validation images in the order of val_annotations.txt."""
     path = root / "val" / "val_annotations.txt"
     if not path.is_file():
         raise ConfigError(
-            f"{path} is missing: the official layout has val/images and the classes of its files there "
-            "(a val folder sorted into classes is another layout)"
+            f"{path} is missing: the official layout has all validation images in val/images, and their classes in "
+            "this file (a val folder with one folder per class is not supported)"
         )
     images = root / "val" / "images"
-    there = {file.name for file in images.iterdir()} if images.is_dir() else set()
-    found: Labelled = []
+    names = {file.name for file in images.iterdir()} if images.is_dir() else set()
+    found: LabeledFiles = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if not line.strip():
             continue
@@ -100,35 +100,36 @@ def read_val(root: Path, classes: dict[str, int]) -> Labelled:
         wnid = rest.partition("\t")[0]
         if wnid not in classes:
             raise ConfigError(
-                f"{path}, line {number}: {line!r} must be a file name, a class of wnids.txt and a box, "
+                f"{path}, line {number}: {line!r} must be a file name, a class in wnids.txt and a bounding box, "
                 "separated by tabs: restore the official file"
             )
-        if name not in there:
-            raise ConfigError(f"{images / name} is missing, which line {number} of {path} names: restore it")
+        if name not in names:
+            raise ConfigError(f"{images / name} is missing, but {path} lists it in line {number}: restore the image")
         found.append((f"val/images/{name}", classes[wnid]))
     return found
 
 
-def _first(found: Labelled, size: int | None, kind: str, name: str) -> Labelled:
-    if size is not None and size > len(found):
+def _select(files: LabeledFiles, size: int | None, kind: str, name: str) -> LabeledFiles:
+    """Take the first ``size`` files of a fixed random order."""
+    if size is not None and size > len(files):
         raise ConfigError(
-            f"dataset.{kind}_size={size} is more than the {len(found)} {name} images that there are: "
-            f"set at most {len(found)}, or null for all"
+            f"dataset.{kind}_size={size} is more than the {len(files)} {name} images of the data: "
+            f"set at most {len(files)}, or null for all"
         )
-    if not found:
-        raise ConfigError(f"There are no {name} images: unpack the official archive again")
-    random.Random(ORDER_SEED).shuffle(found)
-    return found[:size]
+    if not files:
+        raise ConfigError(f"the data has no {name} images: unpack the official archive again")
+    random.Random(ORDER_SEED).shuffle(files)
+    return files[:size]
 
 
-def _image_files(root: Path, found: Labelled, size: int, seed: int, *, augment: bool) -> ImageFiles:
-    files, classes = zip(*found, strict=True)
+def _image_files(root: Path, labeled: LabeledFiles, size: int, seed: int, *, augment: bool) -> ImageFiles:
+    files, classes = zip(*labeled, strict=True)
     return ImageFiles(root=root, files=files, classes=classes, size=size, augment=augment, seed=seed)
 
 
-def _size_of(path: Path) -> int:
+def _image_size(path: Path) -> int:
     from PIL import Image
 
-    decode(path, 1)  # its error names the file
+    decode_image(path, 1)  # raises DataError with the path if the file is damaged
     with Image.open(path) as image:
         return int(image.size[0])

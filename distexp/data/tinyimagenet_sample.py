@@ -1,4 +1,4 @@
-"""Generated images in TinyImageNet's official layout: the stripes' angle, width and colour tell the class."""
+"""Generated images in the official layout of TinyImageNet: the class is the angle, width and color of stripes."""
 
 from __future__ import annotations
 
@@ -20,87 +20,94 @@ FORMAT = "tinyimagenet-sample-v1"
 CLASSES = 10
 TRAIN_SIZE, EVAL_SIZE = 400, 100
 SIZE = 32
-"""Pixels of a side."""
+"""Width and height of an image in pixels."""
 
-GREY_EVERY = 20
-"""One image in so many is grey-scale, as some of ImageNet's are."""
+GRAYSCALE_PERIOD = 20
+"""One in 20 images is grayscale, because ImageNet has grayscale images too."""
 
-NOISE = 50.0
-"""Standard deviation of the noise on each pixel, of 255."""
+NOISE_STD = 50.0
+"""Standard deviation of the noise of each pixel, which ranges from 0 to 255."""
 
-COLOURS = {"red": (220, 60, 50), "blue": (50, 90, 220)}
+COLORS = {"red": (220, 60, 50), "blue": (50, 90, 220)}
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """As ``tinyimagenet.load``, from 400 and 100 images generated on first use, or more when asked for."""
+    """Load generated images with ``tinyimagenet.load``.
+
+    The images are generated on first use: 400 for training and 100 for evaluation, or more if
+    ``dataset.train_size`` or ``dataset.eval_size`` is larger.
+
+    Raises:
+        ConfigError: ``dataset.root`` is set.
+    """
     if dataset.root is not None:
         raise ConfigError(
-            f"dataset.root={dataset.root} means nothing to dataset={dataset.name}, which generates its "
-            "images: leave it out, or choose dataset=tinyimagenet"
+            f"dataset.root={dataset.root} has no effect with dataset={dataset.name}, because its images are "
+            "generated: remove dataset.root, or use dataset=tinyimagenet"
         )
     root = sample_folder(max(TRAIN_SIZE, dataset.train_size or 0), max(EVAL_SIZE, dataset.eval_size or 0))
     return tinyimagenet.load(replace(dataset, root=str(root)), model, seed)
 
 
 def sample_folder(train: int, val: int) -> Path:
-    """The generated folder, from the cache, with at least ``train`` and ``val`` images."""
+    """Return a folder from the cache with at least ``train`` and ``val`` images; generate it on first use."""
     path = cache_dir() / f"{FORMAT}-{train}-{val}"
-    return build_once(path, partial(write, train=train, val=val))
+    return build_once(path, partial(write_images, train=train, val=val))
 
 
-def write(root: Path, *, train: int, val: int) -> None:
-    """Writes at least ``train`` and ``val`` images, as many of each class."""
+def write_images(root: Path, *, train: int, val: int) -> None:
+    """Write at least ``train`` and ``val`` images, with the same number of each class."""
     wnids = [f"n{90_000_000 + label:08d}" for label in range(CLASSES)]
     root.mkdir()
     (root / "wnids.txt").write_text("".join(f"{wnid}\n" for wnid in wnids))
-    (root / "words.txt").write_text("".join(f"{wnid}\t{_name(label)}\n" for label, wnid in enumerate(wnids)))
+    (root / "words.txt").write_text("".join(f"{wnid}\t{_class_name(label)}\n" for label, wnid in enumerate(wnids)))
     for label, wnid in enumerate(wnids):
         folder = root / "train" / wnid
         (folder / "images").mkdir(parents=True)
         names = [f"{wnid}_{number}.JPEG" for number in range(math.ceil(train / CLASSES))]
         for number, name in enumerate(names):
             _draw(label, 0, number).save(folder / "images" / name, quality=90)
-        (folder / f"{wnid}_boxes.txt").write_text("".join(f"{name}\t{_box()}\n" for name in names))
+        (folder / f"{wnid}_boxes.txt").write_text("".join(f"{name}\t{_bounding_box()}\n" for name in names))
     _write_val(root / "val", wnids, math.ceil(val / CLASSES))
 
 
-def _write_val(folder: Path, wnids: list[str], of_each: int) -> None:
+def _write_val(folder: Path, wnids: list[str], images_per_class: int) -> None:
     (folder / "images").mkdir(parents=True)
     lines = []
-    for number in range(of_each):
+    for number in range(images_per_class):
         for label, wnid in enumerate(wnids):
             name = f"val_{number * CLASSES + label}.JPEG"
             _draw(label, 1, number).save(folder / "images" / name, quality=90)
-            lines.append(f"{name}\t{wnid}\t{_box()}\n")
+            lines.append(f"{name}\t{wnid}\t{_bounding_box()}\n")
     (folder / "val_annotations.txt").write_text("".join(lines))
 
 
-def _name(label: int) -> str:
-    angle, colour, _ = _look(label)
-    return f"{colour} stripes at {angle} degrees"
+def _class_name(label: int) -> str:
+    angle, color, _ = _stripes(label)
+    return f"{color} stripes at {angle} degrees"
 
 
-def _look(label: int) -> tuple[int, str, float]:
-    """Angle in degrees, colour, and pixels from stripe to stripe."""
-    kind, colour = divmod(label, len(COLOURS))
-    return 36 * kind, list(COLOURS)[colour], 6.0 + 2.0 * (kind % 3)
+def _stripes(label: int) -> tuple[int, str, float]:
+    """Return the stripes of a class: angle in degrees, color, and period in pixels."""
+    kind, color = divmod(label, len(COLORS))
+    return 36 * kind, list(COLORS)[color], 6.0 + 2.0 * (kind % 3)
 
 
 def _draw(label: int, split: int, number: int) -> Image.Image:
-    chance = np.random.Generator(np.random.PCG64([label, split, number]))
-    angle, colour, period = _look(label)
-    turned = math.radians(angle + chance.uniform(-8, 8))
+    rng = np.random.Generator(np.random.PCG64([label, split, number]))
+    angle, color, period = _stripes(label)
+    turned = math.radians(angle + rng.uniform(-8, 8))
     rows, columns = np.mgrid[0:SIZE, 0:SIZE]
     along = (columns * math.cos(turned) + rows * math.sin(turned)) * 2 * math.pi / period
-    bright = 0.5 + 0.5 * np.sin(along + chance.uniform(0, 2 * math.pi))
-    pixels = bright[:, :, None] * np.array(COLOURS[colour]) + chance.normal(0, NOISE, (SIZE, SIZE, 3))
-    image = Image.fromarray(_bytes(pixels))
-    return image.convert("L") if number % GREY_EVERY == GREY_EVERY // 2 else image
+    bright = 0.5 + 0.5 * np.sin(along + rng.uniform(0, 2 * math.pi))
+    pixels = bright[:, :, None] * np.array(COLORS[color]) + rng.normal(0, NOISE_STD, (SIZE, SIZE, 3))
+    image = Image.fromarray(_to_uint8(pixels))
+    return image.convert("L") if number % GRAYSCALE_PERIOD == GRAYSCALE_PERIOD // 2 else image
 
 
-def _bytes(pixels: NDArray[np.float64]) -> NDArray[np.uint8]:
+def _to_uint8(pixels: NDArray[np.float64]) -> NDArray[np.uint8]:
     return np.clip(pixels, 0, 255).astype(np.uint8)
 
 
-def _box() -> str:
+def _bounding_box() -> str:
     return f"0\t0\t{SIZE - 1}\t{SIZE - 1}"

@@ -1,6 +1,6 @@
-"""Tokenizers behind one small protocol: a byte-level BPE of our own, or any of Hugging Face's.
+"""Tokenizers with a common interface: a byte-level BPE trained on the data, or any of Hugging Face's.
 
-``model.tokenizer=byte`` trains the first on the training texts, with neither a download nor transformers.
+``model.tokenizer=byte`` selects the first. It needs neither a download nor transformers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,68 +21,75 @@ from distexp.config.model_checks import loads_from_source, weights_source
 from distexp.data.cache import build_once, cache_dir
 from distexp.system.hub import offline_if_unreachable
 
-# A forked loader worker never tokenises; without a choice made here, every fork would warn of it.
+# Forked loader workers never tokenize. Without this, tokenizers would print a warning at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 PAD, EOS = "<pad>", "</s>"
-SMALLEST = 256 + len((PAD, EOS))
-"""Every byte and the two special tokens."""
+MIN_VOCAB_SIZE = 256 + len((PAD, EOS))
+"""Size of a byte tokenizer without merges: all bytes and two special tokens."""
 
-DEFAULT_SIZE = 1024
-CHUNK = 2048
-"""Texts encoded at a time: bounds the memory of what tokenizers return beside the ids."""
+DEFAULT_VOCAB_SIZE = 1024
+ENCODE_BATCH_SIZE = 2048
+"""Texts per call of the tokenizer; limits the memory of its intermediate results."""
 
 TokenIds = NDArray[np.int32]
 
 
 class Tokenizer(Protocol):
-    """What data and evaluation need of a tokenizer."""
+    """Interface of tokenizers for data sets and evaluation.
 
-    name: str  # byte(1024), or the name or path it was loaded from
-    size: int  # entries of the vocabulary
+    Attributes:
+        name: ``byte(1024)``, or the name or path it was loaded from.
+        size: entries of the vocabulary.
+        fingerprint: hash of everything that the token ids depend on.
+    """
+
+    name: str
+    size: int
     eos_id: int
     pad_id: int
-    fingerprint: str  # of everything that decides the ids
+    fingerprint: str
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """The ids of each text, without special tokens."""
+        """Return the token ids of each text, without special tokens; each of shape (length,)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
+        """Write files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
         ...
 
 
 class ByteTokenizer:
-    """A byte-level BPE: every text has ids, and decodes to itself."""
+    """A byte-level BPE tokenizer, which encodes any text without loss."""
 
     def __init__(self, file: Path) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        # A text that holds "</s>" is text, not the end of an answer.
+        # Encode "</s>" in a text as text, not as the end of an answer.
         self._tokenizer.encode_special_tokens = True
         self.size: int = self._tokenizer.get_vocab_size()
         self.name = f"byte({self.size})"
-        # Their order among the special tokens that it was trained with.
+        # Special tokens come first in the vocabulary, in the order of the trainer's list.
         self.pad_id, self.eos_id = 0, 1
         self.fingerprint = _digest(self._tokenizer.to_str())
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Return the token ids of each text, without special tokens."""
         return [
             np.asarray(encoding.ids, dtype=np.int32)
-            for start in range(0, len(texts), CHUNK)
-            for encoding in self._tokenizer.encode_batch_fast(
-                list(texts[start : start + CHUNK]), add_special_tokens=False
-            )
+            for batch in _batches(texts)
+            for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
+        """Write files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
@@ -90,20 +97,20 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that transformers' AutoTokenizer loads, by name or path."""
+    """A tokenizer that AutoTokenizer of transformers loads, by name or path."""
 
     def __init__(self, name: str) -> None:
         self._tokenizer = _auto_tokenizer(name)
         if len(self._tokenizer) <= len(set(self._tokenizer.all_special_ids)):
-            # Of a model's folder without a tokenizer, transformers makes one that knows no text.
+            # For a model folder without tokenizer files, transformers makes an empty tokenizer.
             raise ConfigError(
-                f"model.tokenizer={name} has no tokenizer in its folder: set model.tokenizer to where there is one, "
-                "or to byte"
+                f"model.tokenizer={name} is a folder without a tokenizer: "
+                "set model.tokenizer to the name or path of a tokenizer, or to byte"
             )
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(
-                f"model.tokenizer={name} has no end-of-sequence token, and each answer is closed by one: "
-                "choose another tokenizer, or byte"
+                f"model.tokenizer={name} has no end-of-sequence token, which must end each answer: "
+                "use another tokenizer, or model.tokenizer=byte"
             )
         self.name = name
         self.size = len(self._tokenizer)
@@ -114,63 +121,68 @@ class HuggingFaceTokenizer:
         self.fingerprint = _digest(f"{name} {self.size}" if backend is None else backend.to_str())
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Return the token ids of each text, without special tokens."""
         return [
             np.asarray(ids, dtype=np.int32)
-            for start in range(0, len(texts), CHUNK)
-            for ids in self._tokenizer(
-                list(texts[start : start + CHUNK]), add_special_tokens=False, return_attention_mask=False
-            )["input_ids"]
+            for batch in _batches(texts)
+            for ids in self._tokenizer(batch, add_special_tokens=False, return_attention_mask=False)["input_ids"]
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
+        """Write files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
         self._tokenizer.save_pretrained(str(folder))
 
 
 def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer that ``model.tokenizer`` names.
+    """Load or train the tokenizer of ``model.tokenizer``.
 
     Args:
-        model: its ``tokenizer`` is ``byte``, a hub id or path, or ``auto``: the one that lies beside the
-            weights or the architecture that are read, else ``byte``, for an architecture of our own with
-            random weights knows no tokenizer. Its ``vocab_size`` is the largest size of a byte tokenizer,
-            1024 when null.
-        texts: what a byte tokenizer is trained on; consumed only then.
+        model: its ``tokenizer`` is ``byte``, a hub id, a path, or ``auto``. With ``auto``, the tokenizer
+            comes from the same place as the weights or the architecture. A random model of distexp's own
+            architectures has no such place and gets a byte tokenizer. ``vocab_size`` limits a byte
+            tokenizer; null means 1024.
+        texts: training texts for a byte tokenizer; otherwise not consumed.
 
     Raises:
-        ConfigError: no such tokenizer, or one that cannot be used.
+        ConfigError: the tokenizer does not exist or cannot be used.
     """
     if model.tokenizer is None:
-        raise ConfigError("model.tokenizer is null, and texts need one: set byte, auto, or a name or path")
+        raise ConfigError("model.tokenizer is null, but text data needs one: set byte, auto, or a name or path")
     name: str | None = model.tokenizer
     if name == "auto":
         name = weights_source(model) if loads_from_source(model) else "byte"
     if name == "byte" or name is None:
-        return train_byte_tokenizer(texts, model.vocab_size or DEFAULT_SIZE)
+        return train_byte_tokenizer(texts, model.vocab_size or DEFAULT_VOCAB_SIZE)
     return HuggingFaceTokenizer(name)
 
 
-def train_byte_tokenizer(texts: Iterable[str], size: int) -> ByteTokenizer:
-    """A byte-level BPE of at most ``size`` entries; the same texts give the same one, from the cache."""
-    if size < SMALLEST:
+def train_byte_tokenizer(texts: Iterable[str], max_size: int) -> ByteTokenizer:
+    """Train a byte-level BPE with at most ``max_size`` entries, or read it from the cache.
+
+    Raises:
+        ConfigError: ``max_size`` is below the number of bytes and special tokens.
+    """
+    if max_size < MIN_VOCAB_SIZE:
         raise ConfigError(
-            f"model.vocab_size={size} is too small for model.tokenizer=byte, which holds every byte and "
-            f"two special tokens: set at least {SMALLEST}"
+            f"model.vocab_size={max_size} is too small for model.tokenizer=byte, which has all 256 bytes and "
+            f"two special tokens: set at least {MIN_VOCAB_SIZE}"
         )
     corpus = list(texts)
     digest = _digest("\x1e".join(corpus))
-    path = cache_dir() / f"byte-tokenizer-v1-{size}-{digest}.json"
-    return ByteTokenizer(build_once(path, lambda file: _train(corpus, size, file)))
+    path = cache_dir() / f"byte-tokenizer-v1-{max_size}-{digest}.json"
+    return ByteTokenizer(build_once(path, lambda file: _train(corpus, max_size, file)))
 
 
-def _train(corpus: list[str], size: int, file: Path) -> None:
+def _train(corpus: list[str], max_size: int, file: Path) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
+        vocab_size=max_size,
         special_tokens=[PAD, EOS],
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -187,9 +199,14 @@ def _auto_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
-            f"model.tokenizer={name} is neither a folder with a tokenizer, nor in the local cache, nor could "
-            f"it be had from the hub ({_first_line(error)}): set a local path, or model.tokenizer=byte"
+            f"model.tokenizer={name} is neither a folder with a tokenizer nor available from the local cache or "
+            f"the hub ({_first_line(error)}): set a local path, or model.tokenizer=byte"
         ) from error
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(texts), ENCODE_BATCH_SIZE):
+        yield list(texts[start : start + ENCODE_BATCH_SIZE])
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""BLOOM: transformers' own architecture, with weights drawn at random or read."""
+"""BLOOM in the implementation of transformers, with random or pretrained weights."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from distexp.models.pretrained import on_meta_device, read_config, read_weights
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """A BloomForCausalLM: ``input_ids`` and ``attention_mask`` to ``.logits`` (samples, length, vocabulary).
+    """Build a BloomForCausalLM.
 
-    On the meta device no weights are read.
+    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary).
+    On the meta device, no weights are read.
 
     Args:
-        model: init; path, where init=pretrained finds the weights; hidden_size, num_layers, num_heads, dropout,
-            and vocab_size or null for the tokenizer's, of pretrained weights for their own.
+        model: init; path of the weights if init=pretrained; hidden_size, num_layers, num_heads, dropout;
+            vocab_size, where null means the size of the tokenizer or of the pretrained weights.
         num_classes: entries of the tokenizer.
 
     Raises:
-        ConfigError: values that BLOOM does not have or cannot have, or weights that cannot be read.
+        ConfigError: a value is invalid for BLOOM, or the weights cannot be read.
     """
     validate_model(model)
     from transformers.models.bloom import BloomConfig, BloomForCausalLM
 
     if model.init == "pretrained":
-        config = _published(model, num_classes)
+        config = _read_pretrained_config(model, num_classes)
     else:
         config = BloomConfig(
             vocab_size=resolve_vocab_size(model, num_classes),
@@ -37,7 +38,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
             n_layer=model.num_layers,
             n_head=model.num_heads,
         )
-    config.use_cache = False  # keys and values are for generation; training would only hold their memory
+    config.use_cache = False  # training never uses cached keys and values, which take memory
     if model.dropout is not None:
         config.hidden_dropout = config.attention_dropout = model.dropout
     if model.init == "pretrained" and model.path is not None and not on_meta_device():
@@ -46,14 +47,14 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     return bloom
 
 
-def _published(model: ModelConfig, num_classes: int) -> Any:
-    """The configuration beside the weights, where it is of the sizes that the keys say."""
-    assert model.path is not None, "validate_model"
+def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
+    """Read the configuration of the weights, and check that it matches the sizes in ``model``."""
+    assert model.path is not None, "validate_model checks this"
     config = read_config("model.path", model.path)
     if config.model_type != "bloom":
         raise ConfigError(
-            f"model.path={model.path} holds a model of the kind {config.model_type}, and model={model.name} is a "
-            f"BLOOM: choose model=hf model.name={model.path}"
+            f"model.path={model.path} has a model of type {config.model_type}, but model={model.name} is a "
+            f"BLOOM: use model=hf model.name={model.path}"
         )
     sizes = {
         "vocab_size": config.vocab_size,
@@ -62,8 +63,8 @@ def _published(model: ModelConfig, num_classes: int) -> Any:
         "num_heads": config.n_head,
     }
     errors = [
-        f"model.{key}={getattr(model, key)} is not the {size} of the weights in model.path={model.path}: set "
-        f"model.{key}={size}, or correct the path"
+        f"model.{key}={getattr(model, key)} differs from the weights in model.path={model.path}, which have {size}: "
+        f"set model.{key}={size}, or correct model.path"
         for key, size in sizes.items()
         if getattr(model, key) not in (None, size)
     ]

@@ -1,7 +1,7 @@
-"""A model that takes no memory yet, and the weights that it begins with.
+"""Deferred initialization: a model on the meta device, and the weights to materialize it with.
 
-Rank 0 alone holds the whole model, on its CPU. Every strategy asks for it module by module, so that what
-a strategy shards never stands whole on a device, and all strategies begin from the same weights.
+Only rank 0 has the whole model, in CPU memory. Every strategy materializes it module by module. So a
+sharded model is never whole on a device, and all strategies start from the same weights.
 """
 
 from __future__ import annotations
@@ -15,67 +15,74 @@ from torch import Tensor, nn
 
 from distexp.distributed.context import Context
 
-Owner = tuple[nn.Module, str]
+TensorOwner = tuple[nn.Module, str]
+"""A module, and the attribute that has the tensor."""
 
 
 class Blueprint:
-    """A model on the meta device, whose parts come to life one after the other.
+    """A model on the meta device whose modules can be materialized one at a time.
+
+    Attributes:
+        model: the model; its parameters and buffers are on the meta device until they are materialized.
 
     Args:
-        build: makes the model, on whatever device is torch's default.
-        context: where this worker stands.
-        broadcast: send rank 0's weights to the other ranks; otherwise every rank builds the model on its CPU.
+        build: builds the model on torch's default device.
+        context: rank and device of this worker.
+        broadcast: send rank 0's weights to the other ranks. If False, every rank builds the whole model
+            in its CPU memory.
     """
 
     def __init__(self, build: Callable[[], nn.Module], context: Context, *, broadcast: bool = True) -> None:
         self._context = context
         self._broadcast = context.world_size > 1 and broadcast
         source = build() if context.rank == 0 or not self._broadcast else None
-        self._values: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
         if source is not None:
-            self._values = {name: tensor.detach() for name, tensor in _named_tensors(source)}
+            self._weights = {name: tensor.detach() for name, tensor in _named_tensors(source)}
         with torch.device("meta"):
             self.model = build()
         self._names = {id(tensor): name for name, tensor in _named_tensors(self.model)}
-        self._owners: dict[int, list[Owner]] = defaultdict(list)  # tied weights have several
+        self._owners: dict[int, list[TensorOwner]] = defaultdict(list)  # tied weights have several owners
         for module in self.model.modules():
-            for attribute, tensor in _own_tensors(module):
+            for attribute, tensor in _direct_tensors(module):
                 self._owners[id(tensor)].append((module, attribute))
 
     def materialize(self, module: nn.Module, *, recurse: bool = True) -> None:
-        """Gives a module its parameters and buffers, in fp32 on this worker's device.
+        """Give a module its parameters and buffers, in fp32 on this worker's device.
 
-        Those that are there already stay, so modules may be asked for in any order, all ranks in the same.
+        Tensors that are already materialized stay. Modules may come in any order, but the order must be
+        the same on all ranks, because each tensor is a collective.
         """
         for part in module.modules() if recurse else [module]:
-            for _, tensor in _own_tensors(part):
+            for _, tensor in _direct_tensors(part):
                 if tensor.is_meta:
-                    self._place(tensor)
+                    self._replace(tensor)
 
     def get_tensor(self, name: str, like: Tensor) -> Tensor:
-        """A parameter or buffer whole, on this worker's device; a collective.
+        """Return a whole parameter or buffer on this worker's device; a collective.
 
         Args:
-            name: as in ``named_parameters`` or ``named_buffers``, a tied one by its first name.
-            like: says shape and type; may be on the meta device.
+            name: name in ``named_parameters`` or ``named_buffers``; the first one of a tied weight.
+            like: tensor with the same shape and type; may be on the meta device.
         """
         device = self._context.device
-        if name in self._values:
-            # A copy even on a CPU: what comes to life will be trained.
-            tensor = self._values[name].to(device, copy=True).contiguous()
+        if name in self._weights:
+            # Copy even if the device is the CPU, because training changes the result.
+            tensor = self._weights[name].to(device, copy=True).contiguous()
         else:
             tensor = torch.empty_like(like, device=device, memory_format=torch.contiguous_format)
         if self._broadcast:
-            # gloo has no booleans.
+            # gloo does not support bool.
             dist.broadcast(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, src=0)
         return tensor
 
-    def _place(self, empty: Tensor) -> None:
-        tensor = self.get_tensor(self._names[id(empty)], empty.detach())
-        if isinstance(empty, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=empty.requires_grad)
-        for module, attribute in self._owners[id(empty)]:
-            # Registered before, so torch puts it where the empty one was.
+    def _replace(self, meta_tensor: Tensor) -> None:
+        """Replace a meta tensor by a real one in all modules that have it."""
+        tensor = self.get_tensor(self._names[id(meta_tensor)], meta_tensor.detach())
+        if isinstance(meta_tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=meta_tensor.requires_grad)
+        for module, attribute in self._owners[id(meta_tensor)]:
+            # The name is registered, so setattr replaces the parameter or buffer.
             setattr(module, attribute, tensor)
 
 
@@ -83,7 +90,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """A module's own parameters and buffers, each by the name of its attribute."""
-    own = [*module._parameters.items(), *module._buffers.items()]
-    return [(name, tensor) for name, tensor in own if tensor is not None]
+def _direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """List the parameters and buffers of a module without its children, by attribute name."""
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, tensor) for name, tensor in tensors if tensor is not None]

@@ -1,4 +1,4 @@
-"""A trained model in the Hugging Face layout, whatever distributed it."""
+"""Export of a trained model in the Hugging Face layout, independent of the strategy."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from distexp.data.base import TaskData
 from distexp.runs.files import replace_atomically
 from distexp.runs.run_dir import MODEL
 
-State = dict[str, Tensor]
+StateDict = dict[str, Tensor]
 
 
 @runtime_checkable
 class Exportable(Protocol):
-    """A model of our own that has an equal in transformers."""
+    """A model that can be converted to an equivalent model of transformers."""
 
-    def to_hugging_face(self, state: State) -> tuple[Any, State]:
-        """Its equal, on the meta device, and the weights under the names that they have there."""
+    def to_hugging_face(self, state: StateDict) -> tuple[Any, StateDict]:
+        """Return the equivalent model on the meta device, and the weights under its names."""
 
 
 def check_exportable(model: nn.Module) -> None:
-    """Raises ConfigError where a model has no form that ``from_pretrained`` reads."""
+    """Raise ConfigError if a model cannot be saved in the format of ``from_pretrained``."""
     if not hasattr(model, "save_pretrained") and not isinstance(model, Exportable):
         raise ConfigError(
-            f"train.save_model=true writes the Hugging Face layout, and {type(model).__name__} is neither a model of "
-            "transformers nor has a method to_hugging_face(state): give it one, or set train.save_model=false"
+            f"train.save_model=true is not supported by {type(model).__name__}, which is not a model of transformers: "
+            "add a method to_hugging_face(state) to it, or set train.save_model=false"
         )
 
 
 def save_model(
     weights: Iterator[tuple[str, Tensor]], build: Callable[[], nn.Module], data: TaskData, run_dir: Path, rank: int
 ) -> None:
-    """Gathers the weights on rank 0's CPU, one at a time, and writes ``run_dir/model``; a collective.
+    """Collect the weights in rank 0's CPU memory, and write them to ``run_dir/model``; a collective.
 
     Args:
-        weights: of an engine; every rank takes part.
-        build: makes the model; called on the meta device.
-        data: whose tokenizer is written beside the weights.
+        weights: whole parameters and buffers by name, one at a time. Every rank must consume all of them.
+        build: builds the model; called on the meta device.
+        data: data of the task; its tokenizer is written with the weights.
+        run_dir: directory of the run.
+        rank: rank of this worker.
     """
-    state: State = {}
+    state: StateDict = {}
     for name, tensor in weights:
         if rank == 0:
             state[name] = tensor.detach().cpu()
@@ -52,20 +54,20 @@ def save_model(
         return
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a bar in a log is a thousand lines
+    logging.disable_progress_bar()  # each update would be a line in the log
     with torch.device("meta"):
         model: Any = build()
     if isinstance(model, Exportable):
         model, state = model.to_hugging_face(state)
-    _describe(model, data)
+    _set_generation_config(model, data)
     with replace_atomically(run_dir / MODEL) as folder:
         model.save_pretrained(folder, state_dict=state)
         if data.tokenizer is not None:
             data.tokenizer.save(folder)
 
 
-def _describe(model: Any, data: TaskData) -> None:
-    """Undoes what was set for training alone, and names the tokens that end and fill a text."""
+def _set_generation_config(model: Any, data: TaskData) -> None:
+    """Enable the cache that training disables, and set the special tokens of the tokenizer."""
     if data.tokenizer is None:
         return
     model.config.use_cache = True

@@ -1,4 +1,4 @@
-"""A decoder-only transformer of our own: learned positions, pre-norm blocks, a head of its own or a tied one."""
+"""A decoder-only transformer with learned positions, pre-norm blocks, and an optionally tied head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INIT_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over the positions that a mask allows."""
+    """Multi-head self-attention with an attention mask."""
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -26,6 +26,12 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
+        """Return the attention output, shape (batch, length, hidden).
+
+        Args:
+            hidden: shape (batch, length, hidden).
+            allowed: shape (batch, 1, length, length); True if a query may attend to a key.
+        """
         samples, length, width = hidden.shape
         shape = (samples, length, self.heads, width // self.heads)
         query, key, value = (
@@ -47,12 +53,13 @@ class MLP(nn.Module):
         self.output = nn.Linear(inner, hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Map (batch, length, hidden) to the same shape."""
         projected: Tensor = self.output(functional.gelu(self.inner(hidden)))
         return projected
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each on normalised input and added to the residual."""
+    """A transformer layer: attention and MLP, each with normalized input and a residual connection."""
 
     def __init__(self, hidden: int, heads: int, inner: int, dropout: float) -> None:
         super().__init__()
@@ -63,13 +70,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
+        """Map (batch, length, hidden) to the same shape; ``allowed`` as in Attention."""
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), allowed))
         output: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
         return output
 
 
 class GPT(nn.Module):
-    """Token ids to the logits of each next token."""
+    """A causal language model that returns the logits of each next token."""
 
     def __init__(
         self, *, vocab: int, hidden: int, layers: int, heads: int, inner: int, length: int, dropout: float, tie: bool
@@ -81,9 +89,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, heads, inner, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab, bias=False)
-        self.apply(_initialise)
+        self.apply(_initialize)
         for name, weight in self.named_parameters():
-            # Two sums a layer go into the residual: their variance must not grow with the depth.
+            # Each layer adds two outputs to the residual stream. Its variance must not grow with the depth.
             if name.endswith("output.weight"):
                 nn.init.normal_(weight, std=INIT_STD / math.sqrt(2 * layers))
         if tie:
@@ -92,27 +100,27 @@ class GPT(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, logits_to_keep: Tensor | None = None
     ) -> Tensor:
-        """Logits of shape (samples, length, vocabulary).
+        """Return logits of shape (batch, length, vocabulary), or (batch, kept, vocabulary).
 
         Args:
-            input_ids: (samples, length), at most seq_length long.
-            attention_mask: (samples, length), 0 where there is padding, on either side; None: no padding.
-            logits_to_keep: (kept,), the only positions whose logits are wanted; None: all.
+            input_ids: shape (batch, length); at most seq_length tokens.
+            attention_mask: shape (batch, length); 0 for padding, which may be on either side. None: no padding.
+            logits_to_keep: positions to compute logits for, shape (kept,). None: all.
 
         Raises:
-            ValueError: more tokens than there are positions.
+            ValueError: the sequence is longer than the model's positions.
         """
         length = input_ids.shape[1]
         if length > self.positions.num_embeddings:
             raise ValueError(
-                f"A sequence of {length} tokens exceeds the {self.positions.num_embeddings} positions of "
+                f"a sequence of {length} tokens exceeds the {self.positions.num_embeddings} positions of "
                 "this model: raise model.seq_length"
             )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         hidden = self.dropout(self.tokens(input_ids) + self.positions(positions))
-        allowed = _allowed(attention_mask)
+        allowed = _causal_mask(attention_mask)
         for block in self.blocks:
             hidden = block(hidden, allowed)
         if logits_to_keep is not None:
@@ -121,15 +129,15 @@ class GPT(nn.Module):
         return logits
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token embedding, by the name that Hugging Face gives it."""
+        """Return the token embedding; the method has the name used by transformers."""
         return self.tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head, by the name that Hugging Face gives it."""
+        """Return the output head; the method has the name used by transformers."""
         return self.head
 
     def to_hugging_face(self, state: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        """A GPT-2 of transformers, on the meta device, and these weights in its layout."""
+        """Return an equivalent GPT-2 of transformers on the meta device, and the weights in its layout."""
         from transformers import GPT2Config, GPT2LMHeadModel
 
         vocab, hidden = self.tokens.weight.shape
@@ -146,8 +154,8 @@ class GPT(nn.Module):
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout.p),
         )
         with torch.device("meta"):
-            twin = GPT2LMHeadModel(config)
-        return twin, dict(map(_as_gpt2, state.items()))
+            converted = GPT2LMHeadModel(config)
+        return converted, dict(map(_rename_for_gpt2, state.items()))
 
 
 GPT2_NAMES = {
@@ -164,8 +172,8 @@ GPT2_NAMES = {
 }
 
 
-def _as_gpt2(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    """A weight under GPT-2's name; the matrices of its layers stand the other way round there."""
+def _rename_for_gpt2(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    """Rename a weight for GPT-2, and transpose the matrices of layers, as its Conv1D needs."""
     name, weight = named
     module, _, kind = name.rpartition(".")
     if not module.startswith("blocks."):
@@ -175,15 +183,15 @@ def _as_gpt2(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """A GPT of the configured sizes.
+    """Build a GPT.
 
     Args:
-        model: hidden_size, num_layers, num_heads, ff_dim, seq_length, tie_embeddings, dropout, and vocab_size
-            or null for the tokenizer's.
+        model: hidden_size, num_layers, num_heads, ff_dim, seq_length, tie_embeddings, dropout; vocab_size,
+            where null means the size of the tokenizer.
         num_classes: entries of the tokenizer.
 
     Raises:
-        ConfigError: values that a GPT does not have or cannot have.
+        ConfigError: a value is invalid for this architecture.
     """
     validate_model(model)
     sizes = {
@@ -198,16 +206,16 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     return GPT(vocab=resolve_vocab_size(model, num_classes), **known, **rest)
 
 
-def _allowed(attention_mask: Tensor) -> Tensor:
-    """(samples, 1, length, length): True where a query may look: at itself and at earlier tokens."""
+def _causal_mask(attention_mask: Tensor) -> Tensor:
+    """Return a mask of shape (batch, 1, length, length): a token attends to itself and to earlier ones."""
     length = attention_mask.shape[1]
-    square = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
-    # Itself even in padding: a row without any key would be NaN.
+    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
+    # Padding attends to itself too, because softmax over no keys would be NaN.
     itself = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
-    return (square.tril() & attention_mask.bool()[:, None, None, :]) | itself
+    return (causal.tril() & attention_mask.bool()[:, None, None, :]) | itself
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=INIT_STD)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,4 +1,4 @@
-"""Any causal LM of transformers, by hub id or from a folder: pretrained, or its architecture alone."""
+"""Any causal LM of transformers, by hub id or path, with pretrained or random weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from distexp.models.pretrained import on_meta_device, read_config, read_weights
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """A causal LM: ``input_ids`` and ``attention_mask`` to ``.logits`` (samples, length, vocabulary).
+    """Build a causal LM.
 
-    On the meta device no weights are read.
+    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary).
+    On the meta device, no weights are read.
 
     Args:
-        model: name, a hub id or a folder; init, pretrained or random; dropout, null for the
-            architecture's own.
+        model: name, a hub id or a folder; init, pretrained or random; dropout, where null means the
+            architecture's default.
         num_classes: entries of the tokenizer.
 
     Raises:
-        ConfigError: no such model, one that is no causal LM, or one with fewer embeddings than the
+        ConfigError: the model does not exist, is not a causal LM, or has fewer embeddings than the
             tokenizer has entries.
     """
     validate_model(model)
@@ -32,27 +33,27 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
 
     config = read_config("model.name", model.name)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(_no_causal_lm(model, config))
+        raise ConfigError(_not_causal_message(model, config))
     rows = config.get_text_config().vocab_size
     if num_classes > rows:
         raise ConfigError(
-            f"The tokenizer has {num_classes} entries, more than the {rows} embeddings of "
-            f"model.name={model.name}: choose a smaller tokenizer, or auto for the model's own"
+            f"the tokenizer has {num_classes} entries, more than the {rows} embeddings of "
+            f"model.name={model.name}: use a smaller tokenizer, or model.tokenizer=auto for the model's own"
         )
-    config.use_cache = False  # keys and values are for generation; training would only hold their memory
+    config.use_cache = False  # training never uses cached keys and values, which take memory
     if model.dropout is not None:
         _set_dropout(config, model)
     if model.init == "pretrained" and not on_meta_device():
         built = read_weights(AutoModelForCausalLM, "model.name", model.name, config)
     else:
         built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    if _looks_ahead(built):
-        raise ConfigError(_no_causal_lm(model, config))
+    if _is_bidirectional(built):
+        raise ConfigError(_not_causal_message(model, config))
     return built
 
 
 def _set_dropout(config: Any, model: ModelConfig) -> None:
-    """The one rate for embeddings, attention and residuals, under whatever name an architecture has them."""
+    """Set one dropout rate for embeddings, attention and residuals; architectures name these differently."""
     names = [
         name
         for name, value in config.to_dict().items()
@@ -60,21 +61,21 @@ def _set_dropout(config: Any, model: ModelConfig) -> None:
     ]
     if not names and model.dropout:
         raise ConfigError(
-            f"model.dropout={model.dropout} is set, and {config.model_type} of model.name={model.name} has no "
-            "dropout: leave it out"
+            f"model.dropout={model.dropout} is not supported: {config.model_type} of model.name={model.name} has no "
+            "dropout. Remove model.dropout"
         )
     for name in names:
         setattr(config, name, model.dropout)
 
 
-def _looks_ahead(built: nn.Module) -> bool:
-    """Whether attention says of itself that it is not causal, as an encoder's under a language model's head."""
-    said = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
-    return bool(said) and not any(said)
+def _is_bidirectional(built: nn.Module) -> bool:
+    """Return whether all attention modules are declared non-causal, as in an encoder with a language model head."""
+    is_causal = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
+    return bool(is_causal) and not any(is_causal)
 
 
-def _no_causal_lm(model: ModelConfig, config: Any) -> str:
+def _not_causal_message(model: ModelConfig, config: Any) -> str:
     return (
-        f"model.name={model.name} is no causal LM ({config.model_type}), and model=hf trains causal LMs: choose one "
-        "that predicts each token from those before it, as GPT-2, Llama, Qwen or OPT"
+        f"model.name={model.name} is not a causal LM ({config.model_type}), but model=hf trains only causal LMs: "
+        "use a model such as GPT-2, Llama, Qwen or OPT"
     )

@@ -1,4 +1,8 @@
-"""The parts of a model that strategies treat apart: repeated blocks, embeddings and head."""
+"""Inspection of models: repeated blocks, embeddings, limits, and FLOPs of a forward pass.
+
+See also ``distexp.resolve.parameter_count``, which counts parameters from the configuration alone, and
+``distexp.measure.flops``, which derives the FLOPs of training from those of the forward pass.
+"""
 
 from __future__ import annotations
 
@@ -13,117 +17,119 @@ from torch.utils.flop_counter import FlopCounterMode
 from distexp.config import ConfigError
 from distexp.data.base import LOGITS_TO_KEEP
 
-Named = list[tuple[str, nn.Module]]
+NamedModules = list[tuple[str, nn.Module]]
+"""Modules with their names in ``named_modules``."""
 
 
-def find_blocks(model: nn.Module, wrap: str = "auto") -> Named:
-    """The repeated blocks of a model in forward order, named as in ``named_modules``.
+def find_blocks(model: nn.Module, wrap: str = "auto") -> NamedModules:
+    """Find the repeated blocks of a model, in forward order.
 
     Args:
         model: any module.
-        wrap: ``auto``: what Hugging Face's ``_no_split_modules`` names, else the members of those containers
-            whose members share a class; of several such classes, the one with the most parameters.
-            Otherwise class names separated by commas.
+        wrap: class names separated by commas, or ``auto``. ``auto`` finds the classes in
+            ``_no_split_modules`` of transformers, or else the members of containers whose members have the
+            same class. Of several such classes, it takes the one with the most parameters.
 
     Raises:
-        ConfigError: no such class in this model, or no repeated blocks.
+        ConfigError: the model has no module of these classes, or no repeated blocks.
     """
     if wrap != "auto":
-        return _of_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
+        return _find_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
     declared = set(getattr(model, "_no_split_modules", None) or ())
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in declared]
-    return found or _repeated(model)
+    return found or _largest_repeated(model)
 
 
-def find_embeddings(model: nn.Module) -> Named:
-    """The token embedding and the output head, by the two methods of Hugging Face; empty for image models."""
+def find_embeddings(model: nn.Module) -> NamedModules:
+    """Find the token embedding and the output head by the methods of transformers; empty for image models."""
     getters = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
-    wanted = [getter() for getter in getters if getter is not None]
+    modules = [getter() for getter in getters if getter is not None]
     names = {id(module): name for name, module in model.named_modules()}
-    return [(names[id(module)], module) for module in wanted if module is not None]
+    return [(names[id(module)], module) for module in modules if module is not None]
 
 
 def has_tied_embeddings(model: nn.Module) -> bool:
-    """Whether token embedding and output head are one weight."""
+    """Return whether the token embedding and the output head share one weight."""
     weights = [module.weight for _, module in find_embeddings(model)]
     return len(weights) == 2 and weights[0] is weights[1]
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Tokens of the longest sequence that a language model takes; None where nothing limits it, as with ALiBi.
+    """Return the maximum sequence length of a language model in tokens; None if unlimited, as with ALiBi.
 
     Args:
-        model: our GPT or one of transformers, also inside a wrapper that calls it ``module``.
+        model: distexp's GPT or a model of transformers. It may be wrapped, with the model as ``module``.
     """
     bare = getattr(model, "module", model)
     positions = getattr(bare, "positions", None)
     if isinstance(positions, nn.Embedding):
         return positions.num_embeddings
-    settings = getattr(bare, "config", None)
-    known = getattr(settings.get_text_config(), "max_position_embeddings", None) if settings is not None else None
-    return None if known is None else int(known)
+    config = getattr(bare, "config", None)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+    return None if limit is None else int(limit)
 
 
 def supports_logits_to_keep(model: nn.Module) -> bool:
-    """Whether a model, also inside a wrapper that calls it ``module``, can be asked for some of its logits."""
+    """Return whether a model can compute a part of its logits. It may be wrapped, with the model as ``module``."""
     return LOGITS_TO_KEEP in signature(getattr(model, "module", model).forward).parameters
 
 
 def check_supports_logits_to_keep(model: nn.Module) -> None:
-    """Raises ConfigError where a model gives all of its logits or none."""
+    """Raise ConfigError if a model cannot compute a part of its logits."""
     if not supports_logits_to_keep(model):
         raise ConfigError(
-            f"train.logits=targets asks a model for some of its logits, and {type(model).__name__}.forward has no "
-            f"{LOGITS_TO_KEEP}: leave it out"
+            f"train.logits=targets needs a model whose forward has the argument {LOGITS_TO_KEEP}, which "
+            f"{type(model).__name__} lacks: use train.logits=all"
         )
 
 
 def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Floating point operations of one forward pass, a multiplication and an addition counted apart.
+    """Count the floating point operations of one forward pass; a multiply-add counts as two.
 
     Args:
-        model: a copy on the meta device, so that neither memory nor time is spent; not to be used again.
-        inputs: its keyword arguments, on any device; only their shapes matter.
+        model: a copy on the meta device, which takes no memory and no time. Do not use it afterwards,
+            because its attention implementation is changed.
+        inputs: its keyword arguments, on any device; only the shapes matter.
     """
     shapes = {name: tensor.to("meta") for name, tensor in inputs.items()}
-    choose_attention = getattr(model, "set_attn_implementation", None)
-    if choose_attention is not None:
-        # transformers' other attentions look into the mask, which has no values here; the products are the same.
-        choose_attention("eager")
+    set_attention = getattr(model, "set_attn_implementation", None)
+    if set_attention is not None:
+        # The other implementations read the values of the mask, which a meta tensor lacks. The FLOPs are the same.
+        set_attention("eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**shapes)
     return int(counter.get_total_flops())
 
 
-def _of_classes(model: nn.Module, wanted: list[str]) -> Named:
+def _find_classes(model: nn.Module, wanted: list[str]) -> NamedModules:
     parts = [(name, module, type(module).__name__) for name, module in model.named_modules() if name]
-    there = {kind for _, _, kind in parts}
-    lacking = set(wanted) - there
-    if lacking or not wanted:
+    available = {kind for _, _, kind in parts}
+    missing = set(wanted) - available
+    if missing or not wanted:
+        problem = f"the model has no modules of class {', '.join(sorted(missing))}" if missing else "no class is given"
         raise ConfigError(
-            f"fsdp.wrap names {', '.join(sorted(lacking)) or 'nothing'}, which this model does not have: "
-            f"choose auto, or from {', '.join(sorted(there))}"
+            f"fsdp.wrap={','.join(wanted)}: {problem}. Use auto, or some of {', '.join(sorted(available))}"
         )
     return [(name, module) for name, module, kind in parts if kind in wanted]
 
 
-def _repeated(model: nn.Module) -> Named:
-    by_class: dict[type[nn.Module], Named] = defaultdict(list)
+def _largest_repeated(model: nn.Module) -> NamedModules:
+    by_class: dict[type[nn.Module], NamedModules] = defaultdict(list)
     for name, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         members = list(container.named_children())
         classes = {type(member) for _, member in members}
-        composed = all(any(True for _ in member.children()) for _, member in members)
-        if len(classes) == 1 and composed:
+        all_have_children = all(any(True for _ in member.children()) for _, member in members)
+        if len(classes) == 1 and all_have_children:
             prefix = f"{name}." if name else ""
             by_class[classes.pop()] += [(prefix + child, member) for child, member in members]
     if not by_class:
         raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks to treat apart: name their classes in fsdp.wrap"
+            f"{type(model).__name__} has no repeated blocks: set fsdp.wrap to the class names of the modules to wrap"
         )
-    return max(by_class.values(), key=_parameters)
+    return max(by_class.values(), key=_count_parameters)
 
 
-def _parameters(modules: Named) -> int:
+def _count_parameters(modules: NamedModules) -> int:
     return sum(parameter.numel() for _, module in modules for parameter in module.parameters())

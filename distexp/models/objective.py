@@ -1,4 +1,7 @@
-"""What is minimised, and what is counted: sums, so that a mean over workers and micro-batches is exact."""
+"""Losses and accuracy counts of a batch.
+
+They are sums, not means, so that the mean over ranks and micro-batches is exact.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +15,42 @@ from distexp.data.base import IGNORE, Batch
 
 
 def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """The cross entropy in nats, summed over the ``batch.num_targets`` labels that count, in fp32.
+    """Return the cross entropy in nats, summed over the ``batch.num_targets`` targets, in fp32.
 
     Args:
         task: causal_lm (the logits at a position predict the next label) or image_classification.
-        outputs: logits of shape (samples, length, vocabulary) or (samples, classes), or an object that has
-            them as ``logits``.
-        batch: whose labels are IGNORE where nothing counts.
+        outputs: logits of shape (batch, length, vocabulary) or (batch, classes), or an object with
+            such ``logits``.
+        batch: the batch; labels with the value IGNORE do not count.
 
     Returns:
-        A scalar; 0, with a gradient of 0, when no label counts.
+        A scalar. Without targets it is 0, and so is its gradient.
+
+    Raises:
+        ValueError: the task is unknown.
     """
-    logits, labels = _aligned(task, outputs, batch)
+    logits, labels = _align(task, outputs, batch)
     return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
 
 
 def count_correct(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
-    """How many of the ``batch.num_targets`` labels that count are among the model's first choices; a scalar integer.
+    """Count the targets among the ``choices`` classes with the largest logits (top-k accuracy).
 
-    Of fewer classes than ``choices`` all are chosen.
+    Returns:
+        An integer scalar, at most ``batch.num_targets``. With fewer classes than ``choices``, all targets count.
     """
     task = "causal_lm" if batch.labels.dim() == 2 else "image_classification"
-    logits, labels = _aligned(task, outputs, batch)
+    logits, labels = _align(task, outputs, batch)
     with torch.no_grad():
-        chosen = logits.topk(min(choices, logits.shape[-1]), dim=-1).indices
-        # No class is IGNORE, so a label that does not count is never a hit.
-        return (chosen == labels[:, None]).sum()
+        top = logits.topk(min(choices, logits.shape[-1]), dim=-1).indices
+        # No class equals IGNORE, so ignored labels never match.
+        return (top == labels[:, None]).sum()
 
 
 def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """Loss, labels that count, and those among the first choice and the first five, summed; shape (4,), float64.
+    """Return the summed loss, and the numbers of targets, top-1 hits and top-5 hits; shape (4,), float64.
 
-    Text has no accuracy (0), see ``shares``.
+    Text has no accuracy, see ``partial_metrics``; its hits are 0.
     """
     loss = loss_sum(task, outputs, batch)
     sums = torch.zeros(4, dtype=torch.float64, device=loss.device)
@@ -54,26 +61,33 @@ def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
 
 
 def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tensor) -> Tensor:
-    """A micro-batch's share of its step's mean loss and of its accuracy, detached; shape (2,).
+    """Return a micro-batch's contribution to the mean loss and accuracy of its step; shape (2,), detached.
 
-    Shares add up over micro-batches and ranks. Text has no accuracy (0): the first choice among all
-    entries of a vocabulary would cost about as much as the loss.
+    The sum over micro-batches and ranks is the step's mean. The accuracy of text is 0, because an argmax
+    over the vocabulary would cost about as much as the loss.
+
+    Args:
+        task: see ``loss_sum``.
+        outputs: see ``loss_sum``.
+        batch: the micro-batch.
+        loss: its loss, divided by ``normalizer``.
+        normalizer: number of targets of the step over all ranks.
     """
     hits = count_correct(outputs, batch) if task == "image_classification" else torch.zeros_like(loss)
     return torch.stack([loss.detach(), hits.detach() / normalizer])
 
 
 def get_logits(outputs: Any) -> Tensor:
-    """A model's logits, by themselves or beside other outputs."""
+    """Return the logits from a model's outputs: the outputs themselves, or their ``logits``."""
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
     return logits
 
 
-def _aligned(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits of shape (labels, classes), and the labels that they predict."""
+def _align(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return logits of shape (labels, classes) and the labels they predict, shape (labels,)."""
     logits = get_logits(outputs)
     if task == "causal_lm":
-        # Labels move, not logits: to leave out the last logits of each sample would copy all the others.
+        # Shift the labels, not the logits: logits[:, :-1] would copy all logits.
         return logits.flatten(0, 1), functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE).flatten()
     if task == "image_classification":
         return logits, batch.labels

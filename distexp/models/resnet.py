@@ -1,4 +1,4 @@
-"""ResNets: torchvision's own, and the same with fewer channels."""
+"""ResNets of torchvision, optionally with another number of channels."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ STANDARD_WIDTH = 64
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """A ResNet: ``images`` (samples, 3, height, width) to logits (samples, classes).
+    """Build a ResNet, which maps ``images`` (batch, 3, height, width) to logits (batch, classes).
 
     Args:
-        model: width (channels of the first stage; each next stage has twice as many), depths (blocks in
-            each of the four stages) and bottleneck (three convolutions a block instead of two).
+        model: width, the channels of the first stage, doubled in each next stage; depths, the blocks of the
+            four stages; bottleneck, whether a block has three convolutions instead of two.
         num_classes: classes of the data.
 
     Raises:
-        ConfigError: values that a ResNet does not have or cannot have.
+        ConfigError: a value is invalid for a ResNet.
     """
     validate_model(model)
-    assert model.width is not None, "validate_model"
-    assert model.depths is not None, "validate_model"
+    assert model.width is not None, "validate_model checks this"
+    assert model.depths is not None, "validate_model checks this"
     block = Bottleneck if model.bottleneck else BasicBlock
     if model.width == STANDARD_WIDTH:
         return ImageResNet(block, model.depths, num_classes=num_classes)
@@ -35,35 +35,36 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
 
 
 class ImageResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's ResNet under the name of our batches' input."""
+    """torchvision's ResNet with the input name of image batches."""
 
     def forward(self, images: Any) -> Any:
+        """Return logits of shape (batch, classes)."""
         return self._forward_impl(images)
 
     def to_hugging_face(self, state: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        """A ResNet of transformers, on the meta device, and these weights under its names."""
+        """Return an equivalent ResNet of transformers on the meta device, and the weights under its names."""
         from transformers import ResNetConfig, ResNetForImageClassification
 
         stages = [self.layer1, self.layer2, self.layer3, self.layer4]
         config = ResNetConfig(
             embedding_size=self.conv1.out_channels,
-            hidden_sizes=[_width_of(stage[-1]) for stage in stages],
+            hidden_sizes=[_output_channels(stage[-1]) for stage in stages],
             depths=[len(stage) for stage in stages],
             layer_type="bottleneck" if isinstance(stages[0][0], Bottleneck) else "basic",
             num_labels=self.fc.out_features,
         )
         with torch.device("meta"):
-            twin = ResNetForImageClassification(config)
-        return twin, {_as_hugging_face(name): tensor for name, tensor in state.items()}
+            converted = ResNetForImageClassification(config)
+        return converted, {_rename_for_hugging_face(name): tensor for name, tensor in state.items()}
 
 
 class ScaledResNet(ImageResNet):
-    """torchvision's ResNet with ``width`` channels in its first stage instead of 64."""
+    """torchvision's ResNet with ``width`` instead of 64 channels in its first stage."""
 
     def __init__(self, block: type[nn.Module], depths: list[int], num_classes: int, width: int) -> None:
         self.width = width
         super().__init__(block, depths, num_classes=num_classes)
-        # What torchvision makes outside of _make_layer has its fixed 64 channels.
+        # Layers that torchvision builds outside of _make_layer always have 64 channels.
         self.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
         nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         self.bn1 = nn.BatchNorm2d(width)
@@ -75,14 +76,14 @@ class ScaledResNet(ImageResNet):
         return super()._make_layer(block, planes * self.width // STANDARD_WIDTH, blocks, stride, dilate)
 
 
-def _width_of(block: Any) -> int:
-    """Channels that leave a residual block."""
+def _output_channels(block: Any) -> int:
+    """Return the output channels of a residual block."""
     last = block.conv3 if isinstance(block, Bottleneck) else block.conv2
     return int(last.out_channels)
 
 
-def _as_hugging_face(name: str) -> str:
-    """``layer2.0.conv1.weight`` as ``resnet.encoder.stages.1.layers.0.layer.0.convolution.weight``."""
+def _rename_for_hugging_face(name: str) -> str:
+    """Rename ``layer2.0.conv1.weight`` to ``resnet.encoder.stages.1.layers.0.layer.0.convolution.weight``."""
     module, _, kind = name.rpartition(".")
     if module == "fc":
         return f"classifier.1.{kind}"
@@ -90,7 +91,7 @@ def _as_hugging_face(name: str) -> str:
     if not module.startswith("layer"):
         return f"resnet.embedder.embedder.{kinds[module.rstrip('1')]}.{kind}"
     stage, block, part, *rest = module.removeprefix("layer").split(".")
-    place = f"resnet.encoder.stages.{int(stage) - 1}.layers.{block}"
+    prefix = f"resnet.encoder.stages.{int(stage) - 1}.layers.{block}"
     if part == "downsample":
-        return f"{place}.shortcut.{('convolution', 'normalization')[int(rest[0])]}.{kind}"
-    return f"{place}.layer.{int(part[-1]) - 1}.{kinds[part[:-1]]}.{kind}"
+        return f"{prefix}.shortcut.{('convolution', 'normalization')[int(rest[0])]}.{kind}"
+    return f"{prefix}.layer.{int(part[-1]) - 1}.{kinds[part[:-1]]}.{kind}"

@@ -1,4 +1,4 @@
-"""Changes to a model's blocks that every strategy takes alike, made before it is distributed."""
+"""Activation checkpointing and compilation of blocks, for all strategies, before a model is distributed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from distexp.config import Config
 from distexp.models.introspection import find_blocks
 
 
-def transform(model: nn.Module, config: Config) -> None:
-    """Recomputes and compiles blocks, as the configuration asks.
+def transform_blocks(model: nn.Module, config: Config) -> None:
+    """Apply ``train.activation_checkpointing`` and ``train.compile`` to the blocks of a model.
 
-    Only a block's ``forward`` is replaced: names and parameters stay, and the hooks by which FSDP and
-    ZeRO gather parameters stay outside of what is recomputed or traced.
+    Only ``forward`` of a block is replaced, so names and parameters stay. The hooks of FSDP and ZeRO, which
+    gather parameters, are outside of the recomputed or compiled function.
     """
     if not (config.train.activation_checkpointing or config.train.compile):
         return

@@ -31,7 +31,7 @@ from distexp.measure.flops import peak_tflops, training_flops
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
 from distexp.models.introspection import check_supports_logits_to_keep
-from distexp.models.transforms import transform
+from distexp.models.transforms import transform_blocks
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
 from distexp.runs.environment import make_environment
@@ -188,7 +188,7 @@ def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
         check_exportable(blueprint.model)
     if config.train.logits == "targets":
         check_supports_logits_to_keep(blueprint.model)
-    transform(blueprint.model, config)
+    transform_blocks(blueprint.model, config)
     return blueprint
 
 

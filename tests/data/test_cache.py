@@ -1,4 +1,4 @@
-"""One builder, many waiters, and nothing half-built: with real processes."""
+"""The cache with real processes: one builder, others wait, and no partial results."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ print(sorted(file.name for file in target.iterdir()), flush=True)
 """
 
 
-def start(target: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
+def start_builder(target: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", BUILDER, str(target), str(log), str(seconds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def halfway(builder: subprocess.Popen[str]) -> None:
+def wait_until_halfway(builder: subprocess.Popen[str]) -> None:
     assert builder.stdout is not None
     assert builder.stdout.readline() == "halfway\n"
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTEXP_CACHE", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
     monkeypatch.setenv("HOME", "/c")
@@ -57,7 +57,7 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
 
 def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     target, log = tmp_path / "deep" / "result", tmp_path / "log"
-    builders = [start(target, log, 0.5) for _ in range(4)]
+    builders = [start_builder(target, log, 0.5) for _ in range(4)]
     outputs = [builder.communicate(timeout=60)[0] for builder in builders]
     assert all(builder.returncode == 0 for builder in builders)
     assert log.read_text() == "built\n"
@@ -65,23 +65,23 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     assert sum("halfway" in output for output in outputs) == 1
 
 
-def test_a_waiting_process_takes_over_from_a_killed_builder(tmp_path: Path) -> None:
+def test_a_waiting_process_builds_if_the_builder_is_killed(tmp_path: Path) -> None:
     target, log = tmp_path / "result", tmp_path / "log"
-    killed = start(target, log, 600)
-    halfway(killed)
-    waiting = start(target, log, 0)
+    killed = start_builder(target, log, 600)
+    wait_until_halfway(killed)
+    waiting = start_builder(target, log, 0)
     killed.send_signal(signal.SIGKILL)
     output, _ = waiting.communicate(timeout=60)
     killed.communicate()
     assert output.endswith("['first', 'second']\n")
     assert log.read_text() == "built\n" * 2
-    assert not list(tmp_path.glob(".result*partial")), "what the killed builder left is cleared away"
+    assert not list(tmp_path.glob(".result*partial")), "the partial result is removed"
 
 
-def test_a_killed_builder_leaves_nothing_that_is_taken_for_a_result(tmp_path: Path) -> None:
+def test_a_killed_builder_leaves_no_result(tmp_path: Path) -> None:
     target = tmp_path / "result"
-    killed = start(target, tmp_path / "log", 600)
-    halfway(killed)
+    killed = start_builder(target, tmp_path / "log", 600)
+    wait_until_halfway(killed)
     killed.kill()
     killed.communicate()
     assert not target.exists()
@@ -89,7 +89,7 @@ def test_a_killed_builder_leaves_nothing_that_is_taken_for_a_result(tmp_path: Pa
     assert target.read_text() == "whole"
 
 
-def test_a_failing_builder_leaves_nothing_and_its_error_is_seen(tmp_path: Path) -> None:
+def test_an_error_of_the_builder_is_raised_and_leaves_no_result(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         folder.mkdir()
         raise ZeroDivisionError
@@ -99,24 +99,24 @@ def test_a_failing_builder_leaves_nothing_and_its_error_is_seen(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == [".result.lock"]
 
 
-def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_a_read_only_cache_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"The cache .*/file.* cannot be written \(.+\): set DISTEXP_CACHE"):
+    with pytest.raises(ConfigError, match=r"cannot write to the cache directory .*/file \(.+\): set .* DISTEXP_CACHE"):
         build_once(tmp_path / "file" / "result", lambda path: path.mkdir())
 
 
-def test_without_locks_the_first_result_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_first_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "result"
 
-    def no_locks(*_: object) -> None:
+    def raise_oserror(*_: object) -> None:
         raise OSError
 
-    def overtaken(folder: Path) -> None:
-        for place, text in ((folder, "mine"), (target, "theirs")):
-            place.mkdir()
-            (place / "text").write_text(text)
+    def build_after_another_process(folder: Path) -> None:
+        for result, text in ((folder, "mine"), (target, "theirs")):
+            result.mkdir()
+            (result / "text").write_text(text)
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    build_once(target, overtaken)
+    monkeypatch.setattr(fcntl, "flock", raise_oserror)
+    build_once(target, build_after_another_process)
     assert (target / "text").read_text() == "theirs"
     assert not list(tmp_path.glob("*.partial"))

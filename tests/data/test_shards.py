@@ -1,4 +1,4 @@
-"""Which rank sees which sample: each once, in the same global batches for any number of ranks."""
+"""Sharding of samples: each is used once, in the same global batches for any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from distexp.training.loop import end_epoch
 from distexp.training.schedule import StepPlan
 
 
-def steps_of(length: int, world: int, micro: int, accumulation: int, epoch: int = 0) -> list[list[int]]:
-    """The positions of each global batch, all ranks together; padding copies are at least ``length``."""
+def global_batches(length: int, world: int, micro: int, accumulation: int, epoch: int = 0) -> list[list[int]]:
+    """Return the indices of each global batch over all ranks; padding copies have indices from ``length``."""
     ranks = []
     for rank in range(world):
         batches = ShardedBatchSampler(length, BatchSharding(rank, world, micro, accumulation), seed=7, shuffle=True)
@@ -39,25 +39,25 @@ def steps_of(length: int, world: int, micro: int, accumulation: int, epoch: int 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("length", [1, 5, 24, 100])
 def test_every_sample_counts_once(world: int, length: int) -> None:
-    seen = Counter(index for step in steps_of(length, world, 2, 2) for index in step if index < length)
+    seen = Counter(index for step in global_batches(length, world, 2, 2) for index in step if index < length)
     assert seen == Counter(range(length))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 3), (3, 4, 2), (4, 3, 2), (6, 4, 1), (24, 1, 1)])
 def test_a_global_batch_is_the_same_for_any_number_of_ranks(shape: tuple[int, int, int]) -> None:
     def counted(world: int, micro: int, accumulation: int) -> list[set[int]]:
-        return [{i for i in step if i < 113} for step in steps_of(113, world, micro, accumulation)]
+        return [{i for i in step if i < 113} for step in global_batches(113, world, micro, accumulation)]
 
     assert counted(*shape) == counted(1, 4, 6)
 
 
-def test_epochs_are_shuffled_apart_and_repeatably() -> None:
-    assert steps_of(50, 2, 2, 2, epoch=0) != steps_of(50, 2, 2, 2, epoch=1)
-    assert steps_of(50, 2, 2, 2, epoch=1) == steps_of(50, 2, 2, 2, epoch=1)
+def test_each_epoch_has_its_own_repeatable_order() -> None:
+    assert global_batches(50, 2, 2, 2, epoch=0) != global_batches(50, 2, 2, 2, epoch=1)
+    assert global_batches(50, 2, 2, 2, epoch=1) == global_batches(50, 2, 2, 2, epoch=1)
 
 
-class Watched:
-    """Twelve samples whose labels are their positions, and how often each was read, by whatever process."""
+class CountingSamples:
+    """Twelve samples with their index as label, and a count of reads in all processes."""
 
     def __init__(self) -> None:
         self.reads = torch.zeros(12, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -69,56 +69,56 @@ class Watched:
         self.reads[index] += 1
         return {"images": torch.zeros(3, 2, 2, dtype=torch.uint8), "labels": torch.tensor(index)}
 
-    def are_read(self, seconds: float = 20.0) -> bool:
-        """Whether one of them is, until then."""
-        until = time.monotonic() + seconds
-        while not self.reads.any() and time.monotonic() < until:
+    def wait_for_reads(self, seconds: float = 20.0) -> bool:
+        """Return whether a sample is read within some seconds."""
+        deadline = time.monotonic() + seconds
+        while not self.reads.any() and time.monotonic() < deadline:
             time.sleep(0.01)
         return bool(self.reads.any())
 
 
-def loader_of(samples: Watched, num_workers: int) -> ShardedLoader:
+def make_loader(samples: CountingSamples, num_workers: int) -> ShardedLoader:
     data = TaskData("image_classification", samples, samples, collate_images, num_classes=len(samples))
     sharding = BatchSharding(rank=0, world_size=1, micro_batch_size=2)
     return ShardedLoader(samples, data, sharding, torch.device("cpu"), seed=1, shuffle=True, num_workers=num_workers)
 
 
-def order_of(loader: ShardedLoader, epoch: int, steps: range | None = None) -> list[list[int]]:
+def read_labels(loader: ShardedLoader, epoch: int, steps: range | None = None) -> list[list[int]]:
     return [batch.labels.tolist() for step in loader.iter_steps(epoch, steps) for batch in step.micro_batches]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_epoch_that_was_begun_has_its_own_samples(num_workers: int) -> None:
-    plain = loader_of(Watched(), 0)
-    samples = Watched()
-    loader = loader_of(samples, num_workers)
-    order_of(loader, 0)
+def test_a_prefetched_epoch_has_its_own_samples(num_workers: int) -> None:
+    plain = make_loader(CountingSamples(), 0)
+    samples = CountingSamples()
+    loader = make_loader(samples, num_workers)
+    read_labels(loader, 0)
     samples.reads.zero_()
     loader.prefetch(1, range(loader.steps_per_epoch))
-    assert samples.are_read() if num_workers else not samples.reads.any()
-    assert order_of(loader, 1) == order_of(plain, 1)
+    assert samples.wait_for_reads() if num_workers else not samples.reads.any()
+    assert read_labels(loader, 1) == read_labels(plain, 1)
     assert samples.reads.tolist() == [1] * 12
     loader.prefetch(2, range(loader.steps_per_epoch))
-    assert order_of(loader, 3, range(2, 4)) == order_of(plain, 3)[2:4], "another than was begun"
+    assert read_labels(loader, 3, range(2, 4)) == read_labels(plain, 3)[2:4], "not the prefetched epoch"
 
 
-def test_the_next_epoch_is_read_while_the_last_is_evaluated() -> None:
-    samples, seen = Watched(), []
-    training, evaluation = loader_of(samples, 1), loader_of(Watched(), 0)
-    order_of(training, 0)
+def test_the_next_epoch_is_prefetched_during_evaluation() -> None:
+    samples, seen = CountingSamples(), []
+    training, evaluation = make_loader(samples, 1), make_loader(CountingSamples(), 0)
+    read_labels(training, 0)
     plan = StepPlan(TrainConfig(num_epochs=2), steps_per_epoch=training.steps_per_epoch)
 
-    class Patient:
+    class WaitingModel:
         module: Any = torch.nn.Identity()
 
         def forward(self, batch: Batch) -> Tensor:
-            seen.append(samples.are_read(20.0 if waits else 0.5))
+            seen.append(samples.wait_for_reads(20.0 if waits else 0.5))
             return torch.zeros(len(batch.labels), 12)
 
     for waits, steps in ((True, 6), (False, 12)):
         samples.reads.zero_()
         seen.clear()
         inputs = TrainingInputs(training, evaluation, plan, MagicMock(steps=steps), run_id="")
-        end_epoch(Patient(), inputs)  # type: ignore[arg-type]
-        assert seen == [waits] * 6, "after the last epoch nothing is read"
-        order_of(training, 1)
+        end_epoch(WaitingModel(), inputs)  # type: ignore[arg-type]
+        assert seen == [waits] * 6, "nothing is prefetched after the last epoch"
+        read_labels(training, 1)

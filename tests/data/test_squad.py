@@ -1,4 +1,4 @@
-"""SQuAD: what is learnt, what is cut, and where the data may come from."""
+"""SQuAD: targets, cut contexts, and the sources of the data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from distexp.config import ConfigError, DatasetConfig
 from distexp.data import qa, squad
 from distexp.data.base import IGNORE, TaskData
-from distexp.data.qa import Example, QASamples, one_line
-from tests.helpers.datasets import TEXT_MODEL, real_squad
+from distexp.data.qa import Example, QASamples, normalize_whitespace
+from tests.helpers.datasets import TEXT_MODEL
 from tests.helpers.datasets import dataset as dataset_config
 
 
-def questions(path: str | None) -> list[tuple[str, str, list[str]]]:
-    """Context, question and answers of an official file, read without the code under test."""
+def read_questions(path: str | None) -> list[tuple[str, str, list[str]]]:
+    """Read contexts, questions and answers of an official file without the code under test."""
     assert path is not None
     return [
         (paragraph["context"], entry["question"], [answer["text"] for answer in entry["answers"]])
@@ -30,8 +30,8 @@ def questions(path: str | None) -> list[tuple[str, str, list[str]]]:
     ]
 
 
-def small(tmp_path: Path, **keys: Any) -> DatasetConfig:
-    """Two questions for training, one of them with a long context, and one for evaluation."""
+def write_small_squad(tmp_path: Path, **keys: Any) -> DatasetConfig:
+    """Write two questions for training, one of them with a long context, and one for evaluation."""
 
     def entry(question: str, *answers: str) -> dict[str, Any]:
         return {"id": question, "question": question, "answers": [{"text": text} for text in answers]}
@@ -45,34 +45,37 @@ def small(tmp_path: Path, **keys: Any) -> DatasetConfig:
     return dataset_config("squad", **{"max_length": 64, **paths, **keys})
 
 
-def answer_of(data: TaskData, samples: Any, index: int) -> tuple[str, int]:
-    """The learnt text and the last learnt id of a sample."""
+def decode_answer(data: TaskData, samples: Any, index: int) -> tuple[str, int]:
+    """Return the text of a sample's targets, and the last target."""
     labels = samples[index]["labels"]
-    learnt = labels[labels != IGNORE].tolist()
-    return data.tokenizer.decode(learnt[:-1]), learnt[-1]
+    targets = labels[labels != IGNORE].tolist()
+    return data.tokenizer.decode(targets[:-1]), targets[-1]
 
 
-def prompt_of(data: TaskData, samples: Any, index: int) -> str:
+def decode_prompt(data: TaskData, samples: Any, index: int) -> str:
     sample = samples[index]
     text = data.tokenizer.decode(sample["input_ids"][sample["labels"] == IGNORE].tolist())
     assert isinstance(text, str)
     return text
 
 
-def test_exactly_the_answer_and_its_end_are_learnt() -> None:
-    data = squad.load(replace(real_squad(), max_length=4096), TEXT_MODEL, 0)
+def test_targets_are_the_answer_and_its_end_token(squad_files: DatasetConfig) -> None:
+    data = squad.load(replace(squad_files, max_length=4096), TEXT_MODEL, 0)
     assert data.notes == []
-    for samples, path in ((data.train, real_squad().train_path), (data.evaluation, real_squad().eval_path)):
-        expected = questions(path)
+    for samples, path in ((data.train, squad_files.train_path), (data.evaluation, squad_files.eval_path)):
+        expected = read_questions(path)
         assert len(samples) == len(expected)
         for index, (context, question, answers) in enumerate(expected):
-            prompt = f"Question: {one_line(question)} Context: {one_line(context)} Answer:"
-            assert prompt_of(data, samples, index) == prompt
-            assert answer_of(data, samples, index) == (f" {one_line(answers[0])}", data.tokenizer.eos_id)
+            prompt = f"Question: {normalize_whitespace(question)} Context: {normalize_whitespace(context)} Answer:"
+            assert decode_prompt(data, samples, index) == prompt
+            assert decode_answer(data, samples, index) == (
+                f" {normalize_whitespace(answers[0])}",
+                data.tokenizer.eos_id,
+            )
 
 
-def test_padding_is_neither_seen_nor_learnt() -> None:
-    data = squad.load(real_squad(), TEXT_MODEL, 0)
+def test_padding_is_masked_and_has_no_targets(squad_files: DatasetConfig) -> None:
+    data = squad.load(squad_files, TEXT_MODEL, 0)
     samples = [data.train[index] for index in (0, 7, 100)]
     batch = data.collate(samples)
     assert batch.inputs["input_ids"].shape == batch.labels.shape == (3, 512)
@@ -87,52 +90,52 @@ def test_padding_is_neither_seen_nor_learnt() -> None:
     assert batch.num_tokens == sum(len(sample["input_ids"]) for sample in samples)
 
 
-def test_longest_pads_to_the_longest_of_a_batch() -> None:
-    data = squad.load(replace(real_squad(), padding="longest", max_length=4096), TEXT_MODEL, 0)
+def test_longest_pads_to_the_longest_of_a_batch(squad_files: DatasetConfig) -> None:
+    data = squad.load(replace(squad_files, padding="longest", max_length=4096), TEXT_MODEL, 0)
     samples = [data.train[index] for index in (0, 7, 9)]
     longest = max(len(sample["input_ids"]) for sample in samples)
     assert longest < 4096
     assert data.collate(samples).labels.shape == (3, longest)
 
 
-def test_a_sample_that_only_fills_a_batch_does_not_count(tmp_path: Path) -> None:
-    data = squad.load(small(tmp_path), TEXT_MODEL, 0)
+def test_a_padding_sample_does_not_count(tmp_path: Path) -> None:
+    data = squad.load(write_small_squad(tmp_path), TEXT_MODEL, 0)
     sample = data.train[0]
-    filler = {**sample, "labels": torch.full_like(sample["labels"], IGNORE)}
-    alone, filled = data.collate([sample]), data.collate([sample, filler])
+    padding = {**sample, "labels": torch.full_like(sample["labels"], IGNORE)}
+    alone, filled = data.collate([sample]), data.collate([sample, padding])
     assert (filled.num_samples, filled.num_targets, filled.num_tokens) == (1, alone.num_targets, alone.num_tokens)
 
 
 @pytest.mark.parametrize("max_length", [128, 512])
-def test_cutting_keeps_question_and_answer_and_is_told(max_length: int) -> None:
-    whole = squad.load(replace(real_squad(), max_length=4096), TEXT_MODEL, 0)
-    data = squad.load(replace(real_squad(), max_length=max_length), TEXT_MODEL, 0)
+def test_cutting_keeps_question_and_answer_and_is_reported(squad_files: DatasetConfig, max_length: int) -> None:
+    whole = squad.load(replace(squad_files, max_length=4096), TEXT_MODEL, 0)
+    data = squad.load(replace(squad_files, max_length=max_length), TEXT_MODEL, 0)
     cut = lost = 0
-    for index, (context, question, answers) in enumerate(questions(real_squad().train_path)):
-        answer, prompt = one_line(answers[0]), prompt_of(data, data.train, index)
-        assert answer_of(data, data.train, index) == (f" {answer}", data.tokenizer.eos_id)
-        head, tail = f"Question: {one_line(question)} Context:", " Answer:"
+    for index, (context, question, answers) in enumerate(read_questions(squad_files.train_path)):
+        answer, prompt = normalize_whitespace(answers[0]), decode_prompt(data, data.train, index)
+        assert decode_answer(data, data.train, index) == (f" {answer}", data.tokenizer.eos_id)
+        head, tail = f"Question: {normalize_whitespace(question)} Context:", " Answer:"
         assert prompt.startswith(head)
         assert prompt.endswith(tail)
         length = len(data.train[index]["input_ids"])
         if len(whole.train[index]["input_ids"]) > max_length:
             assert length == max_length
             kept = prompt.removeprefix(head).removesuffix(tail).rstrip("\ufffd")
-            assert f" {one_line(context)}".startswith(kept)
+            assert f" {normalize_whitespace(context)}".startswith(kept)
             cut += 1
             lost += answer not in kept
         else:
             assert data.train[index]["input_ids"].equal(whole.train[index]["input_ids"])
     assert cut > lost > 0
     assert data.notes[0] == (
-        f"{cut} of 269 training examples were longer than dataset.max_length={max_length} tokens: the end of their "
-        f"context was cut, and {lost} of these contexts no longer hold the answer: raise dataset.max_length to keep it"
+        f"{cut} of 269 training examples are longer than dataset.max_length={max_length} tokens: the end of their "
+        f"context was cut; {lost} of these contexts no longer contain the answer. Raise dataset.max_length to keep it"
     )
-    assert all(" 269 " not in note for note in data.notes[1:]), "one sentence says it"
+    assert all(" 269 " not in note for note in data.notes[1:]), "reported once"
 
 
-def test_what_does_not_fit_at_all_is_left_out_and_told(tmp_path: Path) -> None:
-    config = small(tmp_path)
+def test_unusable_examples_are_left_out_and_reported(tmp_path: Path) -> None:
+    config = write_small_squad(tmp_path)
     content = json.loads((tmp_path / "train.json").read_text())
     content["data"][0]["paragraphs"][1]["qas"][0]["question"] = "Where is Hugo " * 30
     content["data"][0]["paragraphs"][1]["qas"].append({"id": "none", "question": "Why?", "answers": []})
@@ -145,24 +148,24 @@ def test_what_does_not_fit_at_all_is_left_out_and_told(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_left_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"None of 2 training examples can be used with dataset.max_length=2"):
-        squad.load(small(tmp_path, max_length=2), TEXT_MODEL, 0)
+def test_data_without_usable_examples_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none of 2 training examples is usable with dataset.max_length=2"):
+        squad.load(write_small_squad(tmp_path, max_length=2), TEXT_MODEL, 0)
 
 
-def test_evaluation_knows_its_references_and_prompts() -> None:
-    data = squad.load(real_squad(), TEXT_MODEL, 0)
+def test_evaluation_has_references_and_prompts(squad_files: DatasetConfig) -> None:
+    data = squad.load(squad_files, TEXT_MODEL, 0)
     assert isinstance(data.evaluation, QASamples)
-    for index, (_, _, answers) in enumerate(questions(real_squad().eval_path)):
-        assert data.evaluation.references[index] == tuple(one_line(answer) for answer in answers)
+    for index, (_, _, answers) in enumerate(read_questions(squad_files.eval_path)):
+        assert data.evaluation.references[index] == tuple(normalize_whitespace(answer) for answer in answers)
         prompt = data.tokenizer.decode(data.evaluation.prompt(index).tolist())
-        assert prompt == prompt_of(data, data.evaluation, index)
+        assert prompt == decode_prompt(data, data.evaluation, index)
     assert len(set(data.evaluation.ids)) == len(data.evaluation)
 
 
-def test_the_first_examples_are_taken_and_the_tokenizer_stays() -> None:
-    everything = squad.load(real_squad(), TEXT_MODEL, 0)
-    few = squad.load(replace(real_squad(), train_size=5, eval_size=3), TEXT_MODEL, 0)
+def test_sizes_take_the_first_examples_and_keep_the_tokenizer(squad_files: DatasetConfig) -> None:
+    everything = squad.load(squad_files, TEXT_MODEL, 0)
+    few = squad.load(replace(squad_files, train_size=5, eval_size=3), TEXT_MODEL, 0)
     assert (len(few.train), len(few.evaluation)) == (5, 3)
     assert few.tokenizer.fingerprint == everything.tokenizer.fingerprint
     assert few.train[4]["input_ids"].equal(everything.train[4]["input_ids"])
@@ -170,79 +173,81 @@ def test_the_first_examples_are_taken_and_the_tokenizer_stays() -> None:
         few.train[5]
 
 
-@pytest.mark.parametrize(("kind", "name", "there"), [("train", "training", 2), ("eval", "evaluation", 1)])
-def test_a_size_larger_than_the_data_is_refused(tmp_path: Path, kind: str, name: str, there: int) -> None:
-    message = f"dataset.{kind}_size=9 is more than the {there} {name} examples.*at most {there}, or null"
+@pytest.mark.parametrize(("kind", "name", "available"), [("train", "training", 2), ("eval", "evaluation", 1)])
+def test_a_size_larger_than_the_data_is_refused(tmp_path: Path, kind: str, name: str, available: int) -> None:
+    message = f"dataset.{kind}_size=9 is more than the {available} {name} examples.*at most {available}, or null"
     with pytest.raises(ConfigError, match=message):
-        squad.load(small(tmp_path, **{f"{kind}_size": 9}), TEXT_MODEL, 0)
+        squad.load(write_small_squad(tmp_path, **{f"{kind}_size": 9}), TEXT_MODEL, 0)
 
 
-def test_known_texts_are_not_tokenised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_texts_are_not_tokenized_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
-    first = squad.load(small(tmp_path), TEXT_MODEL, 0)
-    monkeypatch.setattr(qa, "_Encoder", None)
-    again = squad.load(small(tmp_path), TEXT_MODEL, 0)
+    first = squad.load(write_small_squad(tmp_path), TEXT_MODEL, 0)
+    monkeypatch.setattr(qa, "_ExampleEncoder", None)
+    again = squad.load(write_small_squad(tmp_path), TEXT_MODEL, 0)
     assert again.train[1]["input_ids"].equal(first.train[1]["input_ids"])
     assert again.notes == first.notes
     with pytest.raises(TypeError):
-        squad.load(small(tmp_path, max_length=65), TEXT_MODEL, 0)
+        squad.load(write_small_squad(tmp_path, max_length=65), TEXT_MODEL, 0)
 
 
-def dataset_dict(config: DatasetConfig) -> datasets.DatasetDict:
-    """An official file as the hub has it."""
+def make_dataset_dict(config: DatasetConfig) -> datasets.DatasetDict:
+    """Convert official files to the format of the hub."""
 
     def rows(path: str | None) -> datasets.Dataset:
         return datasets.Dataset.from_list([
             {"id": str(index), "title": "", "context": context, "question": question,
              "answers": {"text": answers, "answer_start": [0] * len(answers)}}
-            for index, (context, question, answers) in enumerate(questions(path))
+            for index, (context, question, answers) in enumerate(read_questions(path))
         ])  # fmt: skip
 
     return datasets.DatasetDict({"train": rows(config.train_path), "validation": rows(config.eval_path)})
 
 
-def test_files_saved_folders_and_the_hub_give_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from_files = squad.load(real_squad(), TEXT_MODEL, 0)
-    splits = dataset_dict(real_squad())
+def test_files_saved_folders_and_the_hub_give_the_same_samples(
+    squad_files: DatasetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_files = squad.load(squad_files, TEXT_MODEL, 0)
+    splits = make_dataset_dict(squad_files)
     splits.save_to_disk(str(tmp_path / "saved"))
-    asked: list[str] = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda name: asked.append(name) or splits)
+    requested: list[str] = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: requested.append(name) or splits)
     for path in (str(tmp_path / "saved"), "rajpurkar/squad"):
-        data = squad.load(replace(real_squad(), train_path=None, eval_path=None, path=path), TEXT_MODEL, 0)
+        data = squad.load(replace(squad_files, train_path=None, eval_path=None, path=path), TEXT_MODEL, 0)
         for mine, theirs in ((data.train, from_files.train), (data.evaluation, from_files.evaluation)):
             assert len(mine) == len(theirs)
             for index in range(len(mine)):
                 assert mine[index]["input_ids"].equal(theirs[index]["input_ids"])
                 assert mine[index]["labels"].equal(theirs[index]["labels"])
-    assert asked == ["rajpurkar/squad"]
+    assert requested == ["rajpurkar/squad"]
 
 
-def test_files_win_over_the_hub(tmp_path: Path) -> None:
-    assert len(squad.load(small(tmp_path, path="rajpurkar/squad"), TEXT_MODEL, 0).train) == 2
+def test_files_take_precedence_over_the_hub(tmp_path: Path) -> None:
+    assert len(squad.load(write_small_squad(tmp_path, path="rajpurkar/squad"), TEXT_MODEL, 0).train) == 2
 
 
 @pytest.mark.parametrize("given", ["train_path", "eval_path"])
 def test_one_file_alone_is_refused(tmp_path: Path, given: str) -> None:
     absent = {"train_path": "eval_path", "eval_path": "train_path"}[given]
-    message = f"dataset.{given}=.*json is set and dataset.{absent} is not.*set both or neither"
+    message = f"dataset.{given}=.*json is set, but dataset.{absent} is null: set both, or neither"
     with pytest.raises(ConfigError, match=message):
-        squad.load(small(tmp_path, **{absent: None}), TEXT_MODEL, 0)
+        squad.load(write_small_squad(tmp_path, **{absent: None}), TEXT_MODEL, 0)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"train.json cannot be read as JSON \(.*No such file.*\): give a SQuAD v1.1 file"),
-        ("{", r"train.json cannot be read as JSON"),
-        (b"\xff\xfe\x00", r"train.json cannot be read as JSON"),
-        ("{}", r"train.json has no 'data' where SQuAD v1.1 has one: the layout is data\[\]"),
-        ('{"data": [{"title": "x"}]}', r"train.json has no 'paragraphs'"),
-        ("[1]", r"train.json is JSON of another shape"),
-        ('{"data": [{"paragraphs": [{"context": 3, "qas": []}]}]}', r"train.json is JSON of another shape"),
+        (None, r"cannot read .*train.json as JSON \(.*No such file.*\): use a SQuAD v1.1 file"),
+        ("{", r"cannot read .*train.json as JSON"),
+        (b"\xff\xfe\x00", r"cannot read .*train.json as JSON"),
+        ("{}", r"train.json lacks the key 'data' of SQuAD v1.1: expected data\[\]"),
+        ('{"data": [{"title": "x"}]}', r"train.json lacks the key 'paragraphs'"),
+        ("[1]", r"train.json is not in the format of SQuAD v1.1"),
+        ('{"data": [{"paragraphs": [{"context": 3, "qas": []}]}]}', r"train.json is not in the format of SQuAD v1.1"),
     ],
 )
 def test_files_of_another_format_are_refused(tmp_path: Path, content: str | bytes | None, message: str) -> None:
-    config = small(tmp_path)
+    config = write_small_squad(tmp_path)
     path = tmp_path / "train.json"
     if content is None:
         path.unlink()
@@ -264,14 +269,14 @@ def test_a_data_set_without_splits_or_columns_is_refused(tmp_path: Path) -> None
     rows.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict(train=rows, validation=rows).save_to_disk(str(tmp_path / "two"))
     for folder, message in (
-        ("one", "must hold the splits train and validation"),
+        ("one", "must have the splits train and validation"),
         ("two", "lacks the columns answers"),
     ):
         with pytest.raises(ConfigError, match=message):
             squad.load(dataset_config("squad", path=str(tmp_path / folder), max_length=64), TEXT_MODEL, 0)
 
 
-def test_an_unreachable_hub_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name: str) -> None:
         raise ConnectionError(f"Couldn't reach '{name}' on the Hub\nand more lines")
 
@@ -283,26 +288,26 @@ def test_an_unreachable_hub_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_data_without_a_question_is_refused(tmp_path: Path) -> None:
-    config = small(tmp_path)
+    config = write_small_squad(tmp_path)
     (tmp_path / "train.json").write_text('{"data": []}')
-    with pytest.raises(ConfigError, match=r"^There are no training examples: name data that has some$"):
+    with pytest.raises(ConfigError, match=r"^the data has no training examples: use data with at least one question$"):
         squad.load(config, TEXT_MODEL, 0)
 
 
-def test_no_place_at_all_is_refused() -> None:
+def test_data_without_a_source_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"dataset.path is null: set a hub id"):
         squad.load(dataset_config("squad", max_length=64), TEXT_MODEL, 0)
 
 
-def test_a_length_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_length_above_the_positions_of_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataset.max_length=64 exceeds model.seq_length=32.*raise the second"):
-        squad.load(small(tmp_path), replace(TEXT_MODEL, seq_length=32), 0)
+        squad.load(write_small_squad(tmp_path), replace(TEXT_MODEL, seq_length=32), 0)
     with pytest.raises(ConfigError, match=r"dataset.max_length is null"):
-        squad.load(small(tmp_path, max_length=None), TEXT_MODEL, 0)
-    data = squad.load(small(tmp_path, max_length=None), replace(TEXT_MODEL, seq_length=80), 0)
+        squad.load(write_small_squad(tmp_path, max_length=None), TEXT_MODEL, 0)
+    data = squad.load(write_small_squad(tmp_path, max_length=None), replace(TEXT_MODEL, seq_length=80), 0)
     assert data.collate([data.train[0]]).labels.shape == (1, 80)
 
 
-def test_one_context_is_tokenised_once() -> None:
+def test_a_repeated_context_is_in_the_corpus_once() -> None:
     examples = [Example(str(index), f"Why {index}?", "So it is.", ("So",)) for index in range(50)]
-    assert len([text for text in qa.corpus(examples) if text == " So it is."]) == 1
+    assert len([text for text in qa.tokenizer_corpus(examples) if text == " So it is."]) == 1

@@ -1,4 +1,4 @@
-"""Random samples: decided by seed and index, of the shapes that were asked for."""
+"""Random samples depend on seed and index only, and have the configured shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.datasets import IMAGE_MODEL, TEXT_MODEL, dataset
 CONFIG = dataset("synthetic", train_size=50, eval_size=5, max_length=16, image_size=8, num_classes=7)
 
 
-def test_tokens_have_the_shape_and_the_vocabulary_asked_for() -> None:
+def test_tokens_have_the_configured_shape_and_vocabulary() -> None:
     data = synthetic.load(CONFIG, replace(TEXT_MODEL, vocab_size=11), 1)
     assert (data.task, data.num_classes, len(data.train), len(data.evaluation)) == ("causal_lm", 11, 50, 5)
     batch = data.collate([data.train[index] for index in range(50)])
@@ -24,7 +24,7 @@ def test_tokens_have_the_shape_and_the_vocabulary_asked_for() -> None:
     assert batch.inputs["attention_mask"].all()
 
 
-def test_images_have_the_shape_and_the_classes_asked_for() -> None:
+def test_images_have_the_configured_shape_and_classes() -> None:
     data = synthetic.load(CONFIG, IMAGE_MODEL, 1)
     assert (data.task, data.num_classes) == ("image_classification", 7)
     batch = data.collate([data.train[index] for index in range(50)])
@@ -34,7 +34,7 @@ def test_images_have_the_shape_and_the_classes_asked_for() -> None:
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "image_classification"])
-def test_a_sample_is_decided_by_seed_and_index(task: str) -> None:
+def test_a_sample_depends_on_seed_and_index_only(task: str) -> None:
     model = replace(TEXT_MODEL, task=task)
     name = "input_ids" if task == "causal_lm" else "images"
     data, same, other = (synthetic.load(CONFIG, model, seed) for seed in (1, 1, 2))
@@ -51,12 +51,12 @@ def test_a_sample_is_decided_by_seed_and_index(task: str) -> None:
     [("train_size", "causal_lm"), ("eval_size", "causal_lm"), ("max_length", "causal_lm"),
      ("image_size", "image_classification"), ("num_classes", "image_classification")],
 )  # fmt: skip
-def test_what_the_task_needs_must_be_set(key: str, task: str) -> None:
+def test_sizes_that_the_task_needs_must_be_set(key: str, task: str) -> None:
     config: DatasetConfig = replace(CONFIG, **{key: None})
     with pytest.raises(ConfigError, match=rf"dataset.{key} is null"):
         synthetic.load(config, replace(TEXT_MODEL, task=task), 0)
 
 
-def test_a_vocabulary_must_be_set() -> None:
+def test_the_vocabulary_size_must_be_set() -> None:
     with pytest.raises(ConfigError, match=r"model.vocab_size is null"):
         synthetic.load(CONFIG, replace(TEXT_MODEL, vocab_size=None), 0)

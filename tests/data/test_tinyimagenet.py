@@ -1,4 +1,4 @@
-"""TinyImageNet: real and generated JPEGs, augmentation, and folders that are not what they should be."""
+"""TinyImageNet: reading of JPEG files, augmentation, and errors in the folder."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torch.utils.data import DataLoader
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data import tinyimagenet, tinyimagenet_sample
 from distexp.data.base import IGNORE
-from distexp.data.images import DataError, ImageFiles, decode
-from distexp.data.tinyimagenet_sample import write
-from tests.helpers.datasets import IMAGE_MODEL, REPOSITORY, dataset, real_images
+from distexp.data.images import DataError, ImageFiles, decode_image
+from distexp.data.tinyimagenet_sample import write_images
+from tests.helpers.datasets import IMAGE_MODEL, REPOSITORY, dataset
 
 
 @pytest.fixture
 def sample(tmp_path: Path) -> DatasetConfig:
-    """A small generated folder, that a test may damage."""
-    write(tmp_path / "images", train=40, val=20)
+    """Generate a small folder that a test may damage."""
+    write_images(tmp_path / "images", train=40, val=20)
     return dataset("tinyimagenet", root=str(tmp_path / "images"))
 
 
@@ -38,10 +38,10 @@ def load(config: DatasetConfig, model: ModelConfig, seed: int = 0) -> tuple[Imag
     return data.train, data.evaluation
 
 
-def test_real_images_have_the_class_of_their_folder() -> None:
-    train, held_out = load(real_images(), IMAGE_MODEL)
+def test_images_have_the_class_of_their_folder(tinyimagenet_folder: DatasetConfig) -> None:
+    train, held_out = load(tinyimagenet_folder, IMAGE_MODEL)
     assert (len(train), len(held_out)) == (2000, 400)
-    root = Path(str(real_images().root))
+    root = Path(str(tinyimagenet_folder.root))
     wnids = sorted((root / "wnids.txt").read_text().split())
     assert all(f"train/{wnids[label]}/" in file for file, label in zip(train.files, train.classes, strict=True))
     lines = (root / "val" / "val_annotations.txt").read_text().splitlines()
@@ -49,23 +49,23 @@ def test_real_images_have_the_class_of_their_folder() -> None:
     for file, label in zip(held_out.files, held_out.classes, strict=True):
         assert annotated[Path(file).name] == wnids[label]
     assert len(set(train.files)) == 2000
-    assert tinyimagenet.load(real_images(), IMAGE_MODEL, 0).num_classes == 200
+    assert tinyimagenet.load(tinyimagenet_folder, IMAGE_MODEL, 0).num_classes == 200
 
 
-def test_every_real_image_can_be_read() -> None:
-    for samples in load(real_images(), IMAGE_MODEL):
+def test_every_image_can_be_read(tinyimagenet_folder: DatasetConfig) -> None:
+    for samples in load(tinyimagenet_folder, IMAGE_MODEL):
         shapes = {tuple(samples[index]["images"].shape) for index in range(len(samples))}
         assert shapes == {(3, 32, 32)}
         assert samples[0]["images"].dtype == torch.uint8
         assert samples[0]["labels"].shape == ()
 
 
-def test_images_are_normalised_on_their_way_to_the_device() -> None:
-    data = tinyimagenet.load(real_images(), IMAGE_MODEL, 0)
+def test_images_are_normalized_on_the_device(tinyimagenet_folder: DatasetConfig) -> None:
+    data = tinyimagenet.load(tinyimagenet_folder, IMAGE_MODEL, 0)
     assert isinstance(data.evaluation, ImageFiles)
     batch = data.collate([data.evaluation[index] for index in (2, 3)]).to(torch.device("cpu"))
     assert batch.inputs["images"].is_contiguous(memory_format=torch.channels_last)
-    assert batch.to(torch.device("cpu")).inputs["images"].equal(batch.inputs["images"]), "once only"
+    assert batch.to(torch.device("cpu")).inputs["images"].equal(batch.inputs["images"]), "normalized once"
     with Image.open(data.evaluation.root / data.evaluation.files[3]) as image:
         pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
     for channel, (mean, std) in enumerate([(0.485, 0.229), (0.456, 0.224), (0.406, 0.225)]):
@@ -73,33 +73,33 @@ def test_images_are_normalised_on_their_way_to_the_device() -> None:
         np.testing.assert_allclose(batch.inputs["images"][1, channel].numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_first_images_are_of_many_classes() -> None:
-    train, held_out = load(replace(real_images(), train_size=200, eval_size=50), IMAGE_MODEL)
+def test_the_first_images_are_of_many_classes(tinyimagenet_folder: DatasetConfig) -> None:
+    train, held_out = load(replace(tinyimagenet_folder, train_size=200, eval_size=50), IMAGE_MODEL)
     assert (len(train), len(held_out)) == (200, 50)
     assert len(set(train.classes)) > 100
     assert len(set(held_out.classes)) > 30
-    other_seed, _ = load(replace(real_images(), train_size=200), IMAGE_MODEL, seed=9)
+    other_seed, _ = load(replace(tinyimagenet_folder, train_size=200), IMAGE_MODEL, seed=9)
     assert other_seed.files == train.files, "a subset does not change with train.seed"
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
 def test_images_of_every_mode_become_rgb(tmp_path: Path, mode: str) -> None:
-    grey = Image.new("RGB", (8, 8), (120, 120, 120))
-    grey.convert(mode).save(tmp_path / "x.JPEG")
-    pixels = decode(tmp_path / "x.JPEG", 8)
+    gray = Image.new("RGB", (8, 8), (120, 120, 120))
+    gray.convert(mode).save(tmp_path / "x.JPEG")
+    pixels = decode_image(tmp_path / "x.JPEG", 8)
     assert pixels.shape == (8, 8, 3)
     assert pixels.dtype == np.uint8
     assert np.abs(pixels.astype(int) - 120).max() <= 4
 
 
-def test_images_are_scaled_when_asked(sample: DatasetConfig) -> None:
+def test_images_are_resized_to_image_size(sample: DatasetConfig) -> None:
     train, _ = load(replace(sample, image_size=20), IMAGE_MODEL)
     assert train[0]["images"].shape == (3, 20, 20)
     train, _ = load(sample, IMAGE_MODEL)
     assert train[0]["images"].shape == (3, 32, 32)
 
 
-def test_augmentation_is_decided_by_seed_epoch_and_index(sample: DatasetConfig) -> None:
+def test_augmentation_depends_on_seed_epoch_and_index_only(sample: DatasetConfig) -> None:
     train, held_out = load(sample, IMAGE_MODEL, seed=5)
     first = [train[index]["images"] for index in range(40)]
     again, _ = load(sample, IMAGE_MODEL, seed=5)
@@ -154,19 +154,19 @@ def test_samples_can_be_pickled(sample: DatasetConfig) -> None:
     assert pickle.loads(pickle.dumps(train))[3]["images"].equal(train[3]["images"])
 
 
-def test_a_batch_counts_what_counts(sample: DatasetConfig) -> None:
+def test_a_batch_does_not_count_padding_samples(sample: DatasetConfig) -> None:
     data = tinyimagenet.load(sample, IMAGE_MODEL, 0)
-    filler = {**data.train[1], "labels": torch.tensor(IGNORE)}
-    batch = data.collate([data.train[0], filler, data.train[2]])
+    padding = {**data.train[1], "labels": torch.tensor(IGNORE)}
+    batch = data.collate([data.train[0], padding, data.train[2]])
     assert batch.inputs["images"].shape == (3, 3, 32, 32)
     assert batch.labels.tolist() == [data.train[0]["labels"], IGNORE, data.train[2]["labels"]]
     assert (batch.num_samples, batch.num_targets, batch.num_tokens) == (2, 2, 0)
 
 
-def test_images_that_are_not_pixels_any_more_are_refused(sample: DatasetConfig) -> None:
+def test_images_that_are_not_uint8_are_refused(sample: DatasetConfig) -> None:
     data = tinyimagenet.load(sample, IMAGE_MODEL, 0)
     floats = {**data.train[0], "images": data.train[0]["images"] / 255}
-    with pytest.raises(DataError, match=r"images are torch.float32, and collate_images takes pixels from 0 to 255"):
+    with pytest.raises(DataError, match=r"collate_images expects torch.uint8 pixels from 0 to 255, not torch.float32"):
         data.collate([floats])
 
 
@@ -182,13 +182,13 @@ def empty_folder(root: Path) -> None:
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (
         lambda root: root.rename(root.parent / "moved"),
-        r"dataset.root=.*/images is not a folder: give that of",
+        r"dataset.root=.*/images is not a folder: set it to",
     ),
-    (lambda root: (root / "wnids.txt").unlink(), r"wnids.txt is missing, which lists the classes"),
-    (lambda root: (root / "wnids.txt").write_text("n1\nn1\n"), r"wnids.txt must list every class once"),
-    (lambda root: (root / "wnids.txt").write_text(""), r"wnids.txt must list every class once"),
+    (lambda root: (root / "wnids.txt").unlink(), r"wnids.txt, the list of classes, is missing"),
+    (lambda root: (root / "wnids.txt").write_text("n1\nn1\n"), r"wnids.txt must list each class once"),
+    (lambda root: (root / "wnids.txt").write_text(""), r"wnids.txt must list each class once"),
     (remove_folder, r"train/n90000003/images is missing: the official layout has train/<wnid>/images"),
-    (empty_folder, r"train/n90000003/images holds no .JPEG files"),
+    (empty_folder, r"train/n90000003/images has no .JPEG files"),
     (lambda root: (root / "val" / "val_annotations.txt").unlink(), r"val_annotations.txt is missing.*layout"),
     (
         lambda root: (root / "val" / "val_annotations.txt").write_text("val_0.JPEG n90000000\n"),
@@ -196,13 +196,13 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         lambda root: (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn90000000\t0\nval_1.JPEG\tn5"),
-        r"val_annotations.txt, line 2: .* must be a file name, a class of wnids.txt and a box",
+        r"val_annotations.txt, line 2: .* must be a file name, a class in wnids.txt and a bounding box",
     ),
     (
         lambda root: (root / "val" / "images" / "val_3.JPEG").unlink(),
-        r"val_3.JPEG is missing, which line 4 of",
+        r"val_3.JPEG is missing, but .*val_annotations.txt lists it in line 4",
     ),
-    (lambda root: (root / "val" / "val_annotations.txt").write_text(""), r"There are no evaluation images"),
+    (lambda root: (root / "val" / "val_annotations.txt").write_text(""), r"the data has no evaluation images"),
 ]
 
 
@@ -214,7 +214,7 @@ def test_another_layout_is_refused(sample: DatasetConfig, damage: Callable[[Path
     assert "\n" not in str(caught.value)
 
 
-def test_sizes_and_a_root_are_needed(sample: DatasetConfig) -> None:
+def test_a_missing_root_and_too_large_sizes_are_refused(sample: DatasetConfig) -> None:
     with pytest.raises(ConfigError, match=r"dataset.root is null: set it to the folder tiny-imagenet-200"):
         load(replace(sample, root=None), IMAGE_MODEL)
     with pytest.raises(ConfigError, match=r"dataset.train_size=41 is more than the 40 training images"):
@@ -229,23 +229,23 @@ def test_a_corrupt_image_is_named(sample: DatasetConfig, content: bytes | None) 
     path = train.root / train.files[5]
     path.write_bytes(path.read_bytes()[:300] if content is None else content)
     assert train[4]["images"].shape == (3, 32, 32)
-    with pytest.raises(DataError, match=rf"{train.files[5]} cannot be decoded as an image \(.+\): restore"):
+    with pytest.raises(DataError, match=rf"cannot decode .*{train.files[5]} as an image \(.+\): restore"):
         train[5]
 
 
-def tree(root: Path) -> dict[str, bytes]:
+def read_tree(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_generated_images_are_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        write(tmp_path / name, train=100, val=40)
-    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+        write_images(tmp_path / name, train=100, val=40)
+    assert read_tree(tmp_path / "one") == read_tree(tmp_path / "two")
 
 
 def test_generated_images_are_in_the_official_layout(tmp_path: Path) -> None:
-    write(tmp_path / "x", train=400, val=100)
-    files = tree(tmp_path / "x")
+    write_images(tmp_path / "x", train=400, val=100)
+    files = read_tree(tmp_path / "x")
     wnids = files["wnids.txt"].decode().split()
     assert [line.split("\t")[0] for line in files["words.txt"].decode().splitlines()] == wnids
     assert len(wnids) == 10
@@ -264,7 +264,7 @@ def test_generated_images_are_in_the_official_layout(tmp_path: Path) -> None:
     assert modes == {"RGB": 480, "L": 20}
 
 
-def test_the_configured_sample_loads() -> None:
+def test_the_default_sample_loads() -> None:
     loaded = OmegaConf.load(REPOSITORY / "conf" / "dataset" / "tinyimagenet_sample.yaml")
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DatasetConfig), loaded))
     assert isinstance(config, DatasetConfig)
@@ -272,5 +272,5 @@ def test_the_configured_sample_loads() -> None:
     assert (len(data.train), len(data.evaluation), data.num_classes) == (400, 100, 10)
     few = tinyimagenet_sample.load(replace(config, train_size=30, eval_size=10), IMAGE_MODEL, 0)
     assert (len(few.train), len(few.evaluation)) == (30, 10)
-    with pytest.raises(ConfigError, match=r"dataset.root=/x means nothing to dataset=tinyimagenet_sample"):
+    with pytest.raises(ConfigError, match=r"dataset.root=/x has no effect with dataset=tinyimagenet_sample"):
         tinyimagenet_sample.load(replace(config, root="/x"), IMAGE_MODEL, 0)

@@ -1,4 +1,4 @@
-"""The byte tokenizer, and Hugging Face's behind the same protocol."""
+"""The byte tokenizer, and Hugging Face tokenizers with the same interface."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, trai
 from tests.helpers.datasets import TEXT_MODEL
 
 CORPUS = ["Ada is a baker from Oslo.", "Hugo keeps two goats.", "Where is Ada from? Oslo."] * 3
-HOSTILE = ["", " ", "naïve café 東京 🐐\n\ttabs", "a </s> in a text <pad>", "\x00\x7f", "  two  spaces  "]
+UNUSUAL = ["", " ", "naïve café 東京 🐐\n\ttabs", "a </s> in a text <pad>", "\x00\x7f", "  two  spaces  "]
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own."""
+    """Return a separate cache for each test."""
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def test_every_text_decodes_to_itself() -> None:
     tokenizer = train_byte_tokenizer(CORPUS, 300)
-    ids = tokenizer.encode_batch(HOSTILE)
-    assert [tokenizer.decode(each.tolist()) for each in ids] == HOSTILE
+    ids = tokenizer.encode_batch(UNUSUAL)
+    assert [tokenizer.decode(each.tolist()) for each in ids] == UNUSUAL
     assert all(each.size == 0 or 0 <= each.min() <= each.max() < tokenizer.size for each in ids)
 
 
@@ -40,7 +40,7 @@ def test_special_tokens_in_a_text_are_text() -> None:
     assert {tokenizer.pad_id, tokenizer.eos_id} == {0, 1}
 
 
-def test_training_learns_words_and_keeps_to_the_size() -> None:
+def test_training_merges_words_up_to_the_size() -> None:
     tokenizer = train_byte_tokenizer(CORPUS, 290)
     assert tokenizer.size == 290
     assert tokenizer.name == "byte(290)"
@@ -57,7 +57,7 @@ def test_another_process_trains_the_same_tokenizer(tmp_path: Path, cache: Path) 
     assert here.read_bytes() == there.read_bytes()
 
 
-def test_a_trained_tokenizer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_tokenizer_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     first = train_byte_tokenizer(CORPUS, 300)
     monkeypatch.setattr(tokenization, "_train", None)
     assert train_byte_tokenizer(CORPUS, 300).fingerprint == first.fingerprint
@@ -71,12 +71,12 @@ def test_too_small_a_vocabulary_is_refused() -> None:
         load_tokenizer(replace(TEXT_MODEL, vocab_size=257), CORPUS)
 
 
-def test_the_size_is_1024_when_nothing_is_said() -> None:
+def test_the_default_size_is_1024() -> None:
     texts = [f"{number * 7919:x} {number * 104729:x}" for number in range(3000)]
     assert load_tokenizer(replace(TEXT_MODEL, vocab_size=None), texts).size == 1024
 
 
-def test_a_saved_tokenizer_is_one_of_transformers(tmp_path: Path) -> None:
+def test_transformers_reads_a_saved_tokenizer(tmp_path: Path) -> None:
     ours = train_byte_tokenizer(CORPUS, 300)
     ours.save(tmp_path / "saved")
     theirs = HuggingFaceTokenizer(str(tmp_path / "saved"))
@@ -94,21 +94,21 @@ def test_a_saved_tokenizer_is_one_of_transformers(tmp_path: Path) -> None:
 
 
 def test_no_tokenizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.tokenizer is null, and texts need one: set byte, auto"):
+    with pytest.raises(ConfigError, match=r"model.tokenizer is null, but text data needs one: set byte, auto"):
         load_tokenizer(replace(TEXT_MODEL, tokenizer=None), [])
 
 
-def test_a_tokenizer_that_is_nowhere_is_a_sentence() -> None:
+def test_a_missing_tokenizer_is_a_config_error() -> None:
     message = r"model.tokenizer=/nowhere/at/all is neither a folder.*local cache.*hub.*model.tokenizer=byte"
     with pytest.raises(ConfigError, match=message) as caught:
         load_tokenizer(replace(TEXT_MODEL, tokenizer="/nowhere/at/all"), [])
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
     train_byte_tokenizer(CORPUS, 300).save(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(ConfigError, match=r"has no end-of-sequence token.*choose another tokenizer, or byte"):
+    with pytest.raises(ConfigError, match=r"no end-of-sequence token.*use another tokenizer, or model.tokenizer=byte"):
         HuggingFaceTokenizer(str(tmp_path / "saved"))
 
 

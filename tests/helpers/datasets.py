@@ -1,36 +1,63 @@
-"""What the tests of the data layer share."""
+"""Data sets for tests: real subsets if they are available, otherwise generated data in the same formats."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distexp.config import DatasetConfig, ModelConfig
+from tests.helpers.generated_data import write_squad, write_tinyimagenet
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-REAL_DATA = Path(os.environ.get("DISTEXP_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+NEIGHBOR = REPOSITORY.parent / "shared" / "data"
+"""Real data of a development checkout: subsets of SQuAD v1.1 and of TinyImageNet."""
+
+SQUAD, TINYIMAGENET = "squad", "tinyimagenet32"
 
 TEXT_MODEL = ModelConfig(name="some_model", task="causal_lm", tokenizer="byte", vocab_size=1024)
 IMAGE_MODEL = ModelConfig(name="some_model", task="image_classification")
 
 
-def real_squad() -> DatasetConfig:
-    """The real piece of SQuAD; its absence fails a test."""
-    files = {"train_path": "train-v1.1.json", "eval_path": "dev-v1.1.json"}
-    paths = {key: REAL_DATA / "squad" / name for key, name in files.items()}
-    for path in paths.values():
-        assert path.is_file(), f"{path} is missing: set DISTEXP_TEST_DATA to the folder of real pieces of data"
-    return dataset("squad", max_length=512, **{key: str(path) for key, path in paths.items()})
+def real_data() -> Path | None:
+    """Return the folder of real data; None if the tests use generated data.
+
+    DISTEXP_TEST_DATA names the folder, and it must exist then. An empty value selects generated data.
+    Without the variable, it is ../shared/data if that exists.
+    """
+    configured = os.environ.get("DISTEXP_TEST_DATA")
+    if configured is None:
+        return NEIGHBOR if NEIGHBOR.is_dir() else None
+    if not configured:
+        return None
+    for name in (SQUAD, TINYIMAGENET):
+        folder = Path(configured) / name
+        assert folder.is_dir(), f"DISTEXP_TEST_DATA={configured} has no folder {name}: correct it, or unset it"
+    return Path(configured)
 
 
-def real_images() -> DatasetConfig:
-    """The real piece of TinyImageNet; its absence fails a test."""
-    root = REAL_DATA / "tinyimagenet32"
-    assert root.is_dir(), f"{root} is missing: set DISTEXP_TEST_DATA to the folder of real pieces of data"
-    return dataset("tinyimagenet", root=str(root))
+def squad_dataset(folder: Path) -> DatasetConfig:
+    """Return SQuAD's files; generated ones are written to ``folder``."""
+    root = _real_or_generated(SQUAD, folder, write_squad)
+    paths = {"train_path": str(root / "train-v1.1.json"), "eval_path": str(root / "dev-v1.1.json")}
+    return dataset("squad", max_length=512, **paths)
+
+
+def tinyimagenet_dataset(folder: Path) -> DatasetConfig:
+    """Return TinyImageNet's folder; generated images are written to ``folder``."""
+    return dataset("tinyimagenet", root=str(_real_or_generated(TINYIMAGENET, folder, write_tinyimagenet)))
+
+
+def _real_or_generated(name: str, folder: Path, write: Callable[[Path], None]) -> Path:
+    real = real_data()
+    if real is not None:
+        return real / name
+    write(folder / name)
+    return folder / name
 
 
 def dataset(name: str, **keys: Any) -> DatasetConfig:
+    """Return a data set's section with some keys set."""
     return replace(DatasetConfig(name=name), **keys)

@@ -1,4 +1,4 @@
-"""BLOOM: its published size, and the keys."""
+"""BLOOM: published sizes, and the effect of its keys."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def test_bloom_560m_has_its_published_size() -> None:
     with torch.device("meta"):
         bloom = build(config, 250_680)
     assert sum(weight.numel() for weight in bloom.parameters()) == 559_214_592
-    inside = find_blocks(bloom)
-    assert [name for name, _ in inside] == [f"transformer.h.{number}" for number in range(24)]
-    assert sum(weight.numel() for _, block in inside for weight in block.parameters()) == 302_309_376
+    layers = find_blocks(bloom)
+    assert [name for name, _ in layers] == [f"transformer.h.{number}" for number in range(24)]
+    assert sum(weight.numel() for _, block in layers for weight in block.parameters()) == 302_309_376
     assert [name for name, _ in find_embeddings(bloom)] == ["transformer.word_embeddings", "lm_head"]
     assert has_tied_embeddings(bloom)
 
@@ -29,14 +29,14 @@ def test_bloom_560m_has_its_published_size() -> None:
     ("name", "layers", "parameters"),
     [("bloom_1b1", 24, 1_065_314_304), ("bloom_1b7", 24, 1_722_408_960), ("bloom_3b", 30, 3_002_557_440)],
 )
-def test_larger_ones_have_their_published_sizes(name: str, layers: int, parameters: int) -> None:
+def test_larger_blooms_have_their_published_sizes(name: str, layers: int, parameters: int) -> None:
     with torch.device("meta"):
         bloom = build(resolve_cell(f"model={name}").model, 250_680)
     assert sum(weight.numel() for weight in bloom.parameters()) == parameters
     assert len(find_blocks(bloom)) == layers
 
 
-def test_the_tiny_one_is_bloom_and_keeps_no_cache() -> None:
+def test_bloom_tiny_is_a_bloom_without_a_cache() -> None:
     config = resolve_cell("model=bloom_tiny").model
     bloom = build(config, 300)
     ids = torch.randint(300, (2, 9))
@@ -47,14 +47,14 @@ def test_the_tiny_one_is_bloom_and_keeps_no_cache() -> None:
     assert sum(weight.numel() for weight in bloom.parameters()) == 165_760
 
 
-def test_the_vocabulary_is_the_tokenizers_where_nothing_is_said() -> None:
+def test_the_default_vocabulary_size_is_that_of_the_tokenizer() -> None:
     config = replace(resolve_cell("model=bloom_tiny").model, vocab_size=None)
     assert find_embeddings(build(config, 300))[0][1].weight.shape == (300, 64)
     with pytest.raises(ConfigError, match=r"The tokenizer has 300 entries, more than model.vocab_size=299"):
         build(replace(config, vocab_size=299), 300)
 
 
-def test_the_seed_decides_the_weights_and_dropout_is_honoured() -> None:
+def test_weights_depend_on_the_seed_and_dropout_is_applied() -> None:
     config = resolve_cell("model=bloom_tiny").model
     ids = torch.randint(300, (1, 5))
     logits = []

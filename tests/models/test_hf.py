@@ -1,4 +1,4 @@
-"""Causal LMs of others: weights as they were saved, architectures alone, and what is refused."""
+"""Causal LMs of transformers: pretrained and random weights, and refused models."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ BLOCKS = {
 }
 
 
-def save(folder: Path, values: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A small model with random weights and its tokenizer, as their authors would publish it."""
+def save_model(folder: Path, values: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Save a small random model and a tokenizer in one folder, as published models are."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -77,17 +77,17 @@ def save(folder: Path, values: dict[str, Any], dtype: torch.dtype = torch.float3
     return model
 
 
-def built(folder: Path, *words: str, classes: int = 300) -> nn.Module:
-    return hf.build(resolve_cell("model=hf", f"model.name={folder}", *words).model, classes)
+def build_model(folder: Path, *overrides: str, classes: int = 300) -> nn.Module:
+    return hf.build(resolve_cell("model=hf", f"model.name={folder}", *overrides).model, classes)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_pretrained_weights_are_those_saved_and_blocks_are_found(name: str, tmp_path: Path) -> None:
-    saved = save(tmp_path, ARCHITECTURES[name])
-    model = built(tmp_path)
-    theirs = saved.state_dict()
-    assert model.state_dict().keys() == theirs.keys()
-    assert all(weight.equal(theirs[key]) for key, weight in model.state_dict().items())
+def test_pretrained_weights_are_loaded_and_blocks_are_found(name: str, tmp_path: Path) -> None:
+    saved = save_model(tmp_path, ARCHITECTURES[name])
+    model = build_model(tmp_path)
+    expected = saved.state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    assert all(weight.equal(expected[key]) for key, weight in model.state_dict().items())
     assert [block for block, _ in find_blocks(model)] == [f"{BLOCKS[name]}.{number}" for number in range(2)]
     assert len(find_embeddings(model)) == 2
     assert has_tied_embeddings(model) == (name not in ("llama", "gpt_neox"))
@@ -97,32 +97,32 @@ def test_pretrained_weights_are_those_saved_and_blocks_are_found(name: str, tmp_
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_random_model_has_the_architecture_and_the_seeds_weights(name: str, tmp_path: Path) -> None:
-    saved = save(tmp_path, ARCHITECTURES[name])
+def test_a_random_model_depends_on_architecture_and_seed(name: str, tmp_path: Path) -> None:
+    saved = save_model(tmp_path, ARCHITECTURES[name])
     for weights in tmp_path.glob("*.safetensors"):
         weights.unlink()
     models = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        models.append(nn.utils.parameters_to_vector(built(tmp_path, "model.init=random").parameters()))
+        models.append(nn.utils.parameters_to_vector(build_model(tmp_path, "model.init=random").parameters()))
     assert models[0].equal(models[1])
     assert not models[0].equal(models[2])
     assert models[0].shape == nn.utils.parameters_to_vector(saved.parameters()).shape
 
 
 @pytest.mark.parametrize("init", ["random", "pretrained"])
-def test_weights_are_fp32_whatever_was_saved(init: str, tmp_path: Path) -> None:
-    save(tmp_path, LLAMA, torch.bfloat16)
-    assert {weight.dtype for weight in built(tmp_path, f"model.init={init}").parameters()} == {torch.float32}
+def test_weights_are_always_loaded_in_fp32(init: str, tmp_path: Path) -> None:
+    save_model(tmp_path, LLAMA, torch.bfloat16)
+    assert {weight.dtype for weight in build_model(tmp_path, f"model.init={init}").parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_on_the_meta_device_nothing_is_read_and_products_are_counted(name: str, tmp_path: Path) -> None:
-    save(tmp_path, ARCHITECTURES[name])
+def test_a_model_on_the_meta_device_needs_no_weights_and_has_flops(name: str, tmp_path: Path) -> None:
+    save_model(tmp_path, ARCHITECTURES[name])
     for weights in tmp_path.glob("*.safetensors"):
         weights.unlink()
     with torch.device("meta"):
-        model = built(tmp_path)
+        model = build_model(tmp_path)
     assert {weight.device.type for weight in model.parameters()} == {"meta"}
     samples, length = 3, 10
     ids = torch.zeros(samples, length, dtype=torch.long)
@@ -131,22 +131,22 @@ def test_on_the_meta_device_nothing_is_read_and_products_are_counted(name: str, 
     matrices = sum(weight.numel() for weight in block.parameters() if weight.dim() == 2)
     attention = 2 * (2 * samples * length * length * HIDDEN)
     expected = 2 * (2 * samples * length * matrices + attention) + 2 * samples * length * HIDDEN * VOCABULARY
-    # Rotary angles are products as well, small ones.
+    # Rotary embeddings add a few matrix products.
     assert expected <= counted <= 1.02 * expected
 
 
-def test_dropout_is_the_architectures_own_unless_set(tmp_path: Path) -> None:
-    def rates(*words: str) -> set[float]:
-        return {module.p for module in built(tmp_path, *words).modules() if isinstance(module, nn.Dropout)}
+def test_the_default_dropout_is_that_of_the_architecture(tmp_path: Path) -> None:
+    def rates(*overrides: str) -> set[float]:
+        return {module.p for module in build_model(tmp_path, *overrides).modules() if isinstance(module, nn.Dropout)}
 
-    save(tmp_path, ARCHITECTURES["gpt2"])
+    save_model(tmp_path, ARCHITECTURES["gpt2"])
     assert rates() == {0.1}
     assert rates("model.dropout=0.3") == {0.3}
     assert rates("model.dropout=0") == {0.0}
 
 
-def test_auto_means_the_tokenizer_beside_the_model(tmp_path: Path) -> None:
-    save(tmp_path / "llama", LLAMA)
+def test_auto_is_the_tokenizer_of_the_model(tmp_path: Path) -> None:
+    save_model(tmp_path / "llama", LLAMA)
     for words in ((), ("model.init=random",)):
         model = resolve_cell("model=hf", f"model.name={tmp_path / 'llama'}", *words).model
         tokenizer = load_tokenizer(model, [])
@@ -157,8 +157,8 @@ def test_auto_means_the_tokenizer_beside_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
-def test_a_folder_without_a_tokenizer_is_told(name: str, tmp_path: Path) -> None:
-    save(tmp_path, ARCHITECTURES[name])
+def test_a_folder_without_a_tokenizer_is_a_config_error(name: str, tmp_path: Path) -> None:
+    save_model(tmp_path, ARCHITECTURES[name])
     for file in tmp_path.glob("tokenizer*"):
         file.unlink()
     model = resolve_cell("model=hf", f"model.name={tmp_path}").model
@@ -167,9 +167,9 @@ def test_a_folder_without_a_tokenizer_is_told(name: str, tmp_path: Path) -> None
 
 
 def test_a_tokenizer_must_fit_into_the_embedding(tmp_path: Path) -> None:
-    save(tmp_path, LLAMA)
-    with pytest.raises(ConfigError, match=r"The tokenizer has 321 entries, more than the 320 embeddings of model.name"):
-        built(tmp_path, classes=321)
+    save_model(tmp_path, LLAMA)
+    with pytest.raises(ConfigError, match=r"the tokenizer has 321 entries, more than the 320 embeddings of model.name"):
+        build_model(tmp_path, classes=321)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_a_tokenizer_must_fit_into_the_embedding(tmp_path: Path) -> None:
     ],
     ids=lambda values: values["model_type"],
 )
-def test_what_is_no_causal_lm_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
-    save(tmp_path, values)
+def test_a_model_that_is_not_a_causal_lm_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    save_model(tmp_path, values)
     for init in ("random", "pretrained"):
-        with pytest.raises(ConfigError, match=rf"is no causal LM \({values['model_type']}\), and model=hf trains"):
-            built(tmp_path, f"model.init={init}")
+        with pytest.raises(ConfigError, match=rf"is not a causal LM \({values['model_type']}\), but model=hf trains"):
+            build_model(tmp_path, f"model.init={init}")
 
 
 def test_errors_are_reported_before_anything_starts(tmp_path: Path) -> None:
@@ -217,33 +217,33 @@ def test_errors_are_reported_before_anything_starts(tmp_path: Path) -> None:
     assert "is not supported by model=bloom_tiny" in error("model=bloom_tiny", "model.init=pretrained")
 
 
-def test_damaged_and_partial_weights_are_sentences(tmp_path: Path) -> None:
+def test_damaged_and_partial_weights_are_config_errors(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    save(tmp_path, LLAMA)
+    save_model(tmp_path, LLAMA)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     partial = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     save_file(partial, path, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks weights of LlamaForCausalLM, .*: lm_head.weight: give a causal LM"):
-        built(tmp_path)
+    with pytest.raises(ConfigError, match=r"lacks weights of LlamaForCausalLM, .*: lm_head.weight: use the complete"):
+        build_model(tmp_path)
     save_file({**tensors, "lm_head.weight": torch.zeros(7, 3)}, path, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"in another shape: lm_head.weight: give"):
-        built(tmp_path)
+    with pytest.raises(ConfigError, match=r"have another shape: lm_head.weight: use"):
+        build_model(tmp_path)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=r"is neither a folder with a model's weights, nor"):
-        built(tmp_path)
+    with pytest.raises(ConfigError, match=r"is neither a folder with a model's weights nor"):
+        build_model(tmp_path)
     path.unlink()
-    with pytest.raises(ConfigError, match=r"is neither a folder with a model's weights, nor"):
-        built(tmp_path)
+    with pytest.raises(ConfigError, match=r"is neither a folder with a model's weights nor"):
+        build_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing_known"}))
-    with pytest.raises(ConfigError, match=r"is neither a folder with a model's config.json, nor") as caught:
-        built(tmp_path)
+    with pytest.raises(ConfigError, match=r"is neither a folder with a model's config.json nor") as caught:
+        build_model(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_pretrained_bloom_is_read_from_its_path(tmp_path: Path) -> None:
-    saved = save(tmp_path, ARCHITECTURES["bloom"], torch.float16)
+    saved = save_model(tmp_path, ARCHITECTURES["bloom"], torch.float16)
     sizes = ("model.vocab_size=320", "model.hidden_size=16", "model.num_layers=2", "model.num_heads=2")
     words = ("model=bloom_560m", "model.init=pretrained", f"model.path={tmp_path}", *sizes)
     config = resolve_cell(*words).model
@@ -253,46 +253,49 @@ def test_a_pretrained_bloom_is_read_from_its_path(tmp_path: Path) -> None:
         with torch.device("meta"):
             assert find_embeddings(bloom.build(named, 300))[0][1].weight.shape == (320, 16)
     assert isinstance(load_tokenizer(config, []), HuggingFaceTokenizer)
-    with pytest.raises(ConfigError, match=r"model.num_layers=3 is not the 2 of the weights in model.path="):
+    with pytest.raises(
+        ConfigError,
+        match=r"num_layers=3 differs from the weights in .*, which have 2: set model.num_layers=2",
+    ):
         bloom.build(replace(config, num_layers=3), 300)
     with pytest.raises(ConfigError, match=r"The tokenizer has 321 entries, more than model.vocab_size=320"):
         bloom.build(replace(config, vocab_size=None), 321)
-    save(tmp_path / "llama", LLAMA)
-    with pytest.raises(ConfigError, match=r"of the kind llama, and model=bloom_560m is a BLOOM: choose model=hf"):
+    save_model(tmp_path / "llama", LLAMA)
+    with pytest.raises(ConfigError, match=r"of type llama, but model=bloom_560m is a BLOOM: use model=hf"):
         bloom.build(replace(config, path=str(tmp_path / "llama")), 300)
 
 
-def test_a_folder_is_known_by_content_and_told_by_its_last_part(
+def test_a_folder_is_identified_by_content_and_shown_by_its_last_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shutil import copytree
 
     first, copy = tmp_path / "first", tmp_path / "copy"
-    save(first, LLAMA)
+    save_model(first, LLAMA)
     copytree(first, copy)
     monkeypatch.chdir(tmp_path)
     relative = resolve_cell("model=hf", "model.name=first")
     assert relative.model.name == str(first)
     assert run_title(RunSpec(relative, None)).startswith("first on squad_sample, ")  # type: ignore[arg-type]
 
-    def identity(folder: Path, *words: str) -> str:
+    def compute_run_id(folder: Path, *overrides: str) -> str:
         from distexp.resolve.run_id import model_fingerprint
 
         model_fingerprint.cache_clear()
-        return run_id(resolve_cell("model=hf", f"model.name={folder}", *words))
+        return run_id(resolve_cell("model=hf", f"model.name={folder}", *overrides))
 
-    random = identity(first, "model.init=random")
-    assert run_id(relative) == identity(first) == identity(copy) != random
+    random = compute_run_id(first, "model.init=random")
+    assert run_id(relative) == compute_run_id(first) == compute_run_id(copy) != random
     weights = bytearray((copy / "model.safetensors").read_bytes())
     weights[-3] ^= 1
     (copy / "model.safetensors").write_bytes(weights)
-    assert identity(first) != identity(copy)
-    assert identity(copy, "model.init=random") == random
+    assert compute_run_id(first) != compute_run_id(copy)
+    assert compute_run_id(copy, "model.init=random") == random
     assert run_id(resolve_cell("model=bloom_560m")) == run_id(resolve_cell("model=bloom_560m", "model.path=a/b"))
 
 
 def test_a_tiny_llama_trains_under_fsdp(tmp_path: Path) -> None:
-    save(tmp_path / "llama", LLAMA)
+    save_model(tmp_path / "llama", LLAMA)
     done = run_distexp(
         "model=hf",
         f"model.name={tmp_path / 'llama'}",

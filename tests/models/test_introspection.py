@@ -1,4 +1,4 @@
-"""Blocks, embeddings and floating point operations of models, ours and others'."""
+"""Blocks, embeddings and FLOPs of models of distexp and of transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLES, LENGTH = 3, 10
 
 
 class Experts(nn.Module):
-    """A block with a list of smaller parts of one class inside."""
+    """A block that contains repeated smaller modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,17 +24,19 @@ class Experts(nn.Module):
 
 
 class Nested(nn.Module):
+    """A model with two Experts blocks."""
+
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         self.layers = nn.ModuleList(Experts() for _ in range(2))
 
 
-def test_the_blocks_are_the_largest_repeated_parts() -> None:
+def test_the_blocks_are_the_largest_repeated_modules() -> None:
     assert [name for name, _ in find_blocks(Nested())] == ["layers.0", "layers.1"]
 
 
-def test_what_hugging_face_declares_comes_first() -> None:
+def test_blocks_declared_by_transformers_take_precedence() -> None:
     model = Nested()
     model._no_split_modules = {"Linear"}  # type: ignore[assignment]
     assert len(find_blocks(model)) == 2 + 2 * 9
@@ -53,28 +55,35 @@ def test_blocks_of_other_hugging_face_models() -> None:
     assert [name for name, _ in find_blocks(model)] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
 
 
-def test_classes_can_be_named() -> None:
+def test_blocks_can_be_selected_by_class() -> None:
     model = gpt.build(resolve_cell("model=gpt_tiny").model, 300)
     assert [name for name, _ in find_blocks(model, "Block")] == ["blocks.0", "blocks.1"]
     named = [name for name, _ in find_blocks(model, "MLP, Embedding")]
     assert named == ["tokens", "positions", "blocks.0.mlp", "blocks.1.mlp"]
 
 
-@pytest.mark.parametrize(("wrap", "absent"), [("BloomBlock", "BloomBlock"), ("Block,Nope", "Nope"), (",", "nothing")])
-def test_a_class_that_is_not_there_is_refused(wrap: str, absent: str) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "problem"),
+    [
+        ("BloomBlock", "no modules of class BloomBlock"),
+        ("Block,Nope", "no modules of class Nope"),
+        (",", "no class is given"),
+    ],
+)
+def test_an_unknown_class_is_refused(wrap: str, problem: str) -> None:
     model = gpt.build(resolve_cell("model=gpt_tiny").model, 300)
-    message = f"fsdp.wrap names {absent}, which this model does not have: choose auto, or from Attention, Block"
+    message = f"{problem}. Use auto, or some of Attention, Block"
     with pytest.raises(ConfigError, match=message):
         find_blocks(model, wrap)
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Linear has no repeated blocks to treat apart: name their classes"):
+    with pytest.raises(ConfigError, match=r"Linear has no repeated blocks: set fsdp.wrap to the class names"):
         find_blocks(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", ["gpt_tiny", "bloom_tiny"])
-def test_flops_of_a_transformer_are_those_of_its_products(name: str) -> None:
+def test_flops_of_a_transformer_are_those_of_its_matrix_products(name: str) -> None:
     config = resolve_cell(f"model={name}").model
     build = {"gpt_tiny": gpt.build, "bloom_tiny": bloom.build}[name]
     with torch.device("meta"):

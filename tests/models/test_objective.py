@@ -1,4 +1,4 @@
-"""The loss is torch's own, summed over exactly the labels that a batch says it has."""
+"""The loss equals torch's cross entropy, summed over the targets of a batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLLATE = TextCollate(pad_id=0, length=10)
 
 
 def text_samples() -> list[Sample]:
-    """Three samples of different lengths; the last one only fills the batch."""
+    """Return three samples of different lengths; the last one is a padding sample."""
     samples: list[Sample] = []
     for length, prompt in ((6, 3), (9, 0), (4, 4)):
         ids = torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length))
@@ -66,7 +66,7 @@ def test_language_loss_predicts_the_next_token() -> None:
 
 
 @pytest.mark.parametrize("name", ["bloom_tiny", "gpt_tiny"])
-def test_logits_at_targets_alone_have_the_same_loss_and_gradients(name: str) -> None:
+def test_target_logits_give_the_same_loss_and_gradients(name: str) -> None:
     config = resolve_cell(f"model={name}", "model.vocab_size=13")
     torch.manual_seed(0)
     model: nn.Module = locate(config.model._target_)(config.model, VOCABULARY).eval()
@@ -78,8 +78,8 @@ def test_logits_at_targets_alone_have_the_same_loss_and_gradients(name: str) -> 
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         found.append((outputs if isinstance(outputs, Tensor) else outputs.logits, loss, gradients, batch))
-    (_, loss, gradients, whole), (logits, chosen_loss, chosen_gradients, batch) = found
-    # The second sample predicts 1 to 8, the first 3 to 5 among them; the last position closes.
+    (_, loss, gradients, whole), (logits, target_loss, target_gradients, batch) = found
+    # The second sample has targets 1 to 8, which include 3 to 5 of the first. The last position is always kept.
     assert batch.inputs[LOGITS_TO_KEEP].tolist() == [*range(8), 9]
     assert logits.shape == (3, 9, VOCABULARY)
     assert (batch.num_samples, batch.num_targets, batch.num_tokens) == (
@@ -87,11 +87,11 @@ def test_logits_at_targets_alone_have_the_same_loss_and_gradients(name: str) -> 
         whole.num_targets,
         whole.num_tokens,
     )
-    torch.testing.assert_close(chosen_loss, loss)
-    torch.testing.assert_close(chosen_gradients, gradients)
+    torch.testing.assert_close(target_loss, loss)
+    torch.testing.assert_close(target_gradients, gradients)
 
 
-def test_logits_without_any_target_are_one_that_counts_for_nothing() -> None:
+def test_a_batch_without_targets_keeps_one_position() -> None:
     batch = TargetLogits(COLLATE)(text_samples()[2:])
     assert (batch.num_targets, batch.inputs[LOGITS_TO_KEEP].tolist()) == (0, [9])
     logits = logits_for(1, 1, VOCABULARY).requires_grad_()
@@ -102,14 +102,14 @@ def test_logits_without_any_target_are_one_that_counts_for_nothing() -> None:
     assert not logits.grad.any()
 
 
-def test_a_model_that_cannot_choose_its_logits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="forward has no logits_to_keep: leave it out"):
+def test_a_model_without_logits_to_keep_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"argument logits_to_keep, which Linear lacks: use train.logits=all"):
         check_supports_logits_to_keep(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="targets chooses among the positions of a text"):
         resolve_cell("model=resnet_tiny", "dataset=tinyimagenet_sample", "train.logits=targets")
 
 
-def test_image_loss_is_torchs_own() -> None:
+def test_image_loss_is_the_cross_entropy() -> None:
     batch = image_batch()
     logits = logits_for(4, 8)
     expected = functional.cross_entropy(logits[[0, 2, 3]], torch.tensor([2, 0, 7]), reduction="sum")
@@ -118,7 +118,7 @@ def test_image_loss_is_torchs_own() -> None:
     assert int(count_correct(functional.one_hot(torch.tensor([2, 1, 0, 3]), 8).float(), batch)) == 2
 
 
-def test_the_first_choices_are_counted() -> None:
+def test_top_k_hits_are_counted() -> None:
     batch = image_batch()  # labels 2, none, 0 and 7
     ranks = torch.tensor([[5, 4, 3, 2, 1, 0, -1, -2], [0] * 8, [-9, 8, 7, 6, 5, 4, 3, 2], [7, 6, 5, 4, 3, 2, 1, 9]])
     counts = [int(count_correct(ranks.float(), batch, choices=choices)) for choices in (1, 3, 5, 8, 100)]
@@ -134,7 +134,7 @@ def test_text_is_evaluated_without_accuracy() -> None:
     assert sums == [pytest.approx(float(loss_sum("causal_lm", logits, batch))), 11, 0, 0]
 
 
-def test_the_mean_over_parts_is_that_of_the_whole() -> None:
+def test_losses_of_parts_add_up_to_the_loss_of_the_batch() -> None:
     batch, logits = image_batch(), logits_for(4, 8)
     parts = [
         loss_sum("image_classification", logits[row : row + 1], Batch({}, batch.labels[row : row + 1], 1, 1, 0))

@@ -1,4 +1,4 @@
-"""ResNets: torchvision's own at the standard width, the same with fewer channels otherwise."""
+"""ResNets: equal to torchvision at the standard width, and with fewer channels otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distexp.models.resnet import build
 from tests.helpers.runs import resolve_cell
 
 
-def test_resnet50_is_torchvisions_with_200_classes() -> None:
+def test_resnet50_equals_torchvision_with_200_classes() -> None:
     config = resolve_cell("model=resnet50").model
     torch.manual_seed(3)
     ours = build(config, 200)
@@ -26,7 +26,7 @@ def test_resnet50_is_torchvisions_with_200_classes() -> None:
         assert mine.equal(other)
 
 
-def test_blocks_are_those_of_all_stages() -> None:
+def test_blocks_of_all_stages_are_found() -> None:
     with torch.device("meta"):
         model = build(resolve_cell("model=resnet50").model, 200)
     names = [f"layer{stage}.{block}" for stage, depth in enumerate([3, 4, 6, 3], 1) for block in range(depth)]
@@ -36,7 +36,7 @@ def test_blocks_are_those_of_all_stages() -> None:
 
 
 @pytest.mark.parametrize(("bottleneck", "last"), [(False, 8 * 16), (True, 4 * 8 * 16)])
-def test_the_width_is_that_of_the_first_stage(bottleneck: bool, last: int) -> None:
+def test_the_width_sets_the_channels_of_the_first_stage(bottleneck: bool, last: int) -> None:
     config = replace(resolve_cell("model=resnet_tiny").model, bottleneck=bottleneck, depths=[1, 2, 1, 1])
     model = build(config, 10)
     assert model.get_submodule("conv1").weight.shape == (16, 3, 7, 7)
@@ -47,7 +47,7 @@ def test_the_width_is_that_of_the_first_stage(bottleneck: bool, last: int) -> No
     assert model(images=torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_the_tiny_one_is_tiny() -> None:
+def test_resnet_tiny_has_the_expected_size() -> None:
     model = build(resolve_cell("model=resnet_tiny").model, 10)
     assert sum(weight.numel() for weight in model.parameters()) == 310_746
 
