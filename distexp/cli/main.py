@@ -15,9 +15,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The code is 0 on success, 1 if a run failed, 2 if the command line is wrong, and 128 + n after signal n.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    name = words[0] if words and words[0] in COMMANDS else "run"
-    rest = words[1:] if words[:1] == [name] else words
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given[0] if given and given[0] in COMMANDS else "run"
+    rest = given[1:] if given[:1] == [name] else given
     return run_until_pipe_closes(lambda: _run(name, rest))
 
 

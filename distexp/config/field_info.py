@@ -29,6 +29,7 @@ class FieldInfo:
     length: int | None = None  # number of items of a list
     example: str = ""
     slurm_only: bool = False
+    path: str = ""  # "file", "folder", "checkpoint", or "hub" for a hub id or a folder
     parts: Mapping[str, str] | None = None  # meaning of the inner keys of a mapping
 
     @property
@@ -87,12 +88,13 @@ def key(
     length: int | None = None,
     example: str = "",
     slurm_only: bool = False,
+    path: str = "",
     parts: Mapping[str, str] | None = None,
 ) -> T:
     """Create a dataclass field with a default and its ``FieldInfo``; lists and dicts are copied."""
     info = FieldInfo(
         help=help, unit=unit, null=null, choices=choices, at_least=at_least, above=above, below=below,
-        length=length, example=example, slurm_only=slurm_only, parts=parts,
+        length=length, example=example, slurm_only=slurm_only, path=path, parts=parts,
     )  # fmt: skip
     metadata = {METADATA_KEY: info}
     declared: Any

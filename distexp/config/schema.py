@@ -31,10 +31,12 @@ class ModelConfig:
     _target_: str = key(MISSING, "Function `(model: ModelConfig, num_classes: int) -> torch.nn.Module`.")
     name: str = key(MISSING, "Name of the architecture in distexp, or a Hugging Face name or path.")
     task: str = key(MISSING, "Task of the model.", choices=("causal_lm", "image_classification"))
-    path: str | None = key(None, "Hub id or folder of the weights that `init=pretrained` loads.")
+    path: str | None = key(None, "Hub id or folder of the weights that `init=pretrained` loads.", path="hub")
     init: str = key("random", "Random weights, or pretrained weights from `path`.", choices=("random", "pretrained"))
     tokenizer: str | None = key(
-        None, "`byte`: trained on the dataset. `auto`: the tokenizer of the model. Else a hub id or a folder."
+        None,
+        "`byte`: trained on the dataset. `auto`: the tokenizer of the model. Else a hub id or a folder.",
+        path="hub",
     )
     vocab_size: int | None = key(None, "Rows of the embedding.", at_least=1, null="size of the tokenizer")
     hidden_size: int | None = key(None, "Width of the hidden states.", at_least=1)
@@ -60,10 +62,10 @@ class DatasetConfig:
     _target_: str = key(MISSING, "Function `(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData`.")
     name: str = key(MISSING, "Name of the dataset.")
     task: str = key(MISSING, "`causal_lm`, `image_classification`, or `any` for synthetic data.")
-    path: str | None = key(None, "Hub id, or a folder written by `datasets.save_to_disk`.")
-    train_path: str | None = key(None, "SQuAD v1.1 JSON file to train on.")
-    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on.")
-    root: str | None = key(None, "Folder in the official layout of TinyImageNet.")
+    path: str | None = key(None, "Hub id, or a folder written by `datasets.save_to_disk`.", path="hub")
+    train_path: str | None = key(None, "SQuAD v1.1 JSON file to train on.", path="file")
+    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on.", path="file")
+    root: str | None = key(None, "Folder in the official layout of TinyImageNet.", path="folder")
     train_size: int | None = key(None, "Number of training examples, from the first.", at_least=1, null="all")
     eval_size: int | None = key(None, "Number of evaluation examples, from the first.", at_least=1, null="all")
     max_length: int | None = key(None, "Length at which texts are truncated.", unit="tokens", at_least=2)
@@ -131,7 +133,9 @@ class DeepSpeedConfig:
         choices=(0, 1, 2, 3),
         null="the stage of `config_file`, or 2",
     )
-    config_file: str | None = key(None, 'A `ds_config.json`. "auto" values are filled in. Conflicts are errors.')
+    config_file: str | None = key(
+        None, 'A `ds_config.json`. "auto" values are filled in. Conflicts are errors.', path="file"
+    )
     reduce_bucket_size: int | None = key(None, "Bucket of the gradient reduction.", unit="elements", at_least=1)
     allgather_bucket_size: int | None = key(None, "Bucket of the parameter all-gather.", unit="elements", at_least=1)
     stage3_prefetch_bucket_size: int | None = key(None, "Parameters to prefetch.", unit="elements", at_least=1)
@@ -204,7 +208,7 @@ class TrainConfig:
         None, "Steps between two checkpoints, or `epoch`.", choices=("epoch",), at_least=1,
         null="only if the run has to stop early",
     )  # fmt: skip
-    resume: str | None = key(None, "Folder of a checkpoint or of a run to start from.")
+    resume: str | None = key(None, "Folder of a checkpoint or of a run to start from.", path="checkpoint")
     save_model: bool = key(False, "Save the trained model in the Hugging Face layout, in `model/` of the run.")
     score_answers: bool = key(
         False, "Generate answers after the last epoch. Score them with the exact match and F1 of SQuAD."

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from distexp.config import Config
+from distexp.config.field_info import info_of
+from distexp.config.key_info import schema_fields
 from distexp.config.model_checks import loads_from_source, weights_source_key
+
+BUILT_IN_TOKENIZERS = ("auto", "byte")
 
 
 def make_paths_absolute(config: Config) -> Iterator[str]:
-    """Make all paths absolute; values that may be hub ids only if the path exists."""
-    for key in ("train_path", "eval_path", "root"):
-        _make_absolute(config.dataset, key)
-    _make_absolute(config.deepspeed, "config_file")
-    _make_absolute(config.train, "resume")
-    _make_absolute(config.dataset, "path", may_be_hub_id=True)
-    if config.model.tokenizer not in ("auto", "byte"):
-        _make_absolute(config.model, "tokenizer", may_be_hub_id=True)
+    """Make all paths absolute; a value that may be a hub id only if the path exists."""
+    kinds = {key: info_of(spec).path for key, spec in schema_fields()}
     if loads_from_source(config.model):
-        _make_absolute(config.model, weights_source_key(config.model), may_be_hub_id=True)
+        kinds[f"model.{weights_source_key(config.model)}"] = "hub"
+    for key, kind in kinds.items():
+        section, _, name = key.rpartition(".")
+        value = getattr(getattr(config, section), name)
+        if not kind or value is None or (kind == "hub" and value in BUILT_IN_TOKENIZERS):
+            continue
+        path = os.path.abspath(os.path.expanduser(value))
+        if kind != "hub" or os.path.exists(path):
+            setattr(getattr(config, section), name, path)
     yield from ()
-
-
-def _make_absolute(section: Any, key: str, *, may_be_hub_id: bool = False) -> None:
-    value = getattr(section, key)
-    if value is not None and (not may_be_hub_id or Path(value).expanduser().exists()):
-        setattr(section, key, os.path.abspath(os.path.expanduser(value)))

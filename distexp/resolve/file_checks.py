@@ -8,18 +8,29 @@ from pathlib import Path
 
 from distexp.checkpoints.folder import candidates, suggest
 from distexp.config import Config
+from distexp.config.field_info import info_of
+from distexp.config.key_info import schema_fields
 from distexp.config.model_checks import loads_from_source, weights_source, weights_source_key
 from distexp.resolve.cross_checks import same_task
 
+EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
+
+
+def check_files(config: Config) -> Iterator[str]:
+    """Yield an error for each path that does not exist."""
+    for key, spec in schema_fields():
+        section, _, name = key.rpartition(".")
+        value, kind = getattr(getattr(config, section), name), info_of(spec).path
+        if value is not None and kind in EXISTS and not EXISTS[kind](value):
+            yield f"{key}={value} is not a {kind}: correct the path"
+    for key, source in (("dataset.path", config.dataset.path), ("model.tokenizer", config.model.tokenizer)):
+        if source is not None and looks_like_path(source) and not os.path.exists(source):
+            yield f"{key}={source} does not exist: correct the path, or use a hub id"
+
 
 def check_dataset_files(config: Config) -> Iterator[str]:
-    """Yield an error for each dataset path that is missing or does not exist."""
+    """Yield an error for each dataset path that is missing."""
     dataset = config.dataset
-    yield from _check_path("dataset.train_path", dataset.train_path, "file")
-    yield from _check_path("dataset.eval_path", dataset.eval_path, "file")
-    yield from _check_path("dataset.root", dataset.root, "folder")
-    if dataset.path is not None and looks_like_path(dataset.path) and not os.path.exists(dataset.path):
-        yield f"dataset.path={dataset.path} does not exist: correct the path, or use a hub id"
     # A dataset of another task is an error already, and the user will probably replace it.
     if dataset.root is None and "root" in dataset.keys and same_task(config):
         yield f"dataset={dataset.name} needs a folder: set dataset.root to one in the official layout of TinyImageNet"
@@ -30,9 +41,8 @@ def check_dataset_files(config: Config) -> Iterator[str]:
         yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
 
 
-def check_training_files(config: Config) -> Iterator[str]:
-    """Yield an error for a DeepSpeed file or a checkpoint that does not exist."""
-    yield from _check_path("deepspeed.config_file", config.deepspeed.config_file, "file")
+def check_checkpoint(config: Config) -> Iterator[str]:
+    """Yield an error if the folder to resume from contains no checkpoint."""
     resume = config.train.resume
     if resume is not None and not candidates(Path(resume)):
         near = ", ".join(map(str, suggest(Path(resume))))
@@ -41,26 +51,18 @@ def check_training_files(config: Config) -> Iterator[str]:
 
 
 def check_model_files(config: Config) -> Iterator[str]:
-    """Yield an error for each local model or tokenizer that does not exist. Hub ids are checked when loaded."""
+    """Yield an error if the weights source is a folder without a model. Hub ids are checked when loaded."""
     model = config.model
-    source, tokenizer = weights_source(model), model.tokenizer
-    if source is not None and loads_from_source(model):
-        key = f"model.{weights_source_key(model)}"
-        if os.path.exists(source):
-            if not os.path.isfile(os.path.join(source, "config.json")):
-                yield f"{key}={source} contains no config.json: use a folder written by save_pretrained, or a hub id"
-        elif looks_like_path(source):
-            yield f"{key}={source} does not exist: correct the path, or use a hub id"
-    if tokenizer is not None and looks_like_path(tokenizer) and not os.path.exists(tokenizer):
-        yield f"model.tokenizer={tokenizer} does not exist: correct the path, or use a hub id"
+    source, key = weights_source(model), f"model.{weights_source_key(model)}"
+    if source is None or not loads_from_source(model):
+        return
+    if os.path.exists(source):
+        if not os.path.isfile(os.path.join(source, "config.json")):
+            yield f"{key}={source} contains no config.json: use a folder written by save_pretrained, or a hub id"
+    elif looks_like_path(source):
+        yield f"{key}={source} does not exist: correct the path, or use a hub id"
 
 
 def looks_like_path(text: str) -> bool:
     """Return whether a text can only be a path; a hub id is ``name`` or ``owner/name``."""
     return text.startswith(("/", "~", "./", "../")) or text in (".", "..") or text.count("/") > 1
-
-
-def _check_path(key: str, path: str | None, kind: str) -> Iterator[str]:
-    exists = os.path.isfile if kind == "file" else os.path.isdir
-    if path is not None and not exists(path):
-        yield f"{key}={path} is not a {kind}: correct the path"

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from distexp.config import Config, ConfigError
 from distexp.resolve.absolute_paths import make_paths_absolute
 from distexp.resolve.cross_checks import check_device, check_sizes, check_task, check_tracker
-from distexp.resolve.file_checks import check_dataset_files, check_model_files, check_training_files
+from distexp.resolve.file_checks import check_checkpoint, check_dataset_files, check_files, check_model_files
 from distexp.resolve.implied_strategy import Choices, check_implied_strategy
 from distexp.resolve.option_checks import check_cluster_keys, check_dataset_keys, check_model_keys, check_targets
 from distexp.resolve.resources import decide_resources
@@ -46,9 +46,10 @@ DECISIONS: tuple[Step, ...] = (
 CROSS_CHECKS: tuple[Step, ...] = (
     check_task,
     check_sizes,
+    check_files,
     check_dataset_files,
     check_model_files,
-    check_training_files,
+    check_checkpoint,
     check_tracker,
     check_device,
     check_strategy,
