@@ -1,4 +1,4 @@
-"""Resuming a sweep on this machine: done runs are kept, missing ones run again, new cells are added."""
+"""Resuming a sweep on this machine: finished runs are kept, missing ones run again, new cells are added."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SMALL = (
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_resumed_sweep_runs_what_is_missing(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
-    # The last cell cannot be: single has one worker.
-    words = ("--multirun", "strategy=single", "train.seed=1,2", 'sweep.cells=[["cluster.workers_per_node=2"]]')
-    assert run_distexp(*words, *SMALL, f"hydra.sweep.dir={sweep}", cwd=tmp_path).returncode == 0
+    # The last cell is invalid, because strategy=single has one worker.
+    arguments = ("--multirun", "strategy=single", "train.seed=1,2", 'sweep.cells=[["cluster.workers_per_node=2"]]')
+    assert run_distexp(*arguments, *SMALL, f"hydra.sweep.dir={sweep}", cwd=tmp_path).returncode == 0
     assert [RunRecord.read(sweep / n / "record.json").status for n in "012"] == ["completed", "completed", "invalid"]
     kept = (sweep / "0/record.json").read_bytes()
     (sweep / "1/record.json").unlink()
@@ -41,7 +41,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     wide = run_module("distexp.status", str(sweep), cwd=tmp_path, env={"COLUMNS": "400"}).stdout
     cause = RunRecord.read(sweep / "2/record.json").error
     assert cause is not None
-    assert [wide.count(cause.message), "\n".join(narrow).count(cause.message)] == [1, 1], "in full, and once"
+    assert [wide.count(cause.message), "\n".join(narrow).count(cause.message)] == [1, 1], "complete, and once"
     below = run_module("distexp.resume", str(sweep / "0"), cwd=tmp_path)
     assert below.returncode == 2
     assert below.stderr == f"distexp: {sweep / '0'} is not a sweep but is inside one: give {sweep}\n"
@@ -59,22 +59,22 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert json.loads((sweep / "2/record.json").read_text())["status"] == "invalid"
 
 
-def test_cells_of_one_training_keep_their_own_runs(tmp_path: Path) -> None:
-    """What differs in conditions alone has one run.id; run 0 is gone, and run 1 is not taken for it."""
+def test_cells_with_the_same_id_keep_their_runs(tmp_path: Path) -> None:
+    """Cells that differ only in hardware settings have the same run.id. Run 0 is missing; run 1 must not replace it."""
     one, two, seven = ([f"cluster.cpus_per_worker={n}"] for n in (1, 2, 7))
     first, second, refused = (
         ExistingRun(1, tmp_path / "1", "a", two, "completed"),
         ExistingRun(2, tmp_path / "2", "a", seven, "killed"),
         ExistingRun(3, tmp_path / "3", "invalid", one, "invalid"),
     )
-    earlier = ExistingRuns([first, second, refused])
-    assert earlier.match([("a", two), ("b", one), ("c", two)]) == [first, refused, None]
-    assert earlier.match([("a", one)]) == [second], "in other words, but the same training"
-    assert earlier.runs == []
+    existing = ExistingRuns([first, second, refused])
+    assert existing.match([("a", two), ("b", one), ("c", two)]) == [first, refused, None]
+    assert existing.match([("a", one)]) == [second], "other overrides, but the same training"
+    assert existing.runs == []
 
 
 @pytest.mark.slow
-def test_a_run_that_new_values_make_another_stays_and_is_told(tmp_path: Path) -> None:
+def test_new_overrides_start_a_new_run_with_a_warning(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     assert run_distexp("strategy=single", *SMALL, f"hydra.sweep.dir={sweep}", cwd=tmp_path).returncode == 0
     record = RunRecord.read(sweep / "0/record.json")
@@ -86,13 +86,13 @@ def test_a_run_that_new_values_make_another_stays_and_is_told(tmp_path: Path) ->
     assert [RunRecord.read(sweep / n / "record.json").status for n in "01"] == ["killed", "completed"]
 
 
-def test_a_new_value_replaces_the_sweeps_own() -> None:
-    words = ["--multirun", "zero_stage='1','2'", "hydra.sweep.dir=old", "+cluster.sbatch.begin=now"]
+def test_a_new_override_replaces_the_original_one() -> None:
+    arguments = ["--multirun", "zero_stage='1','2'", "hydra.sweep.dir=old", "+cluster.sbatch.begin=now"]
     new = ["zero_stage=1,2,0", "cluster.sbatch.begin=later"]
-    assert merge(words, new) == ["--multirun", *new]
+    assert merge(arguments, new) == ["--multirun", *new]
 
 
-def test_what_is_no_sweep_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_a_directory_without_a_sweep_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     for module in ("distexp.resume", "distexp.status", "distexp.cancel"):
         done = run_module(module, str(tmp_path), cwd=tmp_path)
         assert done.returncode == 2
@@ -100,12 +100,12 @@ def test_what_is_no_sweep_is_said_in_a_sentence(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_a_directory_that_is_not_there_is_told_from_an_empty_one(tmp_path: Path) -> None:
+def test_missing_and_empty_directories_have_different_messages(tmp_path: Path) -> None:
     for module in ("distexp.resume", "distexp.status"):
-        for directory, why in (
+        for directory, reason in (
             (tmp_path, "contains no "),
             (tmp_path / "gone", "does not exist: give the directory of"),
         ):
             done = run_module(module, str(directory), cwd=tmp_path)
             assert done.returncode == 2
-            assert done.stderr.startswith(f"distexp: {directory} {why}")
+            assert done.stderr.startswith(f"distexp: {directory} {reason}")

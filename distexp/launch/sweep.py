@@ -24,6 +24,7 @@ from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
 from distexp.runs.files import write_json
 from distexp.runs.record import RunInfo, RunRecord
 from distexp.runs.run_dir import COMMAND, HYDRA, MULTIRUN
+from distexp.runs.text import suggest_command
 
 
 @dataclass
@@ -207,7 +208,7 @@ def _taken_message(directory: Path, *, resume: bool) -> str:
         )
     return (
         f"hydra.run.dir={directory} contains a run already: choose another directory, or resume that run with "
-        f"distexp resume {directory}"
+        f"{suggest_command('resume', directory)}"
     )
 
 

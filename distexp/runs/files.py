@@ -14,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Provide a temporary path, and rename it over ``path`` when the block ends.
+    """Yield a temporary path, and rename it over ``path`` when the block ends.
 
     The block writes a file or a folder there. If it raises, the temporary path is removed and ``path`` is unchanged.
     The temporary path is next to ``path``, and its name starts with a dot.
@@ -26,7 +26,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def create_atomically(folder: Path) -> Iterator[Path]:
-    """Provide a temporary path, and rename it to a folder that must not exist when the block ends.
+    """Yield a temporary path, and rename it to a folder that must not exist when the block ends.
 
     Raises:
         OSError: at the end of the block, if another process has created the folder.

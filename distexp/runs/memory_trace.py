@@ -23,7 +23,7 @@ class MemorySample:
         utilization_pct: Percent of the device, or of all cores that the node may use.
         job_mib: This job's part of a GPU's memory, if NVML reports it.
         energy_j: The GPU's own counter. It starts at an arbitrary value.
-        source: How the memory was read. It tells a less exact method from the usual one.
+        source: How the memory was read. It marks the samples of a less exact method.
     """
 
     unix_time_s: float

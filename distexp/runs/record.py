@@ -16,6 +16,7 @@ from typing import Any
 from distexp.config.field_info import describe, key
 from distexp.runs.files import write_json
 from distexp.runs.run_dir import RECORD, RESULT, SNAPSHOT_MARKER
+from distexp.system.environment_variables import select_variables
 
 SCHEMA_VERSION = 1
 
@@ -224,7 +225,7 @@ class RunRecord:
                 config=raw["config"],
                 error=_typed(RunError, raw["error"]) if raw["error"] else None,
                 built=_typed(Built, raw["built"]) if raw["built"] else None,
-                environment=_typed(Environment, raw["environment"]) if raw["environment"] else None,
+                environment=_read_environment(raw["environment"]) if raw["environment"] else None,
                 metrics=_typed(Metrics, raw["metrics"]),
                 memory=raw["memory"],
                 utilization=raw["utilization"],
@@ -232,6 +233,13 @@ class RunRecord:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a record of distexp: {error}") from None
+
+
+def _read_environment(raw: dict[str, Any]) -> Environment:
+    """Read the environment without the defaults of torchrun, which records of earlier versions contain."""
+    environment: Environment = _typed(Environment, raw)
+    environment.variables = select_variables(environment.variables)
+    return environment
 
 
 def _typed(kind: type[Any], raw: dict[str, Any]) -> Any:

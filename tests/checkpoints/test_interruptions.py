@@ -1,4 +1,4 @@
-"""Runs that die or are told to end, and go on in their own directory: real commands, real signals."""
+"""Runs that die or are asked to stop, and resume in their directory: real commands and signals."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ QUICK = (
 )
 
 
-def again(run_dir: Path, workers: int) -> str:
-    """A run from what is on disk, as docs/running.md says; what rank 0 printed."""
+def run_again(run_dir: Path, workers: int) -> str:
+    """Run a run directory again with torchrun; return the output of rank 0."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     command += ["-m", "distexp.worker", str(run_dir)]
     env = {**os.environ, **ENV, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-    told = (run_dir / "logs" / "node0" / "rank0.log").read_text()
-    assert done.returncode == 0, told + done.stderr
-    return told
+    output = (run_dir / "logs" / "node0" / "rank0.log").read_text()
+    assert done.returncode == 0, output + done.stderr
+    return output
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -63,11 +63,17 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
-    """The worker kills itself on its 29th sample, in step 8; what is left after step 4 has fewer samples."""
-    words = (*QUICK, "strategy=single", "train.max_steps=10", "train.checkpoint_every=2", f"hydra.run.dir={tmp_path}/a")
+def test_a_killed_run_resumes_from_its_newest_valid_checkpoint(tmp_path: Path) -> None:
+    """The worker kills itself at its 29th sample, in step 8. After step 4 it has fewer samples left."""
+    overrides = (
+        *QUICK,
+        "strategy=single",
+        "train.max_steps=10",
+        "train.checkpoint_every=2",
+        f"hydra.run.dir={tmp_path}/a",
+    )
     killed = "dataset._target_=failing_runs.killed", "+dataset.options.rank=0"
-    done = run_distexp(*words, *killed, "+dataset.options.at=29", cwd=tmp_path, env=ENV)
+    done = run_distexp(*overrides, *killed, "+dataset.options.at=29", cwd=tmp_path, env=ENV)
     assert done.returncode == 1
     run_dir = tmp_path / "a"
     record = RunRecord.read(run_dir / "record.json")
@@ -81,9 +87,9 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -
     torn = disk.tmp_dir(run_dir, 8)
     torn.mkdir()
     (torn / "rank-00000.pt").write_bytes(b"half a file")
-    told = again(run_dir, workers=1)
-    assert f"skipping checkpoint {disk.checkpoint_dir(run_dir, 6)}: rank-00000.pt has " in told
-    assert "resuming from step 4" in told
+    output = run_again(run_dir, workers=1)
+    assert f"skipping checkpoint {disk.checkpoint_dir(run_dir, 6)}: rank-00000.pt has " in output
+    assert "resuming from step 4" in output
     assert not torn.exists()
     record = RunRecord.read(run_dir / "record.json")
     assert record.status == "completed"
@@ -94,7 +100,7 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -
     spec = json.loads((run_dir / "spec.json").read_text())
     spec["config"]["dataset"]["options"]["at"] = 1000
     (whole / "spec.json").write_text(json.dumps(spec))
-    again(whole, workers=1)
+    run_again(whole, workers=1)
     expected = [line["loss"] for line in lines(whole)]
     assert len(expected) == 10
     assert [line["loss"] for line in lines(run_dir)] == pytest.approx(expected, rel=1e-6)
@@ -104,9 +110,9 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_command_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_signal_to_the_command_stops_the_run_after_a_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "a"
-    words = (
+    overrides = (
         *QUICK,
         "strategy=ddp",
         "train.num_epochs=8",
@@ -115,7 +121,7 @@ def test_a_signal_to_the_command_ends_the_run_with_a_checkpoint(tmp_path: Path) 
     )
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     command = subprocess.Popen(
-        [sys.executable, "-m", "distexp", *words], cwd=tmp_path, env={**os.environ, **ENV}, **pipes
+        [sys.executable, "-m", "distexp", *overrides], cwd=tmp_path, env={**os.environ, **ENV}, **pipes
     )
     try:
         wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(lines(run_dir)) >= 2, 120)
@@ -141,8 +147,8 @@ def test_a_signal_to_the_command_ends_the_run_with_a_checkpoint(tmp_path: Path) 
     assert [disk.step_of(path) for path in disk.list_checkpoints(run_dir)] == [stopped_at]
     before = lines(run_dir)
 
-    told = again(run_dir, workers=2)
-    assert f"resuming from step {stopped_at}" in told
+    output = run_again(run_dir, workers=2)
+    assert f"resuming from step {stopped_at}" in output
     record = RunRecord.read(run_dir / "record.json")
     assert record.status == "completed"
     assert record.error is None
@@ -153,28 +159,31 @@ def test_a_signal_to_the_command_ends_the_run_with_a_checkpoint(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("every", ["0", "-3", "often"])
-def test_impossible_intervals_are_refused(every: str) -> None:
+def test_invalid_checkpoint_intervals_are_rejected(every: str) -> None:
     with pytest.raises(ConfigError, match="must be at least 1 or epoch"):
         resolve_cell(f"train.checkpoint_every={every}")
 
 
-def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="contains no checkpoint"):
         resolve_cell(f"train.resume={tmp_path}")
 
 
-def test_a_checkpoint_named_a_little_wrong_is_found(tmp_path: Path) -> None:
+def test_the_error_suggests_existing_checkpoints(tmp_path: Path) -> None:
     for step in (4, 12):
         disk.checkpoint_dir(tmp_path / "0", step).mkdir(parents=True)
     run, folder = tmp_path / "0", tmp_path / "0" / "checkpoints"
     newest_first = [folder / "step-00000012", folder / "step-00000004"]
     assert disk.candidates(run) == disk.candidates(folder) == newest_first
-    for wrong, said in ((folder / "step-12", f"use {newest_first[0]}, {newest_first[1]}"), (tmp_path, f"use {run}")):
-        with pytest.raises(ConfigError, match=re.escape(f"train.resume={wrong} contains no checkpoint: {said}")):
+    for wrong, suggestion in (
+        (folder / "step-12", f"use {newest_first[0]}, {newest_first[1]}"),
+        (tmp_path, f"use {run}"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"train.resume={wrong} contains no checkpoint: {suggestion}")):
             resolve_cell(f"train.resume={wrong}")
 
 
-def test_what_a_run_goes_on_from_is_part_of_its_identity(tmp_path: Path) -> None:
+def test_the_checkpoint_of_train_resume_is_part_of_the_run_id(tmp_path: Path) -> None:
     plain = make_spec().run.id
     assert run_id(resolve_cell("train.checkpoint_every=epoch")) == plain
     source = disk.checkpoint_dir(tmp_path / "source", 4)

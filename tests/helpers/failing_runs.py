@@ -1,7 +1,6 @@
-"""Data sets that misbehave on purpose, reached as a user's own package: ``_target_=failing_runs.<error>``.
+"""Data sets that fail on purpose, used as a custom package: ``dataset._target_=failing_runs.NAME``.
 
-Each loads the generated SQuAD sample, and does its damage when rank ``options.rank`` draws its sample
-number ``options.at``.
+Each loads the generated SQuAD sample. It fails when rank ``options.rank`` reads its sample number ``options.at``.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from distexp.data import squad_sample
 from distexp.data.base import Sample, Samples, TaskData
 
 
-class Sabotaged:
-    """Samples of which one does damage when it is drawn."""
+class FailingSamples:
+    """Samples of which one causes a failure when it is read."""
 
-    def __init__(self, samples: Samples, at: int, damage: Callable[[Sample], Sample]) -> None:
-        self.samples, self.left, self.damage = samples, at, damage
+    def __init__(self, samples: Samples, at: int, failure: Callable[[Sample], Sample]) -> None:
+        self.samples, self.left, self.failure = samples, at, failure
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -32,22 +31,22 @@ class Sabotaged:
     def __getitem__(self, index: int) -> Sample:
         self.left -= 1
         sample = self.samples[index]
-        return self.damage(sample) if self.left == 0 else sample
+        return self.failure(sample) if self.left == 0 else sample
 
 
-def sabotaged(damage: Callable[[Sample], Sample]) -> Callable[..., TaskData]:
+def failing(failure: Callable[[Sample], Sample]) -> Callable[..., TaskData]:
     def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
         options: dict[str, Any] = dict(dataset.options)
         data = squad_sample.load(replace(dataset, options={}), model, seed)
         if int(os.environ["RANK"]) != options.get("rank", 0):
             return data
-        return replace(data, train=Sabotaged(data.train, options.get("at", 40), damage))
+        return replace(data, train=FailingSamples(data.train, options.get("at", 40), failure))
 
     return load
 
 
 def _raise(sample: Sample) -> Sample:
-    raise ValueError("this sample is rotten")
+    raise ValueError("this sample is broken")
 
 
 def _kill(sample: Sample) -> Sample:
@@ -66,7 +65,7 @@ def _hang(sample: Sample) -> Sample:
 
 
 def _eat_memory(sample: Sample) -> Sample:
-    """All that the process may have, in steps that an allocator must refuse."""
+    """Allocate memory until the allocator reports a failure."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
@@ -101,9 +100,9 @@ def slow(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     return replace(data, train=Slow(data.train))
 
 
-fails = sabotaged(_raise)
-killed = sabotaged(_kill)
-segfaults = sabotaged(_segfault)
-hangs = sabotaged(_hang)
-eats_memory = sabotaged(_eat_memory)
-eats_until_killed = sabotaged(_eat_until_killed)
+fails = failing(_raise)
+killed = failing(_kill)
+segfaults = failing(_segfault)
+hangs = failing(_hang)
+eats_memory = failing(_eat_memory)
+eats_until_killed = failing(_eat_until_killed)

@@ -1,4 +1,4 @@
-"""What the tests share: composing as the command line does, and starting real processes."""
+"""Composing configurations as the command line does, and starting real processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELPERS = REPOSITORY / "tests" / "helpers"
 
 
 def compose_cell(*overrides: str) -> tuple[DictConfig, dict[str, str | None]]:
-    """What Hydra composes of a command line, without its own node, and the choices of the groups."""
+    """Compose a command line; return the configuration without the hydra node, and the choices of the groups."""
     register_schema()
     quoted = [quote_choice(text, config_groups()) for text in overrides]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -33,34 +33,38 @@ def compose_cell(*overrides: str) -> tuple[DictConfig, dict[str, str | None]]:
 
 
 def resolve_cell(*overrides: str) -> Config:
-    """A resolved configuration; ConfigError where it is judged impossible."""
+    """Return the resolved configuration of a command line.
+
+    Raises:
+        ConfigError: if it is invalid.
+    """
     content, choices = compose_cell(*overrides)
     return resolve(content, choices)
 
 
 def make_spec(*overrides: str) -> RunSpec:
-    """The spec of a single run."""
+    """Return the spec of a single run."""
     config = resolve_cell(*overrides)
     return RunSpec(config, RunInfo(id=run_id(config), name=config.name, number=0, overrides=list(overrides)))
 
 
 def run_distexp(
-    *words: str, cwd: Path = REPOSITORY, timeout: float = 300, env: dict[str, str] | None = None
+    *arguments: str, cwd: Path = REPOSITORY, timeout: float = 300, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m distexp`` as a user starts it."""
-    return run_module("distexp", *words, cwd=cwd, timeout=timeout, env=env)
+    """Run ``python -m distexp`` as a user does."""
+    return run_module("distexp", *arguments, cwd=cwd, timeout=timeout, env=env)
 
 
 def run_module(
     module: str,
-    *words: str,
+    *arguments: str,
     cwd: Path = REPOSITORY,
     timeout: float = 300,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m module`` in a directory of its own."""
+    """Run ``python -m module`` in a directory."""
     return subprocess.run(
-        [sys.executable, "-m", module, *words],
+        [sys.executable, "-m", module, *arguments],
         cwd=cwd,
         env={**os.environ, **(env or {})},
         capture_output=True,
@@ -71,7 +75,7 @@ def run_module(
 
 
 def torchrun(workers: int, script: Path, *arguments: str, timeout: float = 900) -> None:
-    """A script on some local gloo workers; its output in the assertion where it fails."""
+    """Run a script on local gloo workers; the assertion shows its output if it fails."""
     command: Sequence[str] = [
         sys.executable,
         "-m",

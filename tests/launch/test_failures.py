@@ -1,4 +1,4 @@
-"""Whatever happens to a run: one record with the true cause, and no process left."""
+"""Failures of real runs: each leaves one record with the true cause, and no process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distexp.runs.record import RunRecord
 from tests.helpers.runs import HELPERS, run_distexp
 
 QUICK = (
-    "model=gpt_tiny",  # needs no transformers, which take seconds to import
+    "model=gpt_tiny",  # does not import transformers, which takes seconds
     "dataset.train_size=256",
     "dataset.eval_size=8",
     "train.num_epochs=2",
@@ -29,7 +29,7 @@ QUICK = (
 )
 ENV = {"PYTHONPATH": str(HELPERS)}
 REPEATS = int(os.environ.get("DISTEXP_KILL_REPEATS", "1"))
-"""How often each kill is tried; ten times before a release."""
+"""Repetitions of each kill. Use 10 before a release."""
 
 
 def sabotage(kind: str, rank: int = 0, at: int = 40) -> tuple[str, ...]:
@@ -42,12 +42,12 @@ def only_record(folder: Path) -> RunRecord:
     return RunRecord.read(path)
 
 
-def left_behind(folder: Path) -> list[list[str]]:
-    """Processes that still work in a folder."""
+def remaining_processes(folder: Path) -> list[list[str]]:
+    """Return the command lines of processes that have a folder among their arguments."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if any(str(folder) in word for word in command):
+        if any(str(folder) in argument for argument in command):
             found.append(command)
     return found
 
@@ -62,7 +62,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_an_exception_on_one_rank_is_the_cause_and_ends_the_others(rank: int, tmp_path: Path) -> None:
+def test_an_exception_on_one_rank_is_the_cause_and_ends_the_other_ranks(rank: int, tmp_path: Path) -> None:
     done = run_distexp(*sabotage("fails", rank), *QUICK, cwd=tmp_path, env=ENV)
     ended = time.time()
     assert done.returncode == 1
@@ -70,17 +70,17 @@ def test_an_exception_on_one_rank_is_the_cause_and_ends_the_others(rank: int, tm
     assert record.status == "failed"
     assert record.error is not None
     assert record.error.type == "ValueError"
-    assert "this sample is rotten" in record.error.message
+    assert "this sample is broken" in record.error.message
     assert record.error.rank == rank
     assert record.error.phase in ("warmup", "train")
     (error_file,) = tmp_path.rglob(f"rank{rank}.error.json")
     assert ended - error_file.stat().st_mtime < 15
-    assert left_behind(tmp_path) == []
+    assert remaining_processes(tmp_path) == []
 
 
-def test_the_victim_may_be_seen_first(tmp_path: Path) -> None:
-    """torchrun's account of a rank that was killed, where its peer's loss of it came to light before it did."""
-    account = """E1121 failed (exitcode: 1) local_rank: 0 (pid: 566) of binary: python
+def test_the_killed_rank_is_found_if_its_peer_failed_first(tmp_path: Path) -> None:
+    """torchrun may report the peer of a killed rank as the root cause."""
+    log = """E1121 failed (exitcode: 1) local_rank: 0 (pid: 566) of binary: python
 Failures:
 [1]:
   time      : 2026-11-21_03:35:48
@@ -93,7 +93,7 @@ Root Cause (first observed failure):
   exitcode  : 1 (pid: 566)
 """
     (tmp_path / "logs" / "node0").mkdir(parents=True)
-    (tmp_path / "logs" / "node0" / "torchrun.log").write_text(account)
+    (tmp_path / "logs" / "node0" / "torchrun.log").write_text(log)
     assert signal_deaths(tmp_path) == [(1, signal.SIGKILL)]
 
 
@@ -105,10 +105,10 @@ def test_a_killed_worker_is_killed_and_not_its_victims_error(attempt: int, tmp_p
     assert (record.status, record.error and record.error.type) == ("killed", "SIGKILL")
     assert record.error is not None
     assert record.error.rank == 1
-    assert left_behind(tmp_path) == []
+    assert remaining_processes(tmp_path) == []
 
 
-def test_a_crash_is_named_by_its_signal(tmp_path: Path) -> None:
+def test_a_crash_is_reported_with_its_signal(tmp_path: Path) -> None:
     run_distexp(*sabotage("segfaults", rank=1), *QUICK, cwd=tmp_path, env=ENV)
     record = only_record(tmp_path)
     assert (record.status, record.error and record.error.type) == ("failed", "SIGSEGV")
@@ -117,9 +117,9 @@ def test_a_crash_is_named_by_its_signal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_allocator_that_is_refused_is_oom_host_and_the_sweep_goes_on(tmp_path: Path) -> None:
-    words = ("--multirun", *sabotage("eats_memory"), *QUICK, "train.seed=1,2", "train.max_steps=3,12")
-    done = run_distexp(*words, "cluster.workers_per_node=1", "strategy=single", cwd=tmp_path, env=ENV)
+def test_a_failed_allocation_is_oom_host_and_the_sweep_continues(tmp_path: Path) -> None:
+    overrides = ("--multirun", *sabotage("eats_memory"), *QUICK, "train.seed=1,2", "train.max_steps=3,12")
+    done = run_distexp(*overrides, "cluster.workers_per_node=1", "strategy=single", cwd=tmp_path, env=ENV)
     records = [RunRecord.read(path) for path in sorted(tmp_path.rglob("record.json"))]
     assert [record.status for record in records] == ["completed", "oom_host"] * 2
     for record in records[1::2]:
@@ -130,9 +130,9 @@ def test_an_allocator_that_is_refused_is_oom_host_and_the_sweep_goes_on(tmp_path
 
 
 @pytest.mark.slow
-def test_a_hang_is_noticed_and_every_stack_is_in_the_log(tmp_path: Path) -> None:
-    words = (*sabotage("hangs", rank=1), *QUICK, "cluster.hang_timeout_min=0.4")
-    done = run_distexp(*words, cwd=tmp_path, env=ENV, timeout=120)
+def test_a_hang_is_detected_and_all_stacks_are_in_the_logs(tmp_path: Path) -> None:
+    overrides = (*sabotage("hangs", rank=1), *QUICK, "cluster.hang_timeout_min=0.4")
+    done = run_distexp(*overrides, cwd=tmp_path, env=ENV, timeout=120)
     assert done.returncode == 1
     record = only_record(tmp_path)
     assert (record.status, record.error and record.error.type) == ("failed", "Hang")
@@ -140,25 +140,25 @@ def test_a_hang_is_noticed_and_every_stack_is_in_the_log(tmp_path: Path) -> None
     (waiting,) = tmp_path.rglob("rank0.log")
     assert "failing_runs.py" in sleeping.read_text()
     assert "most recent call first" in waiting.read_text()
-    assert left_behind(tmp_path) == []
+    assert remaining_processes(tmp_path) == []
 
 
-def test_a_run_over_its_time_is_a_timeout(tmp_path: Path) -> None:
-    words = (*sabotage("hangs"), *QUICK, "cluster.timeout_min=0.3")
-    done = run_distexp(*words, cwd=tmp_path, env=ENV, timeout=120)
+def test_a_run_that_exceeds_its_time_is_a_timeout(tmp_path: Path) -> None:
+    overrides = (*sabotage("hangs"), *QUICK, "cluster.timeout_min=0.3")
+    done = run_distexp(*overrides, cwd=tmp_path, env=ENV, timeout=120)
     assert done.returncode == 1
     record = only_record(tmp_path)
     assert record.status == "timeout"
     assert record.error is not None
     assert "cluster.timeout_min=0.3" in record.error.message
-    assert left_behind(tmp_path) == []
+    assert remaining_processes(tmp_path) == []
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_a_number_stops_or_is_recorded(tmp_path: Path) -> None:
-    words = ("--multirun", "train.on_nan=stop,record", "train.learning_rate=1e30", "train.gradient_clipping=null")
-    words += ("strategy=single", "train.warmup_steps=0", "train.schedule=constant", "train.max_steps=12")
-    done = run_distexp(*words, *QUICK, cwd=tmp_path, env=ENV)
+def test_a_nan_loss_stops_the_run_or_is_recorded(tmp_path: Path) -> None:
+    overrides = ("--multirun", "train.on_nan=stop,record", "train.learning_rate=1e30", "train.gradient_clipping=null")
+    overrides += ("strategy=single", "train.warmup_steps=0", "train.schedule=constant", "train.max_steps=12")
+    done = run_distexp(*overrides, *QUICK, cwd=tmp_path, env=ENV)
     assert done.returncode == 1
     stopped, recorded = (RunRecord.read(path) for path in sorted(tmp_path.rglob("record.json")))
     assert (stopped.status, stopped.error and stopped.error.type) == ("failed", "DivergedError")
@@ -167,25 +167,25 @@ def test_a_loss_that_is_not_a_number_stops_or_is_recorded(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_is_not_a_number_stops_too(tmp_path: Path) -> None:
-    """The only step's loss is judged before its update, which divides by nothing."""
-    words = ("strategy=single", "train.eps=0", "train.warmup_steps=0", "train.max_steps=1", "train.save_model=true")
-    done = run_distexp(*words, *QUICK, cwd=tmp_path, env=ENV)
+def test_a_nan_evaluation_loss_stops_the_run(tmp_path: Path) -> None:
+    """The loss of the only step is checked before the update, which divides by zero."""
+    overrides = ("strategy=single", "train.eps=0", "train.warmup_steps=0", "train.max_steps=1", "train.save_model=true")
+    done = run_distexp(*overrides, *QUICK, cwd=tmp_path, env=ENV)
     assert done.returncode == 1
     record = only_record(tmp_path)
     assert (record.status, record.error and record.error.type) == ("failed", "DivergedError")
     assert record.error is not None
     assert "the loss of the evaluation after step 1 is nan" in record.error.message
-    assert not list(tmp_path.rglob("model.safetensors")), "nobody takes such weights for a model"
+    assert not list(tmp_path.rglob("model.safetensors")), "weights with NaN are not exported"
 
 
 class Started:
-    """A command that goes on in the background, stopped when the block ends."""
+    """A command in the background. It is killed when the block ends."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "distexp", *words],
+            [sys.executable, "-m", "distexp", *arguments],
             cwd=folder,
             env={**os.environ, **ENV},
             stdout=subprocess.DEVNULL,
@@ -202,7 +202,7 @@ class Started:
         self.process.wait()
 
     def until_training(self) -> Path:
-        """Waits for the first steps; the run directory."""
+        """Wait for the first steps and return the run directory."""
         assert wait_for(lambda: any(p.stat().st_size for p in self.folder.rglob("metrics.jsonl")), 90)
         (found,) = self.folder.rglob("metrics.jsonl")
         return found.parent
@@ -223,8 +223,8 @@ def gone(processes: list[psutil.Process]) -> bool:
 def test_a_stopped_launcher_leaves_a_record_and_no_process(
     number: signal.Signals, attempt: int, tmp_path: Path
 ) -> None:
-    words = ("--multirun", "train.seed=1,2", *sabotage("hangs", rank=1, at=100), *QUICK)
-    with Started(tmp_path, *words) as command:
+    overrides = ("--multirun", "train.seed=1,2", *sabotage("hangs", rank=1, at=100), *QUICK)
+    with Started(tmp_path, *overrides) as command:
         run_dir = command.until_training()
         family = tree_of(command.process.pid)
         assert len(family) >= 4
@@ -238,11 +238,11 @@ def test_a_stopped_launcher_leaves_a_record_and_no_process(
     if number != signal.SIGKILL:
         assert number.name in record.error.message
         assert command.process.returncode == 128 + number
-    assert len(list(tmp_path.rglob("spec.json"))) == 1, "no further run was started"
+    assert len(list(tmp_path.rglob("spec.json"))) == 1, "no other run was started"
 
 
 @pytest.mark.parametrize("attempt", range(REPEATS))
-def test_a_killed_agent_takes_its_workers_along(attempt: int, tmp_path: Path) -> None:
+def test_a_killed_agent_ends_its_workers(attempt: int, tmp_path: Path) -> None:
     with Started(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK) as command:
         command.until_training()
         family = tree_of(command.process.pid)
@@ -265,7 +265,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_still_takes_the_record(small_disk: Path, tmp_path: Path) -> None:
+def test_the_record_is_written_to_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     filler = small_disk / "filler"
 
     def fill() -> bool:
@@ -278,8 +278,8 @@ def test_a_full_disk_still_takes_the_record(small_disk: Path, tmp_path: Path) ->
             except OSError:
                 return True
 
-    words = (*QUICK, "strategy=single", "train.num_epochs=400", f"hydra.sweep.dir={small_disk}/sweep")
-    with Started(tmp_path, *words) as command:
+    overrides = (*QUICK, "strategy=single", "train.num_epochs=400", f"hydra.sweep.dir={small_disk}/sweep")
+    with Started(tmp_path, *overrides) as command:
         assert wait_for(fill, 90)
         assert command.process.wait(90) == 1
     record = RunRecord.read(small_disk / "sweep" / "0" / "record.json")
@@ -290,7 +290,7 @@ def test_a_full_disk_still_takes_the_record(small_disk: Path, tmp_path: Path) ->
 
 
 def cgroup_with_memory_limit(mib: int) -> Path | None:
-    """A memory cgroup of this test's own, of either version; None where the kernel gives none."""
+    """Create a memory cgroup of version 1 or 2 and return it; None if the kernel does not allow it."""
     for root, limit, procs in (
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "cgroup.procs"),
         (Path("/sys/fs/cgroup"), "memory.max", "cgroup.procs"),
@@ -308,9 +308,9 @@ def cgroup_with_memory_limit(mib: int) -> Path | None:
     return None
 
 
-def test_a_worker_that_the_kernel_kills_for_memory_is_oom_host(tmp_path: Path) -> None:
+def test_a_worker_killed_by_the_kernel_for_memory_is_oom_host(tmp_path: Path) -> None:
     group = cgroup_with_memory_limit(2500)
-    assert group is not None, "no memory cgroup can be made here: run as root on a kernel with the controller"
+    assert group is not None, "cannot create a memory cgroup: run as root on a kernel with the memory controller"
     try:
         script = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} -m distexp " + " ".join(
             (*sabotage("eats_until_killed"), *QUICK, "strategy=single")

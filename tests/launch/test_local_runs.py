@@ -1,4 +1,4 @@
-"""Whole commands, from the line that a user types to the record."""
+"""Complete local commands, from the command line to the record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA = Path(os.environ.get("DISTEXP_TEST_DATA", REPOSITORY.parent / "shared" / "
 SHORT = ("dataset.train_size=64", "dataset.eval_size=16", "train.num_epochs=1", "cluster.device=cpu")
 
 
-OWN_STRATEGY = """
+CUSTOM_STRATEGY = """
 from dataclasses import replace
 from distexp.strategies.ddp import DDP
 
@@ -37,14 +37,14 @@ def only_run(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The run of ``python -m distexp``, in a directory of its own, and what it printed."""
+    """Run ``python -m distexp`` in a new directory; return the run directory and the output."""
     folder = tmp_path_factory.mktemp("demo")
     done = run_distexp("cluster.device=cpu", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return only_run(folder), done.stdout
 
 
-def test_the_demo_learns_and_leaves_the_contracted_files(demo: tuple[Path, str]) -> None:
+def test_the_demo_learns_and_writes_the_documented_files(demo: tuple[Path, str]) -> None:
     run_dir, _ = demo
     record = RunRecord.read(run_dir / "record.json")
     assert record.status == "completed"
@@ -56,7 +56,7 @@ def test_the_demo_learns_and_leaves_the_contracted_files(demo: tuple[Path, str])
         assert (run_dir / name).is_file(), name
 
 
-def test_the_demo_measured_what_it_says(demo: tuple[Path, str]) -> None:
+def test_the_demo_records_its_metrics(demo: tuple[Path, str]) -> None:
     record = RunRecord.read(demo[0] / "record.json")
     metrics, built = record.metrics, record.built
     assert built is not None
@@ -68,11 +68,11 @@ def test_the_demo_measured_what_it_says(demo: tuple[Path, str]) -> None:
     assert metrics.step_time_s is not None
     assert 0 < metrics.step_time_s["p50"] <= metrics.step_time_s["p90"] <= metrics.step_time_s["max"]
     assert metrics.tflops_per_device is not None
-    assert metrics.mfu is None, "a CPU has no entry in the table of peaks"
+    assert metrics.mfu is None, "the peak of a CPU is unknown"
     assert metrics.exact_match is None
 
 
-def test_metrics_and_events_are_lines_of_the_contract(demo: tuple[Path, str]) -> None:
+def test_metrics_and_events_have_the_documented_format(demo: tuple[Path, str]) -> None:
     lines = [json.loads(line) for line in (demo[0] / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(10, 161, 10))
     keys = {"step", "epoch", "loss", "grad_norm", "learning_rate", "step_time_s", "samples_per_second"}
@@ -82,20 +82,20 @@ def test_metrics_and_events_are_lines_of_the_contract(demo: tuple[Path, str]) ->
     assert phases == ["setup", "warmup", "train", "eval", *["train", "eval"] * 4, "done"]
 
 
-def test_the_demo_says_what_it_does(demo: tuple[Path, str]) -> None:
+def test_the_demo_prints_its_progress(demo: tuple[Path, str]) -> None:
     _, screen = demo
-    for words in (
+    for text in (
         "bloom_tiny on squad_sample, ddp, fp32, 2 cpu workers",
         "step 160/160",
         "epoch 5",
         "completed",
     ):
-        assert words in screen
+        assert text in screen
     assert len(screen.splitlines()) < 60
 
 
 @pytest.mark.slow
-def test_a_worker_runs_again_by_hand_from_a_copy(demo: tuple[Path, str], tmp_path: Path) -> None:
+def test_torchrun_repeats_a_run_from_a_copy_of_its_spec(demo: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     shutil.copy(demo[0] / "spec.json", tmp_path / "copy")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -108,15 +108,15 @@ def test_a_worker_runs_again_by_hand_from_a_copy(demo: tuple[Path, str], tmp_pat
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A sweep with impossible cells in it, in a directory that the user names."""
+    """Run a sweep with invalid cells in a directory that the user chose; return the directory and the output."""
     folder = tmp_path_factory.mktemp("sweep") / "here"
-    words = ("--multirun", "strategy=single,fsdp", "offload=true,false", "fsdp.forward_prefetch=1")
-    done = run_distexp(*words, *SHORT, f"hydra.sweep.dir={folder}", "train.max_steps=2")
+    overrides = ("--multirun", "strategy=single,fsdp", "offload=true,false", "fsdp.forward_prefetch=1")
+    done = run_distexp(*overrides, *SHORT, f"hydra.sweep.dir={folder}", "train.max_steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 
 
-def test_impossible_cells_become_rows_and_the_sweep_goes_on(sweep: tuple[Path, str]) -> None:
+def test_invalid_cells_get_records_and_the_others_run(sweep: tuple[Path, str]) -> None:
     records = [RunRecord.read(sweep[0] / str(number) / "record.json") for number in range(4)]
     assert [record.status for record in records] == ["invalid", "completed", "completed", "completed"]
     assert records[0].error is not None
@@ -128,33 +128,33 @@ def test_impossible_cells_become_rows_and_the_sweep_goes_on(sweep: tuple[Path, s
     assert "invalid" in sweep[1]
 
 
-def test_new_cells_append_numbers(sweep: tuple[Path, str]) -> None:
+def test_new_cells_get_new_numbers(sweep: tuple[Path, str]) -> None:
     done = run_distexp("strategy=single", *SHORT, f"hydra.sweep.dir={sweep[0]}", "train.max_steps=1")
     assert done.returncode == 0, done.stderr
     assert RunRecord.read(sweep[0] / "4" / "record.json").run.number == 4
     assert RunRecord.read(sweep[0] / "3" / "record.json").run.number == 3
 
 
-ALONE = ("strategy=single", *SHORT, "train.measure_after_step=1", "train.profile_steps=1", "hydra.run.dir=mine")
+ONE_WORKER = ("strategy=single", *SHORT, "train.measure_after_step=1", "train.profile_steps=1", "hydra.run.dir=mine")
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run of one worker in a directory that the user names, the last step of it profiled."""
-    folder = tmp_path_factory.mktemp("alone")
-    done = run_distexp(*ALONE, cwd=folder)
+def one_worker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Run one worker in a directory that the user chose, with the last step profiled."""
+    folder = tmp_path_factory.mktemp("one_worker")
+    done = run_distexp(*ONE_WORKER, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "mine", done.stdout
 
 
-def test_hydra_run_dir_is_the_run_directory_and_is_taken_once(alone: tuple[Path, str]) -> None:
-    run_dir, _ = alone
+def test_hydra_run_dir_is_used_for_one_run_only(one_worker: tuple[Path, str]) -> None:
+    run_dir, _ = one_worker
     before = (run_dir / "record.json").read_text()
     assert RunRecord.read(run_dir / "record.json").status == "completed"
-    again = run_distexp(*ALONE, cwd=run_dir.parent)
+    again = run_distexp(*ONE_WORKER, cwd=run_dir.parent)
     assert again.returncode == 2
     assert "contains a run already" in again.stderr
-    assert f"python -m distexp.resume {run_dir}" in again.stderr
+    assert f"distexp resume {run_dir}" in again.stderr
     other = run_module("distexp.resume", str(run_dir), "train.seed=7", cwd=run_dir.parent)
     assert other.returncode == 2
     assert f"{run_dir} contains a single run" in other.stderr
@@ -162,52 +162,52 @@ def test_hydra_run_dir_is_the_run_directory_and_is_taken_once(alone: tuple[Path,
     assert (run_dir / "record.json").read_text() == before
 
 
-def test_a_lone_worker_has_nobody_to_talk_to(alone: tuple[Path, str]) -> None:
-    run_dir, screen = alone
+def test_one_worker_has_no_communication(one_worker: tuple[Path, str]) -> None:
+    run_dir, screen = one_worker
     found = RunRecord.read(run_dir / "record.json").metrics.communication
     assert found is not None
     assert (found["share"], found["by_collective"], found["note"]) == (0.0, {}, None)
     assert (run_dir / "profile" / "rank0.json.gz").stat().st_size > 1000
     assert "0% of step time, over 1 step (profile/rank0.json.gz)" in screen
-    assert "profiler_start" not in screen, "the profiler's own messages are nobody's business"
+    assert "profiler_start" not in screen, "messages of the profiler are hidden"
 
 
-def test_cells_stand_beside_the_product(tmp_path: Path) -> None:
+def test_sweep_cells_are_added_to_the_product(tmp_path: Path) -> None:
     cells = 'sweep.cells=[["strategy=ddp","offload=true"],["strategy=single","train.seed=1,2"]]'
-    words = ("--multirun", "precision=fp16", cells, *SHORT, f"hydra.sweep.dir={tmp_path}/out")
-    done = run_distexp(*words, cwd=tmp_path)
+    overrides = ("--multirun", "precision=fp16", cells, *SHORT, f"hydra.sweep.dir={tmp_path}/out")
+    done = run_distexp(*overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     records = [RunRecord.read(path) for path in sorted(tmp_path.glob("out/*/record.json"))]
-    assert [record.status for record in records] == ["invalid"] * 3, "fp16 has no CPU kernel: nothing may start"
+    assert [record.status for record in records] == ["invalid"] * 3, "fp16 has no CPU kernels"
     assert [record.config["train"]["seed"] for record in records] == [42, 1, 2]
     assert [record.config["strategy"]["name"] for record in records] == ["ddp", "single", "single"]
 
 
-def test_an_experiment_carries_its_sweep_and_the_command_line_wins(tmp_path: Path) -> None:
-    words = ("experiment=deepspeed/zero_stages", "cluster.device=cpu")
-    done = run_distexp(*words, cwd=tmp_path)
+def test_a_preset_has_a_sweep_and_overrides_take_precedence(tmp_path: Path) -> None:
+    overrides = ("experiment=deepspeed/zero_stages", "cluster.device=cpu")
+    done = run_distexp(*overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = " ".join(done.stdout.split())
-    assert "needs GPUs, but this run is on cpu: add scale=tiny" in told
-    assert "run 2: invalid: same error as run 0" in told
-    assert "Samples/Second" not in told, "of nothing but refused cells there is no exercise's table"
+    screen = " ".join(done.stdout.split())
+    assert "needs GPUs, but this run is on cpu: add scale=tiny" in screen
+    assert "run 2: invalid: same error as run 0" in screen
+    assert "Samples/Second" not in screen, "a sweep of invalid cells has no exercise table"
     stages = [RunRecord.read(p).config["deepspeed"]["zero_stage"] for p in sorted(tmp_path.rglob("record.json"))]
     assert stages == [0, 0, 1, 1, 2, 2, 3, 3]
-    narrowed = run_distexp(*words, "zero_stage=1,3", "offload=true", "hydra.sweep.dir=two", cwd=tmp_path)
+    narrowed = run_distexp(*overrides, "zero_stage=1,3", "offload=true", "hydra.sweep.dir=two", cwd=tmp_path)
     assert narrowed.returncode == 0, narrowed.stderr
     assert len(list(tmp_path.glob("two/*/record.json"))) == 2
 
 
 @pytest.mark.slow
-def test_a_strategy_of_ones_own_is_a_yaml_and_a_file(tmp_path: Path) -> None:
+def test_a_custom_strategy_needs_a_yaml_file_and_a_module(tmp_path: Path) -> None:
     (tmp_path / "conf" / "strategy").mkdir(parents=True)
     (tmp_path / "conf" / "strategy" / "mine.yaml").write_text(
         "_target_: my_package.Mine\nname: mine\noptions: {bucket_mb: 7}\n"
     )
-    (tmp_path / "my_package.py").write_text(OWN_STRATEGY)
-    words = ["--config-dir", "conf", "strategy=mine", "trusted_packages=[my_package]", *SHORT, "train.max_steps=2"]
+    (tmp_path / "my_package.py").write_text(CUSTOM_STRATEGY)
+    overrides = ["--config-dir", "conf", "strategy=mine", "trusted_packages=[my_package]", *SHORT, "train.max_steps=2"]
     script = Path(sys.executable).with_name("distexp")
-    done = subprocess.run([script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([script, *overrides], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     built = RunRecord.read(only_run(tmp_path) / "record.json").built
     assert built is not None
@@ -215,18 +215,18 @@ def test_a_strategy_of_ones_own_is_a_yaml_and_a_file(tmp_path: Path) -> None:
     assert "buckets of 7 MB" in (only_run(tmp_path) / "logs" / "node0" / "rank0.log").read_text()
 
 
-def test_images_are_learnt(tmp_path: Path) -> None:
-    words = ("model=resnet_tiny", "dataset=tinyimagenet_sample", "strategy=ddp", "cluster.device=cpu")
-    done = run_distexp(*words, cwd=tmp_path)
+def test_training_on_images_learns(tmp_path: Path) -> None:
+    overrides = ("model=resnet_tiny", "dataset=tinyimagenet_sample", "strategy=ddp", "cluster.device=cpu")
+    done = run_distexp(*overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     metrics = RunRecord.read(only_run(tmp_path) / "record.json").metrics
-    assert max(metrics.eval_accuracies) > 0.5, "chance is 0.1"
+    assert max(metrics.eval_accuracies) > 0.5, "guessing gives 0.1"
     assert metrics.train_accuracies[-1] > metrics.train_accuracies[0]
     assert all(0 <= accuracy <= 1 for accuracy in metrics.train_accuracies)
 
 
-def test_real_squad_text(tmp_path: Path) -> None:
-    words = [
+def test_training_on_real_squad_text(tmp_path: Path) -> None:
+    overrides = [
         "dataset=squad",
         f"dataset.train_path={DATA}/squad/dev-v1.1.json",
         f"dataset.eval_path={DATA}/squad/train-v1.1.json",
@@ -234,37 +234,37 @@ def test_real_squad_text(tmp_path: Path) -> None:
         "train.measure_after_step=2",
         "cluster.device=cpu",
     ]
-    done = run_distexp(*words, "dataset.eval_size=32", cwd=tmp_path)
+    done = run_distexp(*overrides, "dataset.eval_size=32", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     record = RunRecord.read(only_run(tmp_path) / "record.json")
     assert record.metrics.steps_per_epoch == -(-810 // 16)
     assert "longer than dataset.max_length=512" in done.stdout
 
 
-def test_real_jpegs(tmp_path: Path) -> None:
-    words = [
+def test_training_on_real_jpegs(tmp_path: Path) -> None:
+    overrides = [
         "model=resnet_tiny",
         "dataset=tinyimagenet",
         f"dataset.root={DATA}/tinyimagenet32",
         "strategy=ddp",
     ]
-    done = run_distexp(*words, "train.max_steps=8", "cluster.device=cpu", cwd=tmp_path)
+    done = run_distexp(*overrides, "train.max_steps=8", "cluster.device=cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     record = RunRecord.read(only_run(tmp_path) / "record.json")
     assert len(record.metrics.eval_accuracies) == 1
     assert record.metrics.steps_per_epoch == -(-2000 // 32)
 
 
-def test_a_run_that_fails_says_why_and_ends_with_one(tmp_path: Path) -> None:
+def test_a_failed_run_reports_its_cause_and_exits_with_1(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text('{"data": [{"paragraphs": 3}]}')
-    words = (
+    overrides = (
         "dataset=squad",
         f"dataset.train_path={broken}",
         f"dataset.eval_path={broken}",
         "cluster.device=cpu",
     )
-    done = run_distexp(*words, cwd=tmp_path)
+    done = run_distexp(*overrides, cwd=tmp_path)
     assert done.returncode == 1
     record = RunRecord.read(only_run(tmp_path) / "record.json")
     assert record.status == "failed"
@@ -272,7 +272,7 @@ def test_a_run_that_fails_says_why_and_ends_with_one(tmp_path: Path) -> None:
     assert str(broken) in record.error.message
     log = (only_run(tmp_path) / "logs" / "node0" / f"rank{record.error.rank}.log").read_text()
     assert f"ConfigError: {broken}" in log
-    assert "TypeError: 'int' object is not iterable" in log, "the cause is told too"
+    assert "TypeError: 'int' object is not iterable" in log, "the cause is printed too"
     assert "Traceback" not in log + done.stdout
     assert (record.error.phase, record.error.rank) in {("setup", 0), ("setup", 1)}
     assert "Traceback" not in done.stderr

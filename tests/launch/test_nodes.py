@@ -1,4 +1,4 @@
-"""Several simulated nodes on one machine: the same training, with an agent, logs and a trace for each."""
+"""Simulated nodes on one machine: the same training, with an agent, logs and a memory trace per node."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def losses(folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nodes") / "run"
-    words = ("cluster.nodes=2", "cluster.workers_per_node=2", "strategy=fsdp", "sharding=hybrid_shard")
-    words += ("cluster.environment.GLOO_SOCKET_IFNAME=lo",)
-    done = run_distexp(*words, *COMMON, "train.micro_batch_size=2", f"hydra.run.dir={folder}")
+    overrides = ("cluster.nodes=2", "cluster.workers_per_node=2", "strategy=fsdp", "sharding=hybrid_shard")
+    overrides += ("cluster.environment.GLOO_SOCKET_IFNAME=lo",)
+    done = run_distexp(*overrides, *COMMON, "train.micro_batch_size=2", f"hydra.run.dir={folder}")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
-def test_two_nodes_of_two_train_as_one_worker_does(two_by_two: Path, tmp_path: Path) -> None:
-    words = ("strategy=single", *COMMON, "train.micro_batch_size=8", f"hydra.run.dir={tmp_path}/single")
-    assert run_distexp(*words).returncode == 0
+def test_two_nodes_of_two_have_the_losses_of_one_worker(two_by_two: Path, tmp_path: Path) -> None:
+    overrides = ("strategy=single", *COMMON, "train.micro_batch_size=8", f"hydra.run.dir={tmp_path}/single")
+    assert run_distexp(*overrides).returncode == 0
     assert losses(two_by_two) == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
 
 
@@ -50,19 +50,19 @@ def test_the_mesh_is_nodes_by_workers(two_by_two: Path) -> None:
     assert (built.world_size, built.mesh) == (4, [2, 2])
 
 
-def test_variables_for_the_workers_reach_them(two_by_two: Path) -> None:
+def test_cluster_environment_reaches_the_workers(two_by_two: Path) -> None:
     environment = RunRecord.read(two_by_two / "record.json").environment
     assert environment is not None
     assert environment.variables["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_ranks_are_numbered_by_node_and_say_where_they_are(two_by_two: Path) -> None:
+def test_ranks_are_numbered_by_node_and_log_their_host(two_by_two: Path) -> None:
     for rank, node in ((0, 0), (1, 0), (2, 1), (3, 1)):
         first = (two_by_two / "logs" / f"node{node}" / f"rank{rank}.log").read_text().splitlines()[0]
         assert re.fullmatch(rf"rank {rank}: \S+, cpu, head 127\.0\.0\.1:\d+", first)
 
 
-def test_each_node_has_its_trace_in_the_record(two_by_two: Path) -> None:
+def test_each_node_has_its_memory_in_the_record(two_by_two: Path) -> None:
     record = RunRecord.read(two_by_two / "record.json")
     assert [entry["node"] for entry in record.memory["cpu"]] == [0, 1]
     assert [entry["node"] for entry in record.utilization["cpu"]] == [0, 1]
@@ -71,11 +71,11 @@ def test_each_node_has_its_trace_in_the_record(two_by_two: Path) -> None:
             rows = list(csv.DictReader(file))
         used = [float(row["used_mib"]) for row in rows if row["kind"] == "cpu" and row["used_mib"]]
         assert entry["peak_mib"] == pytest.approx(max(used), abs=0.01)
-        assert entry["peak_mib"] > 300, "two workers that have imported torch"
-        assert {"setup", "train"} <= {row["phase"] for row in rows}, "twelve steps take longer than a sample"
+        assert entry["peak_mib"] > 300, "two workers with torch"
+        assert {"setup", "train"} <= {row["phase"] for row in rows}, "12 steps last longer than an interval"
 
 
-def test_an_agent_asks_for_static_ranks_and_debugging_only_when_told() -> None:
+def test_torchrun_gets_static_ranks_and_debug_variables_only_if_enabled() -> None:
     spec = make_spec("cluster.nodes=2", "cluster.workers_per_node=2", "cluster.device=cpu", "cluster.debug=true")
     arguments = torchrun_arguments(spec, 1, Rendezvous("head", 1234))
     assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=2", "--master-addr=head"} <= set(arguments)

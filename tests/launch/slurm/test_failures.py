@@ -88,7 +88,7 @@ def test_a_failing_run_does_not_affect_the_others(slurm: Cluster, tmp_path: Path
     assert_all_steps(sweep, 0, 40)
     crash, out_of_memory, refusal = found[2].error, found[4].error, found[1].error
     assert crash is not None
-    assert "this sample is rotten" in crash.message
+    assert "this sample is broken" in crash.message
     assert out_of_memory is not None
     assert "exceeded its memory limit" in out_of_memory.message
     assert found[4].memory["cpu"], "measurements up to the kill are kept"
