@@ -1,0 +1,32 @@
+"""Names of files in a run directory: each is defined once, in ``distexp.runs.run_dir``."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from distexp.runs import run_dir
+from tests.helpers.runs import REPOSITORY
+
+NAMES = {value for name, value in vars(run_dir).items() if name.isupper() and isinstance(value, str)}
+FILE_NAMES = {name for name in NAMES if "." in name} | {run_dir.HEARTBEAT, run_dir.CHECKPOINTS}
+
+
+def test_no_other_module_contains_a_file_name_of_a_run_directory() -> None:
+    modules = set((REPOSITORY / "distexp").rglob("*.py")) - {Path(run_dir.__file__)}
+    assert {path: found for path in modules if (found := literals(path) & FILE_NAMES)} == {}
+
+
+def literals(path: Path) -> set[str]:
+    """Return the string literals of a module."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_memory_traces_are_in_the_order_of_the_nodes(tmp_path: Path) -> None:
+    for node in (10, 0, 9):
+        path = run_dir.memory_trace_path(tmp_path, node)
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    (tmp_path / run_dir.MEMORY / "nodes.csv").touch()
+    assert [node for node, _ in run_dir.memory_traces(tmp_path)] == [0, 9, 10]
