@@ -1,0 +1,107 @@
+"""The record at the end of a run, from rank 0's result and the exit codes of the agents."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from distexp.launch import ledger
+from distexp.launch.failures import HANG_CODE, STOPPED_CODE
+from distexp.launch.outcome import finalize_run, invalid_record, start_attempt
+from distexp.launch.slurm.client import JobState
+from distexp.launch.slurm.status import write_missing_record
+from distexp.runs.attempts import NO_RECORD
+from distexp.runs.environment import package_version
+from distexp.runs.record import Metrics, RunRecord
+from distexp.runs.run_dir import DISK_RESERVE, RECORD, RESULT
+from distexp.runs.spec import RunSpec
+from tests.helpers.runs import make_spec
+
+
+@pytest.fixture
+def spec() -> RunSpec:
+    """Return the spec of a run of one worker, whose environment has a variable of NCCL."""
+    overrides = ("strategy=single", "cluster.device=cpu", "measure.enabled=false")
+    return make_spec(*overrides, "+cluster.environment.NCCL_ALGO=Ring")
+
+
+def write_result(spec: RunSpec, directory: Path, status: str = "completed") -> None:
+    """Write what rank 0 writes at the end of a run."""
+    RunRecord(status, spec.run, asdict(spec.config), metrics=Metrics(train_loss=1.5)).write_result(directory)
+
+
+@pytest.mark.parametrize("status", ["completed", "preempted"])
+def test_the_result_becomes_the_record(status: str, spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    write_result(spec, tmp_path, status)
+    assert not (tmp_path / RECORD).exists(), "only the launcher writes the record"
+    record = finalize_run(spec, tmp_path, {0: 0}, time.time())
+    assert RunRecord.read(tmp_path / RECORD) == record
+    assert (record.status, record.metrics.train_loss) == (status, 1.5)
+    assert [attempt["reason"] for attempt in record.run.attempts] == [status]
+    assert {path.name for path in tmp_path.iterdir()} == {"spec.json", RECORD}
+
+
+@pytest.mark.parametrize(
+    ("codes", "stopped", "expected"),
+    [
+        ({0: 0, 1: HANG_CODE}, None, ("failed", "Hang")),
+        ({0: STOPPED_CODE}, "stopped by SIGTERM", ("killed", "Stopped")),
+        ({0: 1}, None, ("failed", "WorkerDied")),
+    ],
+)
+def test_a_failed_agent_outweighs_the_result(
+    codes: dict[int, int], stopped: str | None, expected: tuple[str, str], spec: RunSpec, tmp_path: Path
+) -> None:
+    start_attempt(spec, tmp_path)
+    write_result(spec, tmp_path)
+    record = finalize_run(spec, tmp_path, codes, time.time(), stopped)
+    assert record.error is not None
+    assert (record.status, record.error.type) == expected
+    assert not (tmp_path / RESULT).exists()
+    assert not (tmp_path / DISK_RESERVE).exists()
+
+
+def test_the_result_of_an_earlier_attempt_is_archived(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    write_result(spec, tmp_path)
+    start_attempt(spec, tmp_path)
+    record = finalize_run(spec, tmp_path, {0: 0}, time.time())
+    assert record.status == "failed"
+    assert [attempt["reason"] for attempt in record.run.attempts] == [NO_RECORD, "failed"]
+    assert (tmp_path / "attempts" / "0" / RESULT).exists()
+
+
+def test_failed_and_invalid_runs_have_the_versions_of_the_software(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    failed = finalize_run(spec, tmp_path, {0: 1}, time.time()).environment
+    invalid = invalid_record(spec.run, {}, ["no"]).environment
+    assert failed is not None
+    assert invalid is not None
+    for environment in (failed, invalid):
+        assert environment.torch == torch.__version__
+        assert environment.transformers == package_version("transformers")
+        assert environment.deepspeed == package_version("deepspeed")
+    assert failed.variables["NCCL_ALGO"] == "Ring"
+    assert (failed.cuda, failed.gpu_name) == (None, None), "the run is on the CPU"
+
+
+@pytest.mark.parametrize(("result", "status"), [(True, "completed"), (False, "killed")])
+def test_a_job_that_died_after_the_training_keeps_its_result(
+    result: bool, status: str, spec: RunSpec, tmp_path: Path
+) -> None:
+    directory = tmp_path / "0"
+    directory.mkdir()
+    start_attempt(spec, directory, "7_0", ["node1"])
+    if result:
+        write_result(spec, directory)
+    entry = ledger.Entry(0, spec.run.id, "0", "7_0", "submitted")
+    job = JobState("NODE_FAIL", nodes="node1")
+    assert write_missing_record(tmp_path, entry, job).status == status
+    raw = json.loads((directory / RECORD).read_text())
+    assert [attempt["reason"] for attempt in raw["run"]["attempts"]] == [status]
