@@ -39,11 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def squad_files(tmp_path_factory: pytest.TempPathFactory) -> DatasetConfig:
-    """Return a small SQuAD in the official format: real data if available, otherwise generated data."""
+    """Return a small SQuAD in the official format; see ``real_data``."""
     return squad_dataset(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
 def tinyimagenet_folder(tmp_path_factory: pytest.TempPathFactory) -> DatasetConfig:
-    """Return a small TinyImageNet in the official layout: real data if available, otherwise generated data."""
+    """Return a small TinyImageNet in the official layout; see ``real_data``."""
     return tinyimagenet_dataset(tmp_path_factory.mktemp("data"))

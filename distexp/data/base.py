@@ -1,4 +1,4 @@
-"""Interfaces between data sets and the training loop: samples, batches, a task's data."""
+"""Interfaces between data sets and the training loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class TaskData:
-    """The training and evaluation sets of a task, and their properties that a model needs.
+    """The data of a task, and the properties that a model needs.
 
     Attributes:
         task: ``causal_lm`` or ``image_classification``.

@@ -14,7 +14,10 @@ from distexp.runs.files import remove
 
 
 def cache_dir() -> Path:
-    """Return ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``."""
+    """Return the cache directory.
+
+    ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``.
+    """
     configured = os.environ.get("DISTEXP_CACHE")
     if configured:
         return Path(configured).expanduser().absolute()

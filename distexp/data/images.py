@@ -128,7 +128,10 @@ def normalize_pixels(pixels: Tensor) -> Tensor:
 
 @cache
 def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return MEAN and STD on a device, shape (3, 1, 1), cached because each copy would block the host."""
+    """Return MEAN and STD on a device, shape (3, 1, 1).
+
+    They are cached because each copy would block the host.
+    """
     mean, std = (torch.tensor(numbers, device=device)[:, None, None] for numbers in (MEAN, STD))
     return mean, std
 

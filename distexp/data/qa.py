@@ -1,4 +1,4 @@
-"""Question answering as sequences for a causal LM: a prompt without targets, the answer, and an end token.
+"""Question answering as token sequences for a causal LM.
 
 A sequence is ``Question: <question> Context: <context> Answer: <answer></s>``. Its parts are tokenized
 separately. So a context that is too long can be cut without touching the question or the answer.
@@ -86,7 +86,7 @@ class QASamples(TokenSamples):
     ids: tuple[str, ...]
 
     def prompt(self, index: int) -> TokenIds:
-        """Return the token ids of a sample up to and including ``Answer:``, shape (prompt length,)."""
+        """Return the token ids of a sample up to ``Answer:``, shape (prompt length,)."""
         start = int(self.ends[index - 1]) if index else 0
         prompt: TokenIds = self.tokens[start : start + int(self.prompt_lengths[index])]
         return prompt
@@ -98,7 +98,7 @@ def normalize_whitespace(text: str) -> str:
 
 
 def tokenizer_corpus(examples: Iterable[Example]) -> Iterator[str]:
-    """Yield the texts to train a tokenizer on: questions, first answers, and each context once."""
+    """Yield questions, first answers, and each context once, to train a tokenizer."""
     seen = set()
     for example in examples:
         if example.context not in seen:
@@ -159,7 +159,7 @@ def _write_tokens(folder: Path, *, examples: Sequence[Example], tokenizer: Token
 
 
 class _ExampleEncoder:
-    """Encoder that tokenizes each distinct part of the examples once and joins the parts."""
+    """An encoder that tokenizes each distinct part of the examples only once."""
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:
         self._tokenizer, self._max_length = tokenizer, max_length
@@ -172,7 +172,7 @@ class _ExampleEncoder:
         self._num_examples = len(examples)
 
     def encode(self, example: Example) -> tuple[TokenIds, TokenIds] | None:
-        """Return the prompt, and the answer with its end token; None for an unusable example."""
+        """Return the prompt and the answer with its end token; None if unusable."""
         if not example.answers:
             self._counts["unanswered"] += 1
             return None

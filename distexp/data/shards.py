@@ -1,4 +1,4 @@
-"""Distribution of a data set over ranks: a batch sampler, and a loader of optimizer steps.
+"""Distribution of a data set over ranks: batch sampler and loader.
 
 The global batch of a step has the same samples for any number of ranks, so every strategy trains on the
 same data. If the samples do not divide evenly, padding samples fill the last step. A padding sample is a
@@ -75,7 +75,10 @@ class ShardedBatchSampler:
 
 
 class PaddedDataset(Dataset[Sample]):
-    """A data set, followed by a padding copy of each sample: ``length + i`` is sample ``i`` without targets."""
+    """A data set followed by a padding copy of each sample.
+
+    Index ``length + i`` is sample ``i`` without targets.
+    """
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -110,7 +113,9 @@ class StopRequestedError(Exception):
 
 
 class StopFlag:
-    """A stop request that is summed over the ranks together with each step's number of targets.
+    """A stop request, exchanged between the ranks in the reduction of each step.
+
+    It is summed together with the step's number of targets.
 
     The sum is copied to the host in the background and read before the next step. So no step waits for
     it, and all ranks read the same value at the same step.
@@ -122,7 +127,7 @@ class StopFlag:
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
     def record(self, requests: Tensor) -> None:
-        """Start the copy of the number of ranks that request a stop; a scalar on the device."""
+        """Start the copy of a scalar: the number of ranks that request a stop."""
         self._host.copy_(requests, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

@@ -1,4 +1,4 @@
-"""SQuAD v1.1 from its official JSON files, from a folder of the datasets library, or from the hub."""
+"""SQuAD v1.1 from its official JSON files, a ``save_to_disk`` folder, or the hub."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 
 
 def read_examples(dataset: DatasetConfig) -> tuple[list[Example], list[Example]]:
-    """Read the training and evaluation examples from the files, folder or hub id of ``dataset``."""
+    """Read the training and evaluation examples from the source in ``dataset``."""
     if dataset.train_path is not None and dataset.eval_path is not None:
         return read_json(Path(dataset.train_path)), read_json(Path(dataset.eval_path))
     if dataset.train_path is not None or dataset.eval_path is not None:
@@ -150,7 +150,11 @@ def _from_rows(rows: Any) -> list[Example]:
 def _tokenize_split(
     kind: str, examples: list[Example], size: int | None, tokenizer: Tokenizer, max_length: int
 ) -> tuple[QASamples, list[str]]:
-    """Tokenize the first ``size`` examples of a split; return the samples and notes about left-out examples."""
+    """Tokenize the first ``size`` examples of a split.
+
+    Returns:
+        The samples, and notes about examples that were cut or left out.
+    """
     name = "training" if kind == "train" else "evaluation"
     if not examples:
         raise ConfigError(f"the data has no {name} examples: use data with at least one question")

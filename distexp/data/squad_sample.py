@@ -1,4 +1,4 @@
-"""Generated questions in the official format of SQuAD; a tiny model learns them in seconds."""
+"""Generated questions in the format of SQuAD, which a tiny model learns in seconds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def sample_file(split: str, questions: int) -> Path:
 
 
 def generate(split: str, questions: int) -> dict[str, Any]:
-    """Generate articles with a total of ``questions`` questions, in the official format."""
+    """Generate articles with a total of ``questions`` questions."""
     articles: list[dict[str, Any]] = []
     while questions > 0:
         article = _make_article(split, len(articles), questions)

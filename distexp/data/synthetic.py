@@ -15,7 +15,7 @@ from distexp.data.text import TextCollate, sequence_length
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Sequences of ``length`` random tokens, generated on access; every token is a target."""
+    """Sequences of random tokens, generated on access; every token is a target."""
 
     samples: int
     length: int
@@ -33,7 +33,10 @@ class RandomTokens:
 
 @dataclass(frozen=True)
 class RandomImages:
-    """Images of random pixels with a random class, generated on access; shape (3, size, size)."""
+    """Random images of shape (3, size, size) with random classes.
+
+    They are generated on access.
+    """
 
     samples: int
     size: int
@@ -51,7 +54,9 @@ class RandomImages:
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Return random samples for the task of the model. A sample depends on ``seed`` and its index only.
+    """Return random samples for the task of the model.
+
+    A sample depends on ``seed`` and its index only.
 
     Args:
         dataset: train_size and eval_size; max_length (tokens), or image_size (pixels) and num_classes.

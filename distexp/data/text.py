@@ -79,7 +79,9 @@ class TextCollate:
 
 @dataclass(frozen=True)
 class TargetLogits:
-    """Collate function for ``train.logits=targets``: the model computes only the logits of targets.
+    """Collate function for ``train.logits=targets``.
+
+    The model computes only the logits of targets.
 
     A position is kept if any sample of the batch has a target there. The batch gets an input
     ``logits_to_keep`` of shape (kept,), and its labels have shape (batch, kept). The last position is

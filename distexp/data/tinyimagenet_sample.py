@@ -1,4 +1,7 @@
-"""Generated images in the official layout of TinyImageNet: the class is the angle, width and color of stripes."""
+"""Generated images in the official layout of TinyImageNet.
+
+The class is the angle, period and color of stripes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 
 
 def sample_folder(train: int, val: int) -> Path:
-    """Return a folder from the cache with at least ``train`` and ``val`` images; generate it on first use."""
+    """Return a folder with at least ``train`` and ``val`` images.
+
+    It is generated on first use and cached.
+    """
     path = cache_dir() / f"{FORMAT}-{train}-{val}"
     return build_once(path, partial(write_images, train=train, val=val))
 

@@ -1,4 +1,4 @@
-"""Tokenizers with a common interface: a byte-level BPE trained on the data, or any of Hugging Face's.
+"""Tokenizers: a byte-level BPE trained on the data, or any of Hugging Face.
 
 ``model.tokenizer=byte`` selects the first. It needs neither a download nor transformers.
 """
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the token ids of each text, without special tokens; each of shape (length,)."""
+        """Return the token ids of each text, shape (length,), without special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -161,7 +161,7 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
 
 
 def train_byte_tokenizer(texts: Iterable[str], max_size: int) -> ByteTokenizer:
-    """Train a byte-level BPE with at most ``max_size`` entries, or read it from the cache.
+    """Train a byte-level BPE of at most ``max_size`` entries, or read it from the cache.
 
     Raises:
         ConfigError: ``max_size`` is below the number of bytes and special tokens.

@@ -1,4 +1,8 @@
-"""Floating point operations of a training step, and the peak rates of GPUs."""
+"""Floating point operations of a training step, and the peak rates of GPUs.
+
+See also ``distexp.models.introspection``, which counts the operations of a forward pass, and
+``distexp.resolve.parameter_count``.
+"""
 
 from __future__ import annotations
 

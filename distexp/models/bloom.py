@@ -48,7 +48,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
 
 
 def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
-    """Read the configuration of the weights, and check that it matches the sizes in ``model``."""
+    """Read the configuration of the weights, and compare its sizes with ``model``."""
     assert model.path is not None, "validate_model checks this"
     config = read_config("model.path", model.path)
     if config.model_type != "bloom":

@@ -1,4 +1,4 @@
-"""Deferred initialization: a model on the meta device, and the weights to materialize it with.
+"""Deferred initialization: a model on the meta device, and its weights.
 
 Only rank 0 has the whole model, in CPU memory. Every strategy materializes it module by module. So a
 sharded model is never whole on a device, and all strategies start from the same weights.
@@ -91,6 +91,6 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """List the parameters and buffers of a module without its children, by attribute name."""
+    """List the parameters and buffers of a module itself, without its children."""
     tensors = [*module._parameters.items(), *module._buffers.items()]
     return [(name, tensor) for name, tensor in tensors if tensor is not None]

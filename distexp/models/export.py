@@ -1,4 +1,4 @@
-"""Export of a trained model in the Hugging Face layout, independent of the strategy."""
+"""Export of a trained model in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Exportable(Protocol):
 
 
 def check_exportable(model: nn.Module) -> None:
-    """Raise ConfigError if a model cannot be saved in the format of ``from_pretrained``."""
+    """Raise ConfigError if a model cannot be saved in the Hugging Face layout."""
     if not hasattr(model, "save_pretrained") and not isinstance(model, Exportable):
         raise ConfigError(
             f"train.save_model=true is not supported by {type(model).__name__}, which is not a model of transformers: "
@@ -37,7 +37,9 @@ def check_exportable(model: nn.Module) -> None:
 def save_model(
     weights: Iterator[tuple[str, Tensor]], build: Callable[[], nn.Module], data: TaskData, run_dir: Path, rank: int
 ) -> None:
-    """Collect the weights in rank 0's CPU memory, and write them to ``run_dir/model``; a collective.
+    """Collect the weights on rank 0, and write them to ``run_dir/model``.
+
+    This is a collective. The weights are in rank 0's CPU memory until they are written.
 
     Args:
         weights: whole parameters and buffers by name, one at a time. Every rank must consume all of them.
@@ -67,7 +69,7 @@ def save_model(
 
 
 def _set_generation_config(model: Any, data: TaskData) -> None:
-    """Enable the cache that training disables, and set the special tokens of the tokenizer."""
+    """Enable the key-value cache, and set the special tokens of the tokenizer."""
     if data.tokenizer is None:
         return
     model.config.use_cache = True

@@ -1,4 +1,4 @@
-"""A decoder-only transformer with learned positions, pre-norm blocks, and an optionally tied head."""
+"""A decoder-only transformer with learned positions and pre-norm blocks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer layer: attention and MLP, each with normalized input and a residual connection."""
+    """A pre-norm transformer layer: attention and MLP with residual connections."""
 
     def __init__(self, hidden: int, heads: int, inner: int, dropout: float) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class GPT(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, logits_to_keep: Tensor | None = None
     ) -> Tensor:
-        """Return logits of shape (batch, length, vocabulary), or (batch, kept, vocabulary).
+        """Return logits of shape (batch, length or kept, vocabulary).
 
         Args:
             input_ids: shape (batch, length); at most seq_length tokens.
@@ -137,7 +137,7 @@ class GPT(nn.Module):
         return self.head
 
     def to_hugging_face(self, state: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        """Return an equivalent GPT-2 of transformers on the meta device, and the weights in its layout."""
+        """Return a GPT-2 of transformers on the meta device, and the weights for it."""
         from transformers import GPT2Config, GPT2LMHeadModel
 
         vocab, hidden = self.tokens.weight.shape
@@ -173,7 +173,7 @@ GPT2_NAMES = {
 
 
 def _rename_for_gpt2(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    """Rename a weight for GPT-2, and transpose the matrices of layers, as its Conv1D needs."""
+    """Rename a weight for GPT-2, and transpose matrices for its Conv1D layers."""
     name, weight = named
     module, _, kind = name.rpartition(".")
     if not module.startswith("blocks."):
@@ -207,7 +207,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
 
 
 def _causal_mask(attention_mask: Tensor) -> Tensor:
-    """Return a mask of shape (batch, 1, length, length): a token attends to itself and to earlier ones."""
+    """Return a causal mask without padding, shape (batch, 1, length, length)."""
     length = attention_mask.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
     # Padding attends to itself too, because softmax over no keys would be NaN.

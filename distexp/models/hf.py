@@ -1,4 +1,4 @@
-"""Any causal LM of transformers, by hub id or path, with pretrained or random weights."""
+"""Any causal LM of transformers, with pretrained or random weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
 
 
 def _set_dropout(config: Any, model: ModelConfig) -> None:
-    """Set one dropout rate for embeddings, attention and residuals; architectures name these differently."""
+    """Set one dropout rate for embeddings, attention and residuals.
+
+    The names of these settings differ between architectures.
+    """
     names = [
         name
         for name, value in config.to_dict().items()
@@ -69,7 +72,10 @@ def _set_dropout(config: Any, model: ModelConfig) -> None:
 
 
 def _is_bidirectional(built: nn.Module) -> bool:
-    """Return whether all attention modules are declared non-causal, as in an encoder with a language model head."""
+    """Return whether all attention modules are declared as not causal.
+
+    This is the case for an encoder with a language model head.
+    """
     is_causal = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
     return bool(is_causal) and not any(is_causal)
 

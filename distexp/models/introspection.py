@@ -1,4 +1,4 @@
-"""Inspection of models: repeated blocks, embeddings, limits, and FLOPs of a forward pass.
+"""Inspection of models: repeated blocks, embeddings, limits and FLOPs.
 
 See also ``distexp.resolve.parameter_count``, which counts parameters from the configuration alone, and
 ``distexp.measure.flops``, which derives the FLOPs of training from those of the forward pass.
@@ -41,7 +41,7 @@ def find_blocks(model: nn.Module, wrap: str = "auto") -> NamedModules:
 
 
 def find_embeddings(model: nn.Module) -> NamedModules:
-    """Find the token embedding and the output head by the methods of transformers; empty for image models."""
+    """Find the token embedding and the output head; empty for image models."""
     getters = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
     modules = [getter() for getter in getters if getter is not None]
     names = {id(module): name for name, module in model.named_modules()}
@@ -55,7 +55,7 @@ def has_tied_embeddings(model: nn.Module) -> bool:
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Return the maximum sequence length of a language model in tokens; None if unlimited, as with ALiBi.
+    """Return the maximum sequence length in tokens; None if unlimited (ALiBi).
 
     Args:
         model: distexp's GPT or a model of transformers. It may be wrapped, with the model as ``module``.
@@ -70,7 +70,11 @@ def max_positions(model: nn.Module) -> int | None:
 
 
 def supports_logits_to_keep(model: nn.Module) -> bool:
-    """Return whether a model can compute a part of its logits. It may be wrapped, with the model as ``module``."""
+    """Return whether a model can compute a part of its logits.
+
+    Args:
+        model: a model. It may be wrapped, with the model as ``module``.
+    """
     return LOGITS_TO_KEEP in signature(getattr(model, "module", model).forward).parameters
 
 
@@ -84,7 +88,9 @@ def check_supports_logits_to_keep(model: nn.Module) -> None:
 
 
 def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Count the floating point operations of one forward pass; a multiply-add counts as two.
+    """Count the floating point operations of one forward pass.
+
+    A multiply-add counts as two.
 
     Args:
         model: a copy on the meta device, which takes no memory and no time. Do not use it afterwards,

@@ -15,7 +15,7 @@ from distexp.data.base import IGNORE, Batch
 
 
 def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """Return the cross entropy in nats, summed over the ``batch.num_targets`` targets, in fp32.
+    """Return the cross entropy in nats, summed over the targets, in fp32.
 
     Args:
         task: causal_lm (the logits at a position predict the next label) or image_classification.
@@ -34,7 +34,7 @@ def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
 
 
 def count_correct(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
-    """Count the targets among the ``choices`` classes with the largest logits (top-k accuracy).
+    """Count the targets among the ``choices`` largest logits (top-k accuracy).
 
     Returns:
         An integer scalar, at most ``batch.num_targets``. With fewer classes than ``choices``, all targets count.
@@ -48,7 +48,7 @@ def count_correct(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
 
 
 def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """Return the summed loss, and the numbers of targets, top-1 hits and top-5 hits; shape (4,), float64.
+    """Return summed loss, targets, top-1 hits and top-5 hits; shape (4,), float64.
 
     Text has no accuracy, see ``partial_metrics``; its hits are 0.
     """
@@ -61,7 +61,7 @@ def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
 
 
 def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tensor) -> Tensor:
-    """Return a micro-batch's contribution to the mean loss and accuracy of its step; shape (2,), detached.
+    """Return a micro-batch's part of the step's mean loss and accuracy, shape (2,).
 
     The sum over micro-batches and ranks is the step's mean. The accuracy of text is 0, because an argmax
     over the vocabulary would cost about as much as the loss.
@@ -78,13 +78,13 @@ def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normali
 
 
 def get_logits(outputs: Any) -> Tensor:
-    """Return the logits from a model's outputs: the outputs themselves, or their ``logits``."""
+    """Return the outputs of a model if they are a tensor, otherwise their ``logits``."""
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
     return logits
 
 
 def _align(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return logits of shape (labels, classes) and the labels they predict, shape (labels,)."""
+    """Return logits (labels, classes) and the labels they predict, shape (labels,)."""
     logits = get_logits(outputs)
     if task == "causal_lm":
         # Shift the labels, not the logits: logits[:, :-1] would copy all logits.

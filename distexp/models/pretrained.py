@@ -1,4 +1,4 @@
-"""Readers of configurations and weights of Hugging Face models, by hub id or from a folder."""
+"""Readers of configurations and weights of Hugging Face models."""
 
 from __future__ import annotations
 

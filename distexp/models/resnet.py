@@ -15,7 +15,9 @@ STANDARD_WIDTH = 64
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """Build a ResNet, which maps ``images`` (batch, 3, height, width) to logits (batch, classes).
+    """Build a ResNet.
+
+    It maps ``images`` (batch, 3, height, width) to logits (batch, classes).
 
     Args:
         model: width, the channels of the first stage, doubled in each next stage; depths, the blocks of the
@@ -42,7 +44,7 @@ class ImageResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
         return self._forward_impl(images)
 
     def to_hugging_face(self, state: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        """Return an equivalent ResNet of transformers on the meta device, and the weights under its names."""
+        """Return a ResNet of transformers on the meta device, and the weights for it."""
         from transformers import ResNetConfig, ResNetForImageClassification
 
         stages = [self.layer1, self.layer2, self.layer3, self.layer4]
@@ -83,7 +85,10 @@ def _output_channels(block: Any) -> int:
 
 
 def _rename_for_hugging_face(name: str) -> str:
-    """Rename ``layer2.0.conv1.weight`` to ``resnet.encoder.stages.1.layers.0.layer.0.convolution.weight``."""
+    """Rename a weight of torchvision for transformers.
+
+    ``layer2.0.conv1.weight`` is ``resnet.encoder.stages.1.layers.0.layer.0.convolution.weight``.
+    """
     module, _, kind = name.rpartition(".")
     if module == "fc":
         return f"classifier.1.{kind}"

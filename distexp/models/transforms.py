@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation of blocks, for all strategies, before a model is distributed."""
+"""Activation checkpointing and compilation of blocks, before distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distexp.models.introspection import find_blocks
 
 
 def transform_blocks(model: nn.Module, config: Config) -> None:
-    """Apply ``train.activation_checkpointing`` and ``train.compile`` to the blocks of a model.
+    """Apply ``train.activation_checkpointing`` and ``train.compile`` to the blocks.
 
     Only ``forward`` of a block is replaced, so names and parameters stay. The hooks of FSDP and ZeRO, which
     gather parameters, are outside of the recomputed or compiled function.

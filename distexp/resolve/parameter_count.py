@@ -1,4 +1,7 @@
-"""Number of parameters of a model, computed from its configuration without building it."""
+"""Number of parameters of a model, computed from its configuration without building it.
+
+See also ``distexp.models.introspection``, which inspects a model that is built, and ``distexp.measure.flops``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharding of samples: each is used once, in the same global batches for any number of ranks."""
+"""Sharding: each sample is used once, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distexp.training.schedule import StepPlan
 
 
 def global_batches(length: int, world: int, micro: int, accumulation: int, epoch: int = 0) -> list[list[int]]:
-    """Return the indices of each global batch over all ranks; padding copies have indices from ``length``."""
+    """Return the indices of each global batch; padding copies start at ``length``."""
     ranks = []
     for rank in range(world):
         batches = ShardedBatchSampler(length, BatchSharding(rank, world, micro, accumulation), seed=7, shuffle=True)
@@ -112,7 +112,8 @@ def test_the_next_epoch_is_prefetched_during_evaluation() -> None:
         module: Any = torch.nn.Identity()
 
         def forward(self, batch: Batch) -> Tensor:
-            seen.append(samples.wait_for_reads(20.0 if waits else 0.5))
+            # Wait only once if nothing should be read.
+            seen.append(samples.wait_for_reads(20.0 if waits else 0.0 if seen else 1.0))
             return torch.zeros(len(batch.labels), 12)
 
     for waits, steps in ((True, 6), (False, 12)):

@@ -20,7 +20,7 @@ from tests.helpers.datasets import dataset as dataset_config
 
 
 def read_questions(path: str | None) -> list[tuple[str, str, list[str]]]:
-    """Read contexts, questions and answers of an official file without the code under test."""
+    """Read contexts, questions and answers without the code under test."""
     assert path is not None
     return [
         (paragraph["context"], entry["question"], [answer["text"] for answer in entry["answers"]])
@@ -31,7 +31,7 @@ def read_questions(path: str | None) -> list[tuple[str, str, list[str]]]:
 
 
 def write_small_squad(tmp_path: Path, **keys: Any) -> DatasetConfig:
-    """Write two questions for training, one of them with a long context, and one for evaluation."""
+    """Write two questions for training, the second with a long context, and one for evaluation."""
 
     def entry(question: str, *answers: str) -> dict[str, Any]:
         return {"id": question, "question": question, "answers": [{"text": text} for text in answers]}
@@ -281,6 +281,7 @@ def test_an_unreachable_hub_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -
         raise ConnectionError(f"Couldn't reach '{name}' on the Hub\nand more lines")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr(squad, "offline_if_unreachable", lambda path: None)
     message = r"dataset.path=rajpurkar/squad is neither a local folder.*Couldn't reach.*dataset=squad_sample"
     with pytest.raises(ConfigError, match=message) as caught:
         squad.load(dataset_config("squad", path="rajpurkar/squad", max_length=64), TEXT_MODEL, 0)

@@ -1,4 +1,4 @@
-"""Generated questions: the official format, always the same content, and no cut contexts."""
+"""Generated questions: official format, stable content, and no cut contexts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets for tests: real subsets if they are available, otherwise generated data in the same formats."""
+"""Data sets for tests: real subsets if available, otherwise generated data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Generated data in the official formats of SQuAD v1.1 and TinyImageNet, with the oddities of the real data.
+"""Generated data in the official formats of SQuAD v1.1 and TinyImageNet.
+
+It has the oddities of the real data: repeated contexts, unicode, several answers, grayscale images.
 
 The numbers of samples are those of the real subsets, so the same tests hold for both.
 """
@@ -25,7 +27,7 @@ IMAGE_SIZE = 32
 
 
 def write_squad(folder: Path) -> None:
-    """Write train-v1.1.json and dev-v1.1.json: one article each, and three answers to a question in the second."""
+    """Write train-v1.1.json and dev-v1.1.json, with one and three answers a question."""
     folder.mkdir(parents=True)
     for split, questions, lengths, answers in (
         ("train", TRAIN_QUESTIONS, TRAIN_LENGTHS, 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from distexp.config import DatasetConfig
 from distexp.runs.record import RunRecord
-from tests.helpers.runs import REPOSITORY, run_distexp, run_module
+from tests.helpers.runs import run_distexp, run_module
 
-DATA = Path(os.environ.get("DISTEXP_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
 SHORT = ("dataset.train_size=64", "dataset.eval_size=16", "train.num_epochs=1", "cluster.device=cpu")
 
 
@@ -225,11 +224,11 @@ def test_training_on_images_learns(tmp_path: Path) -> None:
     assert all(0 <= accuracy <= 1 for accuracy in metrics.train_accuracies)
 
 
-def test_training_on_real_squad_text(tmp_path: Path) -> None:
+def test_training_on_official_squad_files(squad_files: DatasetConfig, tmp_path: Path) -> None:
     overrides = [
         "dataset=squad",
-        f"dataset.train_path={DATA}/squad/dev-v1.1.json",
-        f"dataset.eval_path={DATA}/squad/train-v1.1.json",
+        f"dataset.train_path={squad_files.eval_path}",
+        f"dataset.eval_path={squad_files.train_path}",
         "train.max_steps=8",
         "train.measure_after_step=2",
         "cluster.device=cpu",
@@ -241,11 +240,11 @@ def test_training_on_real_squad_text(tmp_path: Path) -> None:
     assert "longer than dataset.max_length=512" in done.stdout
 
 
-def test_training_on_real_jpegs(tmp_path: Path) -> None:
+def test_training_on_an_official_tinyimagenet_folder(tinyimagenet_folder: DatasetConfig, tmp_path: Path) -> None:
     overrides = [
         "model=resnet_tiny",
         "dataset=tinyimagenet",
-        f"dataset.root={DATA}/tinyimagenet32",
+        f"dataset.root={tinyimagenet_folder.root}",
         "strategy=ddp",
     ]
     done = run_distexp(*overrides, "train.max_steps=8", "cluster.device=cpu", cwd=tmp_path)

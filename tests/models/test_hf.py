@@ -64,7 +64,7 @@ BLOCKS = {
 
 
 def save_model(folder: Path, values: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Save a small random model and a tokenizer in one folder, as published models are."""
+    """Save a small random model and a tokenizer in one folder."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

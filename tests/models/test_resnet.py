@@ -1,4 +1,4 @@
-"""ResNets: equal to torchvision at the standard width, and with fewer channels otherwise."""
+"""ResNets: equal to torchvision at the standard width."""
 
 from __future__ import annotations
 
