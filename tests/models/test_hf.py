@@ -147,11 +147,11 @@ def test_the_default_dropout_is_that_of_the_architecture(tmp_path: Path) -> None
 
 def test_auto_is_the_tokenizer_of_the_model(tmp_path: Path) -> None:
     save_model(tmp_path / "llama", LLAMA)
-    for words in ((), ("model.init=random",)):
-        model = resolve_cell("model=hf", f"model.name={tmp_path / 'llama'}", *words).model
+    for overrides in ((), ("model.init=random",)):
+        model = resolve_cell("model=hf", f"model.name={tmp_path / 'llama'}", *overrides).model
         tokenizer = load_tokenizer(model, [])
         assert isinstance(tokenizer, HuggingFaceTokenizer)
-        assert tokenizer.size == 300 or tokenizer.size < 300
+        assert tokenizer.size <= 300
         assert tokenizer.decode(tokenizer.encode_batch(["Ada"])[0].tolist()) == "Ada"
     assert load_tokenizer(replace(model, tokenizer="byte"), ["a text"]).name.startswith("byte(")
 
@@ -195,9 +195,9 @@ def test_a_model_that_is_not_a_causal_lm_is_refused(values: dict[str, Any], tmp_
 
 
 def test_errors_are_reported_before_anything_starts(tmp_path: Path) -> None:
-    def error(*words: str) -> str:
+    def error(*overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:
-            resolve_cell(*words)
+            resolve_cell(*overrides)
         return str(caught.value)
 
     nowhere = tmp_path / "nowhere"
@@ -245,8 +245,8 @@ def test_damaged_and_partial_weights_are_config_errors(tmp_path: Path) -> None:
 def test_a_pretrained_bloom_is_read_from_its_path(tmp_path: Path) -> None:
     saved = save_model(tmp_path, ARCHITECTURES["bloom"], torch.float16)
     sizes = ("model.vocab_size=320", "model.hidden_size=16", "model.num_layers=2", "model.num_heads=2")
-    words = ("model=bloom_560m", "model.init=pretrained", f"model.path={tmp_path}", *sizes)
-    config = resolve_cell(*words).model
+    overrides = ("model=bloom_560m", "model.init=pretrained", f"model.path={tmp_path}", *sizes)
+    config = resolve_cell(*overrides).model
     for named in (config, replace(config, vocab_size=None)):
         weights = bloom.build(named, 300).state_dict()
         assert all(weight.equal(saved.state_dict()[name].float()) for name, weight in weights.items())
