@@ -19,7 +19,7 @@ def test_preflight_measures_every_group_and_collective(tmp_path: Path) -> None:
         "distexp.preflight", *SMALL, "cluster.nodes=2", "cluster.workers_per_node=2", f"hydra.run.dir={run}"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("preflight of 4 cpu workers on 2 nodes\n")
+    assert done.stdout.startswith("preflight with 4 cpu workers on 2 nodes\n")
     record = RunRecord.read(run / "record.json")
     assert record.status == "completed"
     assert record.metrics.train_loss is None
