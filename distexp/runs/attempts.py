@@ -8,7 +8,7 @@ from typing import Any
 
 from distexp.runs.events import last_value
 from distexp.runs.record import RunInfo, RunRecord
-from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPT_FILES, ATTEMPTS, RECORD, SPEC, STOP_REQUEST
+from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPT_FILES, ATTEMPTS, HEARTBEAT, RECORD, SPEC, STOP_REQUEST
 
 Attempt = dict[str, Any]
 
@@ -60,11 +60,18 @@ def register_attempt(run: RunInfo, directory: Path, job_id: str | None, hosts: l
 
 
 def register_manual_attempt(run: RunInfo, directory: Path) -> None:
-    """Add an attempt that was started by hand with torchrun, and drop a stop request for an earlier one."""
+    """Add an attempt that was started by hand with torchrun, and drop a stop request for an earlier one.
+
+    The spec lists the attempt that it was written for. If that attempt trained in this directory, it has ended without
+    a record. If not, the directory is a copy, and the attempt is not one of this directory.
+    """
     (directory / STOP_REQUEST).unlink(missing_ok=True)
     run.attempts = read_attempts(directory)
     if run.attempts and run.attempts[-1]["reason"] is None:
-        run.attempts[-1]["reason"] = NO_RECORD
+        if (directory / HEARTBEAT).exists():
+            run.attempts[-1]["reason"] = NO_RECORD
+        else:
+            run.attempts.pop()
     run.attempts.append(new_attempt(None, []))
 
 
