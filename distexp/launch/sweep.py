@@ -77,7 +77,7 @@ def compose_cells(
     return cells
 
 
-def run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
+def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
     """Return the identity of a cell's run."""
     overrides = [text.replace("'", "") for text in cell.overrides if not text.startswith("sweep.")]
     name = str(cell.composed.name) if cell.config is None else cell.config.name
@@ -105,7 +105,7 @@ def run_dir_for(cell: Cell, sweep_dir: Path, number: int) -> Path:
     return (sweep_dir / str(cell.composed.hydra.sweep.subdir)).absolute()
 
 
-def sweep_directory(master: DictConfig) -> Path:
+def create_sweep_dir(master: DictConfig) -> Path:
     """Create the directory of a sweep and return it. A resumed sweep has one already."""
     chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
     return claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
@@ -153,7 +153,7 @@ def assign_run_dirs(
         active: Numbers of runs that have not ended. The warning leaves them out.
     """
     existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
-    infos = [run_info(cell, 0, code, snapshot) for cell in cells]
+    infos = [make_run_info(cell, 0, code, snapshot) for cell in cells]
     matches = existing.match([(info.id, info.overrides) for info in infos])
     warning = unmatched_message([run for run in existing.unfinished(below=sweep_dir) if run.number not in active])
     if warning is not None:
@@ -212,7 +212,7 @@ def _taken_message(directory: Path, *, resume: bool) -> str:
     )
 
 
-def save_master(master: DictConfig, sweep_dir: Path, cells: int) -> None:
+def write_sweep_files(master: DictConfig, sweep_dir: Path, cells: int) -> None:
     """Write Hydra's ``multirun.yaml``, and the command line for ``distexp resume``; keep existing files.
 
     Args:

@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
     events = Events(run_dir, enabled=rank == 0)
     try:
-        from distexp.worker.rank import run
+        from distexp.worker.rank import run_rank
 
-        run(run_dir, events, started, launched=options.launched)
+        run_rank(run_dir, events, started, launched=options.launched)
     except BaseException as error:
         print_error(error)
         cause = RunError(type(error).__name__, str(error).strip() or repr(error), events.phase, rank)

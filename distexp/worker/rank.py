@@ -50,7 +50,7 @@ from distexp.training.schedule import StepPlan
 from distexp.worker.generation import check_has_references, score_answers
 
 
-def run(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
+def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
     """Train, and write the result on rank 0.
 
     Args:
@@ -103,7 +103,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     config = spec.config
     seed_everything(config.train.seed)
     data = load_data(config, context)
-    training, evaluation = loaders(config, data, context)
+    training, evaluation = make_loaders(config, data, context)
     plan = StepPlan(config.train, training.steps_per_epoch)
     logger = MetricsLogger(plan, context, events)
     inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)
@@ -113,7 +113,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     attempts.record_resume_step(spec.run, logger.resumed_at or None)
     if config.train.save_model and logger.stopped is None:
         events.set_phase("save")
-        save_model(model.weights(), builder(config, data), data, context.run_dir, context.rank)
+        save_model(model.weights(), model_factory(config, data), data, context.run_dir, context.rank)
     record = RunRecord(
         status="preempted" if logger.stopped else "completed",
         error=logger.stopped,
@@ -176,14 +176,14 @@ def load_data(config: Config, context: Context) -> TaskData:
     return data
 
 
-def builder(config: Config, data: TaskData) -> Callable[[], nn.Module]:
+def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
     """Return a function that makes the configured model on torch's default device."""
     return partial(locate(config.model._target_), config.model, data.num_classes)
 
 
 def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
     """Return the model, not distributed, without memory for its weights."""
-    blueprint = Blueprint(builder(config, data), context, broadcast=config.fsdp.sync_module_states)
+    blueprint = Blueprint(model_factory(config, data), context, broadcast=config.fsdp.sync_module_states)
     if config.train.save_model:
         check_exportable(blueprint.model)
     if config.train.logits == "targets":
@@ -192,7 +192,7 @@ def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
     return blueprint
 
 
-def loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
+def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
     """Return this rank's loaders of the training and the evaluation set."""
     train, place = config.train, (context.rank, context.world_size)
     if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch_size):

@@ -22,7 +22,7 @@ from distexp.training.inputs import TrainingInputs
 from distexp.training.loop import fit
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
-from distexp.worker.rank import build_model, builder, load_data, loaders
+from distexp.worker.rank import build_model, load_data, make_loaders, model_factory
 from tests.helpers.runs import resolve_cell
 
 STEPS, BATCH = 10, 16
@@ -54,7 +54,7 @@ class NativeLoop:
         self.config, self.context = config, context
         seed_everything(config.train.seed)
         self.model = load_strategy(config).setup(build_model(config, data, context), config, context)
-        self.training, self.evaluation = loaders(config, data, context)
+        self.training, self.evaluation = make_loaders(config, data, context)
         self.model.module.eval = self._start_evaluation  # type: ignore[method-assign]
         self.losses: list[float] = []
 
@@ -81,7 +81,7 @@ class HandWrittenLoop:
         train, self.device = config.train, context.device
         on_gpu = self.device.type == "cuda"
         seed_everything(train.seed)
-        self.model = builder(config, data)().to(self.device)
+        self.model = model_factory(config, data)().to(self.device)
         beta1, beta2 = train.betas
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),

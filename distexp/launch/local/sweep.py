@@ -15,7 +15,14 @@ from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError
 from distexp.launch.local.run import run_locally
 from distexp.launch.snapshot import git_root, git_state
-from distexp.launch.sweep import Cell, assign_run_dirs, compose_cells, save_master, sweep_directory, write_invalid
+from distexp.launch.sweep import (
+    Cell,
+    assign_run_dirs,
+    compose_cells,
+    create_sweep_dir,
+    write_invalid,
+    write_sweep_files,
+)
 from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.record import FAILURES, RunInfo, RunRecord
 from distexp.runs.run_dir import RECORD
@@ -30,8 +37,8 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
         InterruptedRunError: if a run was interrupted. The cells after it are not started.
     """
     cells = compose_cells(context, master, overrides)
-    sweep_dir = sweep_directory(master)
-    save_master(master, sweep_dir, len(cells))
+    sweep_dir = create_sweep_dir(master)
+    write_sweep_files(master, sweep_dir, len(cells))
     screen = Screen(total=len(cells), sweep_dir=sweep_dir)
 
     def should_skip(run: ExistingRun) -> bool:

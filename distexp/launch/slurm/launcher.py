@@ -23,7 +23,14 @@ from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.launch.slurm.status import poll
 from distexp.launch.slurm.submitit_keys import apply_submitit_options
 from distexp.launch.snapshot import GitState, take_snapshot
-from distexp.launch.sweep import Cell, assign_run_dirs, compose_cells, save_master, sweep_directory, write_invalid
+from distexp.launch.sweep import (
+    Cell,
+    assign_run_dirs,
+    compose_cells,
+    create_sweep_dir,
+    write_invalid,
+    write_sweep_files,
+)
 from distexp.runs import attempts
 from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.files import write_json
@@ -62,8 +69,8 @@ def run_sweep(
         print_scripts(cells, Path(master.hydra.sweep.dir).absolute(), console)
         return []
     max_size = _check_slurm()
-    sweep_dir = sweep_directory(master).absolute()
-    save_master(master, sweep_dir, len(cells))
+    sweep_dir = create_sweep_dir(master).absolute()
+    write_sweep_files(master, sweep_dir, len(cells))
     snapshot, git = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages))
     prepared = list(prepare_runs(cells, sweep_dir, snapshot, git, console, resume=master.sweep.resume))
     submit_runs(prepared, sweep_dir, snapshot, max_size, console)
