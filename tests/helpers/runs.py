@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import subprocess
 import sys
@@ -25,6 +27,13 @@ HELPERS = REPOSITORY / "tests" / "helpers"
 
 def compose_cell(*overrides: str) -> tuple[DictConfig, dict[str, str | None]]:
     """Compose a command line; return the configuration without the hydra node, and the choices of the groups."""
+    content, choices = _compose(overrides)
+    return copy.deepcopy(content), dict(choices)
+
+
+@functools.cache
+def _compose(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str | None]]:
+    """Compose each command line only once, because Hydra takes about 0.1 s."""
     register_schema()
     quoted = [quote_choice(text, config_groups()) for text in overrides]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):

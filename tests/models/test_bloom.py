@@ -50,7 +50,7 @@ def test_bloom_tiny_is_a_bloom_without_a_cache() -> None:
 def test_the_default_vocabulary_size_is_that_of_the_tokenizer() -> None:
     config = replace(resolve_cell("model=bloom_tiny").model, vocab_size=None)
     assert find_embeddings(build(config, 300))[0][1].weight.shape == (300, 64)
-    with pytest.raises(ConfigError, match=r"The tokenizer has 300 entries, more than model.vocab_size=299"):
+    with pytest.raises(ConfigError, match=r"model.vocab_size=299 is smaller than the tokenizer, which has 300 entries"):
         build(replace(config, vocab_size=299), 300)
 
 

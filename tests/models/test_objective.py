@@ -105,7 +105,7 @@ def test_a_batch_without_targets_keeps_one_position() -> None:
 def test_a_model_without_logits_to_keep_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"argument logits_to_keep, which Linear lacks: use train.logits=all"):
         check_supports_logits_to_keep(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="targets chooses among the positions of a text"):
+    with pytest.raises(ConfigError, match=r"train.logits=targets is for causal_lm"):
         resolve_cell("model=resnet_tiny", "dataset=tinyimagenet_sample", "train.logits=targets")
 
 

@@ -147,7 +147,7 @@ def test_an_evaluation_set_without_references_is_rejected() -> None:
 
 @pytest.mark.parametrize("overrides", [("dataset=synthetic",), ("model=resnet_tiny",)])
 def test_score_answers_without_references_is_rejected_before_the_start(overrides: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"train\.score_answers=true scores answers against references, and dataset="):
+    with pytest.raises(ConfigError, match=r"train\.score_answers=true needs reference answers, but dataset="):
         resolve_cell("train.score_answers=true", *overrides)
     with pytest.raises(ConfigError, match=r"dataset\.answer_tokens=9 is not a key of dataset="):
         resolve_cell("dataset.answer_tokens=9", *overrides)
