@@ -19,7 +19,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
-from distexp.report.table import build_exercise_tables, build_overview_table
+from distexp.report.exercise_tables import build_exercise_tables
+from distexp.report.table import build_overview_table
 from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, log_path

@@ -1,6 +1,5 @@
-"""What the records of finished runs say, side by side: on the terminal and in files.
+"""Reports of finished runs: tables on the terminal, result files and a page.
 
-Reads only what is on disk and never imports torch. ``frame`` makes flat rows of records, ``settings``
-and ``figures`` are their two halves, ``repeats`` joins rows that differ by chance alone, ``overview``
-holds all of it; ``table``, ``sentences``, ``files`` and ``compare`` draw from an overview.
+Only reads what is on disk, and never imports torch. ``data`` makes rows of records and compares them (``Overview``).
+All output is made from an ``Overview``: ``table`` and ``compare`` for the terminal, ``files`` for the rest.
 """

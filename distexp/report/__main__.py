@@ -1,7 +1,9 @@
-"""``python -m distexp.report DIR... [--open] [--compare A B]``: finished runs, from what they left on disk alone.
+"""Command ``distexp report DIR... [--open] [--compare A B]``: reports on finished runs.
 
-Exit codes: 0; 1 where --compare finds a regression or the files cannot be written; 2 where there is
-nothing to report on.
+Exit codes:
+    0: the report was written.
+    1: --compare found a regression, or the files cannot be written.
+    2: there is nothing to report on.
 """
 
 from __future__ import annotations
@@ -16,25 +18,26 @@ from pathlib import Path
 from rich.console import Console
 
 from distexp.exceptions import run_until_pipe_closes
-from distexp.report.compare import Comparison, ComparisonTable
+from distexp.report.compare import Comparison
+from distexp.report.comparison_table import ComparisonTable
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row, load_rows
 from distexp.report.files import PAGE, write_files
 from distexp.report.table import OverviewTable
 from distexp.runs.run_dir import RECORD, REPORT
 
-PIPED_WIDTH = 240  # characters; a file or a pager has no edge
+PIPED_WIDTH = 240  # characters, if the output is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reports, and returns the exit code."""
+    """Run the command and return its exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if not options.directories and not options.compare:
-        parser.error("give a folder to report on, or --compare A B")
+        parser.error("no directory given: give that of a sweep, or --compare A B")
     missing = [path for path in (*options.directories, *(options.compare or ())) if not path.is_dir()]
     if missing:
-        return _nothing(f"{', '.join(map(str, missing))} is not a folder: give one that a sweep wrote")
+        return _print_error(f"{', '.join(map(str, missing))}: no such directory. Give that of a run or a sweep")
     code = 0
     if options.directories:
         code = report(options.directories, options.trace)
@@ -48,63 +51,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="distexp report",
-        description="Compares finished runs by their records, found below DIR at any depth. "
-        "Writes report.html, results.csv, results.md, results.parquet and plots/ into the first DIR's folder report.",
+        description="Print a table of the finished runs below DIR, at any depth, and write report.html, results.csv, "
+        "results.md, results.parquet and plots/ into DIR/report. Several DIRs make one report, in the first of them.",
     )
-    parser.add_argument("directories", metavar="DIR", nargs="*", type=Path)
-    parser.add_argument("--open", action="store_true", help="show report.html in the browser")
+    parser.add_argument("directories", metavar="DIR", nargs="*", type=Path, help="directory of a run or a sweep")
+    parser.add_argument("--open", action="store_true", help="open report.html in the browser")
     parser.add_argument(
         "--trace", metavar="RUN", nargs="+", default=[],
-        help="draw these runs over time (labels as in the table), instead of the most telling ones",
+        help="draw these runs over time (labels from the column run) instead of the fastest and the smallest ones",
     )  # fmt: skip
     parser.add_argument(
         "--compare", metavar=("A", "B"), nargs=2, type=Path,
-        help="two sweeps side by side, B against A; exit code 1 where something became worse",
+        help="compare sweep B with sweep A; the exit code is 1 if there are regressions",
     )  # fmt: skip
     return parser
 
 
 def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
-    """Shows and writes what some folders hold."""
+    """Print the table of the runs below some directories and write the report files. Return the exit code."""
     rows, skipped = _load(directories)
     if not rows:
         return _no_records(directories)
     unknown = sorted(set(traced_runs) - {row.label for row in rows})
     if unknown:
-        return _nothing(f"--trace {' '.join(unknown)} names no run: give labels such as {rows[0].label}")
+        return _print_error(f"--trace {' '.join(unknown)}: no such run. Give labels such as {rows[0].label}")
     overview = Overview.from_rows(rows)
     target = directories[0] / REPORT
-    make_console().print(OverviewTable(overview, elsewhere=f"all of them are in {target / 'results.csv'}"))
+    make_console().print(OverviewTable(overview, results=target / "results.csv"))
     try:
         written = write_files(overview, target, traced_runs, skipped)
     except OSError as error:
-        print(f"distexp: {target} cannot be written ({error.strerror}): the files are missing", file=sys.stderr)
+        print(f"distexp: cannot write to {target}: {error.strerror}", file=sys.stderr)
         return 1
-    print(f"written: {target}, {len(written)} files:", ", ".join(sorted({_place(path, target) for path in written})))
+    names = sorted({_first_part(path, target) for path in written})
+    print(f"written: {target}, {len(written)} files:", ", ".join(names))
     return 0
 
 
-def _place(path: Path, target: Path) -> str:
-    """A file below a folder, or the folder there that it is in."""
-    first, *rest = path.relative_to(target).parts
+def _first_part(path: Path, folder: Path) -> str:
+    """Return the name of a file in a folder, or of the subfolder that contains it."""
+    first, *rest = path.relative_to(folder).parts
     return f"{first}/" if rest else first
 
 
 def compare(before: Path, after: Path) -> int:
-    """Shows two sweeps side by side; 1 where something became worse."""
-    ours, theirs = _load([before])[0], _load([after])[0]
-    for directory, rows in ((before, ours), (after, theirs)):
+    """Print the comparison of two sweeps. Return 1 if there are regressions."""
+    rows_before, rows_after = _load([before])[0], _load([after])[0]
+    for directory, rows in ((before, rows_before), (after, rows_after)):
         if not rows:
             return _no_records([directory])
-    comparison = Comparison.of(ours, theirs)
+    comparison = Comparison.of(rows_before, rows_after)
     if not comparison.pairs:
-        return _nothing(f"no configuration of {before} is in {after}: nothing can be compared")
+        return _print_error(f"{before} and {after} have no configuration in common: nothing to compare")
     make_console().print(ComparisonTable(comparison, str(before), str(after)))
     return 1 if any(comparison.regressions()) else 0
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal, or wide enough for everything where there is none."""
+    """Return a console as wide as the terminal, or wide enough for all columns if there is no terminal."""
     console = Console()
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
@@ -113,21 +117,21 @@ def make_console() -> Console:
 
 def _load(directories: Sequence[Path]) -> tuple[list[Row], list[str]]:
     rows, skipped = load_rows(directories)
-    sentences = [f"skipped: {sentence}" for sentence in skipped]
-    for sentence in sentences:
-        print(sentence, file=sys.stderr)
-    return rows, sentences
+    messages = [f"skipped: {message}" for message in skipped]
+    for message in messages:
+        print(message, file=sys.stderr)
+    return rows, messages
 
 
 def _no_records(directories: Sequence[Path]) -> int:
-    return _nothing(
+    return _print_error(
         f"no readable {RECORD} below {', '.join(map(str, directories))}: "
-        "give a folder that a run or a sweep wrote, such as multirun_outputs/distexp"
+        "give the directory of a run or a sweep, such as multirun_outputs/distexp"
     )
 
 
-def _nothing(sentence: str) -> int:
-    print(f"distexp: {sentence}", file=sys.stderr)
+def _print_error(message: str) -> int:
+    print(f"distexp: {message}", file=sys.stderr)
     return 2
 
 

@@ -1,63 +1,73 @@
-"""What runs wrote while they ran, read back thin enough to be drawn: losses, step times, memory over time."""
+"""Traces of runs over time: losses, step times and memory, thinned for charts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.runs.jsonl import read_entries
+from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
 from distexp.runs.run_dir import MEMORY, METRICS
 
-if TYPE_CHECKING:
-    import pandas as pd
+MAX_TRACES = 8  # more curves cannot be told apart by color
+MAX_POINTS = 240  # of a curve
 
-MOST_TRACED = 8  # trainings; more curves than colours tell nothing
-MOST_POINTS = 240  # of a curve
-MEMORY_COLUMNS = ["unix_time_s", "phase", "kind", "index", "used_mib"]
+Points = list[tuple[float, float]]
+"""Seconds since the first sample, and MiB."""
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A phase of a run."""
+class PhaseInterval:
+    """A phase of a run, in seconds since the first sample."""
 
     phase: str
-    begin_s: float  # since the first sample
+    begin_s: float
     end_s: float
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """The fullest device of a node over time; each point is the most of its stretch of time, so peaks stay."""
+    """Memory of a node over time: of its GPU that uses most, or of the CPU.
+
+    Attributes:
+        kind: ``gpu`` or ``cpu``.
+        points: Seconds since the first sample, and MiB. Each is the peak of an interval, so that peaks are kept.
+    """
 
     node: int
-    kind: str  # gpu, cpu
-    points: tuple[tuple[float, float], ...]  # seconds since the first sample, MiB
+    kind: str
+    points: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class RunTrace:
-    """A training with the traces of its first run that counts."""
+    """Traces of a training: those of one of its runs.
+
+    Attributes:
+        name: Settings of the training, or the label of the run.
+        steps: Lines of metrics.jsonl.
+    """
 
     group: RunGroup
     row: Row
     name: str
-    steps: tuple[dict[str, Any], ...]  # lines of metrics.jsonl
+    steps: tuple[dict[str, Any], ...]
     memory: tuple[MemoryCurve, ...]
-    phases: tuple[Interval, ...]
+    phases: tuple[PhaseInterval, ...]
 
     def curves(self, kind: str) -> list[MemoryCurve]:
-        """Those of one kind of memory, by node."""
+        """Return the curves of ``gpu`` or ``cpu`` memory, by node."""
         return [curve for curve in self.memory if curve.kind == kind]
 
 
 def load_traces(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace]:
-    """The traces of some trainings: of the runs with these labels, else of the most telling ones."""
+    """Read the traces of the trainings that have the chosen run labels, or of the most informative ones."""
     groups = [group for group in overview.groups if any(row.path for row in group.rows)]
     if chosen:
         groups = [group for group in groups if any(row.label in chosen for row in group.rows)]
@@ -65,34 +75,34 @@ def load_traces(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace
         groups = most_informative(groups)
     names = [overview.format_settings(group) for group in groups]
     return [
-        _read(group, chosen, name if name and names.count(name) == 1 else f"run {group.label}")
+        _read_trace(group, chosen, name if name and names.count(name) == 1 else f"run {group.label}")
         for group, name in zip(groups, names, strict=True)
     ]
 
 
 def most_informative(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    """At most MOST_TRACED: the fastest, the smallest, those out of memory, then the others in their order."""
+    """Return at most MAX_TRACES groups: the fastest, the smallest, those out of memory, then the first ones."""
     started = [group for group in groups if group.status != "invalid"]
-    if len(started) <= MOST_TRACED:
+    if len(started) <= MAX_TRACES:
         return started
-    kept: list[RunGroup] = _extremes(started, SPEED, largest=True)[:3]
+    kept: list[RunGroup] = _ranked(started, SPEED, largest=True)[:3]
     memory = next((name for name in MEMORIES if any(group.metric(name) for group in started)), None)
     if memory:
-        kept += _extremes(started, memory, largest=False)[:2]
+        kept += _ranked(started, memory, largest=False)[:2]
     kept += [group for group in started if "oom" in group.status][:2]
     ids = {id(group) for group in kept}
     for group in started:
-        if len(ids) < MOST_TRACED:
+        if len(ids) < MAX_TRACES:
             ids.add(id(group))
     return [group for group in started if id(group) in ids]
 
 
-def _extremes(groups: Sequence[RunGroup], name: str, *, largest: bool) -> list[RunGroup]:
-    known = [(figure.mean, n) for n, group in enumerate(groups) if group.completed and (figure := group.metric(name))]
+def _ranked(groups: Sequence[RunGroup], name: str, *, largest: bool) -> list[RunGroup]:
+    known = [(metric.mean, n) for n, group in enumerate(groups) if group.completed and (metric := group.metric(name))]
     return [groups[n] for _, n in sorted(known, reverse=largest)]
 
 
-def _read(group: RunGroup, chosen: Sequence[str], name: str) -> RunTrace:
+def _read_trace(group: RunGroup, chosen: Sequence[str], name: str) -> RunTrace:
     preferred = [row for row in group.rows if row.label in chosen] or list(group.counted_rows)
     row = next((row for row in preferred if row.path), group.rows[0])
     assert row.path is not None
@@ -103,64 +113,68 @@ def _read(group: RunGroup, chosen: Sequence[str], name: str) -> RunTrace:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, thinned evenly; a torn line, or a missing file, is passed over."""
+    """Return the lines of metrics.jsonl, thinned evenly. A missing file or a torn line is skipped."""
     try:
-        found = [entry for entry in read_entries(path) if isinstance(entry.get("step"), int)]
+        found = [step for step in read_entries(path) if isinstance(step.get("step"), int)]
     except OSError:
         return []
-    stride = max(1, -(-len(found) // MOST_POINTS))
-    return [entry for n, entry in enumerate(found) if n % stride == 0 or n == len(found) - 1]
+    stride = max(1, -(-len(found) // MAX_POINTS))
+    return [step for n, step in enumerate(found) if n % stride == 0 or n == len(found) - 1]
 
 
-def read_memory(directory: Path) -> tuple[list[MemoryCurve], list[Interval]]:
-    """The curves of every node, and the phases as the first node saw them; both empty where nothing was sampled."""
-    files = sorted(directory.glob("node*.csv"), key=lambda path: (len(path.name), path.name))
-    frames = [(int(path.stem.removeprefix("node")), frame) for path in files
-              if path.stem.removeprefix("node").isdigit() and (frame := _frame(path)) is not None]  # fmt: skip
-    if not frames:
+def read_memory(directory: Path) -> tuple[list[MemoryCurve], list[PhaseInterval]]:
+    """Return the memory curves of all nodes, and the phases of the first node; both empty without samples."""
+    paths = sorted(directory.glob("node*.csv"), key=lambda path: (len(path.name), path.name))
+    nodes = [
+        (int(number), samples)
+        for path in paths
+        if (number := path.stem.removeprefix("node")).isdigit() and (samples := _read_samples(path))
+    ]
+    if not nodes:
         return [], []
-    start = min(frame["unix_time_s"].iloc[0] for _, frame in frames)
-    for _, frame in frames:
-        frame["seconds"] = frame["unix_time_s"] - start
-    curves = [curve for node, frame in frames for curve in _curves(node, frame)]
-    return curves, list(_phases(frames[0][1]))
+    start = min(samples[0].unix_time_s for _, samples in nodes)
+    curves = [curve for node, samples in nodes for curve in _memory_curves(node, samples, start)]
+    return curves, list(_phase_intervals(nodes[0][1], start))
 
 
-def _frame(path: Path) -> pd.DataFrame | None:
-    import pandas as pd
-
+def _read_samples(path: Path) -> list[MemorySample]:
     try:
-        frame = pd.read_csv(path, usecols=MEMORY_COLUMNS, dtype=str, on_bad_lines="skip")
+        samples = read_memory_trace(path).samples
     except (OSError, ValueError):
-        return None
-    for name in ("unix_time_s", "used_mib"):
-        frame[name] = pd.to_numeric(frame[name], errors="coerce")
-    frame = frame.dropna(subset=["unix_time_s", "used_mib"])
-    return frame if len(frame) else None
+        return []
+    return [sample for sample in samples if sample.used_mib is not None]
 
 
-def _curves(node: int, frame: pd.DataFrame) -> Iterator[MemoryCurve]:
-    for kind in ("gpu", "cpu"):
-        devices = frame[frame["kind"] == kind]
-        if devices.empty:
-            continue
-        fullest = devices.groupby("seconds", sort=True)["used_mib"].max()
-        times = fullest.index.to_series()
-        width = (times.iloc[-1] - times.iloc[0]) / MOST_POINTS
-        bins = (times // width).astype(int) if len(fullest) > MOST_POINTS and width else times
-        peaks = fullest.groupby(bins.to_numpy()).max()
-        at = times.groupby(bins.to_numpy()).first()
-        points = tuple((round(float(t), 2), round(float(m), 1)) for t, m in zip(at, peaks, strict=True))
-        yield MemoryCurve(node, kind, points)
+def _memory_curves(node: int, samples: Sequence[MemorySample], start: float) -> Iterator[MemoryCurve]:
+    for kind in (GPU, CPU):
+        peaks: dict[float, float] = {}
+        for sample in samples:
+            if sample.kind == kind and sample.used_mib is not None:
+                second = sample.unix_time_s - start
+                peaks[second] = max(peaks.get(second, 0.0), sample.used_mib)
+        if peaks:
+            points = tuple((round(second, 2), round(mib, 1)) for second, mib in _thin(sorted(peaks.items())))
+            yield MemoryCurve(node, kind, points)
 
 
-def _phases(frame: pd.DataFrame) -> Iterator[Interval]:
-    """Stretches of equal phase; one ends where the next begins."""
-    marks = frame.drop_duplicates("seconds").dropna(subset=["phase"])
-    if marks.empty:
-        return
-    changed = marks[marks["phase"] != marks["phase"].shift()]
-    begins = [float(second) for second in changed["seconds"]]
-    ends = [*begins[1:], float(frame["seconds"].iloc[-1])]
-    for phase, begin, end in zip(changed["phase"], begins, ends, strict=True):
-        yield Interval(str(phase), round(begin, 2), round(end, 2))
+def _thin(points: Points) -> Points:
+    """Return the peak of each of MAX_POINTS intervals, at the first time of the interval."""
+    width = (points[-1][0] - points[0][0]) / MAX_POINTS
+    if len(points) <= MAX_POINTS or not width:
+        return points
+    intervals: dict[float, tuple[float, float]] = {}
+    for second, mib in points:
+        first, peak = intervals.get(second // width, (second, mib))
+        intervals[second // width] = (first, max(peak, mib))
+    return list(intervals.values())
+
+
+def _phase_intervals(samples: Sequence[MemorySample], start: float) -> Iterator[PhaseInterval]:
+    """Yield the intervals of equal phase; each ends when the next begins."""
+    changes: list[tuple[float, str]] = []
+    for sample in samples:
+        if sample.phase and (not changes or sample.phase != changes[-1][1]):
+            changes.append((sample.unix_time_s - start, sample.phase))
+    ends = [*(begin for begin, _ in changes[1:]), samples[-1].unix_time_s - start]
+    for (begin, phase), end in zip(changes, ends, strict=False):
+        yield PhaseInterval(phase, round(begin, 2), round(end, 2))

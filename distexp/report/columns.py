@@ -1,0 +1,91 @@
+"""Columns of terminal tables; the least important ones are hidden if the terminal is too narrow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2  # spaces between two columns; one of them is part of rich's box
+ALWAYS = 1000  # importance of a column that is never hidden
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of texts.
+
+    Attributes:
+        title: Header, which may have several lines.
+        importance: Columns of low importance are hidden first.
+        right: Whether the cells are aligned on the right.
+    """
+
+    title: str
+    cells: tuple[str, ...]
+    importance: int
+    right: bool = True
+
+    @property
+    def width(self) -> int:
+        """Characters on the terminal."""
+        return max(cell_len(line) for text in (self.title, *self.cells) for line in text.split("\n"))
+
+    @property
+    def one_line_title(self) -> str:
+        """Header in one line."""
+        joined = self.title.replace("-\n", "").replace("_\n", "_").replace(".\n", ".")
+        return joined.replace("\n", " ")
+
+    def first_rows(self, count: int) -> Column:
+        """Return the column with its first cells only."""
+        return Column(self.title, self.cells[:count], self.importance, self.right)
+
+
+def setting_title(name: str) -> str:
+    """Return the name of a setting with line breaks after its dots and underscores."""
+    return name.replace(".", ".\n").replace("_", "_\n")
+
+
+def fit_columns(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
+    """Return the columns that fit into a width, and the hidden ones in their order."""
+    kept, hidden = list(columns), []
+    while len(kept) > 1 and _total_width(kept) > width:
+        least = min(reversed(kept), key=lambda column: column.importance)
+        kept.remove(least)
+        hidden.append(least)
+    for column in reversed(hidden[:]):  # hiding a wide column may have made room for narrower ones
+        with_column = [each for each in columns if each in kept or each is column]
+        if _total_width(with_column) <= width:
+            kept = with_column
+            hidden.remove(column)
+    return kept, sorted(hidden, key=columns.index)
+
+
+def _total_width(columns: Sequence[Column]) -> int:
+    return sum(column.width + GAP for column in columns) - GAP
+
+
+def hidden_columns_note(hidden: Sequence[Column], hint: str) -> Text:
+    """Return the line below a table that lists its hidden columns."""
+    names = ", ".join(column.one_line_title for column in hidden)
+    return Text(f"Hidden columns (terminal too narrow): {names}. {hint}", style="dim")
+
+
+def build_table(columns: Sequence[Column], status_styles: Sequence[str] = ()) -> Table:
+    """Return a rich table of columns; ``status_styles`` has the color of each row's status."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, GAP - 1, 0, 0), pad_edge=False,
+                  show_edge=False)  # fmt: skip
+    for column in columns:
+        table.add_column(Text(column.title), justify="right" if column.right else "left", no_wrap=True,
+                         vertical="bottom")  # fmt: skip
+    for index, cells in enumerate(zip(*(column.cells for column in columns), strict=True)):
+        texts = [
+            Text(cell, style=status_styles[index] if status_styles and column.title == "status" else "")
+            for cell, column in zip(cells, columns, strict=True)
+        ]
+        table.add_row(*texts)
+    return table
