@@ -32,7 +32,7 @@ LIGHT = (
     "hydra_plugins.distexp_plugin.launcher",
     "hydra_plugins.distexp_plugin.slurm",
 )
-HEAVY = ("torch", "transformers", "deepspeed", "datasets", "pandas", "pyarrow", "altair", "vl_convert")
+HEAVY = ("torch", "transformers", "deepspeed", "datasets", "pyarrow", "altair", "vl_convert")
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -15,7 +15,7 @@ from distexp.runs.jsonl import read_entries
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
 from distexp.runs.run_dir import MEMORY, METRICS
 
-MAX_TRACES = 8  # more curves cannot be told apart by color
+MAX_TRACES = 8  # more curves would need similar colors
 MAX_POINTS = 240  # of a curve
 
 Points = list[tuple[float, float]]

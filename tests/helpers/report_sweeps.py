@@ -1,4 +1,4 @@
-"""Whole sweeps as they lie on disk, traces and all: variations of one another by formula, run by nobody."""
+"""Directories of whole sweeps with traces, computed by formula instead of being run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ PHASES = (("setup", 0.0, 6.0), ("warmup", 6.0, 8.0), ("train", 8.0, 26.0), ("eva
 STEPS = 40
 
 
-def leave_traces(directory: Path, run: RunRecord, *, gap: float = 0.0, samples: int = 60) -> None:
-    """What a run writes beside its record: losses (``gap`` off the others'), memory of every node, logs."""
+def write_traces(directory: Path, run: RunRecord, *, gap: float = 0.0, samples: int = 60) -> None:
+    """Write what a run leaves next to its record: losses, memory of every node, and logs.
+
+    Args:
+        directory: The run directory.
+        run: Its record.
+        gap: Relative distance of the losses from those of other runs.
+        samples: Memory samples of each node.
+    """
     speed = run.metrics.train_samples_per_second or 50.0
     nodes = run.config["cluster"]["nodes"]
     lines = [
@@ -26,8 +33,8 @@ def leave_traces(directory: Path, run: RunRecord, *, gap: float = 0.0, samples: 
         }
         for step in range(1, STEPS + 1)
     ]  # fmt: skip
-    broke = run.status != "completed"
-    (directory / "metrics.jsonl").write_text("" if broke else "".join(json.dumps(line) + "\n" for line in lines))
+    has_failed = run.status != "completed"
+    (directory / "metrics.jsonl").write_text("" if has_failed else "".join(json.dumps(line) + "\n" for line in lines))
     (directory / "logs" / "node0").mkdir(parents=True)
     (directory / "logs" / "node0" / "rank0.log").write_text("a line\n")
     (directory / "memory").mkdir()
@@ -39,13 +46,13 @@ def leave_traces(directory: Path, run: RunRecord, *, gap: float = 0.0, samples: 
             phase = next(name for name, begin, end in PHASES if begin <= second < end)
             text += f"{1000 + second:.3f},{phase},cpu,0,{900 + 20 * second + 100 * node:.1f},64000,,\n"
             for index, peak in enumerate(peaks):
-                share = {"setup": 0.2, "warmup": 0.8, "train": 1.0, "eval": 0.6}[phase] * (0.93 if n % 3 else 1.0)
-                text += f"{1000 + second:.3f},{phase},gpu,{index},{peak * share:.1f},143771,90,500\n"
+                fraction = {"setup": 0.2, "warmup": 0.8, "train": 1.0, "eval": 0.6}[phase] * (0.93 if n % 3 else 1.0)
+                text += f"{1000 + second:.3f},{phase},gpu,{index},{peak * fraction:.1f},143771,90,500\n"
         (directory / "memory" / f"node{node}.csv").write_text(text)
 
 
 def enrich(run: RunRecord, *, parameters: int = 559_214_592, cpu: float = 4000.0) -> RunRecord:
-    """Metrics and machine that the factory leaves out."""
+    """Add the metrics and the machine that ``record`` leaves out. Return the record."""
     speed = run.metrics.train_samples_per_second
     run.run.hosts, run.run.git_sha, run.run.git_dirty = ["gpu001"], "5e1f00d" * 5 + "abcde", False
     run.run.started_at = "2026-01-01T10:00:00+00:00"
@@ -62,9 +69,9 @@ def enrich(run: RunRecord, *, parameters: int = 559_214_592, cpu: float = 4000.0
 
 
 def zero_sweep(path: Path, *, swap: tuple[int, int] | None = None) -> Path:
-    """Stages 1 to 3 with and without offloading on two models; stage 1 of the large one runs out of memory.
+    """Write a sweep of ZeRO stages with and without offloading, on two models.
 
-    ``swap`` exchanges the figures of two runs.
+    Stage 1 of the large model runs out of memory. ``swap`` exchanges the metrics of two runs.
     """
     runs, number = [], 0
     for model, size in (("bloom_560m", 1.0), ("bloom_3b", 4.6)):
@@ -91,7 +98,7 @@ def zero_sweep(path: Path, *, swap: tuple[int, int] | None = None) -> Path:
 
 
 def growing_sweep(path: Path, *, weak: bool = False, swap: tuple[int, int] | None = None) -> Path:
-    """1, 2, 4 workers on a node, 2 x 1, 2 x 2 and 4 x 2 on several: strong scaling, or weak by data."""
+    """Write a scaling sweep: 1, 2 and 4 workers on one node, then 2 x 1, 2 x 2 and 4 x 2 on several."""
     runs = []
     speeds = {(1, 1): 100.0, (1, 2): 190.0, (1, 4): 340.0, (2, 1): 170.0, (2, 2): 300.0, (4, 2): 520.0}
     for number, ((nodes, each), speed) in enumerate(speeds.items()):
@@ -111,8 +118,8 @@ def growing_sweep(path: Path, *, weak: bool = False, swap: tuple[int, int] | Non
 
 
 def with_traces(path: Path, runs: Sequence[RunRecord], **how: Any) -> Path:
-    """Writes runs with all that they leave, and returns their folder."""
+    """Write runs with their traces. Return the directory of the sweep."""
     write(path, *runs)
     for run in runs:
-        leave_traces(path / str(run.run.number), run, **how)
+        write_traces(path / str(run.run.number), run, **how)
     return path

@@ -1,4 +1,4 @@
-"""``python -m distexp.report`` as a command: files, exit codes, what is skipped, how fast it is."""
+"""Tests of the command ``distexp report``: files, exit codes, skipped records, comparison of sweeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from distexp.report.__main__ import main
@@ -23,31 +23,31 @@ from tests.helpers.report_sweeps import enrich, with_traces
 
 
 @dataclass
-class Done:
-    """What a command left: its streams and its exit code."""
+class CommandResult:
+    """Exit code and output of a command."""
 
     returncode: int
     stdout: str
     stderr: str
 
 
-def report(*arguments: object, columns: int = 140) -> Done:
-    """The command in this process, which has the libraries loaded; some tests below start real ones."""
+def report(*arguments: object, columns: int = 140) -> CommandResult:
+    """Run the command in this process, where the libraries are loaded already."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setenv("COLUMNS", str(columns))
         try:
             code = main([str(argument) for argument in arguments])
-        except SystemExit as refused:  # argparse
-            code = int(refused.code or 0)
-    return Done(code, stdout.getvalue(), stderr.getvalue())
+        except SystemExit as error:  # from argparse
+            code = int(error.code or 0)
+    return CommandResult(code, stdout.getvalue(), stderr.getvalue())
 
 
 def two_runs() -> tuple[RunRecord, RunRecord]:
     return record(0, strategy="ddp", peak=2000.0), record(1, strategy="fsdp", speed=50.0, peak=1000.0)
 
 
-def test_the_files_hold_a_row_a_run(tmp_path: Path) -> None:
+def test_result_files_have_a_row_per_run(tmp_path: Path) -> None:
     failed = record(2, strategy="single", status="failed", error=RunError("ValueError", "a | b, <c>", "eval", 1))
     sweep = write(tmp_path / "deep" / "sweep", *two_runs(), failed)
     done = report(tmp_path)
@@ -60,7 +60,7 @@ def test_the_files_hold_a_row_a_run(tmp_path: Path) -> None:
     assert (plots / "memory_throughput.png").read_bytes().startswith(b"\x89PNG")
     drawing = (plots / "memory_throughput.svg").read_text()
     assert "peak GPU memory" in drawing
-    assert "var(" not in drawing  # real colours, for what knows no style sheet of ours
+    assert "var(" not in drawing  # no variables of the page's style sheet
     assert f"written: {folder}, 6 files: plots/, report.html, results.csv, results.md, results.parquet" in done.stdout
 
     with (folder / "results.csv").open() as file:
@@ -68,19 +68,19 @@ def test_the_files_hold_a_row_a_run(tmp_path: Path) -> None:
     assert [row["status"] for row in rows] == ["completed", "completed", "failed"]
     assert rows[0]["train_samples_per_second"] == "100.0"
     assert rows[0]["config.train.learning_rate"] == "5e-05"
-    assert rows[0]["gpu_peak_mib"] == "2000.0"  # of the fullest GPU
+    assert rows[0]["gpu_peak_mib"] == "2000.0"  # of the GPU that uses most
     assert rows[1]["speedup"] == "0.5"
     assert rows[1]["config.fsdp.sharding"] == "full_shard"
-    assert rows[2]["train_loss"] == ""  # absent, never 0
+    assert rows[2]["train_loss"] == ""  # not measured, never 0
     assert [rows[2][f"error_{key}"] for key in ("phase", "rank", "message")] == ["eval", "1", "a | b, <c>"]
     assert rows[2]["record"] == str(sweep / "2" / "record.json")
 
-    frame = pd.read_parquet(folder / "results.parquet")
-    assert list(frame.columns) == list(rows[0])
-    assert frame["train_samples_per_second"].dtype == "float64"
-    assert frame["energy_j_per_sample"].dtype == "float64"
-    assert frame["energy_j_per_sample"].isna().all()
-    assert frame["config.train.num_epochs"].tolist() == [3, 3, 3]
+    table = pq.read_table(folder / "results.parquet")
+    assert table.column_names == list(rows[0])
+    for name in ("train_samples_per_second", "energy_j_per_sample"):
+        assert str(table.schema.field(name).type) == "double"
+    assert table["energy_j_per_sample"].null_count == 3
+    assert table["config.train.num_epochs"].to_pylist() == [3, 3, 3]
 
     markdown = (folder / "results.md").read_text().splitlines()
     assert "![Memory against throughput](plots/memory_throughput.svg)" in markdown
@@ -92,11 +92,11 @@ def test_the_files_hold_a_row_a_run(tmp_path: Path) -> None:
 def test_configurations_of_different_types_share_a_column(tmp_path: Path) -> None:
     write(tmp_path, record(0, dataset__max_length=64), record(1, dataset__max_length="auto"))
     assert report(tmp_path).returncode == 0
-    frame = pd.read_parquet(tmp_path / "report" / "results.parquet")
-    assert frame["config.dataset.max_length"].tolist() == ["64", "auto"]
+    table = pq.read_table(tmp_path / "report" / "results.parquet")
+    assert table["config.dataset.max_length"].to_pylist() == ["64", "auto"]
 
 
-def test_several_folders_are_one_report_in_the_first(tmp_path: Path) -> None:
+def test_several_directories_make_one_report_in_the_first(tmp_path: Path) -> None:
     first, second = two_runs()
     write(tmp_path / "2026-01-01_10-00-00", first)
     write(tmp_path / "2026-01-01_11-00-00", second)
@@ -105,11 +105,11 @@ def test_several_folders_are_one_report_in_the_first(tmp_path: Path) -> None:
     assert "10-00-00/0" in done.stdout
     assert "11-00-00/1" in done.stdout
     assert "2026-01-01_10-00-00/0 " not in done.stdout
-    assert len(pd.read_parquet(a / "report" / "results.parquet")) == 2  # the folder given twice counts once
+    assert pq.read_metadata(a / "report" / "results.parquet").num_rows == 2  # a directory given twice counts once
     assert not (b / "report").exists()
 
 
-def test_unreadable_records_are_named_and_skipped(tmp_path: Path) -> None:
+def test_unreadable_records_are_listed_and_skipped(tmp_path: Path) -> None:
     write(tmp_path, *two_runs())
     good = json.loads((tmp_path / "0" / "record.json").read_text())
     bad = {
@@ -117,7 +117,7 @@ def test_unreadable_records_are_named_and_skipped(tmp_path: Path) -> None:
         "foreign": '{"hello": 1}',
         "list": "[1, 2]",
         "older": json.dumps({**good, "schema_version": 0}),
-        "status": json.dumps({**good, "status": "splendid"}),
+        "status": json.dumps({**good, "status": "unknown"}),
         "run": json.dumps({**good, "run": [1]}),
         "config": json.dumps({**good, "config": {"strategy": "ddp"}}),
         "metrics": json.dumps({**good, "metrics": {"train_loss": "low"}}),
@@ -131,42 +131,42 @@ def test_unreadable_records_are_named_and_skipped(tmp_path: Path) -> None:
     (tmp_path / "dangling" / "record.json").symlink_to(tmp_path / "gone")
     done = report(tmp_path)
     assert done.returncode == 0, done.stderr
-    said = done.stderr.splitlines()
-    assert len(said) == len(bad) + 1
+    messages = done.stderr.splitlines()
+    assert len(messages) == len(bad) + 1
     for name in (*bad, "dangling"):
-        assert sum(f"/{name}/record.json" in line for line in said) == 1, name
-    assert len(pd.read_parquet(tmp_path / "report" / "results.parquet")) == 2
+        assert sum(f"/{name}/record.json" in line for line in messages) == 1, name
+    assert pq.read_metadata(tmp_path / "report" / "results.parquet").num_rows == 2
 
 
-def test_no_records_is_code_2_with_what_was_looked_for(tmp_path: Path) -> None:
+def test_no_records_is_exit_code_2(tmp_path: Path) -> None:
     done = report(tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"distexp: no readable record.json below {tmp_path}")
     assert not (tmp_path / "report").exists()
     gone = report(tmp_path / "gone")
     assert gone.returncode == 2
-    assert "is not a folder" in gone.stderr
+    assert "no such directory" in gone.stderr
     assert report().returncode == 2
 
 
-def test_files_that_cannot_be_written_do_not_cost_the_table(tmp_path: Path) -> None:
+def test_the_table_is_printed_if_files_cannot_be_written(tmp_path: Path) -> None:
     write(tmp_path, *two_runs())
-    (tmp_path / "report").write_text("in the way")
+    (tmp_path / "report").write_text("a file")
     done = report(tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("distexp: ")
-    assert "cannot be written" in done.stderr
+    assert "cannot write to" in done.stderr
     assert "samples/s" in done.stdout
 
 
-def test_nothing_is_dropped_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_no_column_is_hidden_without_a_terminal(tmp_path: Path) -> None:
     write(tmp_path, *two_runs())
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     done = subprocess.run(
         [sys.executable, "-m", "distexp.report", str(tmp_path)],
         capture_output=True, text=True, env=environment, check=True,
     )  # fmt: skip
-    assert "Left out" not in done.stdout
+    assert "Hidden columns" not in done.stdout
 
 
 def test_the_command_never_imports_torch(tmp_path: Path) -> None:
@@ -176,16 +176,16 @@ def test_the_command_never_imports_torch(tmp_path: Path) -> None:
         "import distexp.doctor.__main__; print({'torch', 'itables'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "set()"  # itables would read any pyproject.toml that lies about
+    assert done.stdout.splitlines()[-1] == "set()"  # itables would read a pyproject.toml in the working directory
 
 
-def test_the_table_needs_neither_pandas_nor_pyarrow() -> None:
-    code = "import sys, distexp.report.table; print({'pandas', 'pyarrow', 'torch'} & set(sys.modules))"
+def test_the_table_does_not_import_pyarrow() -> None:
+    code = "import sys, distexp.report.table; print({'pyarrow', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_open_shows_the_page_and_trace_chooses_what_is_drawn(tmp_path: Path) -> None:
+def test_open_shows_the_page_and_trace_chooses_the_drawn_runs(tmp_path: Path) -> None:
     runs = [enrich(record(n, train__learning_rate=1e-5 * (n + 1), peak=1000.0)) for n in range(10)]
     with_traces(tmp_path / "sweep", runs)
     page = tmp_path / "sweep" / "report" / "report.html"
@@ -203,10 +203,10 @@ def test_open_shows_the_page_and_trace_chooses_what_is_drawn(tmp_path: Path) -> 
     assert "learning_rate=5e-05" not in drawn
     unknown = report(tmp_path / "sweep", "--trace", 3, 99)
     assert unknown.returncode == 2
-    assert "--trace 99 names no run" in unknown.stderr
+    assert "--trace 99: no such run. Give labels such as 0" in unknown.stderr
 
 
-def test_one_number_of_workers_on_few_nodes_and_on_more_is_a_pair_without_a_curve(tmp_path: Path) -> None:
+def test_equal_workers_on_different_nodes_have_a_table_and_no_curve(tmp_path: Path) -> None:
     shapes = ((1, 2, 100.0), (2, 1, 80.0))
     runs = [
         record(n, cluster__nodes=nodes, cluster__workers_per_node=each, speed=speed)
@@ -219,7 +219,7 @@ def test_one_number_of_workers_on_few_nodes_and_on_more_is_a_pair_without_a_curv
     assert not (tmp_path / "report" / "plots" / "scaling.svg").exists()
 
 
-def test_torn_traces_cost_no_report(tmp_path: Path) -> None:
+def test_torn_traces_are_skipped(tmp_path: Path) -> None:
     with_traces(tmp_path, [enrich(record(n, peak=1000.0, train__seed=n)) for n in range(3)])
     with (tmp_path / "0" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "loss": 1.0}\n{"step": 4')
@@ -247,25 +247,25 @@ def sweep(path: Path, *, speed: float = 1.0, peak: float = 1000.0, loss: float =
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "regression"),
     [
         ({"speed": 0.9}, "strategy=ddp: slower, 100.0 -> 90.0 samples/s (-10.0%)"),
         ({"peak": 1100.0}, "strategy=fsdp: more peak GPU memory, 1,000 -> 1,100 MiB (+10.0%)"),
-        ({"loss": 2.1}, "strategy=ddp: worse eval loss, 2.0000 -> 2.1000 (+5.0%)"),
+        ({"loss": 2.1}, "strategy=ddp: higher eval loss, 2.0000 -> 2.1000 (+5.0%)"),
     ],
 )
-def test_regressions_are_named_with_code_1(tmp_path: Path, change: dict[str, float], said: str) -> None:
+def test_regressions_are_listed_with_exit_code_1(tmp_path: Path, change: dict[str, float], regression: str) -> None:
     before, after = sweep(tmp_path / "a"), sweep(tmp_path / "b", **change)
     done = report("--compare", before, after)
     assert done.returncode == 1, done.stdout
-    assert f"Regression: {said}" in done.stdout
+    assert f"Regression: {regression}" in done.stdout
     assert done.stdout.count("Regression:") == 2
     back = report("--compare", after, before)
     assert back.returncode == 0, back.stdout
     assert "No regression in 2 matched configurations." in back.stdout
 
 
-def test_small_changes_and_changes_within_the_spread_are_no_regressions(tmp_path: Path) -> None:
+def test_small_changes_and_noise_are_not_regressions(tmp_path: Path) -> None:
     assert report("--compare", sweep(tmp_path / "a"), sweep(tmp_path / "b", speed=0.96, peak=1040)).returncode == 0
     speeds = {"before": (100.0, 130.0, 70.0), "after": (90.0, 60.0, 110.0)}
     for name, values in speeds.items():
@@ -273,10 +273,10 @@ def test_small_changes_and_changes_within_the_spread_are_no_regressions(tmp_path
     done = report("--compare", tmp_path / "before", tmp_path / "after")
     assert done.returncode == 0, done.stdout
     assert "0.87x~" in done.stdout
-    assert "within the spread" in done.stdout
+    assert "within run-to-run noise" in done.stdout
 
 
-def test_a_run_that_no_longer_completes_is_a_regression(tmp_path: Path) -> None:
+def test_a_run_that_fails_after_a_change_is_a_regression(tmp_path: Path) -> None:
     before = sweep(tmp_path / "a")
     first = record(0, strategy="ddp", speed=100.0, run_id="same0", peak=1000.0)
     broken = record(1, strategy="fsdp", status="failed", run_id="same1", error=RunError("ValueError", "oh"), peak=1.0)
@@ -285,7 +285,7 @@ def test_a_run_that_no_longer_completes_is_a_regression(tmp_path: Path) -> None:
     assert "Regression: strategy=fsdp: completed -> failed (ValueError: oh)" in done.stdout
 
 
-def test_sweeps_that_differ_throughout_match_by_what_varies(tmp_path: Path) -> None:
+def test_sweeps_with_different_settings_match_by_varying_settings(tmp_path: Path) -> None:
     names = ("ddp", "fsdp")
     before = write(tmp_path / "a", *(record(n, strategy=name) for n, name in enumerate(names)))
     bf16 = [record(n, strategy=name, precision__name="bf16", speed=150.0) for n, name in enumerate(names)]
@@ -293,13 +293,13 @@ def test_sweeps_that_differ_throughout_match_by_what_varies(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("1.50x") == 2
     assert "-> bf16" not in done.stdout  # one of B's runs is fp32
-    assert "In B alone: strategy=single" in done.stdout
+    assert "Only in B: strategy=single" in done.stdout
 
 
-def test_what_differs_throughout_is_said(tmp_path: Path) -> None:
+def test_settings_changed_in_all_runs_are_listed(tmp_path: Path) -> None:
     before = write(tmp_path / "a", record(0))
     done = report("--compare", before, write(tmp_path / "b", record(0, precision__name="bf16")))
-    assert "B differs from A throughout in precision fp32 -> bf16." in done.stdout
+    assert "Changed in all runs from A to B: precision fp32 -> bf16." in done.stdout
     assert report("--compare", before, tmp_path).returncode in (0, 1)
     nothing = tmp_path / "empty"
     nothing.mkdir()

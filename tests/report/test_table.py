@@ -1,4 +1,4 @@
-"""The table after a sweep: what it says, and that it stays readable at any width."""
+"""Tests of the terminal table of runs, at any width."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import pytest
 from rich.console import Console
 
+from distexp.report.data import setting_names
 from distexp.report.table import build_overview_table
 from distexp.runs.record import RunError, RunRecord
 from tests.helpers.records import invalid, record
@@ -43,7 +44,7 @@ def zero_sweep() -> list[RunRecord]:
     ]
 
 
-def test_swept_keys_are_columns_and_what_is_constant_is_not() -> None:
+def test_varying_settings_are_columns_and_constant_ones_are_not() -> None:
     text = printed(zero_sweep())
     assert "stage" in header(text)
     assert "offload" in header(text)
@@ -53,16 +54,16 @@ def test_swept_keys_are_columns_and_what_is_constant_is_not() -> None:
     assert rows[:2] == [["0", "1", "true"], ["1", "1", "false"]]
 
 
-def test_what_follows_from_the_strategy_is_not_a_column() -> None:
+def test_settings_that_follow_from_the_strategy_are_not_columns() -> None:
     names = ("single", "ddp", "fsdp", "deepspeed")
     records = [record(n, strategy=name, overrides=(f"strategy={name}",)) for n, name in enumerate(names)]
     text = printed(records)
     assert "strategy" in header(text)
-    for follows in ("sharding", "zero", "_target_", "fsdp"):
-        assert follows not in header(text)
+    for name in ("sharding", "zero", "_target_", "fsdp"):
+        assert name not in header(text)
 
 
-def test_what_was_typed_is_a_column_even_where_it_follows() -> None:
+def test_an_overridden_setting_is_a_column_even_if_it_follows() -> None:
     records = [
         record(0, strategy="single"),
         record(1, strategy="fsdp", fsdp__sharding="no_shard", overrides=("sharding=no_shard",)),
@@ -70,7 +71,7 @@ def test_what_was_typed_is_a_column_even_where_it_follows() -> None:
     assert "sharding" in header(printed(records))
 
 
-def test_a_model_stands_for_its_architecture() -> None:
+def test_the_model_replaces_its_architecture_keys() -> None:
     records = [
         record(0, model__name="bloom_tiny", model__hidden_size=64, overrides=("model=bloom_tiny",)),
         record(1, model__name="gpt_tiny", model__hidden_size=128, overrides=("model=gpt_tiny",)),
@@ -80,7 +81,7 @@ def test_a_model_stands_for_its_architecture() -> None:
     assert "layers" in header(printed(layers))
 
 
-def test_places_are_no_settings() -> None:
+def test_submission_keys_are_not_settings() -> None:
     records = [record(0, cluster__name="local"), record(1, cluster__name="slurm", cluster__cpus_per_worker=7)]
     text = printed(records)
     assert "cluster" not in header(text)
@@ -88,28 +89,28 @@ def test_places_are_no_settings() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
-def test_no_line_is_wider_than_the_terminal_and_no_row_wraps(width: int) -> None:
+def test_lines_fit_the_terminal_and_rows_do_not_wrap(width: int) -> None:
     text = printed(zero_sweep(), width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert sum("completed" in line and not line.startswith("Each") for line in text.splitlines()) == 6
     assert "samples/s" in header(text)
-    dropped = "Left out for want of width" in text
-    assert dropped == (width < 140)
+    has_hidden = "Hidden columns (terminal too narrow)" in text
+    assert has_hidden == (width < 140)
 
 
-def test_the_most_important_columns_stay_at_80() -> None:
+def test_important_columns_are_shown_at_80_characters() -> None:
     text = header(printed(zero_sweep(), 80))
     for title in ("run", "stage", "offload", "status", "loss", "samples/s", "GPU peak"):
         assert title in text
 
 
-def test_columns_without_any_value_are_left_out() -> None:
+def test_columns_without_values_are_not_shown() -> None:
     text = header(printed([record(0), record(1, precision__name="bf16")]))
     for title in ("GPU", "CPU", "EM", "F1", "tokens", "util", "sample "):
         assert title not in text
 
 
-def test_invalid_and_oom_rows_explain_themselves_below_the_table() -> None:
+def test_notes_below_the_table_explain_failures() -> None:
     pinned = "offload=pinned needs a GPU: choose offload=true"
     records = [
         record(0, strategy="ddp", peak=1000.0),
@@ -125,10 +126,10 @@ def test_invalid_and_oom_rows_explain_themselves_below_the_table() -> None:
     assert "run 2 invalid: zero_stage=9 is unknown" in text
     assert "run 4 failed: ValueError in phase setup: bad value" in text
     assert "4 of 5 runs did not complete: 1 oom_gpu, 2 invalid, 1 failed." in text
-    assert "device" not in header(printed(records, 300))  # a refused cell never decided it
+    assert "device" not in header(printed(records, 300))  # an invalid cell was never resolved
 
 
-def test_repeats_over_seeds_become_mean_and_spread() -> None:
+def test_repeats_with_different_seeds_show_mean_and_deviation() -> None:
     records = [
         record(3 * cell + n, strategy=strategy, train__seed=n, speed=speed + n)
         for cell, (strategy, speed) in enumerate((("ddp", 100.0), ("fsdp", 100.5), ("single", 50.0)))
@@ -149,7 +150,7 @@ def test_without_repeats_the_noise_is_unknown() -> None:
     assert "to measure the noise" in text
 
 
-def test_a_failed_repeat_is_counted_out() -> None:
+def test_a_failed_repeat_is_not_in_the_mean() -> None:
     error = RunError("ValueError", "no", "train")
     records = [
         record(0, run_id="a"),
@@ -161,10 +162,10 @@ def test_a_failed_repeat_is_counted_out() -> None:
     assert "run 1 failed: ValueError" in text
 
 
-def test_a_run_that_broke_before_it_knew_its_gpu_is_still_a_repeat() -> None:
+def test_a_run_that_failed_without_recording_its_gpu_is_a_repeat() -> None:
     error = RunError("WorkerDied", "gone", "setup")
-    broken = record(0, run_id="a", status="failed", error=error)
-    records = [broken, record(1, run_id="a", peak=9.0), record(2, strategy="fsdp", peak=9.0)]
+    failed = record(0, run_id="a", status="failed", error=error)
+    records = [failed, record(1, run_id="a", peak=9.0), record(2, strategy="fsdp", peak=9.0)]
     text = printed(records)
     assert "gpu" not in header(text)
     assert "1 of 2 completed" in text
@@ -172,13 +173,13 @@ def test_a_run_that_broke_before_it_knew_its_gpu_is_still_a_repeat() -> None:
     assert "gpu" in header(printed(records))
 
 
-def test_runs_under_other_conditions_are_no_repeats() -> None:
-    """One training, so one run.id, but what was set otherwise, or found otherwise, may be why figures differ."""
+def test_runs_with_different_environment_settings_are_not_repeats() -> None:
+    """Their run.id is equal, but the environment may be why their metrics differ."""
 
-    def swept(key: str, *values: object) -> list[RunRecord]:
+    def sweep_of(key: str, *values: object) -> list[RunRecord]:
         section, name = key.split("__")
-        typed = [(f"{section}.{name}={value}",) for value in values]
-        return [record(n, run_id="a", overrides=typed[n], **{key: value}) for n, value in enumerate(values)]
+        overrides = [(f"{section}.{name}={value}",) for value in values]
+        return [record(n, run_id="a", overrides=overrides[n], **{key: value}) for n, value in enumerate(values)]
 
     for key, values in {
         "cluster__cpus_per_worker": (1, 4),
@@ -186,29 +187,29 @@ def test_runs_under_other_conditions_are_no_repeats() -> None:
         "measure__enabled": (True, False),
         "train__checkpoint_every": (None, "epoch"),
     }.items():
-        text = printed(swept(key, *values))
+        text = printed(sweep_of(key, *values))
         assert "±" not in text, key
         assert text.count("completed") == 2, key
-    assert "cpus_" in header(printed(swept("cluster__cpus_per_worker", 1, 4)))
-    assert "±" in printed(swept("cluster__timeout_min", 10.0, 20.0)), "how long a run may take changes no figure"
+    assert "cpus_" in header(printed(sweep_of("cluster__cpus_per_worker", 1, 4)))
+    assert "±" in printed(sweep_of("cluster__timeout_min", 10.0, 20.0)), "a time limit changes no metric"
     unset = [record(n, run_id="a", cluster__cpus_per_worker=n) for n in (1, 2)]
-    assert "±" in printed(unset), "the share of the cores that a machine gives by itself"
+    assert "±" in printed(unset), "the default share of the cores is not a choice"
 
 
-def test_cells_that_cannot_be_are_no_repeats_of_each_other() -> None:
-    """A refused cell is not resolved, so that its settings may be equal where its words are not."""
-    refused = [invalid(n, "no", overrides=("strategy=ddp", f"zero_stage={n}")) for n in (1, 2)]
-    assert printed([*refused, record(0)]).count(" invalid") == 4, "two rows, cause and outcome"
+def test_invalid_cells_are_not_repeats_of_each_other() -> None:
+    """Invalid cells are not resolved, so their settings may be equal although their overrides differ."""
+    cells = [invalid(n, "no", overrides=("strategy=ddp", f"zero_stage={n}")) for n in (1, 2)]
+    assert printed([*cells, record(0)]).count(" invalid") == 4, "two rows, a note and a summary"
     seeds = [invalid(n, "no", overrides=("strategy=ddp", f"train.seed={n}")) for n in (1, 2)]
     assert "1 +1" in printed([*seeds, record(0)])
 
 
-def test_a_killed_run_keeps_the_variables_that_it_was_given() -> None:
-    gone = RunError("WorkerDied", "gone", "setup")
-    given = {"cluster__environment": {"OMP_WAIT_POLICY": "passive"}, "run_id": "a"}
+def test_a_failed_run_keeps_the_variables_of_its_configuration() -> None:
+    error = RunError("WorkerDied", "gone", "setup")
+    passive = {"cluster__environment": {"OMP_WAIT_POLICY": "passive"}, "run_id": "a"}
     runs = [
         record(0, run_id="a", cluster__environment={"OMP_WAIT_POLICY": "active"}),
-        record(1, status="failed", error=gone, **given),
+        record(1, status="failed", error=error, **passive),
     ]
     rows = [line.split()[:3] for line in printed(runs).splitlines() if line.startswith(("  0", "  1"))]
     assert rows == [["0", "active", "completed"], ["1", "passive", "failed"]]
@@ -227,7 +228,7 @@ def test_memory_peaks_during_setup_and_few_measured_steps_are_reported() -> None
     assert "Fewer than 5 steps were measured in run 1." in unwrapped(printed(runs))
 
 
-def test_sentences_keep_models_apart() -> None:
+def test_the_summary_keeps_models_apart() -> None:
     runs = [
         record(2 * n + m, model__name=name, strategy=strategy, train__micro_batch_size=4 + 4 * m)
         for n, name in enumerate(("gpt_tiny", "bloom_tiny"))
@@ -239,7 +240,7 @@ def test_sentences_keep_models_apart() -> None:
     assert "Only runs of gpt_tiny on squad_sample have one." in text
 
 
-def test_a_variable_that_steers_is_a_condition() -> None:
+def test_an_environment_variable_distinguishes_runs() -> None:
     records = [record(n, run_id="a", peak=9.0) for n in range(4)]
     for each in records[1:]:
         assert each.environment is not None
@@ -250,7 +251,33 @@ def test_a_variable_that_steers_is_a_condition() -> None:
     assert rows == [["0", "1", "-", "completed"], ["1", "+2", "3", "Ring"]]
 
 
-def test_scale_and_efficiency_name_their_reference() -> None:
+def test_variables_set_by_torchrun_do_not_distinguish_runs() -> None:
+    records = [record(n, run_id="a", peak=9.0) for n in range(2)]
+    set_by_torchrun = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_RUN_ID": "none", "NCCL_DEBUG": "WARN"}
+    assert records[1].environment is not None
+    records[1].environment.variables = set_by_torchrun
+    text = printed(records)
+    assert "0 +1" in text
+    assert "TORCH" not in text
+
+
+def test_a_custom_strategy_section_needs_no_edit_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option files of the group ``strategy`` define which sections belong to a strategy."""
+    records = [record(n, strategy=name) for n, name in enumerate(("ddp", "mine"))]
+    for each, bucket in zip(records, (25, 7), strict=True):
+        each.config["mine"] = {"bucket_mb": bucket}
+    assert "bucket" in header(printed(records))
+    monkeypatch.setattr(setting_names, "options_of", lambda group: ["ddp", "fsdp", "mine"])
+    setting_names.strategy_sections.cache_clear()
+    try:
+        assert "bucket" not in header(printed(records))
+        records[1].run.overrides.append("mine.bucket_mb=7")
+        assert "bucket" in header(printed(records))
+    finally:
+        setting_names.strategy_sections.cache_clear()
+
+
+def test_speedup_and_efficiency_name_their_baseline() -> None:
     records = [
         record(0, status="failed", error=RunError("ValueError", "no"), strategy="fsdp"),
         record(1, cluster__nodes=1, speed=100.0),
@@ -262,33 +289,33 @@ def test_scale_and_efficiency_name_their_reference() -> None:
     assert "3.20 80" in text
     assert "Speedup: samples/s relative to run 1 (" in text
     flat = unwrapped(printed([record(0, model__name="resnet_tiny"), record(1), record(2, strategy="fsdp")]))
-    assert "Speedup: samples/s relative to run 1 (" in flat, "the first task that two have"
+    assert "Speedup: samples/s relative to run 1 (" in flat, "the first task that two runs share"
     flat = printed([record(0), record(1, strategy="fsdp")])
     assert "effi" not in header(flat)
 
 
-def test_sentences_follow_the_figures() -> None:
-    def told(first: float, second: float) -> str:
+def test_the_summary_follows_the_metrics() -> None:
+    def summary(first: float, second: float) -> str:
         return unwrapped(
             printed([record(0, peak=first, speed=first), record(1, strategy="fsdp", peak=second, speed=second)])
         )
 
-    assert "Fastest: run 1 (strategy=fsdp), 2,000.0 samples/s." in told(1000, 2000)
-    assert "Lowest peak GPU memory: run 0 (strategy=ddp), 1,000 MiB." in told(1000, 2000)
-    assert "Fastest: run 0 (strategy=ddp)" in told(2000, 1000)
-    assert "Lowest peak GPU memory: run 1 (strategy=fsdp), 1,000 MiB." in told(2000, 1000)
+    assert "Fastest: run 1 (strategy=fsdp), 2,000.0 samples/s." in summary(1000, 2000)
+    assert "Lowest peak GPU memory: run 0 (strategy=ddp), 1,000 MiB." in summary(1000, 2000)
+    assert "Fastest: run 0 (strategy=ddp)" in summary(2000, 1000)
+    assert "Lowest peak GPU memory: run 1 (strategy=fsdp), 1,000 MiB." in summary(2000, 1000)
 
 
-def test_what_trains_something_else_is_not_ranked_with_the_rest() -> None:
+def test_different_tasks_are_ranked_separately() -> None:
     records = [record(0, speed=10), record(1, strategy="fsdp", speed=20)]
     records += [record(2, model__name="gpt", speed=900), record(3, model__name="gpt", strategy="fsdp", speed=300)]
     text = unwrapped(printed(records))
     assert "Fastest (bloom_tiny on squad_sample): run 1 (" in text
     assert "Fastest (gpt on squad_sample): run 2 (" in text
-    assert "90.00" not in text, "a scale factor is that against the same task"
+    assert "90.00" not in text, "a speedup is relative to a run of the same task"
 
 
-def test_what_is_equal_is_called_so() -> None:
+def test_nearly_equal_metrics_are_called_equal() -> None:
     text = unwrapped(printed([record(0, speed=100.0, peak=1000), record(1, strategy="fsdp", speed=100.2, peak=1003)]))
     assert "100.2 samples/s. Equal within 0.5%: run 0 (strategy=ddp), 100.0 samples/s." in text
     assert "run 0 (strategy=ddp), 1,000 MiB. Equal within 0.5%: run 1 (strategy=fsdp), 1,003 MiB." in text
@@ -301,7 +328,7 @@ def test_different_global_batches_are_reported() -> None:
     assert "Global batch" not in printed([record(0), record(1, strategy="fsdp")])
 
 
-def test_a_narrow_terminal_keeps_figures_before_further_settings() -> None:
+def test_a_narrow_terminal_prefers_metrics_to_minor_settings() -> None:
     keys = ("seed", "micro_batch_size", "num_epochs", "warmup_steps", "learning_rate", "log_every", "max_steps")
     records = [record(n, model__name=f"model_{n}", **{f"train__{key}": n + 1 for key in keys}) for n in range(3)]
     first = header(printed(records, 80))
@@ -310,27 +337,27 @@ def test_a_narrow_terminal_keeps_figures_before_further_settings() -> None:
     assert "warmup" not in first
 
 
-def test_markup_in_messages_is_text() -> None:
+def test_markup_in_messages_is_printed_as_text() -> None:
     failed = record(0, status="failed", error=RunError("ValueError", "use [bold]x[/bold] and [/nothing]"))
     assert "use [bold]x[/bold] and [/nothing]" in printed([failed])
 
 
-def test_nothing_at_all_and_a_single_run() -> None:
+def test_no_run_and_a_single_run_can_be_printed() -> None:
     assert "completed" in printed([record(0)])
     assert printed([]) is not None
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_an_exercises_own_table_breaks_no_figure_and_with_room_no_word(width: int) -> None:
+def test_exercise_tables_break_no_number_and_no_word_at_80_characters(width: int) -> None:
     records = [
         record(n, cluster__workers_per_node=n, strategy="fsdp", speed=1234.5 * n, peak=23456.0) for n in (1, 2, 4, 8)
     ]
     for one in records:
         one.config["exercise"] = "fsdp/custom_multi_gpu"
-    _, _, own = printed(records, width).partition("(fsdp/custom_multi_gpu)")
-    assert max(map(len, own.splitlines())) <= width
-    for figure in ("1,234.5", "9,876.0", "24.60"):
-        assert figure in own.split()
+    _, _, table = printed(records, width).partition("(fsdp/custom_multi_gpu)")
+    assert max(map(len, table.splitlines())) <= width
+    for number in ("1,234.5", "9,876.0", "24.60"):
+        assert number in table.split()
     if width == 80:
         for word in ("Total", "Samples/s", "(Callback)", "Utilization", "Runtime"):
-            assert word in own.split()
+            assert word in table.split()

@@ -85,7 +85,7 @@ class RunGroup:
         return self.settings.get(name)
 
     def metric(self, name: str) -> Spread | None:
-        """Return a metric over the runs that count; None if none of them has it."""
+        """Return a metric over the counted runs; None if it was not measured in any of them."""
         values = [value for row in self.counted_rows if (value := row.metrics[name]) is not None]
         if not values:
             return None

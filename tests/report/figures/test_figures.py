@@ -15,7 +15,7 @@ from distexp.report.figures.base import Figure
 from distexp.report.traces import load_traces
 from distexp.runs.record import RunRecord
 from tests.helpers.records import record
-from tests.helpers.report_sweeps import enrich, growing_sweep, leave_traces, with_traces, zero_sweep
+from tests.helpers.report_sweeps import enrich, growing_sweep, with_traces, write_traces, zero_sweep
 
 Sweep = Callable[..., Path]
 
@@ -178,7 +178,7 @@ def test_equal_and_different_losses_are_reported(tmp_path: Path) -> None:
     with_traces(other, same[:1])
     (other / "1").mkdir()
     same[1].write(other / "1")
-    leave_traces(other / "1", same[1], gap=0.03)
+    write_traces(other / "1", same[1], gap=0.03)
     text = text_of(other, "losses")
     assert "Different losses: 2 runs (global batch 8) differ by up to 2.9%, at step " in text
     assert "of strategy=ddp and strategy=fsdp." in text

@@ -18,7 +18,7 @@ from distexp.report.__main__ import main
 from distexp.report.figures.theme import DARK, LIGHT
 from distexp.runs.record import RunError
 from tests.helpers.records import record, write
-from tests.helpers.report_sweeps import enrich, growing_sweep, leave_traces, zero_sweep
+from tests.helpers.report_sweeps import enrich, growing_sweep, write_traces, zero_sweep
 
 MISSING = "\u2013"
 EVIL = "</script><img src=http://example.invalid/x onerror=alert(1)>"
@@ -254,7 +254,7 @@ def test_five_thousand_runs_are_fast(tmp_path: Path, browser: Browser) -> None:
         template["memory"]["gpu"][0]["peak_mib"] = 20000 + number * 104729 % 9000
         (directory / "record.json").write_text(json.dumps(template))
         if number % 100 == 0:
-            leave_traces(directory, record(number, peak=20000.0), samples=2000)
+            write_traces(directory, record(number, peak=20000.0), samples=2000)
     before = _cpu_seconds()
     assert main([str(tmp_path)]) == 0
     assert _cpu_seconds() - before < 20
