@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from statistics import fmean
 from typing import Any
 
 
@@ -19,4 +18,4 @@ def device_values(entries: Iterable[Mapping[str, Any]] | None, key: str) -> list
 def mean_or_none(values: Iterable[float]) -> float | None:
     """Return the mean; None if there are no values."""
     known = list(values)
-    return fmean(known) if known else None
+    return sum(known) / len(known) if known else None

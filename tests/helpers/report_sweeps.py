@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -122,4 +123,23 @@ def with_traces(path: Path, runs: Sequence[RunRecord], **how: Any) -> Path:
     write(path, *runs)
     for run in runs:
         write_traces(path / str(run.run.number), run, **how)
+    return path
+
+
+def many_runs(path: Path, count: int, *, samples: int = 60) -> Path:
+    """Write runs that differ in learning rate, speed and peak memory; every hundredth has traces.
+
+    They are written without copies of the records, so that thousands of them take little time.
+    """
+    template = asdict(enrich(record(0, peak=20000.0)))
+    for number in range(count):
+        directory = path / str(number)
+        directory.mkdir(parents=True)
+        template["run"].update(id=f"{number:012x}", number=number)
+        template["config"]["train"].update(learning_rate=(1 + number) / 1e7)
+        template["metrics"]["train_samples_per_second"] = 100 + number * 7919 % 1000
+        template["memory"]["gpu"][0]["peak_mib"] = 20000 + number * 104729 % 9000
+        (directory / "record.json").write_text(json.dumps(template))
+        if number % 100 == 0:
+            write_traces(directory, record(number, peak=20000.0), samples=samples)
     return path
