@@ -11,7 +11,8 @@ from distexp.report.data.ranking import group_by_task, memory_metric, rank_by_me
 from distexp.report.data.repeats import RunGroup, is_within_noise
 from distexp.report.data.rows import Row
 from distexp.report.data.settings import global_batch
-from distexp.report.data.text import join_first, name_runs
+from distexp.report.data.text import name_runs
+from distexp.runs.text import join_first
 
 MOST_TASKS = 4
 SAME = 0.005  # relative difference

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-
-def join_first(names: Iterable[str], limit: int = 6) -> str:
-    """Return ``a, b, c and 4 more`` for many names."""
-    known = list(names)
-    more = len(known) - limit
-    return ", ".join(known[:limit]) + (f" and {more} more" if more > 0 else "")
+from distexp.runs.text import join_first
 
 
 def name_runs(labels: Iterable[str], limit: int = 4) -> str:

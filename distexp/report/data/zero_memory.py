@@ -10,8 +10,8 @@ Everything is read from ``built``, never from the name of a strategy, so that cu
 from __future__ import annotations
 
 from distexp.runs.record import Built, RunRecord
+from distexp.system.units import MIB
 
-MIB = 2**20
 BYTES_PER_VALUE = 4.0
 MOMENTS = {"adamw": 2, "sgd": 1}
 """Values in fp32 that an optimizer keeps for each parameter; the one of sgd is its momentum."""

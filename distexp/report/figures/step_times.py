@@ -9,10 +9,10 @@ from typing import Any
 import altair as alt
 
 from distexp.report.data.overview import Overview
-from distexp.report.data.text import join_first
 from distexp.report.figures.base import Figure, Panel, describe_selection
 from distexp.report.figures.theme import color, inline_data
 from distexp.report.traces import RunTrace
+from distexp.runs.text import join_first
 
 Rows = list[dict[str, Any]]
 

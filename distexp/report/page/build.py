@@ -22,7 +22,6 @@ from markupsafe import Markup
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.ranking import memory_metric, rank_by_metric
-from distexp.report.data.text import join_first
 from distexp.report.exercises import exercise_tables
 from distexp.report.figures.base import VEGALITE, Figure
 from distexp.report.figures.theme import DARK, LIGHT
@@ -31,6 +30,7 @@ from distexp.report.page.runs import configurations, run_table
 from distexp.report.summary import summarize
 from distexp.runs.files import nan_to_none
 from distexp.runs.record import FAILURES
+from distexp.runs.text import join_first
 
 MOST_NOTES = 20
 PAGE_FILES = files("distexp.report.page")

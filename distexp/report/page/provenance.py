@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 
 from distexp.report.data.rows import Row
-from distexp.report.data.text import join_first
 from distexp.report.data.text_table import TextTable
+from distexp.runs.text import join_first
 
 MOST_COMMANDS = 200
 Cells = tuple[str, ...]
