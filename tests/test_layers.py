@@ -68,6 +68,23 @@ def test_the_loop_is_on_a_page_and_names_no_strategy() -> None:
         assert not re.search(rf"\b{strategy}\b", text, re.IGNORECASE), strategy
 
 
+COMMANDS = {"cancel", "experiments", "memory", "reference", "resume", "status"}
+NOT_COMMANDS = {"__init__", "__main__", "exceptions"}
+
+
+def test_a_file_directly_in_the_package_is_a_command() -> None:
+    found = {path.stem for path in (REPOSITORY / "distexp").glob("*.py")}
+    assert found == COMMANDS | NOT_COMMANDS
+    for name in COMMANDS:
+        assert "main" in functions(REPOSITORY / "distexp" / f"{name}.py"), name
+
+
+def test_the_tests_mirror_the_package() -> None:
+    packages = {path.name for path in (REPOSITORY / "distexp").iterdir() if (path / "__init__.py").exists()}
+    tested = {path.name for path in (REPOSITORY / "tests").iterdir() if (path / "__init__.py").exists()}
+    assert tested - packages <= {"experiments", "helpers", "perf"}
+
+
 def test_no_file_outgrows_a_reader() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in (REPOSITORY / "distexp").rglob("*.py")}
     assert {path.name: length for path, length in lengths.items() if length > 420} == {}
@@ -81,3 +98,7 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
     return found
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
