@@ -8,6 +8,9 @@ from distexp.runs.record import Built
 from distexp.strategies.base import EvaluableModel, load_strategy
 from distexp.training.inputs import ModelFactory, TrainingInputs
 
+PRELOAD = ("accelerate", "transformers.trainer")
+"""Imported once for all workers of a node."""
+
 
 class HFTrainer:
     """An engine that runs ``transformers.Trainer``; accelerate distributes the model."""

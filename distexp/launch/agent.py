@@ -1,6 +1,6 @@
 """Agent of one node: ``python -m distexp.launch.agent RUN_DIR NODE``, or a task of a Slurm job.
 
-It starts torchrun for the workers of its node and samples their memory from outside. It ends them if they hang, if
+It starts the workers of its node and samples their memory from outside. It ends them if they hang, if
 they exceed their time, or if it gets SIGTERM. It imports no torch, so that it costs little next to the workers.
 """
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from distexp.launch.failures import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE
-from distexp.launch.node import is_simulated, node_gpus, torchrun_arguments, worker_environment
+from distexp.launch.failures import HANG_CODE, SIGNAL_CODE, STOPPED_CODE, TIMEOUT_CODE
+from distexp.launch.node import is_simulated, node_gpus, worker_environment
 from distexp.launch.outcome import finalize_run
 from distexp.launch.rendezvous import reserve_port, wait_for_head
 from distexp.measure.memory.sampler import Sampler
@@ -26,7 +26,7 @@ from distexp.runs import stop_request
 from distexp.runs.errors import write_error
 from distexp.runs.heartbeat import last_heartbeat
 from distexp.runs.record import RunError
-from distexp.runs.run_dir import agent_error_path, log_dir, memory_trace_path, torchrun_log_path
+from distexp.runs.run_dir import agent_error_path, group_log_path, log_dir, memory_trace_path
 from distexp.runs.spec import RunSpec
 from distexp.system.hardware import cpu_count
 from distexp.system.processes import descendants, die_with_parent, end_tree, orphaned, start_module
@@ -42,7 +42,7 @@ class StoppedError(BaseException):
 
 
 def main() -> None:
-    """Run the workers of a node. The exit code is that of torchrun, or one of ``distexp.launch.failures``."""
+    """Run the workers of a node. The exit code is that of the workers, or one of ``distexp.launch.failures``."""
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
     signal.signal(signal.SIGTERM, raise_stopped)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
@@ -105,17 +105,15 @@ def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float)
         log_dir(run_dir, node).mkdir(parents=True, exist_ok=True)
         if lacks_gpus(spec, run_dir, node):
             return 1
-        output = stack.enter_context(torchrun_log_path(run_dir, node).open("w"))
-        torchrun = start_module(
-            "torch.distributed.run",
-            *torchrun_arguments(spec, node, rendezvous, context.address),
-            str(run_dir),
+        group = start_module(
+            "distexp.worker.group",
+            *(str(run_dir), str(node), rendezvous.address, str(rendezvous.port)),
             env=worker_environment(spec, node),
-            output=output,
+            output=stack.enter_context(group_log_path(run_dir, node).open("w")),
         )
-        stack.callback(end_tree, torchrun, GRACE_S)
+        stack.callback(end_tree, group, GRACE_S)
         stack.enter_context(_sampler(spec, run_dir, node))
-        return watch(torchrun, spec, run_dir, started, context.peer_failed)
+        return watch(group, spec, run_dir, started, context.peer_failed)
 
 
 def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
@@ -132,22 +130,26 @@ def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
 
 
 def watch(
-    torchrun: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, started: float, peer_failed: Callable[[], bool]
+    group: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, started: float, peer_failed: Callable[[], bool]
 ) -> int:
-    """Wait until the workers end, exceed their time or hang, or until another node fails; return the exit code."""
+    """Wait until the workers end, exceed their time or hang, or until another node fails.
+
+    Returns:
+        The exit code of the workers' parent process, 128 + N if signal N ended it, or a code of ``failures``.
+    """
     cluster = spec.config.cluster
     deadline = started + cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
-    while (code := torchrun.poll()) is None:
+    while (code := group.poll()) is None:
         now = time.time()
         if now > deadline:
             return TIMEOUT_CODE
         if now - max(started, last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
-            dump_stacks(torchrun.pid)
+            dump_stacks(group.pid)
             return HANG_CODE
         if peer_failed():
             return 0  # The other node reports the cause.
         time.sleep(POLL_S)
-    return code
+    return code if code >= 0 else SIGNAL_CODE - code
 
 
 def dump_stacks(pid: int) -> None:

@@ -1,31 +1,33 @@
-"""Cause of a failed run, found from exit codes, error files, torchrun's log and the kernel's OOM counters."""
+"""Cause of a failed run, found from exit codes, the ends of workers, error files and the kernel's OOM counters."""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from distexp.launch.oom import oom_killed
 from distexp.runs.errors import read_rank_errors
 from distexp.runs.phases import read_phase_events
 from distexp.runs.record import RunError
-from distexp.runs.run_dir import EVENTS, torchrun_log_paths
+from distexp.runs.run_dir import EVENTS, worker_exits_paths
 from distexp.runs.spec import RunSpec
 
 TIMEOUT_CODE = 124
 HANG_CODE = 75
-STOPPED_CODE = 128 + signal.SIGTERM
+SIGNAL_CODE = 128
+"""Exit code of an agent is this plus N if signal N ended the parent process of its workers."""
+STOPPED_CODE = SIGNAL_CODE + signal.SIGTERM
+"""Exit code of an agent that got SIGTERM itself."""
 
 PEER_LOSS = re.compile(
     r"connection (reset|closed|refused|was)|closed by peer|broken pipe|socket|timed? ?out|DistBackendError|NCCL",
     re.IGNORECASE,
 )
 """Errors of a rank whose peer has died."""
-
-FAILURE = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\s*^\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
-"""A rank and its exit code in torchrun's summary of failures."""
 
 GPU_OOM = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory")
 HOST_OOM = re.compile(r"^MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|\[Errno 12\]")
@@ -56,6 +58,10 @@ def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -
     if dead_agents:
         node, code = next(iter(dead_agents.items()))
         return _signal_cause(directory, -code, f"the agent of node {node}", phase, None)
+    for node, code in codes.items():
+        if code > SIGNAL_CODE and code != STOPPED_CODE:
+            parent = f"the parent process of the workers on node {node}"
+            return _signal_cause(directory, code - SIGNAL_CODE, parent, phase, None)
     return _worker_cause(directory, phase)
 
 
@@ -67,7 +73,7 @@ def _worker_cause(directory: Path, phase: str | None) -> Cause:
         rank, number = deaths[0]
         return _signal_cause(directory, number, f"rank {rank}", phase, rank)
     if not errors:
-        return "failed", RunError("WorkerDied", f"no rank reported an error{_torchrun_error(directory)}", phase)
+        return _silent_cause(directory, phase)
     first = errors[0]
     text = f"{first.type}: {first.message}"
     if GPU_OOM.search(text):
@@ -86,28 +92,28 @@ def _signal_cause(directory: Path, number: int, process: str, phase: str | None,
     return status, RunError(name, f"{process} was terminated by {name}", phase, rank)
 
 
+def _silent_cause(directory: Path, phase: str | None) -> Cause:
+    """Return the cause of a run whose workers failed without reporting an error."""
+    ends = worker_ends(directory)
+    if ends and all(end["stopped"] for end in ends):
+        return "killed", RunError("SIGTERM", "the parent process of the workers was terminated by SIGTERM", phase)
+    codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in ends if end["code"])
+    message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
+    return "failed", RunError("WorkerDied", message, phase)
+
+
 def signal_deaths(directory: Path) -> list[tuple[int, int]]:
-    """Return (rank, signal) of the workers that died by a signal, the root cause first.
+    """Return (rank, signal) of the workers that died by a signal, the first one first.
 
-    The source is torchrun's log. SIGTERM is left out, because torchrun sends it to the other workers.
+    Workers that were stopped because another one had failed are left out.
     """
-    found = []
-    for path in torchrun_log_paths(directory):
-        text = path.read_text(errors="replace")
-        root = text.find("Root Cause")
-        for part in (text[root:], text[:root]) if root >= 0 else ():
-            for rank, code in FAILURE.findall(part):
-                if int(code) < 0 and -int(code) != signal.SIGTERM:
-                    found.append((int(rank), -int(code)))
-    return found
+    return [(end["rank"], -end["code"]) for end in worker_ends(directory) if end["code"] < 0 and not end["stopped"]]
 
 
-def _torchrun_error(directory: Path) -> str:
-    for path in torchrun_log_paths(directory):
-        lines = [line for line in path.read_text(errors="replace").splitlines() if "Error" in line]
-        if lines:
-            return f"; torchrun printed: {lines[-1].strip()}"
-    return ""
+def worker_ends(directory: Path) -> list[dict[str, Any]]:
+    """Return how the workers of all nodes ended, in the order of time."""
+    ends = [end for path in worker_exits_paths(directory) for end in json.loads(path.read_text())]
+    return sorted(ends, key=lambda end: float(end["unix_time_s"]))
 
 
 def current_phase(directory: Path) -> str | None:

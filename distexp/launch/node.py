@@ -1,14 +1,11 @@
-"""GPUs, environment and command line of the workers of one node."""
+"""GPUs and environment of the workers of one node."""
 
 from __future__ import annotations
 
 import os
 
-from distexp.launch.rendezvous import Rendezvous
 from distexp.runs.spec import RunSpec
 from distexp.system.hardware import Gpu, visible_gpus
-
-WORKER = "distexp.worker"
 
 
 def is_simulated(spec: RunSpec) -> bool:
@@ -22,23 +19,6 @@ def node_gpus(spec: RunSpec, node: int) -> tuple[Gpu, ...]:
         return ()
     first = node * spec.workers_per_node if is_simulated(spec) else 0
     return visible_gpus()[first:][: spec.workers_per_node]
-
-
-def torchrun_arguments(spec: RunSpec, node: int, rendezvous: Rendezvous, own_address: str = "127.0.0.1") -> list[str]:
-    """Return the command line of a node's torchrun, up to the run directory.
-
-    The rendezvous is static, because c10d would number the nodes in the order of their arrival.
-    """
-    return [
-        f"--nnodes={spec.nodes}",
-        f"--node-rank={node}",
-        f"--nproc-per-node={spec.workers_per_node}",
-        f"--master-addr={rendezvous.address}",
-        f"--master-port={rendezvous.port}",
-        f"--local-addr={own_address}",
-        "--max-restarts=0",
-        *("-m", WORKER, "--launched"),
-    ]
 
 
 def worker_environment(spec: RunSpec, node: int) -> dict[str, str]:

@@ -11,6 +11,9 @@ from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import resolve_vocab_size, validate_model
 from distexp.models.pretrained import on_meta_device, read_config, read_weights
 
+PRELOAD = ("transformers.models.bloom.modeling_bloom",)
+"""Imported once for all workers of a node."""
+
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build a BloomForCausalLM.

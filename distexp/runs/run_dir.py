@@ -95,14 +95,19 @@ def exit_status_path(run_dir: Path, node: int) -> Path:
     return log_dir(run_dir, node) / "exit.json"
 
 
-def torchrun_log_path(run_dir: Path, node: int) -> Path:
-    """Return the file with the output of a node's torchrun."""
-    return log_dir(run_dir, node) / "torchrun.log"
+def group_log_path(run_dir: Path, node: int) -> Path:
+    """Return the file with the output of the process that starts a node's workers."""
+    return log_dir(run_dir, node) / "workers.log"
 
 
-def torchrun_log_paths(run_dir: Path) -> list[Path]:
-    """Return the torchrun logs of all nodes that have one."""
-    return sorted(run_dir.glob(f"{LOGS}/node*/torchrun.log"))
+def worker_exits_path(run_dir: Path, node: int) -> Path:
+    """Return the JSON file that lists how a node's workers ended, in the order of time."""
+    return log_dir(run_dir, node) / "workers.json"
+
+
+def worker_exits_paths(run_dir: Path) -> list[Path]:
+    """Return the files of all nodes that list how workers ended."""
+    return sorted(run_dir.glob(f"{LOGS}/node*/workers.json"))
 
 
 def tracker_log_path(run_dir: Path) -> Path:

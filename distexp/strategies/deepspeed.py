@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from distexp.data.base import Batch
     from distexp.models.blueprint import Blueprint
 
+PRELOAD = ("deepspeed",)
+"""Imported once for all workers of a node."""
+
 TAG = "state"
 """The tag of DeepSpeed's checkpoints: the name of their subfolder."""
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
     from distexp.strategies.torch_model import Distribution
 
+PRELOAD = ("torch.distributed.fsdp",)
+"""Imported once for all workers of a node."""
+
 TORCH_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 1}
 """Number of blocks that torch prefetches by default."""
 

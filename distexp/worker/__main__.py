@@ -1,7 +1,7 @@
-"""One rank of a run: ``torchrun --nproc-per-node 2 -m distexp.worker RUN_DIR``.
+"""One rank of a run; by hand: ``torchrun --nproc-per-node 2 -m distexp.worker RUN_DIR``.
 
-Its output goes to its own log, and its error to a file next to the log. With ``--launched``, an agent has started it,
-and the launcher writes the record. Everything that imports torch is in ``rank.py``, which starts after the log is open.
+Its output goes to its own log, and its error to a file next to the log. Everything that imports torch is in
+``rank.py``, which starts after the log is open. On its own, this module imports no torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from distexp.config import ConfigError
 from distexp.runs.errors import write_error
@@ -28,12 +29,20 @@ from distexp.system.processes import die_with_parent
 USAGE = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one rank. After an error, write it for the agent and exit with code 1."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one rank that torchrun has started."""
     captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
+    run_worker(parse_arguments(arguments).run_dir.absolute(), launched=False)
+
+
+def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
+    """Run one rank, and end this process with code 0, or 1 after an error.
+
+    Args:
+        run_dir: Directory of the run.
+        launched: An agent has started the worker, so the launcher writes the record.
+    """
     started = time.time()
-    options = parse_arguments(arguments)
-    run_dir = options.run_dir.absolute()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     redirect_output(log_path(run_dir, node, rank))
     die_with_parent()
@@ -43,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         from distexp.worker.rank import run_rank
 
-        run_rank(run_dir, events, started, launched=options.launched)
+        run_rank(run_dir, events, started, launched=launched)
     except BaseException as error:
         print_error(error)
         cause = RunError(type(error).__name__, str(error).strip() or repr(error), events.phase, rank)
@@ -63,7 +72,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Parse the command line; exit with a usage message if torchrun did not start this process."""
     parser = argparse.ArgumentParser("distexp.worker", usage=USAGE, description="Run one rank of a run.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:
         parser.error("start it with torchrun")

@@ -16,17 +16,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
 from distexp.config import Config
-from distexp.runs.run_dir import exits_path
 from distexp.runs.files import write_json
+from distexp.runs.run_dir import worker_exits_path
 from distexp.runs.spec import RunSpec
+from distexp.system.environment_variables import captured_environment
 from distexp.system.processes import die_with_parent
+from distexp.worker.__main__ import run_worker
 
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL for the workers that are left after a failure."""
@@ -41,6 +43,7 @@ class _StopWorkers(BaseException):
 
 def main() -> int:
     """Run the workers of a node; return 0 if all of them ended well, else 1."""
+    captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
     run_dir, node = Path(sys.argv[1]).absolute(), int(sys.argv[2])
     die_with_parent()
     spec = RunSpec.read(run_dir)
@@ -53,7 +56,7 @@ def main() -> int:
         LOCAL_WORLD_SIZE=str(spec.workers_per_node),
     )
     signal.signal(signal.SIGTERM, _stop)
-    group = WorkerGroup(exits_path(run_dir, node), first_rank=node * spec.workers_per_node)
+    group = WorkerGroup(worker_exits_path(run_dir, node), first_rank=node * spec.workers_per_node)
     try:
         for local_rank in range(spec.workers_per_node):
             group.start(local_rank, run_dir)
@@ -135,9 +138,7 @@ class WorkerGroup:
         if pid == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
-            from distexp.worker.__main__ import run_rank
-
-            run_rank(run_dir)
+            run_worker(run_dir, launched=True)
         self._running[pid] = rank
 
     def wait(self) -> int:
@@ -172,12 +173,10 @@ class WorkerGroup:
         rank = self._running.pop(pid)
         code = os.waitstatus_to_exitcode(status)
         self._exits.append(WorkerExit(rank, code, time.time(), self._stopping))
-        write_exits(self._path, self._exits)
-
-
-def write_exits(path: Path, exits: Sequence[WorkerExit]) -> None:
-    """Write how the workers of a node ended."""
-    write_json(path, [vars(worker) for worker in exits])
+        try:
+            write_json(self._path, [asdict(worker) for worker in self._exits])
+        except OSError as error:  # A full disk must not keep the group from stopping its workers.
+            print(f"{self._path} cannot be written: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

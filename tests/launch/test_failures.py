@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 
 from distexp.launch.failures import signal_deaths
 from distexp.runs.record import RunRecord
-from tests.helpers.runs import HELPERS, run_distexp
+from distexp.runs.run_dir import worker_exits_path
+from tests.helpers.runs import HELPERS, REPOSITORY, run_distexp
 
 QUICK = (
     "model=gpt_tiny",  # does not import transformers, which takes seconds
@@ -27,7 +29,7 @@ QUICK = (
     "trusted_packages=[failing_runs]",
     "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options]",
 )
-ENV = {"PYTHONPATH": str(HELPERS)}
+ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HELPERS)])}
 REPEATS = int(os.environ.get("DISTEXP_KILL_REPEATS", "1"))
 """Repetitions of each kill. Use 10 before a release."""
 
@@ -78,28 +80,23 @@ def test_an_exception_on_one_rank_is_the_cause_and_ends_the_other_ranks(rank: in
     assert remaining_processes(tmp_path) == []
 
 
-def test_the_killed_rank_is_found_if_its_peer_failed_first(tmp_path: Path) -> None:
-    """torchrun may report the peer of a killed rank as the root cause."""
-    log = """E1121 failed (exitcode: 1) local_rank: 0 (pid: 566) of binary: python
-Failures:
-[1]:
-  time      : 2026-11-21_03:35:48
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 567)  (SIGKILL)
-------------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : 1 (pid: 566)
-"""
-    (tmp_path / "logs" / "node0").mkdir(parents=True)
-    (tmp_path / "logs" / "node0" / "torchrun.log").write_text(log)
-    assert signal_deaths(tmp_path) == [(1, signal.SIGKILL)]
+def test_the_first_death_of_all_nodes_is_the_cause(tmp_path: Path) -> None:
+    ends = {0: [{"rank": 0, "code": 1, "unix_time_s": 2.0, "stopped": False}], 1: []}
+    ends[0].append({"rank": 1, "code": -15, "unix_time_s": 2.1, "stopped": True})
+    ends[1].append({"rank": 2, "code": -9, "unix_time_s": 1.0, "stopped": False})
+    for node, entries in ends.items():
+        path = worker_exits_path(tmp_path, node)
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(entries))
+    assert signal_deaths(tmp_path) == [(2, signal.SIGKILL)]
 
 
 @pytest.mark.parametrize("attempt", range(REPEATS))
 def test_a_killed_worker_is_killed_and_not_its_victims_error(attempt: int, tmp_path: Path) -> None:
-    done = run_distexp(*sabotage("killed", rank=1), *QUICK, cwd=tmp_path, env=ENV)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    done = run_distexp(*sabotage("killed", rank=1), *QUICK, cwd=tmp_path, env={**ENV, "TMPDIR": str(temporary)})
+    assert list(temporary.iterdir()) == [], "nothing is left in the temporary directory"
     assert done.returncode == 1
     record = only_record(tmp_path)
     assert (record.status, record.error and record.error.type) == ("killed", "SIGKILL")
@@ -113,7 +110,7 @@ def test_a_crash_is_reported_with_its_signal(tmp_path: Path) -> None:
     record = only_record(tmp_path)
     assert (record.status, record.error and record.error.type) == ("failed", "SIGSEGV")
     (log,) = tmp_path.rglob("rank1.log")
-    assert "Segmentation error" in log.read_text(), "faulthandler is on"
+    assert "Segmentation fault" in log.read_text(), "faulthandler is on"
 
 
 @pytest.mark.slow
@@ -254,6 +251,20 @@ def test_a_killed_agent_ends_its_workers(attempt: int, tmp_path: Path) -> None:
     assert (record.status, record.error and record.error.type) == ("killed", "SIGKILL")
     assert record.error is not None
     assert "agent of node 0" in record.error.message
+
+
+def test_the_killed_parent_of_the_workers_is_named(tmp_path: Path) -> None:
+    with Started(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK) as command:
+        command.until_training()
+        family = tree_of(command.process.pid)
+        parent = next(process for process in family if "distexp.worker.group" in process.cmdline())
+        parent.kill()
+        assert command.process.wait(20) == 1
+        assert wait_for(lambda: gone(family[1:]), 10)
+    record = only_record(tmp_path)
+    assert (record.status, record.error and record.error.type) == ("killed", "SIGKILL")
+    assert record.error is not None
+    assert "the parent process of the workers on node 0" in record.error.message
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.launch.node import torchrun_arguments, worker_environment
-from distexp.launch.rendezvous import Rendezvous
+from distexp.launch.node import worker_environment
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import make_spec, run_distexp
 
@@ -75,9 +74,7 @@ def test_each_node_has_its_memory_in_the_record(two_by_two: Path) -> None:
         assert {"setup", "train"} <= {row["phase"] for row in rows}, "12 steps last longer than an interval"
 
 
-def test_torchrun_gets_static_ranks_and_debug_variables_only_if_enabled() -> None:
+def test_workers_get_debug_variables_only_with_cluster_debug() -> None:
     spec = make_spec("cluster.nodes=2", "cluster.workers_per_node=2", "cluster.device=cpu", "cluster.debug=true")
-    arguments = torchrun_arguments(spec, 1, Rendezvous("head", 1234))
-    assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=2", "--master-addr=head"} <= set(arguments)
     assert worker_environment(spec, 0)["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
     assert "TORCH_DISTRIBUTED_DEBUG" not in worker_environment(make_spec("cluster.device=cpu"), 0)

@@ -261,7 +261,7 @@ def test_a_killed_agent_stops_the_run_on_every_node(slurm: Cluster, tmp_path: Pa
     overrides = ("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=1", "cluster.wait=false", *TRAINING)
     done = run_distexp(*overrides, "--multirun", f"hydra.sweep.dir={sweep}", cwd=tmp_path, env=slurm.env)
     assert done.returncode == 0, done.stderr
-    wait_for((sweep / "0/logs/node1/torchrun.log").exists)
+    wait_for((sweep / "0/logs/node1/workers.log").exists)
     (task,) = node_tasks(sweep, "1")
     task.kill()
     wait_for(all_ended(slurm, sweep))
