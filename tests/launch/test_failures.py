@@ -96,7 +96,8 @@ def test_a_killed_worker_is_killed_and_not_its_victims_error(attempt: int, tmp_p
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     done = run_distexp(*sabotage("killed", rank=1), *QUICK, cwd=tmp_path, env={**ENV, "TMPDIR": str(temporary)})
-    assert list(temporary.iterdir()) == [], "nothing is left in the temporary directory"
+    left = {path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")}
+    assert left == set(), "only torch's shared cache may stay in the temporary directory"
     assert done.returncode == 1
     record = only_record(tmp_path)
     assert (record.status, record.error and record.error.type) == ("killed", "SIGKILL")
