@@ -1,4 +1,4 @@
-"""Time of a report on many runs: ``python benchmarks/report_5000_records.py [RUNS]``; the default is 5000."""
+"""Time of a report: ``python benchmarks/report_5000_records.py [RUNS]``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.report_sweeps import many_runs
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process, which other programs influence less than elapsed time."""
+    """Return the CPU time of this process in seconds."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``("section.key", value)`` for each value of a nested mapping; an empty mapping has none."""
+    """Yield ``("section.key", value)`` for each value of a nested mapping."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""Command ``distexp report DIR... [--open] [--compare A B]``: reports on finished runs.
+"""Command ``distexp report DIR... [--compare A B]``: reports on finished runs.
 
 Exit codes:
     0: the report was written.
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
-    """Print the table of the runs below some directories and write the report files. Return the exit code."""
+    """Print the table of some runs and write the files. Return the exit code."""
     rows, skipped = _load(directories)
     if not rows:
         return _no_records(directories)
@@ -108,7 +108,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def make_console() -> Console:
-    """Return a console as wide as the terminal, or wide enough for all columns if there is no terminal."""
+    """Return a console as wide as the terminal; without one, as PIPED_WIDTH."""
     console = Console()
     if console.is_terminal or "COLUMNS" in os.environ:
         return console

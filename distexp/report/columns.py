@@ -1,4 +1,4 @@
-"""Columns of terminal tables; the least important ones are hidden if the terminal is too narrow."""
+"""Columns of terminal tables; narrow terminals hide the least important ones."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def hidden_columns_note(hidden: Sequence[Column], hint: str) -> Text:
 
 
 def build_table(columns: Sequence[Column], status_styles: Sequence[str] = ()) -> Table:
-    """Return a rich table of columns; ``status_styles`` has the color of each row's status."""
+    """Return a rich table; ``status_styles`` has the color of each row's status."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, GAP - 1, 0, 0), pad_edge=False,
                   show_edge=False)  # fmt: skip
     for column in columns:

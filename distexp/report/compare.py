@@ -1,4 +1,4 @@
-"""Comparison of two sweeps: which of their runs match, and which regressions there are."""
+"""Comparison of two sweeps: matching runs and regressions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Comparison:
 
     @classmethod
     def of(cls, before: Sequence[Row], after: Sequence[Row]) -> Comparison:
-        """Match equal trainings first, then those with equal values of what varies within the sweeps."""
+        """Match equal trainings first, then those with equal varying settings."""
         pairs, left, right = _match_by_training(before, after)
         names = dict.fromkeys([*_varying(before), *_varying(after)])
         varied = tuple(name for name in names if name != SEED)
@@ -110,7 +110,7 @@ def _match_by_training(
 def _match_by_settings(
     left: list[RunGroup], right: list[RunGroup], names: Sequence[str]
 ) -> tuple[list[Pair], list[RunGroup], list[RunGroup]]:
-    """Return the pairs with equal values of some settings, if they are unique on each side, and the rest."""
+    """Return the pairs with equal settings that are unique on each side, and the rest."""
     ours, theirs = _by_settings(left, names), _by_settings(right, names)
     shared = [key for key in ours if len(ours[key]) == 1 and len(theirs.get(key, ())) == 1]
     pairs = [Pair(ours[key][0], theirs[key][0]) for key in shared]

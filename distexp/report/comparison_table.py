@@ -55,7 +55,7 @@ def _regression_lines(comparison: Comparison) -> Iterator[Text]:
 
 
 def comparison_columns(comparison: Comparison) -> Iterator[Column]:
-    """Yield the columns: settings, status, and each metric before, after and as a ratio."""
+    """Yield the columns: settings, status, and each metric of A, of B and B/A."""
     pairs = comparison.pairs
     for index, name in enumerate(comparison.varied):
         cells = tuple(format_setting(pair.after.setting(name), MAX_LENGTH) for pair in pairs)

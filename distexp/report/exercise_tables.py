@@ -1,4 +1,4 @@
-"""Terminal rendering of the tables of exercises; titles and cells wrap if the terminal is narrow."""
+"""Tables of exercises on a terminal; titles and cells wrap if it is narrow."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _render(table: TextTable, width: int) -> RenderResult:
 
 
 def _column_widths(table: TextTable, width: int) -> tuple[int, list[int | None]]:
-    """Return the spaces between columns and the widths of the columns; None leaves a width to rich.
+    """Return the space between columns and their widths; None leaves it to rich.
 
     A narrow terminal first gets smaller gaps, then broken words in titles. Words in cells are broken last.
     """
@@ -68,7 +68,7 @@ def _column_widths(table: TextTable, width: int) -> tuple[int, list[int | None]]
 
 
 def _widen(minimum: Sequence[int], words: Sequence[int], full: Sequence[int], spare: int) -> list[int]:
-    """Return wider columns: first those with broken words, then those that lack most of their full width."""
+    """Widen columns with broken words first, then those that lack most."""
     widths = list(minimum)
     for _ in range(min(spare, sum(full) - sum(minimum))):
         missing = [(max(0, words[n] - width), full[n] - width, n) for n, width in enumerate(widths)]

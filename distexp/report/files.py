@@ -1,4 +1,4 @@
-"""Files of a report: ``results.csv``, ``results.parquet``, ``results.md``, ``report.html`` and the figures."""
+"""Files of a report: results as CSV, Parquet and Markdown, page and figures."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def write_csv(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> No
 
 
 def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
-    """Write typed columns. Metrics are doubles even if no run has them, so that files can be concatenated."""
+    """Write typed columns.
+
+    Metrics are doubles even if no run has them, so that files can be concatenated.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -83,7 +86,7 @@ def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -
 
 
 def _typed_array(values: list[Any]) -> pa.Array:
-    """Return an array of one type: strings if the types of the runs differ, as for ``64`` and ``auto``."""
+    """Return an array of one type: strings for mixed types, as ``64`` and ``auto``."""
     import pyarrow as pa
 
     types = {type(value) for value in values if value is not None}

@@ -42,7 +42,7 @@ def _figure_lines(figure: Figure) -> Iterator[str]:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()) -> list[str]:
-    """Return the lines of a table; ``right`` lists which columns are aligned on the right."""
+    """Return the lines of a table; ``right`` has whether a column is right-aligned."""
     ruler = ["---:" if n < len(right) and right[n] else "---" for n in range(len(header))]
     return [_line(header), _line(ruler), *map(_line, rows), ""]
 

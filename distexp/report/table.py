@@ -76,7 +76,7 @@ def overview_columns(overview: Overview) -> Iterator[Column]:
 
 
 def status_style(group: RunGroup) -> str:
-    """Return the color of a status: green if all runs completed, red for failures, others for results such as OOM."""
+    """Return the color of a status: green for completed, red for failures."""
     statuses = {row.record.status for row in group.rows}
     if statuses == {"completed"}:
         return "green"

@@ -67,7 +67,7 @@ class RunTrace:
 
 
 def load_traces(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace]:
-    """Read the traces of the trainings that have the chosen run labels, or of the most informative ones."""
+    """Read the traces of the chosen runs, or of the most informative trainings."""
     groups = [group for group in overview.groups if any(row.path for row in group.rows)]
     if chosen:
         groups = [group for group in groups if any(row.label in chosen for row in group.rows)]
@@ -81,7 +81,10 @@ def load_traces(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace
 
 
 def most_informative(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    """Return at most MAX_TRACES groups: the fastest, the smallest, those out of memory, then the first ones."""
+    """Return at most MAX_TRACES groups.
+
+    The fastest, the smallest and those out of memory come first, then the others in their order.
+    """
     started = [group for group in groups if group.status != "invalid"]
     if len(started) <= MAX_TRACES:
         return started
@@ -113,7 +116,7 @@ def _read_trace(group: RunGroup, chosen: Sequence[str], name: str) -> RunTrace:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl, thinned evenly. A missing file or a torn line is skipped."""
+    """Return the lines of metrics.jsonl, thinned evenly; empty without the file."""
     try:
         found = [step for step in read_entries(path) if isinstance(step.get("step"), int)]
     except OSError:
@@ -123,7 +126,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def read_memory(directory: Path) -> tuple[list[MemoryCurve], list[PhaseInterval]]:
-    """Return the memory curves of all nodes, and the phases of the first node; both empty without samples."""
+    """Return the memory curves of all nodes and the phases of the first node."""
     paths = sorted(directory.glob("node*.csv"), key=lambda path: (len(path.name), path.name))
     nodes = [
         (int(number), samples)
@@ -158,7 +161,7 @@ def _memory_curves(node: int, samples: Sequence[MemorySample], start: float) -> 
 
 
 def _thin(points: Points) -> Points:
-    """Return the peak of each of MAX_POINTS intervals, at the first time of the interval."""
+    """Return the peaks of MAX_POINTS intervals, at the first time of each."""
     width = (points[-1][0] - points[0][0]) / MAX_POINTS
     if len(points) <= MAX_POINTS or not width:
         return points

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def device_values(entries: Iterable[Mapping[str, Any]] | None, key: str) -> list[float]:
-    """Return the values of a key in entries such as ``record.memory["gpu"]``, without those not measured.
+    """Return the measured values of a key in entries such as ``memory["gpu"]``.
 
     Raises:
         TypeError, ValueError: if a value is not a number.

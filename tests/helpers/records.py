@@ -49,7 +49,7 @@ def record(
     error: RunError | None = None,
     **settings: Any,
 ) -> RunRecord:
-    """Return the record of a run; ``speed`` is in samples/s, ``peak`` in MiB of GPU memory."""
+    """Return a record; ``speed`` is in samples/s, ``peak`` in MiB of GPU memory."""
     chosen = config(**settings)
     world = chosen["cluster"]["nodes"] * (chosen["cluster"]["workers_per_node"] or 1)
     done = status == "completed"

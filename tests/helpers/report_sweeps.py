@@ -1,4 +1,4 @@
-"""Directories of whole sweeps with traces, computed by formula instead of being run."""
+"""Directories of whole sweeps with traces, computed by formula."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 40
 
 
 def write_traces(directory: Path, run: RunRecord, *, gap: float = 0.0, samples: int = 60) -> None:
-    """Write what a run leaves next to its record: losses, memory of every node, and logs.
+    """Write what a run leaves next to its record: losses, memory and logs.
 
     Args:
         directory: The run directory.
@@ -99,7 +99,7 @@ def zero_sweep(path: Path, *, swap: tuple[int, int] | None = None) -> Path:
 
 
 def growing_sweep(path: Path, *, weak: bool = False, swap: tuple[int, int] | None = None) -> Path:
-    """Write a scaling sweep: 1, 2 and 4 workers on one node, then 2 x 1, 2 x 2 and 4 x 2 on several."""
+    """Write a scaling sweep: 1, 2, 4 workers on a node, then 2 x 1, 2 x 2, 4 x 2."""
     runs = []
     speeds = {(1, 1): 100.0, (1, 2): 190.0, (1, 4): 340.0, (2, 1): 170.0, (2, 2): 300.0, (4, 2): 520.0}
     for number, ((nodes, each), speed) in enumerate(speeds.items()):
@@ -127,7 +127,7 @@ def with_traces(path: Path, runs: Sequence[RunRecord], **how: Any) -> Path:
 
 
 def many_runs(path: Path, count: int, *, samples: int = 60) -> Path:
-    """Write runs that differ in learning rate, speed and peak memory; every hundredth has traces.
+    """Write many different runs; every hundredth has traces.
 
     They are written without copies of the records, so that thousands of them take little time.
     """

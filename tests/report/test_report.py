@@ -1,4 +1,4 @@
-"""Tests of the command ``distexp report``: files, exit codes, skipped records, comparison of sweeps."""
+"""Tests of the command ``distexp report``."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_runs_with_different_environment_settings_are_not_repeats() -> None:
 
 
 def test_invalid_cells_are_not_repeats_of_each_other() -> None:
-    """Invalid cells are not resolved, so their settings may be equal although their overrides differ."""
+    """Their settings may be equal, because they are never resolved."""
     cells = [invalid(n, "no", overrides=("strategy=ddp", f"zero_stage={n}")) for n in (1, 2)]
     assert printed([*cells, record(0)]).count(" invalid") == 4, "two rows, a note and a summary"
     seeds = [invalid(n, "no", overrides=("strategy=ddp", f"train.seed={n}")) for n in (1, 2)]
@@ -262,7 +262,7 @@ def test_variables_set_by_torchrun_do_not_distinguish_runs() -> None:
 
 
 def test_a_custom_strategy_section_needs_no_edit_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option files of the group ``strategy`` define which sections belong to a strategy."""
+    """The options of the group ``strategy`` define the sections of strategies."""
     records = [record(n, strategy=name) for n, name in enumerate(("ddp", "mine"))]
     for each, bucket in zip(records, (25, 7), strict=True):
         each.config["mine"] = {"bucket_mb": bucket}

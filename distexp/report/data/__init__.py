@@ -1,1 +1,1 @@
-"""Data model of a report: records, their settings and metrics, and what is computed from them."""
+"""Data of a report: rows of records, and what is computed from them."""

@@ -1,4 +1,7 @@
-"""Hardware and environment settings: they do not define a training, but repeats must share them."""
+"""Hardware and environment settings.
+
+They do not define a training, but repeats must share them.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def is_environment_setting(name: str) -> bool:
 
 
 def is_hardware(name: str) -> bool:
-    """Return whether a setting was found on the machine: the GPU, or an environment variable.
+    """Return whether a setting is the GPU or an environment variable.
 
     A run that failed early may not know it.
     """
@@ -53,7 +56,7 @@ def is_hardware(name: str) -> bool:
 
 
 def read_environment_settings(record: RunRecord) -> dict[str, Any]:
-    """Return the environment settings of a run by short name; variables are those that the workers had."""
+    """Return the environment settings of a run by short name."""
     environment = record.environment
     found = {short_name(key): value for key, value in flatten(record.config) if is_environment_key(key)}
     variables = environment.variables if environment else {}
@@ -62,7 +65,10 @@ def read_environment_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def is_distinguishing(name: str, overridden: Collection[str]) -> bool:
-    """Return whether an environment setting may distinguish runs: hardware always, a key only if a user set it."""
+    """Return whether an environment setting may distinguish runs.
+
+    Hardware always does, a key only if a user set it.
+    """
     return is_hardware(name) or name in overridden or name.partition(".")[0] in overridden
 
 

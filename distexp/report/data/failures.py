@@ -31,7 +31,7 @@ def failure_reason(row: Row, limit: int = MAX_LENGTH) -> str:
 
 
 def failure_reasons(row: Row, limit: int = MAX_LENGTH) -> list[str]:
-    """Return why a run did not complete, one line each: an invalid run may have several errors."""
+    """Return why a run did not complete; an invalid run may have several reasons."""
     status, error = row.record.status, row.record.error
     if error is None:
         return ["its record has no error message"]

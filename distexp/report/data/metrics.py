@@ -90,7 +90,7 @@ def _ideal_states(record: RunRecord) -> float | None:
 
 
 def _from_other_runs(record: RunRecord) -> float | None:
-    """Return None: the value follows from a comparison with other runs, which fills it in."""
+    """Return None: a comparison with other runs fills in the value."""
     return None
 
 

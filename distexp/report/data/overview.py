@@ -1,4 +1,4 @@
-"""Comparison of runs: repeats, varying settings, the baseline, and scaling series. All output is made from it."""
+"""Comparison of runs: repeats, varying settings, baseline, scaling series."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Overview:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> Overview:
-        """Group rows and compare the groups. Fill in the speedups and efficiencies of the rows."""
+        """Group and compare rows, and fill in their speedups and efficiencies."""
         groups = group_repeats(rows)
         varied = varying_settings([row.record for row in rows], [row.settings for row in rows])
         if any(group.has_several_seeds for group in groups):
@@ -58,7 +58,7 @@ class Overview:
                 yield metric
 
     def describe(self, group: RunGroup) -> str:
-        """Return ``run 3 (strategy=fsdp, offload=true)``, or only the run if too many settings vary."""
+        """Return ``run 3 (strategy=fsdp)``, or ``run 3`` if too many settings vary."""
         settings = self.format_settings(group)
         return f"run {group.label}" + (f" ({settings})" if settings else "")
 

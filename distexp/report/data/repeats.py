@@ -1,4 +1,4 @@
-"""Groups of runs that repeat the same training: mean, standard deviation, and run-to-run noise."""
+"""Groups of runs that repeat a training: mean, deviation, run-to-run noise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distexp.report.data.varying import varying_settings
 
 @dataclass(frozen=True)
 class Spread:
-    """A metric over repeats: mean and sample standard deviation, which a single value does not have."""
+    """Mean and sample standard deviation of a metric; a single value has no deviation."""
 
     mean: float
     deviation: float | None
@@ -36,7 +36,10 @@ def format_metric(groups: Sequence[RunGroup], metric: Metric) -> tuple[str, ...]
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Repeats of one training on equal hardware: their ``run.id`` is equal, or only their seeds differ."""
+    """Repeats of one training on equal hardware.
+
+    Their ``run.id`` is equal, or only their seeds differ.
+    """
 
     rows: tuple[Row, ...]
 
@@ -85,7 +88,7 @@ class RunGroup:
         return self.settings.get(name)
 
     def metric(self, name: str) -> Spread | None:
-        """Return a metric over the counted runs; None if it was not measured in any of them."""
+        """Return a metric over the counted runs; None if it was not measured."""
         values = [value for row in self.counted_rows if (value := row.metrics[name]) is not None]
         if not values:
             return None
@@ -122,7 +125,10 @@ def _by_training(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _overrides_without_seed(row: Row) -> list[str]:
-    """Return what distinguishes invalid cells: they were never resolved, so their settings may be equal."""
+    """Return what distinguishes invalid cells.
+
+    They were never resolved, so their settings may be equal.
+    """
     return sorted(text for text in row.record.run.overrides if short_name(text.split("=")[0]) != SEED)
 
 
@@ -142,7 +148,7 @@ def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tu
 
 
 def is_within_noise(one: Spread, other: Spread) -> bool | None:
-    """Return whether a difference of means is within run-to-run noise; None if the noise is unknown.
+    """Return whether a difference is within run-to-run noise; None if unknown.
 
     The noise is the standard deviation of the difference of two runs. A row that ran once is taken to vary as much
     as the other one.

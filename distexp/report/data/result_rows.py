@@ -1,4 +1,4 @@
-"""Rows of ``results.csv`` and ``results.parquet``: everything about a run under flat names."""
+"""Rows of ``results.csv`` and ``results.parquet``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ResultRow = dict[str, Any]
 
 
 def result_row(row: Row) -> ResultRow:
-    """Return everything about a run by column name. Lists are JSON; None means not measured."""
+    """Return all values of a run by column; lists are JSON, None is not measured."""
     record, built, environment = row.record, row.record.built, row.record.environment
     error = record.error
     found: ResultRow = {

@@ -74,7 +74,7 @@ def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:
 
 
 def run_labels(paths: Sequence[Path]) -> list[str]:
-    """Return ``3`` for each run of a single sweep, ``01-35-43/3`` for runs of several sweeps."""
+    """Return labels such as ``3``, or ``01-35-43/3`` if there are several sweeps."""
     sweeps = [str(path.parent.parent) for path in paths]
     if len(set(sweeps)) < 2:
         return [path.parent.name for path in paths]
@@ -83,7 +83,7 @@ def run_labels(paths: Sequence[Path]) -> list[str]:
 
 
 def _shorten(folders: Sequence[str]) -> dict[str, str]:
-    """Return the shortest end of each path that is unique, without a date that all of them start with."""
+    """Return the shortest unique end of each path, without a common date."""
     parts = [folder.split("/") for folder in folders]
     deepest = max(map(len, parts))
     count = next(n for n in range(1, deepest + 1) if len({tuple(each[-n:]) for each in parts}) == len(parts))

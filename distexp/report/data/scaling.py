@@ -1,4 +1,4 @@
-"""Scaling series: one configuration on different numbers of workers, and its efficiency.
+"""Scaling series: a configuration on different numbers of workers.
 
 Efficiency = ideal time / real time. The ideal time is that of the fewest workers for the same work per worker. So one
 formula serves strong scaling (constant total work) and weak scaling (constant work per worker).
@@ -76,7 +76,7 @@ class ScalingSeries:
 
 
 def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[ScalingSeries]:
-    """Return the configurations that ran on several numbers of workers or nodes, the longest series first.
+    """Return the series of configurations, the longest first.
 
     Args:
         groups: Groups of repeats.
@@ -122,7 +122,7 @@ def _configuration_settings(groups: Sequence[RunGroup], varied: Sequence[str]) -
 
 
 def _follows_world(groups: Sequence[RunGroup], name: str, choices: Sequence[str]) -> bool:
-    """Return whether the numbers of workers and nodes decide a setting, as in weak scaling.
+    """Return whether workers and nodes decide a setting, as in weak scaling.
 
     Args:
         groups: The measured groups.
@@ -182,7 +182,7 @@ def _works(groups: Sequence[RunGroup]) -> list[float]:
 
 
 def _samples(group: RunGroup) -> float | None:
-    """Return the samples that a training processes; None for the whole of a data set of unknown size."""
+    """Return the samples that a training processes; None if unknown."""
     names = ("micro_batch_size", "gradient_accumulation_steps", "num_epochs", "dataset.train_size", "max_steps")
     micro, accumulation, epochs, size, max_steps = (group.setting(name) for name in names)
     steps = group.counted_rows[0].record.metrics.total_steps or max_steps

@@ -1,4 +1,4 @@
-"""Short names of settings, as people type them: ``train.seed`` is ``seed``, ``fsdp.sharding`` is ``sharding``.
+"""Short names of settings, such as ``seed`` for ``train.seed``.
 
 Nothing here lists the strategies. The config groups in ``conf/`` and the sections of ``Config`` define them.
 """
@@ -58,14 +58,14 @@ def strategy_sections() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def strategy_groups() -> tuple[str, ...]:
-    """Return the config groups that set an option of one strategy, such as ``sharding``."""
+    """Return the config groups that set an option of one strategy."""
     config = Config()
     sections = [getattr(config, field.name) for field in fields(config) if field.name in strategy_sections()]
     return tuple(field.name for section in sections for field in fields(section) if field.name in config_groups())
 
 
 def is_strategy_option(name: str) -> bool:
-    """Return whether a short name is an option of one strategy, as ``fsdp.wrap`` and ``sharding`` are."""
+    """Return whether a name is an option of one strategy, as ``fsdp.wrap``."""
     return name in strategy_groups() or name.partition(".")[0] in strategy_sections()
 
 

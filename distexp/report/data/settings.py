@@ -65,13 +65,13 @@ def task_name(settings: Mapping[str, Any]) -> str:
 
 
 def global_batch(settings: Mapping[str, Any]) -> int | None:
-    """Return the samples of an optimizer step over all workers; None if a factor is unknown."""
+    """Return the samples of an optimizer step on all workers; None if unknown."""
     factors = [settings.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", WORKERS)]
     return math.prod(int(factor) for factor in factors if factor) if all(factors) else None
 
 
 def training_key(settings: Mapping[str, Any]) -> str:
-    """Return a text that is equal for runs that differ only in seed and environment settings."""
+    """Return a key that ignores the seed and the environment settings."""
     ignored = {name for name in settings if name == SEED or is_environment_setting(name)}
     return value_key({name: value for name, value in settings.items() if name not in ignored})
 
@@ -84,7 +84,10 @@ def value_key(value: Any) -> str:
 
 
 def format_setting(value: Any, limit: int | None = None) -> str:
-    """Return a value as it is typed; cut on the left if longer than a limit, because paths differ at their end."""
+    """Return a value as it is typed.
+
+    It is cut on the left if longer than a limit, because paths differ at their end.
+    """
     if value is None:
         return "-"
     text = value if isinstance(value, str) else json.dumps(value, default=str).replace('"', "")
@@ -92,6 +95,6 @@ def format_setting(value: Any, limit: int | None = None) -> str:
 
 
 def format_settings(settings: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return ``strategy=fsdp, offload=true`` for some settings, without those that are None."""
+    """Return ``strategy=fsdp, offload=true`` without the settings that are None."""
     known = ((name, settings.get(name)) for name in names)
     return ", ".join(f"{name}={format_setting(value, MAX_LENGTH)}" for name, value in known if value is not None)

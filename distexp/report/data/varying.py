@@ -43,7 +43,7 @@ def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings])
 
 
 def _leading_setting(name: str) -> str | None:
-    """Return the setting that usually decides another one: ``model`` decides ``model.hidden_size``."""
+    """Return the setting that decides another, as ``model`` of ``model.width``."""
     if is_strategy_option(name):
         return "strategy"
     section, dot, _ = name.partition(".")
@@ -51,7 +51,7 @@ def _leading_setting(name: str) -> str | None:
 
 
 def _follows(known: Sequence[Settings], name: str, leader: str) -> bool:
-    """Return whether runs with equal values of the leading setting have equal values of this one."""
+    """Return whether equal values of the leading setting imply equal values."""
     values: dict[str, str] = {}
     return all(
         values.setdefault(value_key(each.get(leader)), value_key(each.get(name))) == value_key(each.get(name))
@@ -75,6 +75,6 @@ def _is_known(record: RunRecord, name: str, settings: Settings) -> bool:
 
 
 def _is_rescaled(record: RunRecord) -> bool:
-    """Return whether ``scale`` or ``scaling`` changes settings when the run is resolved."""
+    """Return whether resolving changes settings by ``scale`` or ``scaling``."""
     sections = ((record.config.get(section) or {}).get("name") for section in ("scale", "scaling"))
     return any(name not in (None, "full", "fixed") for name in sections)

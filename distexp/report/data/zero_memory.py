@@ -1,4 +1,6 @@
-"""Memory of model states by arithmetic, as in the ZeRO paper (arXiv:1910.02054, section 5).
+"""Memory of model states by arithmetic, as in the ZeRO paper.
+
+See arXiv:1910.02054, section 5.
 
 With Adam a parameter costs 16 bytes. In fp32 these are 4 of weight, 4 of gradient and 8 of moments. Autocast keeps no
 other copy. With 16-bit weights, ZeRO keeps a master copy in fp32: 2 of weight, 2 of gradient and 12 of states.
@@ -21,7 +23,7 @@ States = dict[str, float]
 
 
 def ideal_states_mib(record: RunRecord) -> float | None:
-    """Return parameters, gradients and optimizer states on the device of one worker in MiB; None if unknown."""
+    """Return the model states on the device of one worker in MiB; None if unknown."""
     per_parameter = bytes_per_parameter(record)
     if per_parameter is None or record.built is None or not record.built.parameters:
         return None
@@ -46,14 +48,17 @@ def bytes_per_parameter(record: RunRecord) -> float | None:
 
 
 def _sharded_states(built: Built, moments: float) -> States:
-    """Return the states if all of them are sharded over the second axis of the mesh, which may have size 1."""
+    """Return the states if all of them are sharded over the second axis of the mesh."""
     parts = {"parameters": BYTES_PER_VALUE, "gradients": BYTES_PER_VALUE, "optimizer": moments}
     on_cpu = built.offload.split("+")
     return {name: 0.0 if name in on_cpu else size / built.mesh[1] for name, size in parts.items()}
 
 
 def _zero_states(built: Built, stage: int, moments: float) -> States:
-    """Return the states of a ZeRO stage. From stage 2 on, an offloaded optimizer takes its gradients along."""
+    """Return the states of a ZeRO stage.
+
+    From stage 2 on, an offloaded optimizer takes its gradients along.
+    """
     shards, on_cpu = built.mesh[1], built.offload.split("+")
     half = built.param_dtype in ("bfloat16", "float16")
     value, states = (BYTES_PER_VALUE / 2, BYTES_PER_VALUE + moments) if half else (BYTES_PER_VALUE, moments)

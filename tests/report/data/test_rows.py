@@ -1,4 +1,4 @@
-"""Tests of the rows of a report: reading records, labels, and records of older versions."""
+"""Tests of the rows of a report: records, labels, older versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the memory of model states by arithmetic, against the numbers of the ZeRO paper."""
+"""Tests of the memory of model states, against the ZeRO paper."""
 
 from __future__ import annotations
 
