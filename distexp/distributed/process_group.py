@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from distexp.distributed.context import Context
 from distexp.runs.spec import RunSpec
+from distexp.system.torch_internals import set_default_timeout
 
 T = TypeVar("T")
 
@@ -71,16 +71,6 @@ def collective_timeout(hang_timeout_min: float) -> timedelta:
         hang_timeout_min: ``cluster.hang_timeout_min``, in minutes.
     """
     return timedelta(minutes=hang_timeout_min) + HANG_MARGIN
-
-
-def set_default_timeout(timeout: timedelta) -> None:
-    """Set the timeout of the groups that are created later.
-
-    A device mesh creates its groups with torch's defaults, which are 10 minutes for NCCL and 30 minutes for gloo. It
-    has no argument for another timeout.
-    """
-    distributed_c10d.default_pg_timeout = timeout
-    distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> t
 
 def _is_compiled(operator: str) -> bool:
     """Return whether torch's extension cache has an operator of DeepSpeed."""
-    from distexp.strategies.torch_internals import extension_build_dir
+    from distexp.system.torch_internals import extension_build_dir
 
     return (extension_build_dir(operator) / f"{operator}.so").exists()
 

@@ -205,8 +205,8 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    from distexp.strategies.torch_internals import read_fsdp_policies
     from distexp.strategies.torch_model import Distribution
+    from distexp.system.torch_internals import read_fsdp_policies
 
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     parameters = list(model.parameters())

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from distexp.strategies.torch_internals import (
+from distexp.system.torch_internals import (
     FSDPPolicies,
     TorchInternalsChangedError,
     extension_build_dir,
@@ -57,6 +58,11 @@ def test_norms_and_scaling_of_several_tensors() -> None:
 def test_build_folder_of_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert extension_build_dir("example").is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["default_pg_timeout", "default_pg_nccl_timeout"])
+def test_torch_has_the_default_timeouts_that_distexp_sets(name: str) -> None:
+    assert hasattr(distributed_c10d, name), f"adapt set_default_timeout to PyTorch {torch.__version__}"
 
 
 def test_a_changed_api_is_reported_with_a_hint() -> None:

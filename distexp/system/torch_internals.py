@@ -1,6 +1,6 @@
 """All uses of private PyTorch APIs: a new PyTorch release breaks only this file.
 
-``tests/strategies/test_torch_internals.py`` checks each of them against the installed release.
+``tests/system/test_torch_internals.py`` checks each of them against the installed release.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 
 class TorchInternalsChangedError(RuntimeError):
@@ -63,6 +65,16 @@ def extension_build_dir(name: str) -> Path:
         return Path(_get_build_directory(name, verbose=False))
 
 
+def set_default_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the process groups that are created later.
+
+    A device mesh creates its groups with torch's defaults, which are 10 minutes for NCCL and 30 minutes for gloo. It
+    has no argument for another timeout.
+    """
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
+
+
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     try:
@@ -70,5 +82,5 @@ def _explained(name: str) -> Iterator[None]:
     except (AttributeError, ImportError, TypeError) as error:
         raise TorchInternalsChangedError(
             f"{name} of PyTorch {torch.__version__} is not as distexp expects ({error}): "
-            "install the version of PyTorch in requirements.txt, or adapt distexp/strategies/torch_internals.py"
+            "install the version of PyTorch in requirements.txt, or adapt distexp/system/torch_internals.py"
         ) from error
