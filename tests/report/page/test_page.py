@@ -183,7 +183,8 @@ def test_two_configurations_can_be_compared(opened: Page) -> None:
     found = compared("0", "5")
     assert found["config.deepspeed.zero_stage"] == ["1", "3"]
     assert found["config.offload.enabled"] == ["false", "true"]
-    assert set(found) == {"config.deepspeed.zero_stage", "config.offload.enabled", "overrides"}
+    chosen = {"config.deepspeed.zero_stage", "config.offload.enabled", "overrides"}
+    assert set(found) == {*chosen, "built.zero_stage"}
     assert set(compared("5", "11 · model=bloom_3b, zero_stage=3, offload=true")) == {"config.model.name", "overrides"}
     assert compared("3", "3") == {}
     assert re.fullmatch(r"All \d+ keys are equal\.", opened.inner_text("#difference-note"))
