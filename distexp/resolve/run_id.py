@@ -12,6 +12,8 @@ from typing import Any
 
 from distexp.checkpoints.folder import MANIFEST, candidates, read_manifest
 from distexp.config import Config
+from distexp.config.field_info import info_of
+from distexp.config.key_info import schema_fields
 from distexp.config.model_checks import loads_from_source, weights_source_key
 
 CLUSTER_KEYS = ("nodes", "workers_per_node", "device")
@@ -32,17 +34,17 @@ def run_id(config: Config) -> str:
     for key in (*irrelevant, "trusted_packages"):
         del content[key]
     content["cluster"] = {key: content["cluster"][key] for key in CLUSTER_KEYS}
-    for key in ("train_path", "eval_path", "root", "path"):
-        path = content["dataset"][key]
-        if path is not None and os.path.exists(path):
-            content["dataset"][key] = fingerprint(path)
+    for key, spec in schema_fields():
+        section, _, name = key.rpartition(".")
+        if info_of(spec).path in ("file", "folder") or key == "dataset.path":
+            path = content[section][name]
+            if path is not None and os.path.exists(path):
+                content[section][name] = fingerprint(path)
     _identify_model(config, content["model"])
     for key in ("checkpoint_every", "profile_steps"):
         del content["train"][key]
     if content["train"]["resume"] is not None:
         content["train"]["resume"] = checkpoint_fingerprint(Path(content["train"]["resume"]))
-    if content["deepspeed"]["config_file"] is not None:
-        content["deepspeed"]["config_file"] = fingerprint(content["deepspeed"]["config_file"])
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
