@@ -63,7 +63,7 @@ compute configure confirm connect consume continue convert copy count create cro
 define delete derive describe detach detect determine discard disconnect discover display distribute divide
 download drain draw drop dump embed emit enable encode end ensure enter enumerate escape estimate evaluate
 exchange exclude execute exit expand explain export extend extract fail fetch fill filter finalize find finish
-fit flatten flip flush follow format forward free freeze gather generate get give group guess handle hash hide
+fit flatten flip flush follow fork format forward free freeze gather generate get give group guess handle hash hide
 hold identify ignore import include index infer initialize insert inspect install instantiate integrate
 interpolate interrupt invert iterate join keep kill label launch leave let limit link list load locate lock
 log look lower make map mark mask match materialize measure merge move multiply name narrow normalize note
