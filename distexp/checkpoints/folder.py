@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,11 @@ def suggest(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"*/{CHECKPOINTS}") if list_checkpoints(path.parent))
 
 
+def rename_keys(content: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a checkpoint of version 0.1.0 contains under the names of today."""
+    return {renamed.get(key, key): value for key, value in content.items()}
+
+
 def write_manifest(folder: Path, meta: CheckpointMeta, checksums: Checksums) -> None:
     """Write the manifest of a checkpoint, after all of its other files."""
     write_json(folder / MANIFEST, {"meta": vars(meta), "files": checksums})
@@ -101,7 +107,7 @@ def read_manifest(folder: Path) -> tuple[CheckpointMeta, Checksums] | None:
     try:
         raw: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         files = {name: (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
-        return CheckpointMeta(**raw["meta"]), files
+        return CheckpointMeta(**rename_keys(raw["meta"], {"form": "checkpoint_format"})), files
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,14 +99,12 @@ class CheckpointManager:
 
     def _restore(self, folder: Path, meta: CheckpointMeta) -> None:
         self.model.load(folder / MODEL)
-        saved = torch.load(_rank_file(folder, 0), map_location="cpu", weights_only=True)
-        self.logger.restore(saved["metrics"])
+        self.logger.restore(_read_state(folder, 0)["metrics"])
         ranks = self.context.world_size
         if meta.world_size != ranks:
             self._note(f"the checkpoint has {meta.world_size} ranks, this run has {ranks}: the RNG state is reset")
             return
-        own = torch.load(_rank_file(folder, self.context.rank), map_location="cpu", weights_only=True)
-        rng.restore_rng(own["rng_state"], self.context.device)
+        rng.restore_rng(_read_state(folder, self.context.rank)["rng_state"], self.context.device)
 
     def _newest_valid(self, candidates: list[Path], *, own: bool) -> tuple[Path, CheckpointMeta] | None:
         """Return the first valid checkpoint and log the ones skipped.
@@ -175,6 +174,11 @@ class CheckpointManager:
     def _note(self, text: str) -> None:
         if self.context.rank == 0:
             print(f"note: {text}", flush=True)
+
+
+def _read_state(folder: Path, rank: int) -> dict[str, Any]:
+    state = torch.load(_rank_file(folder, rank), map_location="cpu", weights_only=True)
+    return disk.rename_keys(state, {"chance": "rng_state", "journal": "metrics"})
 
 
 def _rank_file(folder: Path, rank: int) -> Path:
