@@ -1,4 +1,4 @@
-"""What a wheel holds, and that it works where there is no checkout."""
+"""Contents of the wheel, and runs of the installed wheel without a checkout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the source distribution, as ``uv build`` makes them."""
+    """Build the wheel and the source distribution with ``uv build``."""
     folder = tmp_path_factory.mktemp("dist")
     run(UV, "build", "--quiet", "--wheel", "--sdist", "--out-dir", str(folder), str(REPOSITORY), cwd=folder)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
@@ -37,19 +37,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel, and behind it all packages of this one but an editable distexp."""
+    """Install the wheel in a new environment, which also finds the packages of this environment."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     run(UV, "venv", "--quiet", "--python", sys.executable, str(folder), cwd=folder.parent)
     python = str(folder / "bin" / "python")
     run(UV, "pip", "install", "--quiet", "--no-deps", "--python", python, str(built[0]), cwd=folder.parent)
     (site,) = folder.glob("lib/python*/site-packages")
-    # A .pth file inside these packages is not read, so what points to the checkout is left behind.
+    # A .pth file in these packages is not read, so an editable distexp is not found.
     (site / "rest.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder
 
 
 def run(program: str, *arguments: str, cwd: Path) -> str:
-    """A command without a way to the checkout; its output in the assertion where it fails."""
+    """Run a command that cannot import from the checkout, and return its output."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
         [program, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False

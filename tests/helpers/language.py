@@ -76,7 +76,7 @@ separate serialize serve set shard share shift shorten show shrink shuffle shut 
 snapshot solve sort spawn split stack start state stop store stream strip submit subscribe substitute suggest
 sum summarize suppress suspend swap switch synchronize take test tokenize total trace track train transform
 translate traverse truncate try turn unpack update upload use validate verify visit wait walk warm warn watch
-weigh wrap write yield zip
+weigh widen wrap write yield zip
 """
 """Verbs that a function's docstring may start with. Add one if it is missing."""
 
