@@ -370,7 +370,7 @@ class Config:
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    trusted_packages: list[str] = key([], "Packages whose `_target_` may be imported.")
+    trusted_packages: list[str] = key([], "Packages whose `_target_` may be imported; set on the command line only.")
 
 
 def register_schema() -> None:

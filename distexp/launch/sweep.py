@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from distexp.config import Config, ConfigError
 from distexp.launch.outcome import invalid_record
 from distexp.launch.snapshot import GitState
+from distexp.launch.trust import check_trust, packages_trusted_by_user
 from distexp.resolve import resolve, without_hydra
 from distexp.resolve.run_id import run_id
 from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
@@ -59,10 +60,12 @@ def compose_cells(
         HydraException: if Hydra cannot compose a cell.
     """
     cells = []
+    trusted = packages_trusted_by_user(sys.argv[1:])
     for wanted in overrides:
         composed = context.config_loader.load_sweep_config(master, list(wanted))
         cell = Cell(list(wanted), composed)
         try:
+            check_trust(composed, trusted)
             if adjust is not None:
                 adjust(composed, cell.overrides)
             cell.config = resolve(composed, composed.hydra.runtime.choices)

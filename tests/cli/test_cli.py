@@ -195,6 +195,65 @@ def test_config_dir_adds_custom_options(tmp_path: Path) -> None:
     assert "trusted_packages=[mypackage]" in refused.stderr
 
 
+HARMFUL = "from pathlib import Path\n\nPath('started').touch()\n"
+FILES_THAT_TRUST = {  # what a preset from a stranger contains, with a part of the message
+    "key": ("trusted_packages: [strange]\n", "is set by "),
+    "interpolation": ("trusted_packages: ['${model.tokenizer}']\n", "trusted_packages=[strange]"),
+    "swept key": ("hydra: {sweeper: {params: {trusted_packages: '[strange]'}}}\n", "trusted_packages=[strange]"),
+    "cell": ("sweep: {cells: [['trusted_packages=[strange]']]}\n", "trusted_packages=[strange]"),
+    "override of Hydra": ("hydra: {overrides: {task: ['trusted_packages=[strange]']}}\n", "trusted_packages=[strange]"),
+}
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Path:
+    """Return a folder with a package of a stranger; importing it leaves the file ``started``."""
+    (tmp_path / "strange.py").write_text(HARMFUL)
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    return tmp_path
+
+
+def run_preset(folder: Path, trust: str, *overrides: str, env: dict[str, str] | None = None) -> str:
+    """Run a preset with a ``_target_`` in the strange package; return the messages of the command."""
+    preset = "# @package _global_\nmodel: {_target_: strange.build, task: causal_lm, tokenizer: strange}\n"
+    (folder / "conf" / "experiment" / "theirs.yaml").write_text(preset + trust)
+    done = run_distexp("--config-dir", "conf", "experiment=theirs", *overrides, cwd=folder, env=env)
+    assert done.returncode != 0
+    return done.stderr
+
+
+@pytest.mark.parametrize("case", FILES_THAT_TRUST)
+def test_a_file_cannot_trust_a_package(case: str, stranger: Path) -> None:
+    trust, expected = FILES_THAT_TRUST[case]
+    (message,) = run_preset(stranger, trust).splitlines()
+    assert expected in message
+    assert "if you trust its code, add trusted_packages=[strange] to the command" in message
+    assert {path.name for path in stranger.iterdir()} == {"conf", "strange.py"}, "nothing was imported or started"
+
+
+def test_the_message_names_the_file_that_trusts(stranger: Path) -> None:
+    assert f"{stranger / 'conf' / 'experiment' / 'theirs.yaml'}" in run_preset(
+        stranger, "trusted_packages: [strange]\n"
+    )
+
+
+TRUSTED_BY_USER = {  # overrides and environment that trust the package
+    "override": (("trusted_packages=[strange]",), {}),
+    "added override": (("++trusted_packages=['strange']",), {}),
+    "typed cell": (('sweep.cells=[["trusted_packages=[strange]"]]',), {}),
+    "environment": ((), {"DISTEXP_TRUSTED_PACKAGES": "other, strange"}),
+}
+
+
+@pytest.mark.parametrize("case", TRUSTED_BY_USER)
+def test_the_user_can_trust_a_package(case: str, stranger: Path) -> None:
+    overrides, env = TRUSTED_BY_USER[case]
+    stop = "dataset.path=/nowhere"  # A later check, so that no run starts.
+    message = run_preset(stranger, "", "dataset=squad", stop, *overrides, env=env)
+    assert "/nowhere does not exist" in message
+    assert "trusted_packages" not in message
+
+
 def test_console_script_is_the_same_program(tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("distexp")
     done = subprocess.run([script, "strategy=fdsp"], cwd=tmp_path, capture_output=True, text=True, check=False)
