@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,23 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from distexp.launch.failures import HANG_CODE, SIGNAL_CODE, STOPPED_CODE, TIMEOUT_CODE
+from distexp.launch.failures import STOPPED_CODE
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
 from distexp.launch.outcome import finalize_run
 from distexp.launch.rendezvous import reserve_port, wait_for_head
+from distexp.launch.timeouts import watch
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
 from distexp.runs.errors import write_error
-from distexp.runs.heartbeat import last_heartbeat
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import agent_error_path, group_log_path, log_dir, memory_trace_path
 from distexp.runs.spec import RunSpec
 from distexp.system.hardware import cpu_count
-from distexp.system.processes import descendants, die_with_parent, end_tree, orphaned, start_module
+from distexp.system.processes import die_with_parent, end_tree, orphaned, start_module
 
-POLL_S = 0.1
 GRACE_S = 4.0
-DUMP_S = 2.0
 RENDEZVOUS_S = 120.0
 
 
@@ -127,36 +124,6 @@ def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
     )
     write_error(agent_error_path(run_dir, node), RunError("TooFewGpus", message, "setup"))
     return True
-
-
-def watch(
-    group: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, started: float, peer_failed: Callable[[], bool]
-) -> int:
-    """Wait until the workers end, exceed their time or hang, or until another node fails.
-
-    Returns:
-        The exit code of the workers' parent process, 128 + N if signal N ended it, or a code of ``failures``.
-    """
-    cluster = spec.config.cluster
-    deadline = started + cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
-    while (code := group.poll()) is None:
-        now = time.time()
-        if now > deadline:
-            return TIMEOUT_CODE
-        if now - max(started, last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
-            dump_stacks(group.pid)
-            return HANG_CODE
-        if peer_failed():
-            return 0  # The other node reports the cause.
-        time.sleep(POLL_S)
-    return code if code >= 0 else SIGNAL_CODE - code
-
-
-def dump_stacks(pid: int) -> None:
-    """Make every worker write the stacks of its threads to its log."""
-    for worker in descendants(pid, recursive=False):
-        worker.send_signal(signal.SIGUSR1)
-    time.sleep(DUMP_S)
 
 
 def _sampler(spec: RunSpec, run_dir: Path, node: int) -> AbstractContextManager[object]:

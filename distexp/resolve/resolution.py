@@ -11,6 +11,7 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
+from distexp.config.key_info import check_values
 from distexp.resolve.absolute_paths import make_paths_absolute
 from distexp.resolve.cross_checks import check_device, check_sizes, check_task, check_tracker
 from distexp.resolve.file_checks import check_checkpoint, check_dataset_files, check_files, check_model_files
@@ -20,7 +21,6 @@ from distexp.resolve.resources import decide_resources
 from distexp.resolve.scaling import apply_scaling
 from distexp.resolve.shrink import shrink_to_scale
 from distexp.resolve.strategy_steps import check_strategy, check_trainer, set_strategy_defaults
-from distexp.resolve.value_ranges import check_values
 
 Step = Callable[[Config], Iterable[str]]
 """A step may change the configuration in place. It returns its errors and leaves raising to ``resolve``."""

@@ -1,0 +1,52 @@
+"""Time limit and hang timeout of a run: the agent of each node watches its workers.
+
+``cluster.timeout_min`` limits a run. ``cluster.hang_timeout_min`` limits the time without a step or a new phase, which
+rank 0 reports by its heartbeat. The timeout of collectives is longer, see ``distributed.process_group``.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from distexp.launch.failures import HANG_CODE, SIGNAL_CODE, TIMEOUT_CODE
+from distexp.runs.heartbeat import last_heartbeat
+from distexp.runs.spec import RunSpec
+from distexp.system.processes import descendants
+
+POLL_S = 0.1
+DUMP_S = 2.0
+"""Time that workers get to write their stacks."""
+
+
+def watch(
+    group: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, started: float, peer_failed: Callable[[], bool]
+) -> int:
+    """Wait until the workers end, exceed their time or hang, or until another node fails.
+
+    Returns:
+        The exit code of the workers' parent process, 128 + N if signal N ended it, or a code of ``failures``.
+    """
+    cluster = spec.config.cluster
+    deadline = started + cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
+    while (code := group.poll()) is None:
+        now = time.time()
+        if now > deadline:
+            return TIMEOUT_CODE
+        if now - max(started, last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
+            dump_stacks(group.pid)
+            return HANG_CODE
+        if peer_failed():
+            return 0  # The other node reports the cause.
+        time.sleep(POLL_S)
+    return code if code >= 0 else SIGNAL_CODE - code
+
+
+def dump_stacks(pid: int) -> None:
+    """Make every worker write the stacks of its threads to its log."""
+    for worker in descendants(pid, recursive=False):
+        worker.send_signal(signal.SIGUSR1)
+    time.sleep(DUMP_S)
