@@ -169,13 +169,14 @@ class Screen:
             self.console.print(escape(message), highlight=False, soft_wrap=True)
 
     def show_interrupted(self) -> None:
-        """Print how many runs have not started, and how to continue the sweep."""
+        """Print the table of the finished runs, how many have not started, and how to continue the sweep."""
+        self.show_comparison()
         left = self.total - self.shown
         not_started = f"{format_count(left, 'run')} not started; " if left else ""
         self.print(f"{not_started}to continue: {suggest_command('resume', self.sweep_dir)}")
 
     def show_comparison(self) -> None:
-        """Print the table of a sweep.
+        """Print the table of a sweep, its directory, and the command for its report.
 
         For a single run print the tables of its exercise, if it has one.
         """
@@ -184,4 +185,5 @@ class Screen:
                 self.console.print(build_exercise_tables(self.records))
             return
         self.console.print(build_overview_table(self.records))
-        self.console.print(f"records: {self.sweep_dir}", highlight=False, soft_wrap=True)
+        self.print(f"records: {self.sweep_dir}")
+        self.print(f"to draw the report: {suggest_command('report', self.sweep_dir)}")

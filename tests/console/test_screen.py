@@ -54,6 +54,19 @@ def test_run_header_has_the_number_of_the_directory() -> None:
     assert "1 run not started; to continue: distexp resume /sweep" in shown.getvalue()
 
 
+def test_an_interrupted_sweep_prints_its_table_and_the_next_commands() -> None:
+    screen, shown = plain_screen(total=3)
+    screen.show_skipped(record(0))
+    screen.show_skipped(record(1))
+    screen.show_interrupted()
+    assert "samples/s" in shown.getvalue()
+    assert shown.getvalue().splitlines()[-3:] == [
+        "records: /sweep",
+        "to draw the report: distexp report /sweep",
+        "1 run not started; to continue: distexp resume /sweep",
+    ]
+
+
 def test_a_single_run_has_no_header() -> None:
     screen, shown = plain_screen(total=1)
     screen.run_header(0, "")
