@@ -1,4 +1,4 @@
-"""Command ``distexp status DIR``: the state of every run of a sweep.
+"""Command ``distexp status [DIR]``: the state of every run of a sweep.
 
 The sweep may be local or on Slurm.
 """
@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from distexp.config import ConfigError
 from distexp.console.sweep_table import count_states, states_table, truncated_reasons
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
 from distexp.launch import ledger
 from distexp.launch.slurm.follow import FAST_POLL_S, follow
 from distexp.launch.slurm.status import poll
-from distexp.runs.existing import ExistingRun, ExistingRuns, not_a_sweep
+from distexp.runs.existing import ExistingRun, ExistingRuns, choose_newest_sweep, not_a_sweep
 from distexp.runs.progress import last_activity, read_progress
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import COMMAND, RECORD
@@ -32,6 +33,8 @@ from distexp.runs.text import suggest_command
 
 MAX_IDLE_S = 15.0
 """A local run with more recent activity is running; memory samples and steps count as activity."""
+
+DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"
 
 PLAIN_WIDTH = 160
 """Table width if the output is not a terminal and COLUMNS is not set."""
@@ -61,19 +64,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep, or 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="distexp status", description="Show the state of every run of a sweep.")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of a sweep")
+    parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
     parser.add_argument("--watch", action="store_true", help="follow the runs until all have ended")
     options = parser.parse_args(arguments)
-    console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=PLAIN_WIDTH)
-    sweep = read_sweep(options.directory)
-    if not sweep.runs:
-        print(f"distexp: {not_a_sweep(options.directory, 'run')}", file=sys.stderr)
+    try:
+        directory = options.directory or choose_newest_sweep()
+    except ConfigError as error:
+        print(f"distexp: {error}", file=sys.stderr)
         return 2
-    if options.watch and ledger.read(options.directory):
-        return _follow_slurm(options.directory.absolute(), console)
+    console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=PLAIN_WIDTH)
+    sweep = read_sweep(directory)
+    if not sweep.runs:
+        print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)
+        return 2
+    if options.watch and ledger.read(directory):
+        return _follow_slurm(directory.absolute(), console)
     if options.watch:
-        sweep = _follow_local(options.directory, console)
-    _print_sweep(sweep, options.directory, console)
+        sweep = _follow_local(directory, console)
+    _print_sweep(sweep, directory, console)
     return 1 if options.watch and any(run.state in FAILURES for run in sweep.runs) else 0
 
 

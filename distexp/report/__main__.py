@@ -1,4 +1,4 @@
-"""Command ``distexp report DIR... [--compare A B]``: reports on finished runs.
+"""Command ``distexp report [DIR...] [--compare A B]``: reports on finished runs.
 
 Exit codes:
     0: the report was written.
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from distexp.config import ConfigError
 from distexp.exceptions import run_until_pipe_closes
 from distexp.report.compare import Comparison
 from distexp.report.comparison_table import ComparisonTable
@@ -24,17 +25,22 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row, load_rows
 from distexp.report.files import PAGE, write_files
 from distexp.report.table import OverviewTable
+from distexp.runs.existing import choose_newest_sweep
 from distexp.runs.run_dir import RECORD, REPORT
+
+DIRECTORY_HELP = "directory of a run or a sweep (default: the newest sweep below multirun_outputs)"
 
 PIPED_WIDTH = 240  # characters, if the output is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     if not options.directories and not options.compare:
-        parser.error("no directory given: give that of a sweep, or --compare A B")
+        try:
+            options.directories = [choose_newest_sweep()]
+        except ConfigError as error:
+            return _print_error(str(error))
     missing = [path for path in (*options.directories, *(options.compare or ())) if not path.is_dir()]
     if missing:
         return _print_error(f"{', '.join(map(str, missing))}: no such directory. Give that of a run or a sweep")
@@ -54,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Print a table of the finished runs below DIR, at any depth, and write report.html, results.csv, "
         "results.md, results.parquet and plots/ into DIR/report. Several DIRs make one report, in the first of them.",
     )
-    parser.add_argument("directories", metavar="DIR", nargs="*", type=Path, help="directory of a run or a sweep")
+    parser.add_argument("directories", metavar="DIR", nargs="*", type=Path, help=DIRECTORY_HELP)
     parser.add_argument("--open", action="store_true", help="open report.html in the browser")
     parser.add_argument(
         "--trace", metavar="RUN", nargs="+", default=[],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.run_dir import COMMAND, NON_RUN_DIRS, RECORD, SPEC
+from distexp.config import ConfigError
+from distexp.runs.run_dir import COMMAND, NON_RUN_DIRS, OUTPUTS, RECORD, SPEC
 
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
 """Statuses of runs that are not run again. Running out of memory is a result: the same run would do it again."""
@@ -113,6 +115,33 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return raw if isinstance(raw.get("run"), dict) else None
+
+
+def newest_sweep() -> Path | None:
+    """Return the newest sweep below ``multirun_outputs/`` in the current directory; None if there is none."""
+    sweeps = [(command.stat().st_mtime, command.parent) for command in _command_files(Path(OUTPUTS))]
+    return max(sweeps)[1] if sweeps else None
+
+
+def choose_newest_sweep() -> Path:
+    """Return the newest sweep, and print which one it is to stderr.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    sweep_dir = newest_sweep()
+    if sweep_dir is None:
+        raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
+    print(f"newest sweep: {sweep_dir}", file=sys.stderr)
+    return sweep_dir
+
+
+def _command_files(folder: Path) -> Iterator[Path]:
+    """Yield the command file of every sweep below a folder."""
+    for where, folders, names in os.walk(folder):
+        if COMMAND in names:
+            folders.clear()
+            yield Path(where, COMMAND)
 
 
 def not_a_sweep(directory: Path, missing: str) -> str:

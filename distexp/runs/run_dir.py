@@ -41,6 +41,9 @@ ATTEMPT_FILES = (
 ARCHIVED_RECORD = "earlier_record.json"
 """Name of a record in ``attempts/<k>/``, so that nothing that searches for records finds it."""
 
+OUTPUTS = "multirun_outputs"
+"""Folder of all sweeps, in the directory in which a command was started."""
+
 # Files and folders of a sweep
 COMMAND = "command.json"
 MULTIRUN = "multirun.yaml"
