@@ -9,7 +9,7 @@ from hydra._internal.utils import get_args_parser
 
 from distexp.cli.commands import COMMANDS
 from distexp.cli.overrides import is_override
-from distexp.cli.suggestions import suggest
+from distexp.cli.suggestions import ALIASES, suggest
 from distexp.config import ConfigError
 from distexp.config.key_info import known_keys
 
@@ -18,7 +18,7 @@ ACTIONS = ("run", "multirun", "cfg", "info")
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Check for unknown commands and options, and for spaces inside overrides.
+    """Check for unknown commands, options and short keys, and for spaces inside overrides.
 
     Hydra's own parser would print a page of usage instead of the error.
 
@@ -39,8 +39,18 @@ def check_arguments(arguments: Sequence[str]) -> None:
         ]
     if not errors and known.overrides and arguments[0] == known.overrides[0] and not is_override(arguments[0]):
         errors.append(_explain_command(arguments[0]))
+    errors = errors or list(_short_key_errors(known.overrides))
     if errors:
         raise ConfigError(errors)
+
+
+def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides, and the options with their values, of checked arguments."""
+    overrides: list[str] = get_args_parser().parse_known_intermixed_args(list(arguments))[0].overrides
+    options = list(arguments)
+    for override in overrides:
+        options.remove(override)
+    return overrides, options
 
 
 def split_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -67,6 +77,16 @@ def _continues(previous: str, argument: str, keys: set[str]) -> bool:
     return previous in keys or previous.endswith(("=", ",")) or argument.startswith(("=", ","))
 
 
+def _short_key_errors(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each key without its section, such as ``lr=0.1``, if only one key can be meant."""
+    keys = known_keys()
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        found = _keys_named(name) if equals and name not in keys else []
+        if len(found) == 1:
+            yield f"{name} is not a key: write {found[0]}={value}"
+
+
 def _raise_error(message: str) -> NoReturn:
     raise ConfigError(f"{message}: see distexp --help")
 
@@ -86,9 +106,11 @@ def _explain_option(argument: str, arguments: Sequence[str]) -> str:
 
 
 def _keys_named(name: str) -> list[str]:
-    """Return the keys with a name in any section; none if there are more than two."""
+    """Return the keys with a name or an alias in any section; none if there are more than two."""
     keys = known_keys()
     if name in keys:
         return [name]
+    if name in ALIASES:
+        return [ALIASES[name]]
     ending = sorted(key for key in keys if key.endswith(f".{name}") and not key.startswith("scale."))
     return ending if len(ending) <= 2 else []

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from hydra.core.override_parser.types import Override
 
-from distexp.cli.argument_checks import check_arguments
-from distexp.cli.overrides import is_override, parse, quote_choice
+from distexp.cli.argument_checks import check_arguments, split_options
+from distexp.cli.overrides import parse, quote_choice
 from distexp.config import ConfigError
 from distexp.config.paths import config_groups
 
@@ -40,20 +40,21 @@ RENAMED_KEYS = ("scaling=", "scaling.name=", "sweep.cells=")
 def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments for Hydra: choices quoted, new keys marked, and every run a sweep.
 
+    The overrides come first, because Hydra's parser accepts no option between them.
+
     Raises:
         ConfigError: with every error of the arguments.
     """
     check_arguments(arguments)
-    renamed = [replace_renamed_values(argument) for argument in arguments]
+    given, options = split_options(arguments)
     groups = config_groups()
-    quoted = [quote_choice(add_plus_prefix(text), groups) if is_override(text) else text for text in renamed]
-    overrides = [text for text in quoted if is_override(text)]
-    if any(argument.split("=")[0] in HYDRA_FLAGS for argument in quoted):
+    overrides = [quote_choice(add_plus_prefix(replace_renamed_values(text)), groups) for text in given]
+    if any(option.split("=")[0] in HYDRA_FLAGS for option in options):
         check_single_run(overrides)
-        return quoted
-    check_sweep(parse(overrides), multirun=bool({"-m", "--multirun"} & set(quoted)))
-    rest = [argument for argument in quoted if argument not in ("-m", "--multirun", "-r", "--run")]
-    return ["--multirun", *(text for argument in rest for text in _use_sweep_dir(argument))]
+        return [*overrides, *options]
+    check_sweep(parse(overrides), multirun=bool({"-m", "--multirun"} & set(options)))
+    rest = [option for option in options if option not in ("-m", "--multirun", "-r", "--run")]
+    return ["--multirun", *(text for override in overrides for text in _use_sweep_dir(override)), *rest]
 
 
 def replace_renamed_values(argument: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from distexp.cli.overrides import parse
 from distexp.cli.suggestions import suggest, suggest_key
 from distexp.config import ConfigError
 from distexp.config.key_info import describe_values, known_keys
@@ -12,6 +15,16 @@ from distexp.config.paths import options_of
 
 NEEDS_QUOTES = frozenset("~()&;")
 """Characters that Hydra's grammar accepts only in quotes."""
+
+UNQUOTED_OVERRIDE = re.compile(
+    r"""
+    [\w./@+]+=                      # key
+    (?:\[[^\[\]]*\] | [^\[\],]*)   # a list, or one value
+    (?:,[^\[\],=]+(?=[,\]]))*      # further values of a sweep
+    """,
+    re.VERBOSE,
+)
+"""An override inside ``sweep.cells`` without quotes."""
 
 
 def explain(error: Exception) -> list[str]:
@@ -47,9 +60,22 @@ def _explain_syntax(override: str, reason: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"{override} is not KEY=VALUE: write for example strategy=fsdp"
+    if key == "sweep.cells" and (quoted := _quote_cells(override)):
+        return f"{override} needs quotes: write '{quoted}'"
     if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
         return f"{override} needs quotes: write \"{key}='{value}'\""
     return f"{override} cannot be parsed: {reason}"
+
+
+def _quote_cells(override: str) -> str | None:
+    """Return ``sweep.cells`` with its overrides in quotes; None if it still cannot be parsed."""
+    key, _, value = override.partition("=")
+    quoted = f"{key}=" + UNQUOTED_OVERRIDE.sub(lambda found: f'"{found[0]}"', re.sub(r"[\"']", "", value))
+    try:
+        parse([quoted])
+    except OverrideParseException:
+        return None
+    return quoted
 
 
 def _explain_missing_option(error: MissingConfigException) -> str:

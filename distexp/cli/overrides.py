@@ -7,10 +7,12 @@ So ``zero_stage=1,2,3`` and ``offload=true,false`` are quoted before Hydra parse
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, QuotedString
+
+from distexp.config import ConfigError
 
 
 def is_override(argument: str) -> bool:
@@ -31,6 +33,7 @@ def quote_choice(text: str, groups: Container[str]) -> str:
     """Return an override with its int, float and bool choices quoted, if its key is a group.
 
     Raises:
+        ConfigError: a list is given, of which Hydra would silently use the last option only.
         OverrideParseException: the override does not match the grammar.
     """
     prefix, equals, _ = text.partition("=")
@@ -39,11 +42,22 @@ def quote_choice(text: str, groups: Container[str]) -> str:
         return text
     override = parse([text])[0]
     value = override.value()
-    if value is None or isinstance(value, (Glob, list)):
+    if value is None or isinstance(value, Glob):
         return text  # Hydra accepts a bare null, which means "not chosen"
-    if override.is_sweep_override():
-        return f"{prefix}=" + ",".join(_quote(item) for item in override.sweep_iterator())
-    return f"{prefix}={_quote(value)}"
+    values = list(override.sweep_iterator()) if override.is_sweep_override() else [value]
+    if any(isinstance(item, list) for item in values):
+        _refuse_list(text, key, values)
+    return f"{prefix}=" + ",".join(_quote(item) for item in values)
+
+
+def _refuse_list(text: str, group: str, values: Sequence[Any]) -> NoReturn:
+    """Raise the error for ``strategy=[ddp,fsdp]``, with the sweep over the same options."""
+    options = [_quote(option).strip("'") for item in values for option in (item if isinstance(item, list) else [item])]
+    if len(options) > 1:
+        hint = f"add --multirun {group}={','.join(options)} to compare them"
+    else:
+        hint = f"write {group}={options[0] if options else 'OPTION'}"
+    raise ConfigError(f"{text} is a list, but {group} takes one option: {hint}")
 
 
 def _quote(value: Any) -> str:

@@ -5,6 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+ALIASES = {
+    "lr": "train.learning_rate",
+    "epochs": "train.num_epochs",
+    "batch_size": "train.micro_batch_size",
+    "steps": "train.max_steps",
+    "gpus": "cluster.workers_per_node",
+    "workers": "cluster.workers_per_node",
+    "nproc_per_node": "cluster.workers_per_node",
+    "nnodes": "cluster.nodes",
+}
+"""Names of keys in other programs, with the keys of distexp."""
+
 
 def suggest(wrong: str, known: Iterable[str]) -> str:
     """Return ``. Did you mean a or b?``, or an empty text if no known name is similar."""

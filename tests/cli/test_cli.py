@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 
 from distexp import __version__
 from distexp.cli.commands import COMMANDS
+from tests.helpers.records import record, write
 from tests.helpers.runs import REPOSITORY, run_distexp
 
 WRONG = {  # command lines, with a part of their message
@@ -18,7 +21,15 @@ WRONG = {  # command lines, with a part of their message
     "strateggy=fsdp": "Did you mean strategy?",
     "experment=x": "Did you mean experiment?",
     "train.epochs=0": "Did you mean train.num_epochs?",
-    "epochs=0": "Did you mean train.num_epochs?",
+    "epochs=3": "distexp: epochs is not a key: write train.num_epochs=3\n",
+    "lr=0.1": "distexp: lr is not a key: write train.learning_rate=0.1\n",
+    "--multirun lr=0.1,0.2": "lr is not a key: write train.learning_rate=0.1,0.2\n",
+    "batch_size=8": "batch_size is not a key: write train.micro_batch_size=8\n",
+    "gpus=2 nodes=2": "gpus is not a key: write cluster.workers_per_node=2\ndistexp: nodes is not a key: write clust",
+    "workers=2": "workers is not a key: write cluster.workers_per_node=2\n",
+    "steps=10": "steps is not a key: write train.max_steps=10\n",
+    "max_steps=10": "max_steps is not a key: write train.max_steps=10\n",
+    "--gpus 2": "--gpus is not an option: write cluster.workers_per_node=2\n",
     "train.hidden_size=8": "Did you mean model.hidden_size?",
     "strategy=fdsp": "strategy=fdsp is not an option. Did you mean fsdp? Options: ddp, deepspeed, fsdp, single",
     "zero_stage=4": "zero_stage=4 is not an option. Options: 0, 1, 2, 3",
@@ -99,6 +110,14 @@ WRONG = {  # command lines, with a part of their message
     "--multirun strategy=ddp,fsdp hydra.run.dir=here": "set hydra.sweep.dir instead",
     "--multirun strategy=ddp,fdsp": "Did you mean fsdp",
     "hydra/launcher=basic": "choose the launcher with cluster=",
+    "strategy=[ddp,fsdp]": "strategy takes one option: add --multirun strategy=ddp,fsdp to compare them\n",
+    "--multirun zero_stage=[1,2],3": "zero_stage takes one option: add --multirun zero_stage=1,2,3 to compare them",
+    "model=[gpt_tiny]": "distexp: model=[gpt_tiny] is a list, but model takes one option: write model=gpt_tiny\n",
+    "sweep.cells=[['offload=[true,false]']]": "offload takes one option: add --multirun offload=true,false",
+    "sweep.cells=[[strategy=single]]": "write 'sweep.cells=[[\"strategy=single\"]]'\n",
+    "sweep.cells=[[zero_stage=1,2,offload=true],[model.depths=[1,2]]]": (
+        'needs quotes: write \'sweep.cells=[["zero_stage=1,2","offload=true"],["model.depths=[1,2]"]]\'\n'
+    ),
     "sweep.cells=[1]": "each cell must be a list of overrides",
     "--config-dir /nowhere": "/nowhere",
     "dataset=squad dataset.path=/nowhere": "dataset.path=/nowhere does not exist: correct the path, or use a hub id",
@@ -252,6 +271,44 @@ def test_the_user_can_trust_a_package(case: str, stranger: Path) -> None:
     message = run_preset(stranger, "", "dataset=squad", stop, *overrides, env=env)
     assert "/nowhere does not exist" in message
     assert "trusted_packages" not in message
+
+
+def test_options_are_accepted_anywhere_among_the_overrides(tmp_path: Path) -> None:
+    folder = tmp_path / "my_conf" / "model"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package model\n_target_: mypackage.build\nname: mine\ntask: causal_lm\n")
+    printed = run_distexp("train.seed=7", "--cfg", "job", "--config-dir", "my_conf", "model=mine", cwd=tmp_path)
+    assert "_target_: mypackage.build" in printed.stdout
+    assert "seed: 7" in printed.stdout
+    swept = run_distexp("--multirun", "train.seed=7,8", "--config-dir", "my_conf", "model=mine", cwd=tmp_path)
+    assert "trusted_packages=[mypackage]" in swept.stdout
+    assert "usage:" not in swept.stderr
+
+
+def make_sweep(root: Path, name: str, changed_at: float) -> Path:
+    """Write a sweep of one finished run below the default folder."""
+    sweep = root / "multirun_outputs" / "distexp" / name
+    write(sweep, record(0))
+    (sweep / "command.json").write_text(json.dumps({"words": [], "directory": str(root), "cells": 1}))
+    os.utime(sweep / "command.json", (changed_at, changed_at))
+    return sweep
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_newest_sweep_is_the_default_folder(command: str, tmp_path: Path) -> None:
+    make_sweep(tmp_path, "a_newer", changed_at=2000)
+    make_sweep(tmp_path, "b_older", changed_at=1000)
+    done = run_distexp(command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "newest sweep: multirun_outputs/distexp/a_newer\n"
+    assert "completed" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_without_a_sweep_the_folder_is_required(command: str, tmp_path: Path) -> None:
+    done = run_distexp(command, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"distexp: no sweep below multirun_outputs/ in {tmp_path}: give the directory of a sweep\n"
 
 
 def test_console_script_is_the_same_program(tmp_path: Path) -> None:
