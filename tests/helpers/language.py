@@ -29,7 +29,7 @@ BANNED = {
     r"(?<![a-z])(mend|mends|mended|mending|amiss)(?![a-z])": "fix, hint or wrong",
     r"(?<![a-z])(?<!segmentation )(?<!page )faults?(?![a-z])(?! toleran)": "error",
     r"(?<![a-z])(judge|judges|judged|judging)(?![a-z])": "check or validate",
-    r"(?<![a-z])chance(?![a-z])": "randomness, RNG or random state",
+    r"(?<![a-z\"])chance(?![a-z\"])": "randomness, RNG or random state",
     r"(?<![a-z])(begun|began)(?![a-z])": "started",
     r"\b(go|goes|going|gone|went) on\b": "resume or continue",
     r"(?<![a-z])(go|goes|went)_on(?![a-z])": "resume or continue",
@@ -169,7 +169,8 @@ def measure_prose(text: str) -> Prose:
         if len(sentence.split()) > 1
     ]
     words = sum(len(sentence.split()) for sentence in sentences)
-    return Prose(len(sentences), words, sum(len(re.findall(r"[,;]|:(?=\s|$)", sentence)) for sentence in sentences))
+    marks = sum(len(re.findall(r";|,(?!\d)|:(?=\s|$)", sentence)) for sentence in sentences)
+    return Prose(len(sentences), words, marks)
 
 
 def find_problems(paths: Iterable[Path] = ()) -> Iterator[Problem]:
