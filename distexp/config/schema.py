@@ -61,7 +61,11 @@ class DatasetConfig:
 
     _target_: str = key(MISSING, "Function `(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData`.")
     name: str = key(MISSING, "Name of the dataset.")
-    task: str = key(MISSING, "`causal_lm`, `image_classification`, or `any` for synthetic data.")
+    task: str = key(
+        MISSING,
+        "Task of the dataset. Synthetic data has samples for any task.",
+        choices=("causal_lm", "image_classification", "any"),
+    )
     path: str | None = key(None, "Hub id, or a folder written by `datasets.save_to_disk`.", path="hub")
     train_path: str | None = key(None, "SQuAD v1.1 JSON file to train on.", path="file")
     eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on.", path="file")

@@ -102,6 +102,8 @@ WRONG = {  # command lines, with a part of their message
     "model=resnet_tiny dataset=tinyimagenet": "dataset.root",
     "+nonsense=1": "nonsense is not a key of the configuration",
     "+model.nonsense=1": "model.nonsense is not a key",
+    "model.task=text": "model.task=text is not one of causal_lm, image_classification",
+    "dataset.task=text": "dataset.task=text is not one of causal_lm, image_classification, any",
     "model._target_=os.system": "trusted_packages=[os]",
     "deepspeed.config_file=/etc/hostname zero_stage=2": "is not a JSON object",
     "zero_stage=1,2": "zero_stage=1,2 is a sweep: add --multirun",
