@@ -15,6 +15,9 @@ IGNORE = -100
 LOGITS_TO_KEEP = "logits_to_keep"
 """Input name of causal LMs in transformers: the positions to compute logits for, shape (kept,)."""
 
+MODEL_INPUTS = {"causal_lm": ("input_ids", "attention_mask"), "image_classification": ("images",)}
+"""Names of the inputs that the datasets of distexp have, by task. A custom dataset may have others."""
+
 Sample = Mapping[str, Tensor]
 """One example: the model's inputs by name, and ``labels``."""
 

@@ -7,7 +7,7 @@ See also ``distexp.resolve.parameter_count``, which counts parameters from the c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from inspect import signature
 
 import torch
@@ -85,6 +85,19 @@ def check_supports_logits_to_keep(model: nn.Module) -> None:
             f"train.logits=targets needs a model whose forward has the argument {LOGITS_TO_KEEP}, which "
             f"{type(model).__name__} lacks: use train.logits=all"
         )
+
+
+def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
+    """Raise ConfigError if the ``forward`` of a model cannot be called with these keyword arguments."""
+    names = list(inputs)
+    arguments = signature(model.forward)
+    try:
+        arguments.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(model).__name__}.forward({', '.join(arguments.parameters)}) cannot take the inputs of the dataset "
+            f"({error}): its arguments must be {', '.join(names)}"
+        ) from error
 
 
 def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:

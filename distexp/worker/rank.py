@@ -20,7 +20,7 @@ from torch import nn
 from distexp.config import Config, ConfigError
 from distexp.config.size_checks import check_samples_per_rank
 from distexp.config.targets import locate
-from distexp.data.base import TaskData
+from distexp.data.base import MODEL_INPUTS, TaskData
 from distexp.data.shards import BatchSharding, ShardedLoader
 from distexp.data.text import TargetLogits
 from distexp.data.tokenization import Tokenizer
@@ -30,7 +30,7 @@ from distexp.engines.base import load_trainer
 from distexp.measure.flops import peak_tflops, training_flops
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
-from distexp.models.introspection import check_supports_logits_to_keep
+from distexp.models.introspection import check_forward_arguments, check_supports_logits_to_keep
 from distexp.models.transforms import transform_blocks
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
@@ -184,6 +184,8 @@ def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
 def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
     """Return the model, not distributed, without memory for its weights."""
     blueprint = Blueprint(model_factory(config, data), context, broadcast=config.fsdp.sync_module_states)
+    if config.dataset._target_.startswith("distexp."):
+        check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
     if config.train.save_model:
         check_exportable(blueprint.model)
     if config.train.logits == "targets":
