@@ -24,6 +24,22 @@ NamedModules = list[tuple[str, nn.Module]]
 def find_blocks(model: nn.Module, wrap: str = "auto") -> NamedModules:
     """Find the repeated blocks of a model, in forward order.
 
+    The arguments are those of ``find_units``.
+
+    Raises:
+        ConfigError: the model has no module of these classes, or no repeated blocks.
+    """
+    blocks = find_units(model, wrap)
+    if not blocks:
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks: set fsdp.wrap to the class names of the modules to wrap"
+        )
+    return blocks
+
+
+def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
+    """Find the repeated blocks of a model, in forward order; ``auto`` finds none in a model without them.
+
     Args:
         model: any module.
         wrap: class names separated by commas, or ``auto``. ``auto`` finds the classes in
@@ -31,7 +47,7 @@ def find_blocks(model: nn.Module, wrap: str = "auto") -> NamedModules:
             same class. Of several such classes, it takes the one with the most parameters.
 
     Raises:
-        ConfigError: the model has no module of these classes, or no repeated blocks.
+        ConfigError: the model has no module of these classes.
     """
     if wrap != "auto":
         return _find_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
@@ -143,11 +159,7 @@ def _largest_repeated(model: nn.Module) -> NamedModules:
         if len(classes) == 1 and all_have_children:
             prefix = f"{name}." if name else ""
             by_class[classes.pop()] += [(prefix + child, member) for child, member in members]
-    if not by_class:
-        raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks: set fsdp.wrap to the class names of the modules to wrap"
-        )
-    return max(by_class.values(), key=_count_parameters)
+    return max(by_class.values(), key=_count_parameters, default=[])
 
 
 def _count_parameters(modules: NamedModules) -> int:

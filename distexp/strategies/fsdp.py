@@ -1,6 +1,6 @@
 """PyTorch FSDP2 (``fully_shard``).
 
-Each block, the embedding and the head are FSDP units.
+Each block, the embedding and the head are FSDP units. A model without blocks is one unit.
 
 If embedding and head share one weight, it belongs to the root unit. The root unit is gathered once per step and reduced
 once, at the end. A separate unit would be reduced twice, the first time when memory use is at its peak. On four H200s
@@ -90,7 +90,7 @@ class FSDP(Strategy):
         from distexp.strategies.torch_model import TorchModel
 
         model = blueprint.model
-        blocks = _shard_units(blueprint, config, context)
+        units = _shard_units(blueprint, config, context)
         wrapped = cast(FSDPModule, model)
         keeps_parameters = not sharding_of(config).reshards_after_forward
 
@@ -107,7 +107,7 @@ class FSDP(Strategy):
             context,
             sync_context=sync_context,
             autocast=False,
-            distribution=lambda: read_distribution(model, blocks),
+            distribution=lambda: read_distribution(model, units),
         )
 
 
@@ -154,11 +154,11 @@ def _build_mesh(config: Config, context: Context) -> DeviceMesh:
 
 
 def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Module]:
-    """Initialize and shard each unit, inner units first; return the blocks."""
+    """Initialize and shard each unit, inner units first; return the blocks, or the model if it has none."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    from distexp.models.introspection import find_blocks, find_embeddings, has_tied_embeddings
+    from distexp.models.introspection import find_embeddings, find_units, has_tied_embeddings
     from distexp.strategies.torch_model import DTYPES
 
     policy: dict[str, Any] = {
@@ -172,15 +172,21 @@ def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list
     if config.offload.enabled:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=config.offload.pin_memory)
     model = blueprint.model
-    inner = [module for _, module in find_blocks(model, config.fsdp.wrap)]
+    inner = [module for _, module in find_units(model, config.fsdp.wrap)]
+    if not inner and context.rank == 0:
+        print(
+            f"note: {type(model).__name__} has no repeated blocks, so FSDP shards it as one unit: to change that, set "
+            "fsdp.wrap to class names of its modules",
+            flush=True,
+        )
     ends = [] if has_tied_embeddings(model) else [module for _, module in find_embeddings(model)]
     for unit in [*inner, *ends, model]:
         blueprint.materialize(unit)
         # The backward pass starts with the head. Freeing it after the forward pass would only gather it twice.
-        last = unit is model or (len(ends) == 2 and unit is ends[1])
+        last = (unit is model and bool(inner)) or (len(ends) == 2 and unit is ends[1])
         fully_shard(unit, **policy | ({"reshard_after_forward": False} if last else {}))
     _set_prefetch(cast("list[FSDPModule]", inner), config)
-    return inner
+    return inner or [model]
 
 
 def _set_prefetch(units: list[FSDPModule], config: Config) -> None:
@@ -197,7 +203,8 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
 
     Args:
         model: the root unit.
-        inner: the blocks, which show whether parameters are resharded after the forward pass.
+        inner: the blocks, or the model if it has none. They show whether parameters are resharded after the forward
+            pass.
 
     Raises:
         RuntimeError: parameters were left unsharded.
