@@ -23,6 +23,7 @@ from distexp.distributed.context import Context
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record import Built
 from distexp.strategies.optimizer import build_optimizer, clip_gradients, keep_hyperparameters
+from distexp.system.torch_internals import active_autocast_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,8 +70,7 @@ class TorchModel:
         self.clipping = config.train.gradient_clipping
         self.sync_context = sync_context
         dtype = DTYPES[config.precision.name]
-        self.autocast_dtype = dtype if autocast and dtype != torch.float32 else None
-        self.autocast = torch.autocast(context.device.type, dtype, enabled=self.autocast_dtype is not None)
+        self.autocast = torch.autocast(context.device.type, dtype, enabled=autocast and dtype != torch.float32)
         # The fused kernel runs on the GPU, but offloaded shards are on the CPU.
         fused = context.device.type == "cuda" and not config.offload.enabled
         self.optimizer = build_optimizer(module, config.train, fused=fused)
@@ -145,7 +145,8 @@ class TorchModel:
 
     def describe(self) -> Built:
         """Return what was built, read from the live objects."""
-        return describe(self.module, self.optimizer, self.distribution(), self.autocast_dtype, strategy=self.strategy)
+        autocast_dtype = active_autocast_dtype(self.autocast)
+        return describe(self.module, self.optimizer, self.distribution(), autocast_dtype, strategy=self.strategy)
 
 
 @torch.no_grad()

@@ -71,8 +71,16 @@ def set_default_timeout(timeout: timedelta) -> None:
     A device mesh creates its groups with torch's defaults, which are 10 minutes for NCCL and 30 minutes for gloo. It
     has no argument for another timeout.
     """
-    distributed_c10d.default_pg_timeout = timeout
-    distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        with _explained(f"torch.distributed.distributed_c10d.{name}"):
+            getattr(distributed_c10d, name)  # Setting a renamed attribute would have no effect.
+        setattr(distributed_c10d, name, timeout)
+
+
+def active_autocast_dtype(autocast: torch.autocast) -> torch.dtype | None:
+    """Return the dtype that autocast uses; None if torch has disabled it."""
+    with _explained("torch.autocast._enabled"):
+        return autocast.fast_dtype if autocast._enabled else None
 
 
 @contextmanager

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from distexp.config import TrainConfig
-from distexp.data.base import Batch, Sample, TaskData
+from distexp.data.base import IGNORE, Batch, Sample, TaskData
 from distexp.data.images import collate_images
-from distexp.data.shards import BatchSharding, ShardedBatchSampler, ShardedLoader
+from distexp.data.shards import BatchSharding, PaddedDataset, ShardedBatchSampler, ShardedLoader
 from distexp.training.inputs import TrainingInputs
 from distexp.training.loop import end_epoch
 from distexp.training.schedule import StepPlan
@@ -123,3 +123,13 @@ def test_the_next_epoch_is_prefetched_during_evaluation() -> None:
         end_epoch(WaitingModel(), inputs)  # type: ignore[arg-type]
         assert seen == [waits] * 6, "nothing is prefetched after the last epoch"
         read_labels(training, 1)
+
+
+def test_a_padding_sample_has_the_inputs_of_its_sample_and_no_labels() -> None:
+    samples = [{"input_ids": torch.tensor([n, n + 1]), "labels": torch.tensor([n, 1])} for n in range(3)]
+    padded = PaddedDataset(samples)
+    for index, sample in enumerate(samples):
+        copy = padded[len(samples) + index]
+        assert torch.equal(copy["input_ids"], sample["input_ids"])
+        assert (copy["labels"] == IGNORE).all()
+        assert torch.equal(padded[index]["labels"], sample["labels"]), "the sample itself keeps its labels"

@@ -18,8 +18,8 @@ from distexp.report.figures.theme import inline_data
 from distexp.report.traces import RunTrace
 
 EVALUATION = "evaluation loss"
-SAME_LOSS = {"fp32": 1e-4}  # relative difference; strategies sum in different orders
-SAME_LOSS_HALF = 1e-2  # in bf16 and fp16
+SAME_LOSS = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
+"""Largest relative difference of the same training: strategies sum in different orders."""
 NOT_THE_MODEL = frozenset(
     {"strategy", "offload", "engine", "device", "nodes", "workers"}
     | {"micro_batch_size", "gradient_accumulation_steps", "eval_batch_size", "log_every", "measure_after_step"}
@@ -110,7 +110,7 @@ def _compare(traces: Sequence[RunTrace], task: str) -> str:
     batch = global_batch(traces[0].row.settings)
     details = ", ".join(filter(None, [task, f"global batch {batch}" if batch else ""]))
     runs = f"{len(traces)} runs" + (f" ({details})" if details else "")
-    if largest > SAME_LOSS.get(traces[0].row.settings["precision"], SAME_LOSS_HALF):
+    if largest > SAME_LOSS[traces[0].row.settings["precision"]]:
         pair = f"{one.name} and {other.name}"
         return f"Different losses: {runs} differ by up to {100 * largest:.2g}%, at step {step} of {pair}."
     gap = f"agree within {100 * largest:.2g}%" if largest else "are equal"
