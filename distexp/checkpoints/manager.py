@@ -17,6 +17,7 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.runs.record import Built, RunError
 from distexp.strategies.base import DistributedModel
+from distexp.system.restricted_loading import weights_only_loading
 from distexp.training.inputs import TrainingInputs
 
 MODEL = "engine"
@@ -81,7 +82,8 @@ class CheckpointManager:
             The step of the checkpoint; None if the training starts from the beginning.
 
         Raises:
-            ConfigError: ``train.resume`` has no valid checkpoint, or one of a different training.
+            ConfigError: ``train.resume`` has no valid checkpoint, one of a different training, or one that contains
+                code.
         """
         found = self._newest_valid(disk.list_checkpoints(self.context.run_dir), own=True)
         if found is None and self.train.resume is not None:
@@ -93,7 +95,8 @@ class CheckpointManager:
             return None
         folder, meta = found
         self._note(f"resuming from step {meta.step} of {folder}")
-        self._restore(folder, meta)
+        with weights_only_loading(folder):
+            self._restore(folder, meta)
         self.newest = meta.step if folder.parent == disk.checkpoints_root(self.context.run_dir) else None
         return meta.step
 

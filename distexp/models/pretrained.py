@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from distexp.config import ConfigError
 from distexp.system.hub import offline_if_unreachable
+from distexp.system.restricted_loading import refused_as_config_error
 
 
 def read_config(key: str, source: str) -> Any:
@@ -40,7 +42,7 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
         config: configuration of the model, from ``read_config``.
 
     Raises:
-        ConfigError: weights are missing, damaged or have other shapes.
+        ConfigError: weights are missing or damaged, have other shapes, or contain code.
     """
     from safetensors import SafetensorError
     from transformers.utils import logging
@@ -48,9 +50,10 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
     offline_if_unreachable(source)
     logging.disable_progress_bar()  # each update would be a line in the log
     try:
-        model, info = model_class.from_pretrained(
-            source, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
-        )
+        with refused_as_config_error(Path(source)):  # transformers reads pytorch_model.bin with weights_only
+            model, info = model_class.from_pretrained(
+                source, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+            )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(_read_error(key, source, "a model's weights", error)) from error
     # transformers would initialize these at random and continue.

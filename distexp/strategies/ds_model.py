@@ -50,6 +50,15 @@ def restore_masters(engine: Any, blueprint: Blueprint) -> None:
         safe_set_full_fp32_param(parameter, value)
 
 
+def checkpoint_classes() -> list[Any]:
+    """Return the classes of DeepSpeed whose objects are in its checkpoints."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
 def keeps_plain_gradients(config: Config) -> bool:
     """Return whether gradients stay in ``.grad``: at stage 0 with fp32 weights.
 

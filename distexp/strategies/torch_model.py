@@ -134,9 +134,11 @@ class TorchModel:
         from torch.distributed.checkpoint.state_dict import set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
+        from distexp.system.restricted_loading import DataReader
+
         with keep_hyperparameters(self.optimizer.param_groups):
             state = self._state()
-            load(state, checkpoint_id=folder)
+            load(state, storage_reader=DataReader(folder))
             set_state_dict(
                 self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )

@@ -19,6 +19,7 @@ from distexp.models.introspection import count_forward_flops, find_blocks, find_
 from distexp.resolve.run_id import run_id
 from distexp.runs.spec import RunSpec
 from tests.helpers.runs import resolve_cell, run_distexp
+from tests.helpers.untrusted import FUNCTION, Command
 
 VOCABULARY, HIDDEN, INNER, HEADS = 320, 16, 32, 2
 LLAMA: dict[str, Any] = {
@@ -240,6 +241,15 @@ def test_damaged_and_partial_weights_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is neither a folder with a model's config.json nor") as caught:
         build_model(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_weights_that_contain_code_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path, LLAMA)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Command(tmp_path / "started")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=f"{tmp_path} contains {FUNCTION}, which is not data"):
+        build_model(tmp_path)
+    assert not (tmp_path / "started").exists()
 
 
 def test_a_pretrained_bloom_is_read_from_its_path(tmp_path: Path) -> None:

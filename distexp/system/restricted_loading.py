@@ -1,0 +1,148 @@
+"""Loading of checkpoints as data: a pickle that would run code is refused.
+
+Checkpoints of torch.distributed.checkpoint and of DeepSpeed contain pickles, which both libraries load without limits.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from distexp.config import ConfigError
+
+FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""Environment variable that makes every ``torch.load`` use ``weights_only=True``, in libraries too."""
+
+METADATA = ".metadata"
+"""The file of a checkpoint that torch.distributed.checkpoint unpickles."""
+
+METADATA_CLASSES = frozenset(
+    {
+        "collections.OrderedDict",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",
+        "torch.Size",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+        "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+        "torch.distributed.checkpoint.metadata.Metadata",
+        "torch.distributed.checkpoint.metadata.MetadataIndex",
+        "torch.distributed.checkpoint.metadata.StorageMeta",
+        "torch.distributed.checkpoint.metadata.TensorProperties",
+        "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+        "torch.serialization._get_layout",
+    }
+)
+"""All classes and functions that a metadata file may name, besides the dtypes of torch."""
+
+
+class DataReader(FileSystemReader):
+    """A reader of torch.distributed.checkpoint whose metadata may contain no code.
+
+    Args:
+        folder: the checkpoint.
+
+    Raises:
+        ConfigError: the metadata names another class or function.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = _read_metadata(folder / METADATA)
+
+    def read_metadata(self) -> Metadata:
+        """Return the metadata.
+
+        Torch reads the metadata files of single ranks only if this method has keyword arguments.
+        """
+        return self._metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler that knows only the classes of metadata."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of metadata.
+
+        Raises:
+            UnpicklingError: the name is another one.
+        """
+        full_name = f"{module}.{name}"
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if is_dtype or full_name in METADATA_CLASSES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"GLOBAL {full_name} is not allowed")
+
+
+def _read_metadata(path: Path) -> Metadata:
+    with refused_as_config_error(path):
+        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"GLOBAL {type(metadata).__name__} is not Metadata")
+    return metadata
+
+
+@contextmanager
+def weights_only_loading(folder: Path) -> Iterator[None]:
+    """Make ``torch.load`` accept only tensors and plain values.
+
+    Args:
+        folder: the checkpoint, for the message.
+
+    Raises:
+        ConfigError: a file of the checkpoint contains another class or function.
+    """
+    previous = os.environ.get(FORCE_VARIABLE)
+    os.environ[FORCE_VARIABLE] = "1"
+    try:
+        with refused_as_config_error(folder):
+            yield
+    finally:
+        if previous is None:
+            del os.environ[FORCE_VARIABLE]
+        else:
+            os.environ[FORCE_VARIABLE] = previous
+
+
+@contextmanager
+def refused_as_config_error(path: Path) -> Iterator[None]:
+    """Raise the refusals of an unpickler as ConfigError.
+
+    Args:
+        path: the file or the folder that is read, for the message.
+    """
+    try:
+        yield
+    except (pickle.UnpicklingError, CheckpointException) as error:
+        refusal = _refusal(error)
+        if refusal is None:
+            raise
+        raise ConfigError(
+            f"{path} contains {_refused_name(refusal)}, which is not data and could run code: "
+            "use a checkpoint that you or your group wrote"
+        ) from None
+
+
+def _refusal(error: BaseException) -> pickle.UnpicklingError | None:
+    """Return the error of the unpickler; torch.distributed.checkpoint wraps those of all ranks."""
+    if isinstance(error, CheckpointException):
+        return next((cause for cause, _ in error.failures.values() if isinstance(cause, pickle.UnpicklingError)), None)
+    return error if isinstance(error, pickle.UnpicklingError) else None
+
+
+def _refused_name(error: pickle.UnpicklingError) -> str:
+    """Return the class or function that an unpickler refused."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found[1] if found else f"an invalid pickle ({str(error).splitlines()[0]})"
