@@ -45,6 +45,7 @@ demo: setup
 	$(BIN)/python -m distexp
 
 test: $(VENV)/.test
+	@echo "All tests except the slow ones: at most 12 minutes on two free cores. The numbers at the right count the tests."
 	$(BIN)/python -m pytest -m "not slow" $(TESTS)
 
 test-slow: $(VENV)/.test

@@ -119,7 +119,7 @@ def test_slurm_missing_hanging_failing_or_working(path_folder: Path) -> None:
     write_script(path_folder, "sinfo", "/bin/sleep 60 & /bin/sleep 60")
     start = time.monotonic()
     hanging = tools.check_slurm(timeout_s=1)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 50, "it did not wait for sinfo, which sleeps for 60 s"
     assert (hanging.state, hanging.found) == ("warning", "sinfo did not respond within 1 s")
     write_script(path_folder, "sinfo", "echo 'sinfo: error: Unable to contact slurm controller' >&2; exit 1")
     assert "Unable to contact slurm controller" in tools.check_slurm().found

@@ -76,7 +76,7 @@ def test_an_exception_on_one_rank_is_the_cause_and_ends_the_other_ranks(rank: in
     assert record.error.rank == rank
     assert record.error.phase in ("warmup", "train")
     (error_file,) = tmp_path.rglob(f"rank{rank}.error.json")
-    assert ended - error_file.stat().st_mtime < 15
+    assert ended - error_file.stat().st_mtime < 60, "the other rank did not wait for a timeout of 30 minutes"
     assert remaining_processes(tmp_path) == []
 
 

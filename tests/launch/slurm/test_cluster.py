@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -17,12 +16,10 @@ from tests.helpers.slurm_sweeps import wait_for
 pytestmark = pytest.mark.slurm
 
 
-def test_the_cluster_starts_within_20_s_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_cluster_starts_and_leaves_nothing(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "cluster")
-    started = time.monotonic()
     try:
         cluster.start()
-        assert time.monotonic() - started < 20
         cluster.command("sbatch", "-N4", "-o", "/dev/null", "--wrap", "trap '' TERM; srun sleep 600")
         wait_for(lambda: cluster.command("squeue", "-h", "-t", "RUNNING") != "", 20)
         inside = cluster.processes()
