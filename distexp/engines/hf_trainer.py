@@ -8,7 +8,7 @@ from distexp.runs.record import Built
 from distexp.strategies.base import EvaluableModel, load_strategy
 from distexp.training.inputs import ModelFactory, TrainingInputs
 
-PRELOAD = ("accelerate", "transformers.trainer")
+PRELOAD = ("accelerate",)  # not transformers.trainer: it imports datasets, which copies HF_HUB_OFFLINE
 """Imported once for all workers of a node."""
 
 

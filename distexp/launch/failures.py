@@ -20,6 +20,8 @@ TIMEOUT_CODE = 124
 HANG_CODE = 75
 SIGNAL_CODE = 128
 """Exit code of an agent is this plus N if signal N ended the parent process of its workers."""
+TERMINATED_CODE = 76
+"""Exit code of an agent if the parent process of its workers got SIGTERM from outside."""
 STOPPED_CODE = SIGNAL_CODE + signal.SIGTERM
 """Exit code of an agent that got SIGTERM itself."""
 
@@ -59,9 +61,10 @@ def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -
         node, code = next(iter(dead_agents.items()))
         return _signal_cause(directory, -code, f"the agent of node {node}", phase, None)
     for node, code in codes.items():
-        if code > SIGNAL_CODE and code != STOPPED_CODE:
+        number = signal.SIGTERM if code == TERMINATED_CODE else code - SIGNAL_CODE
+        if number > 0 and code != STOPPED_CODE:
             parent = f"the parent process of the workers on node {node}"
-            return _signal_cause(directory, code - SIGNAL_CODE, parent, phase, None)
+            return _signal_cause(directory, number, parent, phase, None)
     return _worker_cause(directory, phase)
 
 
@@ -94,10 +97,7 @@ def _signal_cause(directory: Path, number: int, process: str, phase: str | None,
 
 def _silent_cause(directory: Path, phase: str | None) -> Cause:
     """Return the cause of a run whose workers failed without reporting an error."""
-    ends = worker_ends(directory)
-    if ends and all(end["stopped"] for end in ends):
-        return "killed", RunError("SIGTERM", "the parent process of the workers was terminated by SIGTERM", phase)
-    codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in ends if end["code"])
+    codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in worker_ends(directory) if end["code"])
     message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
     return "failed", RunError("WorkerDied", message, phase)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -66,7 +67,10 @@ def finalize_run(
     else:
         status, error = classify_failure(directory, codes, spec)
         record = failed_record(spec, directory, status, error, started)
-    add_traces(record, spec, directory)
+    try:
+        add_traces(record, spec, directory)
+    except (OSError, ValueError) as error:  # The record of a finished training matters more than its memory.
+        print(f"distexp: {directory} has no memory in its record: {error}", file=sys.stderr)
     attempts.finalize(record)
     record.write(directory)
     return record

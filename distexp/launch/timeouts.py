@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from distexp.launch.failures import HANG_CODE, SIGNAL_CODE, TIMEOUT_CODE
+from distexp.launch.failures import HANG_CODE, SIGNAL_CODE, TERMINATED_CODE, TIMEOUT_CODE
 from distexp.runs.heartbeat import last_heartbeat
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import descendants
 
 POLL_S = 0.1
+SIGTERM_S = 1.0
 DUMP_S = 2.0
 """Time that workers get to write their stacks."""
 
@@ -42,6 +43,9 @@ def watch(
         if peer_failed():
             return 0  # The other node reports the cause.
         time.sleep(POLL_S)
+    if code == -signal.SIGTERM:
+        time.sleep(SIGTERM_S)  # Slurm sends SIGTERM to every process of a job. The agent's own one comes first.
+        return TERMINATED_CODE
     return code if code >= 0 else SIGNAL_CODE - code
 
 

@@ -148,7 +148,10 @@ def load_strategy(config: Config) -> Strategy:
     Raises:
         ConfigError: ``strategy._target_`` is not a Strategy.
     """
-    strategy = locate(config.strategy._target_)()
+    try:
+        strategy = locate(config.strategy._target_)()
+    except TypeError as error:  # a method is missing
+        raise ConfigError(f"strategy._target_={config.strategy._target_} cannot be created: {error}") from error
     if not isinstance(strategy, Strategy):
         raise ConfigError(
             f"strategy._target_={config.strategy._target_} is not a strategy: "

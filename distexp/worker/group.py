@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from types import FrameType
 
 from distexp.config import Config
 from distexp.runs.files import write_json
@@ -33,17 +33,21 @@ from distexp.worker.__main__ import run_worker
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL for the workers that are left after a failure."""
 
+POLL_S = 0.5
+"""Time between two looks at the workers if no signal arrives."""
+
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Makes ``torch.cuda.is_available()`` ask NVML, so that it does not initialize CUDA."""
 
 
-class _StopWorkers(BaseException):
-    """SIGTERM from the agent."""
+WAITED = {signal.SIGCHLD, signal.SIGTERM}
+"""Signals that are blocked once there are workers, so that the group handles them one after the other."""
 
 
 def main() -> int:
     """Run the workers of a node; return 0 if all of them ended well, else 1."""
     captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     run_dir, node = Path(sys.argv[1]).absolute(), int(sys.argv[2])
     die_with_parent()
     spec = RunSpec.read(run_dir)
@@ -55,26 +59,18 @@ def main() -> int:
         WORLD_SIZE=str(spec.world_size),
         LOCAL_WORLD_SIZE=str(spec.workers_per_node),
     )
-    signal.signal(signal.SIGTERM, _stop)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
     group = WorkerGroup(worker_exits_path(run_dir, node), first_rank=node * spec.workers_per_node)
-    try:
-        for local_rank in range(spec.workers_per_node):
-            group.start(local_rank, run_dir)
-        return group.wait()
-    except _StopWorkers:
-        group.stop()
-        return 1
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise _StopWorkers
+    for local_rank in range(spec.workers_per_node):
+        group.start(local_rank, run_dir)
+    return group.wait()
 
 
 def preload(config: Config) -> None:
     """Import what every worker of this configuration needs; a module that fails is left to the workers to report."""
     with _cuda_untouched():
-        for name in ("torch", "distexp.worker.rank", *_declared(config)):
+        # A generator: a module must be imported before its PRELOAD is read.
+        for name in chain(("torch", "distexp.worker.rank"), _declared(config)):
             try:
                 importlib.import_module(name)
             except Exception as error:
@@ -113,7 +109,7 @@ class WorkerExit:
     rank: int
     code: int  # as subprocess: negative for a signal
     unix_time_s: float
-    stopped: bool  # the group had already asked it to end
+    stopped: bool  # ended because the group stopped it
 
 
 class WorkerGroup:
@@ -129,50 +125,67 @@ class WorkerGroup:
         self._first_rank = first_rank
         self._running: dict[int, int] = {}  # process id: rank
         self._exits: list[WorkerExit] = []
-        self._stopping = False
+        self._sent: set[int] = set()  # signals that the group sent to its workers
 
     def start(self, local_rank: int, run_dir: Path) -> None:
         """Fork one worker; the child never returns."""
         rank = self._first_rank + local_rank
         pid = os.fork()
         if pid == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
             run_worker(run_dir, launched=True)
         self._running[pid] = rank
 
     def wait(self) -> int:
-        """Wait for all workers; stop the others after the first failure. Return 0 if all ended well, else 1."""
+        """Wait for all workers; stop the others after the first failure.
+
+        After SIGTERM, stop all workers and end this process by the same signal.
+
+        Returns:
+            0 if all workers ended well, else 1.
+        """
         while self._running:
-            self._reap(os.waitpid(-1, 0))
-            if self._exits[-1].code != 0:
+            received = signal.sigtimedwait(WAITED, POLL_S)
+            self._reap()
+            if received is not None and received.si_signo == signal.SIGTERM:
+                self.stop()
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
+                os.kill(os.getpid(), signal.SIGTERM)
+            if any(worker.code for worker in self._exits):
                 self.stop()
         return int(any(worker.code for worker in self._exits))
 
     def stop(self) -> None:
         """End the workers that still run: SIGTERM, and SIGKILL after ``GRACE_S``."""
-        self._stopping = True
-        self._signal(signal.SIGTERM)
+        self._send(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
         while self._running and time.monotonic() < deadline:
-            ended = os.waitpid(-1, os.WNOHANG)
-            if ended[0]:
-                self._reap(ended)
-            else:
-                time.sleep(0.02)
-        self._signal(signal.SIGKILL)
+            signal.sigtimedwait({signal.SIGCHLD}, POLL_S)
+            self._reap()
+        self._send(signal.SIGKILL)
         while self._running:
-            self._reap(os.waitpid(-1, 0))
+            signal.sigtimedwait({signal.SIGCHLD}, POLL_S)
+            self._reap()
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _send(self, number: signal.Signals) -> None:
         for pid in self._running:
+            self._sent.add(number)
             os.kill(pid, number)
 
-    def _reap(self, ended: tuple[int, int]) -> None:
-        pid, status = ended
-        rank = self._running.pop(pid)
-        code = os.waitstatus_to_exitcode(status)
-        self._exits.append(WorkerExit(rank, code, time.time(), self._stopping))
+    def _reap(self) -> None:
+        """Record the workers that have ended."""
+        while self._running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            # A worker that died by another signal than ours failed by itself, even if it is reaped late.
+            stopped = bool(self._sent) and (code >= 0 or -code in self._sent)
+            self._exits.append(WorkerExit(self._running.pop(pid), code, time.time(), stopped))
+            self._write_exits()
+
+    def _write_exits(self) -> None:
         try:
             write_json(self._path, [asdict(worker) for worker in self._exits])
         except OSError as error:  # A full disk must not keep the group from stopping its workers.

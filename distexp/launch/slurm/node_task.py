@@ -157,7 +157,10 @@ def write_record(spec: RunSpec, run_dir: Path, code: int, peers: Peers, started:
 
 def stop_reason(run_dir: Path) -> tuple[str, str]:
     """Return status and reason of a run that Slurm stopped."""
-    reason = stop_request.read_reason(run_dir)
+    try:
+        reason = stop_request.read_reason(run_dir)
+    except (OSError, ValueError, KeyError):  # a file system that fails while Slurm ends the job
+        reason = None
     if reason is None:
         return "killed", "the job was cancelled"
     if reason == "time_limit":

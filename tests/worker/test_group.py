@@ -1,0 +1,74 @@
+"""The parent process of a node's workers: what it imports, and how it ends its workers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.runs import REPOSITORY
+
+PRELOADS = """
+import sys
+from tests.helpers.runs import resolve_cell
+from distexp.worker.group import preload
+preload(resolve_cell("zero_stage=2", "cluster.device=cpu"))
+import torch
+expected = ("transformers.models.bloom.modeling_bloom", "deepspeed", "distexp.worker.rank")
+print([name for name in expected if name not in sys.modules], torch.cuda.is_initialized())
+"""
+
+GROUP = """
+import os, signal, sys, time
+from pathlib import Path
+from distexp.worker import group
+
+def fail_and_crash(run_dir, *, launched):
+    if os.environ["RANK"] == "0":
+        os._exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def sleep(run_dir, *, launched):
+    print("started", flush=True)
+    time.sleep(60)
+
+group.run_worker = {"crash": fail_and_crash, "sleep": sleep}[sys.argv[1]]
+signal.pthread_sigmask(signal.SIG_BLOCK, group.WAITED)
+workers = group.WorkerGroup(Path(sys.argv[2]), first_rank=0)
+for rank in range(2):
+    workers.start(rank, Path("."))
+sys.exit(workers.wait())
+"""
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start a program that can import the tests and distexp."""
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+
+
+def test_the_libraries_are_imported_before_the_fork_and_cuda_is_not_initialized() -> None:
+    output, _ = start(PRELOADS).communicate(timeout=120)
+    assert output.splitlines()[-1] == "[] False"
+
+
+def test_a_worker_that_crashes_after_the_first_failure_was_not_stopped(tmp_path: Path) -> None:
+    """The first failure may be a consequence of a crash whose process ends later."""
+    path = tmp_path / "workers.json"
+    group = start(GROUP, "crash", str(path))
+    assert group.wait(60) == 1
+    ends = {end["rank"]: (end["code"], end["stopped"]) for end in json.loads(path.read_text())}
+    assert ends == {0: (1, False), 1: (-11, False)}
+
+
+def test_sigterm_stops_the_workers_and_ends_the_group_by_the_same_signal(tmp_path: Path) -> None:
+    path = tmp_path / "workers.json"
+    group = start(GROUP, "sleep", str(path))
+    assert group.stdout is not None
+    assert [group.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+    group.terminate()
+    assert group.wait(60) == -15
+    assert [(end["code"], end["stopped"]) for end in json.loads(path.read_text())] == [(-15, True)] * 2
