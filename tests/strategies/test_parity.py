@@ -51,6 +51,16 @@ CELLS: dict[
 ] = {  # by the heaviest library that the workers import, and the number of workers
     ("torch", 2): {
         "ddp": ("strategy=ddp",),
+        **{
+            f"{sharding}{'_offload' if offload == 'true' else ''}": (
+                f"sharding={sharding}",
+                f"offload={offload}",
+            )
+            for sharding in SHARDINGS
+            for offload in ("false", "true")
+        },
+    },
+    ("torch_options", 2): {
         "ddp_checkpointed": ("strategy=ddp", "train.activation_checkpointing=true"),
         "ddp_sgd": ("strategy=ddp", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
         "gpt_ddp": ("strategy=ddp", "model=gpt_tiny"),
@@ -60,14 +70,6 @@ CELLS: dict[
         "bf16_ddp": ("strategy=ddp", "precision=bf16"),
         "bf16_full_shard": ("sharding=full_shard", "precision=bf16"),
         "gpt_ddp_compiled": ("strategy=ddp", "model=gpt_tiny", "train.compile=true"),
-        **{
-            f"{sharding}{'_offload' if offload == 'true' else ''}": (
-                f"sharding={sharding}",
-                f"offload={offload}",
-            )
-            for sharding in SHARDINGS
-            for offload in ("false", "true")
-        },
         "targets_ddp": (TARGETS, "strategy=ddp"),
         "targets_gpt_full_shard": (TARGETS, "sharding=full_shard", "model=gpt_tiny"),
         "hf_ddp": (HF, "strategy=ddp"),
@@ -102,6 +104,8 @@ CELLS: dict[
             for stage in (1, 2, 3)
             for offload in ("false", "true")
         },
+    },
+    ("deepspeed_options", 2): {
         "zero2_checkpointed": ("zero_stage=2", "train.activation_checkpointing=true"),
         "zero1_sgd": ("zero_stage=1", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
         "gpt_zero3": ("zero_stage=3", "model=gpt_tiny"),

@@ -21,7 +21,10 @@ UNREACHABLE = "http://127.0.0.1:9"  # the discard port: connections are refused
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("dataset=squad",), "dataset.path=rajpurkar/squad is neither a local folder, nor in the local cache"),
+        (
+            ("dataset=squad",),
+            "dataset.path=rajpurkar/squad is neither a local folder nor available from the local cache",
+        ),
         pytest.param(
             ("model=hf", "model.name=no-such-user/no-such-model"),
             "model.tokenizer=no-such-user/no-such-model is neither a folder",
