@@ -37,6 +37,7 @@ TRAINING = (
     "dataset.train_size=64",
     "dataset.eval_size=8",
 )
+ENDLESS = ("train.max_steps=null", "train.num_epochs=100000")
 MEASURED_COMMAND = """
 import sys
 import time
@@ -202,10 +203,9 @@ def test_pending_runs_have_a_reason_and_can_be_cancelled(slurm: Cluster, tmp_pat
 def test_jobs_continue_after_ctrl_c_and_running_jobs_can_be_cancelled(slurm: Cluster, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     overrides = ["--multirun", "cluster=slurm", "train.seed=1,2,3", "cluster.array_parallelism=1", *TRAINING]
-    long = ("train.max_steps=null", "train.num_epochs=100000")
     metrics = sweep / "0/metrics.jsonl"
     command = subprocess.Popen(
-        [sys.executable, "-m", "distexp", *overrides, *long, f"hydra.sweep.dir={sweep}"],
+        [sys.executable, "-m", "distexp", *overrides, *ENDLESS, f"hydra.sweep.dir={sweep}"],
         cwd=tmp_path,
         env=slurm.env,
         stdout=subprocess.PIPE,
@@ -259,7 +259,7 @@ def test_a_job_that_fails_in_its_setup_gets_a_record(slurm: Cluster, tmp_path: P
 def test_a_killed_agent_stops_the_run_on_every_node(slurm: Cluster, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     overrides = ("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=1", "cluster.wait=false", *TRAINING)
-    done = run_distexp(*overrides, "--multirun", f"hydra.sweep.dir={sweep}", cwd=tmp_path, env=slurm.env)
+    done = run_distexp(*overrides, *ENDLESS, "--multirun", f"hydra.sweep.dir={sweep}", cwd=tmp_path, env=slurm.env)
     assert done.returncode == 0, done.stderr
     wait_for((sweep / "0/logs/node1/workers.log").exists)
     (task,) = node_tasks(sweep, "1")
