@@ -214,6 +214,7 @@ def test_a_custom_strategy_needs_a_yaml_file_and_a_module(tmp_path: Path) -> Non
     assert "buckets of 7 MB" in (only_run(tmp_path) / "logs" / "node0" / "rank0.log").read_text()
 
 
+@pytest.mark.slow
 def test_training_on_images_learns(tmp_path: Path) -> None:
     overrides = ("model=resnet_tiny", "dataset=tinyimagenet_sample", "strategy=ddp", "cluster.device=cpu")
     done = run_distexp(*overrides, cwd=tmp_path)

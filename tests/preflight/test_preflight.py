@@ -36,6 +36,7 @@ def test_preflight_measures_every_group_and_collective(tmp_path: Path) -> None:
     assert "bus bandwidth" in done.stdout
 
 
+@pytest.mark.slow
 def test_slow_interconnect_stops_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = (*SMALL, "preflight.enabled=true", "preflight.min_busbw_gbps=1000", "cluster.workers_per_node=2")

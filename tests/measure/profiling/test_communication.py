@@ -213,11 +213,13 @@ def assert_measured(run_dir: Path, *kinds: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "full_shard", "hf_full_shard"])
+@pytest.mark.slow
 def test_collectives_of_gloo_are_measured_by_kind(runs: Path, name: str) -> None:
     assert_measured(runs / name, "all_reduce", *(["all_gather"] if "shard" in name else []))
 
 
 @pytest.mark.parametrize("name", ["ddp", "full_shard", "shard_grad_op", "hf_full_shard"])
+@pytest.mark.slow
 def test_profiling_does_not_change_the_training(runs: Path, name: str) -> None:
     plain, profiled = (lines(runs / each / "metrics.jsonl") for each in ("plain", name))
     assert [line["step"] for line in profiled] == list(range(1, 17))
@@ -229,12 +231,14 @@ def test_profiling_does_not_change_the_training(runs: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "gathers"), [("full_shard", 2 + 2 + 1), ("shard_grad_op", 3)])
+@pytest.mark.slow
 def test_number_of_all_gathers(runs: Path, name: str, gathers: int) -> None:
     """Two blocks and the root: each block in both passes, or all three once for both micro-batches."""
     trace = json.loads(gzip.decompress(profile_trace_path(runs / name).read_bytes()))
     assert sum(one.get("name") == "gloo:all_gather" for one in trace["traceEvents"]) == 3 * gathers
 
 
+@pytest.mark.slow
 def test_profiled_steps_count_in_no_other_metric(runs: Path) -> None:
     """Of 16 steps with 8 samples each, the first is the warm-up and the last four are profiled."""
     phases = [event.phase for event in read_phase_events(runs / "ddp" / "events.jsonl")]
@@ -258,6 +262,7 @@ def test_profiled_steps_count_in_no_other_metric(runs: Path) -> None:
         ("short", "too few steps to measure speed and to profile (train.profile_steps=3): train more steps"),
     ],
 )
+@pytest.mark.slow
 def test_missing_measurement_has_a_reason(runs: Path, name: str, reason: str) -> None:
     found = communication(runs / name)
     assert found["share"] is None
