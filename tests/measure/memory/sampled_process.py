@@ -18,15 +18,15 @@ from distexp.runs.memory_trace import MemorySample, read_memory_trace
 INTERVAL_S = 0.05
 DEADLINE_S = 60.0
 
+# Only the standard library: shared pages of NumPy count more in this process when other Python processes end.
 CHILD = """
 import json, mmap, os, sys, time
-import numpy as np
 events = open(sys.argv[1], "a")
 def enter(phase):
     events.write(json.dumps({"unix_time_s": time.time(), "phase": phase}) + "\\n")
     events.flush()
 def hold(mib):
-    return np.ones(mib * 2**20, dtype=np.uint8)
+    return b"1" * (mib * 2**20)
 for line in sys.stdin:
     exec(json.loads(line))
     print("done", flush=True)
@@ -42,8 +42,34 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a Python process."""
-    return subprocess.Popen([sys.executable, "-c", code, *arguments])
+    """Start a Python process with pipes."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+@contextmanager
+def started(code: str, *arguments: str, count: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    """Start Python processes below a shell, and yield the shell.
+
+    The shell is a root for a sampler. Its tree has no process of another test, for example of a Slurm cluster.
+    """
+    command = 'n=$1; shift; i=0; while [ $i -lt $n ]; do "$@" <&3 & i=$((i+1)); done; exec 3<&-; wait'
+    shell = subprocess.Popen(
+        ["sh", "-c", f"exec 3<&0; {command}", "sh", str(count), sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        yield shell
+    finally:
+        for process in descendants(shell):
+            process.kill()
+        shell.communicate()
+
+
+def descendants(root: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Return the processes below a process."""
+    return psutil.Process(root.pid).children(recursive=True)
 
 
 def read_samples(path: Path) -> list[MemorySample]:
@@ -51,10 +77,10 @@ def read_samples(path: Path) -> list[MemorySample]:
     return read_memory_trace(path).samples if path.exists() and path.stat().st_size else []
 
 
-def pss_of_children_mib() -> float:
-    """Return the PSS of all descendants of this process, as the kernel reports it now."""
+def pss_below_mib(root: subprocess.Popen[bytes]) -> float:
+    """Return the PSS of all processes below a process, as the kernel reports it now."""
     total = 0
-    for process in psutil.Process().children(recursive=True):
+    for process in descendants(root):
         try:
             total += process.memory_full_info().pss
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -65,25 +91,22 @@ def pss_of_children_mib() -> float:
 class SampledProcess:
     """A child process and the trace of its memory."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.trace = run_dir / "memory/node0.csv"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(run_dir / "events.jsonl")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def __init__(self, trace: Path, shell: subprocess.Popen[bytes]) -> None:
+        self.trace, self.shell = trace, shell
 
     def run(self, code: str) -> None:
         """Execute code in the child and wait for its end."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(code).encode() + b"\n")
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == b"done\n"
+        assert self.shell.stdin is not None
+        assert self.shell.stdout is not None
+        self.shell.stdin.write(json.dumps(code).encode() + b"\n")
+        self.shell.stdin.flush()
+        assert self.shell.stdout.readline() == b"done\n"
 
     def settle(self) -> float:
         """Wait until the newest sample is what the kernel reports at that time; return its MiB."""
 
         def agrees() -> bool:
-            samples, kernel_mib = read_samples(self.trace), pss_of_children_mib()
+            samples, kernel_mib = read_samples(self.trace), pss_below_mib(self.shell)
             used = samples[-1].used_mib if samples else None
             return used is not None and abs(used - kernel_mib) < max(2.0, 0.01 * kernel_mib)
 
@@ -94,18 +117,13 @@ class SampledProcess:
         assert used is not None
         return used
 
-    def end(self) -> None:
-        """End the child."""
-        self._process.kill()
-        self._process.communicate()
-
 
 @contextmanager
 def sampled(run_dir: Path) -> Iterator[SampledProcess]:
-    """Sample a child of this process until the block ends."""
-    with Sampler(path=run_dir / "memory/node0.csv", interval_s=INTERVAL_S):
-        child = SampledProcess(run_dir)
-        try:
-            yield child
-        finally:
-            child.end()
+    """Sample a child process until the block ends."""
+    trace = run_dir / "memory/node0.csv"
+    with (
+        started(CHILD, str(run_dir / "events.jsonl")) as shell,
+        Sampler(path=trace, interval_s=INTERVAL_S, root_pid=shell.pid),
+    ):
+        yield SampledProcess(trace, shell)
