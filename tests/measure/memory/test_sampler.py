@@ -141,10 +141,10 @@ def test_killed_agent_leaves_its_trace_without_its_own_memory(tmp_path: Path) ->
         "import subprocess, sys, time\n"
         "from pathlib import Path\n"
         "from distexp.measure.memory.sampler import Sampler\n"
-        "block = bytearray(200 * 2**20)\n"
         f"with Sampler(path=Path({str(path)!r}), interval_s=0.05):\n"
         "    subprocess.Popen([sys.executable, '-c', 'import os, time; p = os.getppid()\\n"
         "while os.getppid() == p: time.sleep(0.05)'])\n"
+        "    block = bytearray(200 * 2**20)\n"  # after the child: until it runs its own program, it shares all memory
         "    time.sleep(600)\n"
     )
     process = start(agent)
