@@ -21,6 +21,7 @@ from rich.table import Table
 from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
 from distexp.report.exercise_tables import build_exercise_tables
 from distexp.report.table import build_overview_table
+from distexp.runs.errors import ERROR_HEADING
 from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, log_path
@@ -40,11 +41,14 @@ class LiveRun:
     task: TaskID | None = None
     total_steps: int | None = None
     resumed_from: int = 0  # lines up to this step are from an earlier attempt
+    failed: bool = False  # the log has reached the error, which the panel shows in short
 
     def refresh(self) -> None:
         """Show what the run has written since the last call."""
         for line in self.log.read_lines():
-            self._print(f"[dim]{escape(line)}[/dim]")
+            self.failed = self.failed or line == ERROR_HEADING
+            if not self.failed:
+                self._print(f"[dim]{escape(line)}[/dim]")
         events = self.events.read_entries()
         for event in events:
             self.total_steps = event.get("total_steps", self.total_steps)
@@ -156,8 +160,8 @@ class Screen:
         )
         self.records.append(record)
 
-    def show_result(self, record: RunRecord, messages: Sequence[str] = ()) -> None:
-        """Print the panel of a run that has ended, and the messages of its tracker."""
+    def show_result(self, record: RunRecord, directory: Path, messages: Sequence[str] = ()) -> None:
+        """Print the panel of a run that has ended, the log with its error, and the messages of its tracker."""
         self.records.append(record)
         color = status_color(record.status)
         grid = Table.grid(padding=(0, 2))
@@ -165,6 +169,8 @@ class Screen:
             grid.add_row(f"[dim]{name}[/dim]", escape(value))
         title = f"[{color}]{record.status}[/{color}]"
         self.console.print(Panel(grid, title=title, title_align="left", border_style=color, expand=False))
+        if record.error is not None and record.error.log is not None:
+            self.print(f"log: {directory / record.error.log}")
         for message in messages:
             self.console.print(escape(message), highlight=False, soft_wrap=True)
 

@@ -23,7 +23,7 @@ from distexp.runs import attempts
 from distexp.runs.environment import make_environment
 from distexp.runs.events import last_value
 from distexp.runs.record import RunError, RunInfo, RunRecord
-from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths
+from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
 from distexp.runs.spec import RunSpec
 from distexp.system.environment_variables import select_variables
 
@@ -95,6 +95,8 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
         started: Start of the run in Unix seconds; None if it never started, or not on this machine.
     """
     run, device = spec.run, spec.config.cluster.device
+    if error.rank is not None and (log := find_log(directory, error.rank)) is not None:
+        error.log = str(log)
     variables = {}
     if started is not None:
         run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")

@@ -11,6 +11,9 @@ from distexp.runs.files import write_json
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import error_paths
 
+ERROR_HEADING = "this rank ends with an error:"
+"""Line of a rank's log before the error that ends the rank."""
+
 
 def write_error(path: Path, error: RunError) -> None:
     """Write an error with the current time."""

@@ -34,6 +34,7 @@ class RunError:
     phase: str | None = key(None, "Phase of the error: setup, warmup, train, profile, eval or save.")
     rank: int | None = key(None, "Rank of the worker that failed first.")
     errors: list[str] = key([], "All errors of an invalid run. `message` joins them.")
+    log: str | None = key(None, "Log of that worker, relative to the run directory. It has the traceback.")
 
 
 @dataclass

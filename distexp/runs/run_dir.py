@@ -68,6 +68,12 @@ def log_path(run_dir: Path, node: int, rank: int) -> Path:
     return log_dir(run_dir, node) / f"rank{rank}.log"
 
 
+def find_log(run_dir: Path, rank: int) -> Path | None:
+    """Return the log of a rank relative to the run directory, or None if the rank wrote none."""
+    found = sorted(run_dir.glob(f"{LOGS}/node*/rank{rank}.log"))
+    return found[0].relative_to(run_dir) if found else None
+
+
 def error_path(run_dir: Path, node: int, rank: int) -> Path:
     """Return the JSON file in which a rank reports its error."""
     return log_dir(run_dir, node) / f"rank{rank}.error.json"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distexp.config import ConfigError
-from distexp.runs.errors import write_error
+from distexp.runs.errors import ERROR_HEADING, write_error
 from distexp.runs.events import Events
 from distexp.runs.files import write_json
 from distexp.runs.record import RunError
@@ -90,6 +90,7 @@ def redirect_output(path: Path) -> None:
 
 def print_error(error: BaseException) -> None:
     """Print the messages and the cause of a ConfigError, and the traceback of any other error."""
+    print(ERROR_HEADING, file=sys.stderr)
     if isinstance(error, ConfigError):
         print("\n".join(f"{type(error).__name__}: {message}" for message in error.errors), file=sys.stderr)
         if error.__cause__ is not None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from distexp.console.screen import LiveRun, Screen
+from distexp.runs.errors import ERROR_HEADING
 from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunError
 from tests.helpers.records import record
@@ -35,6 +36,23 @@ def test_live_run_shows_every_kind_of_event(tmp_path: Path) -> None:
     assert "epoch 1: train loss 2.0000, eval loss 1.5000, accuracy 25.0%, top-5 75.0%" in shown.getvalue()
     assert "answers: exact match 8.1%, F1 9.0%" in shown.getvalue()
     assert progress.tasks[0].description == "done"
+
+
+def test_the_traceback_is_in_the_log_and_not_on_the_screen(tmp_path: Path) -> None:
+    error = RunError(
+        "CheckpointException", "ranks: 0\nTraceback (most recent call last):\n  File\nOSError: gone", "setup", 0
+    )
+    error.log = "logs/node0/rank0.log"
+    (tmp_path / "log").write_text(f"note: resuming\n{ERROR_HEADING}\nTraceback (most recent call last):\n  File\n")
+    screen, shown = plain_screen(total=1)
+    LiveRun(screen.console, Tail(tmp_path / "none"), Tail(tmp_path / "none"), Tail(tmp_path / "log")).refresh()
+    screen.show_result(record(0, status="failed", error=error), Path("/sweep/0"))
+    lines = shown.getvalue().splitlines()
+    assert lines[0] == "note: resuming"
+    assert lines[1].startswith("╭─ failed")
+    assert "CheckpointException in phase setup: OSError: gone (rank 0)" in lines[2]
+    assert lines[-1] == "log: /sweep/0/logs/node0/rank0.log"
+    assert "Traceback" not in shown.getvalue()
 
 
 def plain_screen(total: int) -> tuple[Screen, io.StringIO]:

@@ -75,6 +75,11 @@ def test_an_exception_on_one_rank_is_the_cause_and_ends_the_other_ranks(rank: in
     assert "this sample is broken" in record.error.message
     assert record.error.rank == rank
     assert record.error.phase in ("warmup", "train")
+    assert record.error.log == f"logs/node0/rank{rank}.log"
+    assert f"{record.error.log}\n" in done.stdout
+    assert "Traceback" not in done.stdout
+    (log,) = tmp_path.rglob(record.error.log)
+    assert "Traceback" in log.read_text()
     (error_file,) = tmp_path.rglob(f"rank{rank}.error.json")
     assert ended - error_file.stat().st_mtime < 60, "the other rank did not wait for a timeout of 30 minutes"
     assert remaining_processes(tmp_path) == []

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from distexp.runs.record import RunError
-from distexp.runs.text import failure_text, format_count, format_ids, format_runs, join_first, suggest_command
+from distexp.runs.text import (
+    MAX_MESSAGE,
+    failure_text,
+    format_count,
+    format_ids,
+    format_runs,
+    join_first,
+    shorten_message,
+    suggest_command,
+)
 from tests.helpers.records import record
 
 
@@ -46,3 +55,55 @@ def test_failure_text_has_type_and_phase_except_for_invalid_runs() -> None:
     assert failure_text(run) == "ValueError in phase setup: bad value"
     run.status, run.error = "invalid", RunError("ConfigError", "bad value")
     assert failure_text(run) == "bad value"
+
+
+CHECKPOINT_ERROR = """CheckpointException ranks:dict_keys([0])
+Traceback (most recent call last): (RANK 0)
+  File "utils.py", line 281, in all_gather
+    result = map_fun()
+             ^^^^^^^^^
+RuntimeError: PytorchStreamReader failed reading file .format_version: invalid header or archive is corrupted.
+"""
+
+LOADER_ERROR = """Caught DataError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "worker.py", line 358, in _worker_loop
+    data = fetcher.fetch(index)
+distexp.data.images.DataError: cannot read a.jpg
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "text"),
+    [
+        (
+            "CheckpointException",
+            CHECKPOINT_ERROR,
+            "RuntimeError: PytorchStreamReader failed reading file .format_version: invalid header or archive is "
+            "corrupted.",
+        ),
+        ("DataError", LOADER_ERROR, "cannot read a.jpg"),
+        (
+            "RuntimeError",
+            "\nCUDA error: out of memory\nCUDA kernel errors may be reported later",
+            "CUDA error: out of memory",
+        ),
+        (
+            "RuntimeError",
+            "Error(s) in loading state_dict for GPT:\n\tMissing key(s): a\n\tb",
+            "Error(s) in loading state_dict for GPT: Missing key(s): a",
+        ),
+        ("ConfigError", "one is wrong\ntwo is wrong", "one is wrong\ntwo is wrong"),
+        ("KeyError", "'a'", "'a'"),
+        ("RuntimeError", "", ""),
+    ],
+)
+def test_a_message_of_a_library_becomes_one_line(name: str, message: str, text: str) -> None:
+    assert shorten_message(RunError(name, message)) == text
+
+
+def test_a_long_message_is_cut_between_words() -> None:
+    short = shorten_message(RunError("RuntimeError", "abcdefghi " * 60))
+    assert MAX_MESSAGE - 15 < len(short) <= MAX_MESSAGE
+    assert short.endswith("abcdefghi…")
+    assert len(shorten_message(RunError("RuntimeError", "a" * 900))) == MAX_MESSAGE

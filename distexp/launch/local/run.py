@@ -51,7 +51,7 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
             with interrupts_ignored():
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 record = finalize_run(spec, directory, codes, started, str(stopped) if stopped else None)
-    screen.show_result(record, tracking.messages)
+    screen.show_result(record, directory, tracking.messages)
     if stopped is None and received:
         stopped = InterruptedRunError(received[0])
     if stopped is not None:

@@ -80,10 +80,11 @@ def print_summary(sweep_dir: Path) -> None:
     Raises:
         SweepFailedError: If a run failed.
     """
-    records = [record for _, record in load_all(sweep_dir)[0]]
+    found, _ = load_all(sweep_dir)
+    records = [record for _, record in found]
     screen = Screen(total=len(records), sweep_dir=sweep_dir)
     if len(records) == 1:
-        screen.show_result(records[0])
+        screen.show_result(records[0], found[0][0].parent)
     else:
         screen.records.extend(records)
     screen.show_comparison()

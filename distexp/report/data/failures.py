@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from distexp.report.data.rows import Row
 from distexp.report.data.text import name_runs
 from distexp.runs.record import RunError
+from distexp.runs.text import shorten_message
 
 MAX_LENGTH = 300  # characters of a message
 MAX_LABELS = 8
@@ -44,7 +45,7 @@ def failure_reasons(row: Row, limit: int = MAX_LENGTH) -> list[str]:
 
 
 def _shorten(error: RunError, limit: int) -> str:
-    message = " ".join(error.message.split())
+    message = " ".join(shorten_message(error, limit).split())
     return message if len(message) <= limit else message[: limit - 1] + "…"
 
 
