@@ -6,8 +6,8 @@ Range checks, error messages and the generated reference pages all read this met
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -115,13 +115,3 @@ def info_of(spec: Field[Any]) -> FieldInfo:
     """Return the metadata of a field; an empty one if it has none."""
     info: FieldInfo = spec.metadata.get(METADATA_KEY, FieldInfo())
     return info
-
-
-def value_errors(name: str, section: Any) -> Iterator[str]:
-    """Yield an error for each field of a section whose value is outside its own limits."""
-    for spec in fields(section):
-        value = getattr(section, spec.name)
-        error = None if value is None else info_of(spec).find_error(value)
-        if error is not None:
-            shown = f"{value:g}" if isinstance(value, float) else value
-            yield f"{name}.{spec.name}={shown} {error}"

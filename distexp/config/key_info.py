@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from distexp.config import Config
-from distexp.config.field_info import info_of, value_errors
+from distexp.config.field_info import info_of
 from distexp.config.paths import config_groups
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
@@ -54,11 +54,3 @@ def _describe_type(hint: Any) -> str:
     if get_origin(hint) is dict:
         return "a mapping, as in {key: value}"
     return TYPE_NAMES.get(hint, "a value")
-
-
-def check_values(config: Config) -> Iterator[str]:
-    """Yield an error for each value that is wrong regardless of all other values."""
-    for section in sections():
-        yield from value_errors(section, getattr(config, section))
-    if "/" in config.name or config.name in ("", ".", ".."):
-        yield f"name={config.name} must be the name of one folder, without a slash"

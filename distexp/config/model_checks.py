@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.config.field_info import value_errors
+from distexp.config.value_checks import value_errors
 
 COMMON_KEYS = frozenset({"_target_", "name", "task", "init", "keys"})
 """Keys of every option."""

@@ -1,7 +1,8 @@
 """The typed schema of the configuration: every key with its type, default, meaning and accepted values.
 
 Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so an unknown key or a value of the wrong type is an
-error while composing. Checks that involve several keys are in ``resolve``.
+error while composing. ``value_checks`` compares the values with the limits that are declared here. Checks that involve
+several keys are in ``resolve``.
 ``None`` means "not chosen": ``resolve`` sets it from the strategy, the model or the machine.
 """
 
@@ -88,7 +89,7 @@ class DatasetConfig:
 class StrategyConfig:
     """How the model is distributed. Each strategy has a section of its name with its keys."""
 
-    _target_: str = key(MISSING, "Class that implements the `Strategy` protocol.")
+    _target_: str = key(MISSING, "Class that extends the base class `Strategy`.")
     name: str = key(MISSING, "Name of the strategy.")
     options: dict[str, Any] = key({}, "Keys of a custom strategy.")
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
-from distexp.config.key_info import check_values
+from distexp.config.value_checks import check_values
 from distexp.resolve.absolute_paths import make_paths_absolute
 from distexp.resolve.cross_checks import check_device, check_sizes, check_task, check_tracker
 from distexp.resolve.file_checks import check_checkpoint, check_dataset_files, check_files, check_model_files

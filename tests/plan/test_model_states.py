@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from distexp.plan.model_states import bytes_per_parameter, ideal_states_mib
 from distexp.report.data.metrics import METRICS_BY_NAME
-from distexp.report.data.zero_memory import bytes_per_parameter, ideal_states_mib
 from distexp.runs.record import Built, RunInfo, RunRecord
 
 
