@@ -1,4 +1,7 @@
-"""Columns of terminal tables; narrow terminals hide the least important ones."""
+"""Columns of terminal tables; narrow terminals hide the least important ones.
+
+Required columns are never hidden. If they do not fit next to each other, they continue below the table.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 GAP = 2  # spaces between two columns; one of them is part of rich's box
-ALWAYS = 1000  # importance of a column that is never hidden
+ALWAYS = 1000
+"""Importance of a required column, which is never hidden."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,9 @@ def setting_title(name: str) -> str:
 
 
 def fit_columns(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
-    """Return the columns that fit into a width, and the hidden ones in their order."""
+    """Return the required columns with those that fit into a width, and the hidden ones in their order."""
     kept, hidden = list(columns), []
-    while len(kept) > 1 and _total_width(kept) > width:
+    while _total_width(kept) > width and any(column.importance < ALWAYS for column in kept):
         least = min(reversed(kept), key=lambda column: column.importance)
         kept.remove(least)
         hidden.append(least)
@@ -63,6 +67,33 @@ def fit_columns(columns: Sequence[Column], width: int) -> tuple[list[Column], li
             kept = with_column
             hidden.remove(column)
     return kept, sorted(hidden, key=columns.index)
+
+
+def split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
+    """Return the columns in blocks that fit into a width; each starts with the first column."""
+    blocks = split_widths([column.width for column in columns], 1, GAP, width)
+    return [[columns[index] for index in block] for block in blocks]
+
+
+def split_widths(widths: Sequence[int], num_labels: int, gap: int, width: int) -> list[list[int]]:
+    """Return the indices of columns in blocks that fit into a width.
+
+    Args:
+        widths: Characters of each column.
+        num_labels: Number of first columns that each block repeats.
+        gap: Spaces between two columns.
+        width: Characters of a block. A block has at least one column besides the labels, even if it is wider.
+    """
+    labels = list(range(num_labels))
+    room = width - sum(widths[:num_labels]) - gap * num_labels
+    blocks, used = [labels.copy()], 0
+    for index in range(num_labels, len(widths)):
+        if len(blocks[-1]) > num_labels and used + widths[index] > room:
+            blocks.append(labels.copy())
+            used = 0
+        blocks[-1].append(index)
+        used += widths[index] + gap
+    return blocks
 
 
 def _total_width(columns: Sequence[Column]) -> int:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note, setting_title
+from distexp.report.columns import (
+    ALWAYS,
+    Column,
+    build_table,
+    fit_columns,
+    hidden_columns_note,
+    setting_title,
+    split_columns,
+)
 from distexp.report.compare import LOSSES, Comparison, Pair
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED, Metric
 from distexp.report.data.repeats import format_metric
@@ -34,8 +42,9 @@ class ComparisonTable:
         yield Text(f"A: {self.before}\nB: {self.after}\n", style="bold")
         if comparison.changed:
             yield Text(f"Changed in all runs from A to B: {', '.join(comparison.changed)}.\n")
-        yield build_table(kept)
-        yield Text("")
+        for block in split_columns(kept, options.max_width):
+            yield build_table(block)
+            yield Text("")
         if hidden:
             yield hidden_columns_note(hidden, "A wider terminal shows them.")
         for side, groups in (("A", comparison.only_before), ("B", comparison.only_after)):

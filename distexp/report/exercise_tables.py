@@ -1,4 +1,7 @@
-"""Tables of exercises on a terminal; titles and cells wrap if it is narrow."""
+"""Tables of exercises on a terminal.
+
+Titles and cells wrap between words if the terminal is narrow. Columns that do not fit continue below.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from distexp.report.columns import GAP
+from distexp.report.columns import GAP, split_widths
 from distexp.report.data.overview import Overview
 from distexp.report.data.text_table import TextTable
 from distexp.report.exercises import exercise_tables
 from distexp.runs.record import RunRecord
+
+MIN_GAP = 1
+SHORT_TEXT = 7  # characters of a text that is kept in one line
 
 
 @dataclass(frozen=True)
@@ -37,45 +43,55 @@ def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
 
 
 def _render(table: TextTable, width: int) -> RenderResult:
-    gap, widths = _column_widths(table, width)
-    rendered = Table(
-        box=box.SIMPLE_HEAD, header_style="bold", padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False
-    )
-    for title, column_width in zip(table.header, widths, strict=True):
-        rendered.add_column(Text(title), vertical="bottom", overflow="fold", width=column_width)
-    for cells in table.rows:
-        rendered.add_row(*map(Text, cells))
+    columns = [list(column) for column in zip(table.header, *table.rows, strict=True)]
+    words = [_longest_word(column) for column in columns]
+    blocks = split_widths(words, table.num_labels, MIN_GAP, width)
     yield Text(f"\n{table.title}\n", style="bold")
-    yield rendered
-    if table.note:
-        yield Text(f"\n{table.note}", style="dim")
+    for block in blocks:
+        yield _render_block([columns[index] for index in block], [words[index] for index in block], width)
+        yield Text("")
+    for text in (*table.reasons, table.note):
+        if text:
+            yield Text(text, style="dim")
 
 
-def _column_widths(table: TextTable, width: int) -> tuple[int, list[int | None]]:
+def _render_block(columns: Sequence[Sequence[str]], words: Sequence[int], width: int) -> Table:
+    """Return a table of columns, each of which starts with its title."""
+    gap, widths = _column_widths(columns, words, width)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
+    for (title, *_), column_width in zip(columns, widths, strict=True):
+        table.add_column(Text(title), vertical="bottom", overflow="fold", width=column_width)
+    for cells in list(zip(*columns, strict=True))[1:]:
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _column_widths(
+    columns: Sequence[Sequence[str]], words: Sequence[int], width: int
+) -> tuple[int, Sequence[int | None]]:
     """Return the space between columns and their widths; None leaves it to rich.
 
-    A narrow terminal first gets smaller gaps, then broken words in titles. Words in cells are broken last.
+    A narrow terminal gets smaller gaps. A word is broken only if it is too long for the terminal.
     """
-    columns = [list(column) for column in zip(*table.rows, strict=True)]
-    full = [max(map(cell_len, [title, *cells])) for title, cells in zip(table.header, columns, strict=True)]
-    words = [_longest_word([title, *cells]) for title, cells in zip(table.header, columns, strict=True)]
-    cell_words = [_longest_word(cells) for cells in columns]
-    for gap, minimum in ((GAP, words), (1, words), (1, cell_words)):
-        spare = width - sum(minimum) - gap * (len(columns) - 1)
+    full = [max(map(cell_len, column)) for column in columns]
+    for gap in (GAP, MIN_GAP):
+        spare = width - sum(words) - gap * (len(columns) - 1)
         if spare >= 0:
-            return gap, [*_widen(minimum, words, full, spare)]
-    return 1, [None] * len(columns)
+            return gap, _widen(words, [max(map(cell_len, column[1:])) for column in columns], full, spare)
+    return MIN_GAP, [None] * len(columns)
 
 
-def _widen(minimum: Sequence[int], words: Sequence[int], full: Sequence[int], spare: int) -> list[int]:
-    """Widen columns with broken words first, then those that lack most."""
+def _widen(minimum: Sequence[int], cells: Sequence[int], full: Sequence[int], spare: int) -> list[int]:
+    """Widen the columns whose cells wrap, then those whose titles wrap; first those that lack most."""
     widths = list(minimum)
     for _ in range(min(spare, sum(full) - sum(minimum))):
-        missing = [(max(0, words[n] - width), full[n] - width, n) for n, width in enumerate(widths)]
+        missing = ((max(0, cells[n] - width), full[n] - width, n) for n, width in enumerate(widths))
         _, _, column = max(missing)
         widths[column] += 1
     return widths
 
 
 def _longest_word(texts: Sequence[str]) -> int:
-    return max(cell_len(word) for text in texts for word in text.split() or [""])
+    """Return the characters of the longest word; a short text such as ``no GPU`` counts as one word."""
+    pieces = (piece for text in texts for piece in ([text] if cell_len(text) <= SHORT_TEXT else text.split()))
+    return max(map(cell_len, pieces))

@@ -16,7 +16,8 @@ def write_markdown(overview: Overview, figures: Sequence[Figure], path: Path) ->
     """Write the report as Markdown; the images are expected in the folder ``plots``."""
     lines = [*_overview_lines(overview)]
     for table in exercise_tables(overview):
-        lines += ["", f"## {table.title}", "", *_table(table.header, table.rows), _escape(table.note)]
+        lines += ["", f"## {table.title}", "", *_table(table.header, table.rows)]
+        lines += [*(_escape(reason) + "  " for reason in table.reasons), _escape(table.note)]
     for figure in figures:
         lines += _figure_lines(figure)
     path.write_text("\n".join(lines) + "\n")

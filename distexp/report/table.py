@@ -10,11 +10,20 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note, setting_title
+from distexp.report.columns import (
+    ALWAYS,
+    Column,
+    build_table,
+    fit_columns,
+    hidden_columns_note,
+    setting_title,
+    split_columns,
+)
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
 from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.report.exercise_tables import ExerciseTables
+from distexp.report.exercises import quiz_columns
 from distexp.report.summary import summarize
 from distexp.runs.record import FAILURES, RunRecord
 
@@ -39,8 +48,9 @@ class OverviewTable:
         overview = self.overview
         columns = [column.first_rows(MAX_ROWS) for column in overview_columns(overview)]
         kept, hidden = fit_columns(columns, options.max_width)
-        yield build_table(kept, [status_style(group) for group in overview.groups])
-        yield Text("")
+        for block in split_columns(kept, options.max_width):
+            yield build_table(block, [status_style(group) for group in overview.groups])
+            yield Text("")
         more_rows = len(overview.groups) - MAX_ROWS
         if more_rows > 0:
             yield Text(f"{more_rows} more rows are {self._where}.", style="dim")
@@ -62,17 +72,20 @@ def build_overview_table(records: Sequence[RunRecord]) -> OverviewTable:
 
 
 def overview_columns(overview: Overview) -> Iterator[Column]:
-    """Yield the columns: run, number of repeats, varying settings, status and metrics."""
-    groups = overview.groups
+    """Yield the columns: run, number of repeats, varying settings, status and metrics.
+
+    Columns that a quiz of the workshop asks for are required.
+    """
+    groups, quiz = overview.groups, quiz_columns(overview)
     yield Column("run", tuple(group.label for group in groups), ALWAYS)
     if any(len(group.rows) > 1 for group in groups):
         yield Column("n", tuple(str(len(group.counted_rows)) for group in groups), ALWAYS - 1)
     for name, importance in zip(overview.varied, chain(SETTING_IMPORTANCE, repeat(0)), strict=False):
         cells = tuple(format_setting(group.setting(name), MAX_LENGTH) for group in groups)
-        yield Column(setting_title(name), cells, importance, right=False)
+        yield Column(setting_title(name), cells, ALWAYS if name in quiz else importance, right=False)
     yield Column("status", tuple(group.status for group in groups), ALWAYS, right=False)
     for metric in overview.metrics():
-        yield Column(metric.title, format_metric(groups, metric), metric.importance)
+        yield Column(metric.title, format_metric(groups, metric), ALWAYS if metric.name in quiz else metric.importance)
 
 
 def status_style(group: RunGroup) -> str:

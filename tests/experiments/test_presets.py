@@ -9,7 +9,9 @@ import pytest
 
 from distexp.config import Config, ConfigError
 from distexp.config.paths import options_of
+from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.overview import Overview
+from distexp.report.data.settings import read_settings
 from distexp.report.exercises import exercise_tables
 from distexp.report.exercises.fill import PRINTED
 from distexp.report.exercises.layout import load_layouts
@@ -58,6 +60,13 @@ def resolve_or_error(cell: list[str], *overrides: str) -> Config | str:
         return resolve_cell(*cell, *overrides, *(() if "scale=tiny" in overrides else SLURM), *root)
     except ConfigError as error:
         return error.errors[0]
+
+
+def test_the_columns_of_quizzes_exist() -> None:
+    record = finished(resolve_cell("scale=tiny"), 0)
+    known = read_settings(record).keys() | METRICS_BY_NAME.keys()
+    for preset, layout in load_layouts().items():
+        assert known.issuperset(layout.quiz), preset
 
 
 def test_every_preset_of_the_workshop_exists() -> None:
@@ -159,8 +168,9 @@ def test_out_of_memory_run_is_shown_in_its_cells() -> None:
     records[1].status, records[1].error = "oom_gpu", RunError("OutOfMemoryError", "too much", "train")
     records[1].memory["gpu"][0]["peak_mib"] = 143000.0
     (table,) = exercise_tables(Overview.from_records(records[:3]))
-    assert table.rows[1][1] == "out of GPU memory in phase train, at a peak of 143,000 of 143,771 MiB on a GPU"
-    assert table.rows[1][4] == "oom_gpu"
+    assert table.rows[1][1] == "oom_gpu [1]"
+    assert table.rows[1][4] == "-"
+    assert table.reasons == ("[1] out of GPU memory in phase train, at a peak of 143,000 of 143,771 MiB on a GPU",)
     assert table.rows[3][0:2] == ("16", "not run")
 
 

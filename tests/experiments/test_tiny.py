@@ -77,7 +77,9 @@ def test_sweep_too_large_for_scale_tiny_reports_it_and_writes_the_table(tmp_path
     assert table.header[1:4] == ("2 nodes", "4 nodes", "8 nodes")
     first = table.rows[0]
     assert first[1:3] == ("not run", "not run")
-    assert first[3].startswith("invalid: cluster.nodes=8 x cluster.workers_per_node=1 makes 8 workers")
+    assert first[3:] == ("invalid [1]", "invalid [2]")
+    assert table.reasons[0].startswith("[1] cluster.nodes=8 x cluster.workers_per_node=1 makes 8 workers")
+    assert table.reasons[1].startswith("[2] cluster.nodes=16")
 
 
 @pytest.mark.slow

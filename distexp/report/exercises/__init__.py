@@ -13,6 +13,13 @@ from distexp.report.exercises.fill import fill_table
 from distexp.report.exercises.layout import load_layouts
 
 
+def quiz_columns(overview: Overview) -> frozenset[str]:
+    """Return the names of the settings and metrics that the quizzes of the exercises ask for."""
+    layouts = load_layouts()
+    exercises = {str(row.record.config.get("exercise")) for row in overview.rows}
+    return frozenset(name for exercise in exercises & layouts.keys() for name in layouts[exercise].quiz)
+
+
 def exercise_tables(overview: Overview) -> Iterator[TextTable]:
     """Yield the table of every exercise among the runs."""
     for exercise in dict.fromkeys(row.record.config.get("exercise") for row in overview.rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distexp.report.data.failures import failure_reasons
 from distexp.report.data.repeats import RunGroup
@@ -16,8 +16,6 @@ UNITS = {"": 1.0, "GB": 2**20 / 1e9, "MB": 2**20 / 1e6, "GiB": 1 / 1024, "percen
 
 MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")
 """Ends of the names of metrics that a failed run has too."""
-
-MAX_LENGTH = 160  # characters of an error message in a cell
 
 
 @dataclass(frozen=True)
@@ -88,14 +86,34 @@ def _after_epoch(group: RunGroup, metric: str, epoch: int) -> list[float]:
     return [values[epoch - 1 if epoch > 0 else epoch] for values in lists if len(values) >= abs(epoch)]
 
 
-def format_row(columns: Sequence[Column], group: RunGroup | None, baseline: RunGroup | None) -> tuple[str, ...]:
-    """Return the cells of a row. The first cell of a failed run states the reason."""
+@dataclass(frozen=True)
+class Reasons:
+    """The reasons why runs of a table failed, each of them once."""
+
+    texts: list[str] = field(default_factory=list)
+
+    def refer(self, text: str) -> str:
+        """Return the number of a reason, as ``[1]``."""
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"[{self.texts.index(text) + 1}]"
+
+    def numbered(self) -> tuple[str, ...]:
+        """Return the reasons with their numbers."""
+        return tuple(f"[{number}] {text}" for number, text in enumerate(self.texts, 1))
+
+
+def format_row(
+    columns: Sequence[Column], group: RunGroup | None, baseline: RunGroup | None, reasons: Reasons
+) -> tuple[str, ...]:
+    """Return the cells of a row. The first cell of a failed run has its status and refers to the reason."""
     if group is None:
         return ("not run", *[""] * (len(columns) - 1))
     if group.completed:
         return tuple(_format_cell(column, group, baseline) for column in columns)
     cells = [_format_failed_cell(column, group) for column in columns]
-    return (cells[0] or _failure(group), *(cell or group.status for cell in cells[1:]))
+    reference = reasons.refer("; ".join(failure_reasons(group.rows[0])))
+    return (f"{cells[0] or group.status} {reference}", *(cell or "-" for cell in cells[1:]))
 
 
 def _format_cell(column: Column, group: RunGroup, baseline: RunGroup | None) -> str:
@@ -111,11 +129,6 @@ def _format_failed_cell(column: Column, group: RunGroup) -> str:
     """Return the value that was measured until the failure, with the status; empty if there is none."""
     values = column.read(group, None) if column.survives_failure else []
     return f"{_format_values(column, values)} ({group.status})" if values else ""
-
-
-def _failure(group: RunGroup) -> str:
-    reason = failure_reasons(group.rows[0], MAX_LENGTH)[0]
-    return reason if group.status.startswith("oom") else f"{group.status}: {reason}"
 
 
 def _format_values(column: Column, values: Sequence[float]) -> str:

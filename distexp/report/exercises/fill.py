@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import format_settings
 from distexp.report.data.text_table import TextTable
-from distexp.report.exercises.columns import format_row
+from distexp.report.exercises.columns import Reasons, format_row
 from distexp.report.exercises.layout import Key, Layout
 from distexp.report.exercises.notes import describe_scale, table_notes
 
@@ -26,16 +27,18 @@ def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequen
     baseline = next((group for key, group in keyed if key == layout.keys[0] and group and group.completed), None)
     counts = Counter(key for key, _ in keyed)
     rows: list[Row] = []
+    reasons = Reasons()
     for key, group in keyed:
         labels = layout.labels_of(key)
         if group is not None and counts[key] > 1:
             labels = (labels[0] + _differing_settings(overview, group), *labels[1:])
-        rows.append((labels, format_row(layout.columns, group, baseline)))
+        rows.append((labels, format_row(layout.columns, group, baseline, reasons)))
         if layout.printed and key == layout.keys[0]:
             rows.append(_printed_row(layout))
     note = " ".join(filter(None, [describe_scale(groups), *table_notes(layout, groups)]))
     build = _build_transposed if layout.transpose else _build
-    return build(f"{layout.title} ({exercise})", layout, rows, note)
+    table = build(f"{layout.title} ({exercise})", layout, rows)
+    return replace(table, note=note, reasons=reasons.numbered())
 
 
 def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[Key, RunGroup | None]]:
@@ -62,16 +65,17 @@ def _printed_row(layout: Layout) -> Row:
     return labels, tuple(layout.printed.get(column.title, "") for column in layout.columns)
 
 
-def _build(title: str, layout: Layout, rows: Sequence[Row], note: str) -> TextTable:
+def _build(title: str, layout: Layout, rows: Sequence[Row]) -> TextTable:
     header = (*layout.header, *(column.title for column in layout.columns))
-    return TextTable(title, header, tuple((*labels, *cells) for labels, cells in rows), note)
+    texts = tuple((*labels, *cells) for labels, cells in rows)
+    return TextTable(title, header, texts, num_labels=len(layout.header))
 
 
-def _build_transposed(title: str, layout: Layout, rows: Sequence[Row], note: str) -> TextTable:
+def _build_transposed(title: str, layout: Layout, rows: Sequence[Row]) -> TextTable:
     """Build a table with a row for each column of the layout, and a column for each run."""
     has_categories = any(column.category for column in layout.columns)
     corner = ("Category", "Metric") if has_categories else ("Metric",)
     titles = [(column.category, column.title) if has_categories else (column.title,) for column in layout.columns]
     columns = [cells for _, cells in rows]
     texts = tuple((*title, *(cells[n] for cells in columns)) for n, title in enumerate(titles))
-    return TextTable(title, (*corner, *(labels[0] for labels, _ in rows)), texts, note)
+    return TextTable(title, (*corner, *(labels[0] for labels, _ in rows)), texts, num_labels=len(corner))

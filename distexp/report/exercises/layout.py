@@ -33,6 +33,7 @@ class Layout:
     transpose: bool = False
     printed: Mapping[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    quiz: list[str] = field(default_factory=list)
 
     @property
     def keys(self) -> list[Key]:
