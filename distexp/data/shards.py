@@ -145,9 +145,11 @@ class ShardedLoader:
 
     Attributes:
         stop_requested: whether this rank has a request to stop; called once a step.
+        on_batch: called after each batch that was read, before anything that waits for other ranks.
     """
 
     stop_requested: Callable[[], bool]
+    on_batch: Callable[[], None]
 
     def __init__(
         self,
@@ -162,6 +164,7 @@ class ShardedLoader:
     ) -> None:
         self.samples, self.sharding, self.device, self.task = samples, sharding, device, data.task
         self.stop_requested = lambda: False
+        self.on_batch = lambda: None
         self._prefetched: tuple[int, range, Iterator[Batch]] | None = None
         # DataLoader draws the seeds of its workers from this generator, so the global RNG state is untouched.
         self._generator = torch.Generator()
@@ -210,6 +213,7 @@ class ShardedLoader:
         remaining = len(self.samples) - wanted.start * self.sharding.global_batch
         stop = StopFlag(self.device)
         for batch in batches:
+            self.on_batch()
             micro_batches.append(batch)
             if len(micro_batches) == self.sharding.accumulation:
                 stop.check()

@@ -110,7 +110,7 @@ def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float)
         )
         stack.callback(end_tree, group, GRACE_S)
         stack.enter_context(_sampler(spec, run_dir, node))
-        return watch(group, spec, run_dir, started, context.peer_failed)
+        return watch(group, spec, run_dir, node, started, peer_failed=context.peer_failed)
 
 
 def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distexp.launch.hang import hang_error
 from distexp.launch.oom import oom_killed
 from distexp.runs.errors import read_rank_errors
 from distexp.runs.phases import read_phase_events
@@ -51,11 +52,7 @@ def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -
         limit = f"the run took longer than cluster.timeout_min={cluster.timeout_min:g}"
         return "timeout", RunError("Timeout", limit, phase)
     if HANG_CODE in codes.values():
-        idle = (
-            f"no step or new phase within cluster.hang_timeout_min={cluster.hang_timeout_min:g}: "
-            "the stacks of all ranks are in logs/node*/rank*.log"
-        )
-        return "failed", RunError("Hang", idle, phase)
+        return "failed", hang_error(directory, phase, f"cluster.hang_timeout_min={cluster.hang_timeout_min:g}")
     dead_agents = {node: code for node, code in codes.items() if code < 0}
     if dead_agents:
         node, code = next(iter(dead_agents.items()))

@@ -13,20 +13,32 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distexp.launch.failures import HANG_CODE, SIGNAL_CODE, TERMINATED_CODE, TIMEOUT_CODE
+from distexp.launch.hang import inspect_workers
 from distexp.runs.heartbeat import last_heartbeat
 from distexp.runs.spec import RunSpec
-from distexp.system.processes import descendants
 
 POLL_S = 0.1
 SIGTERM_S = 1.0
-DUMP_S = 2.0
-"""Time that workers get to write their stacks."""
 
 
 def watch(
-    group: subprocess.Popen[bytes], spec: RunSpec, run_dir: Path, started: float, peer_failed: Callable[[], bool]
+    group: subprocess.Popen[bytes],
+    spec: RunSpec,
+    run_dir: Path,
+    node: int,
+    started: float,
+    *,
+    peer_failed: Callable[[], bool] = lambda: False,
 ) -> int:
     """Wait until the workers end, exceed their time or hang, or until another node fails.
+
+    Args:
+        group: The parent process of the workers.
+        spec: The run.
+        run_dir: Directory of the run.
+        node: The node.
+        started: Start of the run, in Unix seconds.
+        peer_failed: Returns whether another node has failed.
 
     Returns:
         The exit code of the workers' parent process, 128 + N if signal N ended it, or a code of ``failures``.
@@ -38,7 +50,7 @@ def watch(
         if now > deadline:
             return TIMEOUT_CODE
         if now - max(started, last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
-            dump_stacks(group.pid)
+            inspect_workers(group.pid, run_dir, node)
             return HANG_CODE
         if peer_failed():
             return 0  # The other node reports the cause.
@@ -47,10 +59,3 @@ def watch(
         time.sleep(SIGTERM_S)  # Slurm sends SIGTERM to every process of a job. The agent's own one comes first.
         return TERMINATED_CODE
     return code if code >= 0 else SIGNAL_CODE - code
-
-
-def dump_stacks(pid: int) -> None:
-    """Make every worker write the stacks of its threads to its log."""
-    for worker in descendants(pid, recursive=False):
-        worker.send_signal(signal.SIGUSR1)
-    time.sleep(DUMP_S)

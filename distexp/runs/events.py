@@ -1,4 +1,4 @@
-"""``events.jsonl``: the phases of a run and the milestones it passes."""
+"""``events.jsonl``: the phases of a run and the milestones it passes; and the progress of each rank."""
 
 from __future__ import annotations
 
@@ -7,21 +7,42 @@ from pathlib import Path
 from typing import Any
 
 from distexp.runs.jsonl import append_line, read_entries
+from distexp.runs.rank_progress import ProgressWriter
 from distexp.runs.run_dir import EVENTS
 
 
 class Events:
-    """The event log of one rank. Only an enabled one writes to disk."""
+    """The events of one rank.
 
-    def __init__(self, run_dir: Path, *, enabled: bool) -> None:
+    Args:
+        run_dir: Directory of the run.
+        enabled: Whether to write the event log, which only rank 0 does.
+        progress: Writer of the progress of this rank, or None.
+    """
+
+    def __init__(self, run_dir: Path, *, enabled: bool, progress: ProgressWriter | None = None) -> None:
         self._file = (run_dir / EVENTS).open("w") if enabled else None
-        self.phase = "setup"
+        self._progress = progress
+        self.phase, self.step = "setup", 0
         self.set_phase("setup")
 
     def set_phase(self, phase: str, **content: Any) -> None:
         """Mark the start of a phase: preflight, setup, warmup, train, profile, eval, save or done."""
         self.phase = phase
+        self.advance()
         self.emit(phase=phase, **content)
+
+    def advance(self, step: int | None = None) -> None:
+        """Count one more point that this rank has passed.
+
+        All ranks must call this at the same points.
+
+        Args:
+            step: Finished optimizer steps, if they have changed.
+        """
+        self.step = self.step if step is None else step
+        if self._progress is not None:
+            self._progress.advance(self.phase, self.step)
 
     def emit(self, **content: Any) -> None:
         """Write one line with the time and some content."""

@@ -119,6 +119,26 @@ def worker_exits_paths(run_dir: Path) -> list[Path]:
     return sorted(run_dir.glob(f"{LOGS}/node*/workers.json"))
 
 
+def rank_progress_path(run_dir: Path, node: int, rank: int) -> Path:
+    """Return the file in which a rank counts its progress."""
+    return log_dir(run_dir, node) / f"rank{rank}.progress"
+
+
+def rank_progress_paths(run_dir: Path, node: int | None = None) -> list[Path]:
+    """Return the progress files of all ranks, or of those of a node."""
+    return sorted(run_dir.glob(f"{LOGS}/node{'*' if node is None else node}/rank*.progress"))
+
+
+def stopped_ranks_path(run_dir: Path, node: int) -> Path:
+    """Return the JSON file that lists the ranks of a node that were stopped by a signal when the run hung."""
+    return log_dir(run_dir, node) / "stopped.json"
+
+
+def stopped_ranks_paths(run_dir: Path) -> list[Path]:
+    """Return the files of all nodes that list stopped ranks."""
+    return sorted(run_dir.glob(f"{LOGS}/node*/stopped.json"))
+
+
 def tracker_log_path(run_dir: Path) -> Path:
     """Return the file with the output of the tracker's process."""
     return run_dir / LOGS / "tracker.log"

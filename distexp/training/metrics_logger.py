@@ -87,7 +87,7 @@ class MetricsLogger:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Load the state of a checkpoint; metrics.jsonl loses the lines of later steps."""
-        self.steps = self.resumed_at = state["steps"]
+        self.steps = self.resumed_at = self.events.step = state["steps"]
         self.samples, self.logged = state["samples"], state["logged"]
         self.losses, self.accuracies = state["losses"], state["accuracies"]
         self.data_wait_s, self.runtime_s = state["data_wait_s"], state["runtime_s"]
@@ -135,6 +135,7 @@ class MetricsLogger:
         self.heartbeat.beat()
         self.allocator.sample()
         self.steps += 1
+        self.events.advance(self.steps)
         self.samples += step.num_samples
         self.window.append(contribution)
         if measured:

@@ -21,6 +21,7 @@ from distexp.config import ConfigError
 from distexp.runs.errors import ERROR_HEADING, write_error
 from distexp.runs.events import Events
 from distexp.runs.files import write_json
+from distexp.runs.rank_progress import ProgressWriter
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import DISK_RESERVE, allocator_path, error_path, log_path
 from distexp.system.environment_variables import captured_environment
@@ -48,7 +49,7 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     die_with_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
-    events = Events(run_dir, enabled=rank == 0)
+    events = Events(run_dir, enabled=rank == 0, progress=ProgressWriter(run_dir, node, rank))
     try:
         from distexp.worker.rank import run_rank
 

@@ -104,6 +104,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     seed_everything(config.train.seed)
     data = load_data(config, context)
     training, evaluation = make_loaders(config, data, context)
+    training.on_batch = evaluation.on_batch = events.advance
     plan = StepPlan(config.train, training.steps_per_epoch)
     logger = MetricsLogger(plan, context, events)
     inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)

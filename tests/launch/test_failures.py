@@ -138,7 +138,9 @@ def test_a_hang_is_detected_and_all_stacks_are_in_the_logs(tmp_path: Path) -> No
     done = run_distexp(*overrides, cwd=tmp_path, env=ENV, timeout=120)
     assert done.returncode == 1
     record = only_record(tmp_path)
-    assert (record.status, record.error and record.error.type) == ("failed", "Hang")
+    assert record.error is not None
+    assert (record.status, record.error.type, record.error.rank) == ("failed", "Hang", 1)
+    assert record.error.phase in ("warmup", "train")
     (sleeping,) = tmp_path.rglob("rank1.log")
     (waiting,) = tmp_path.rglob("rank0.log")
     assert "failing_runs.py" in sleeping.read_text()

@@ -1,0 +1,103 @@
+"""The cause of a hang: the agent looks at its workers, and the record names the rank that the others wait for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distexp.launch.failures import HANG_CODE, classify_failure
+from distexp.launch.timeouts import watch
+from distexp.runs.events import Events
+from distexp.runs.rank_progress import ProgressWriter
+from distexp.runs.record import RunError
+from distexp.runs.run_dir import log_dir
+from distexp.runs.spec import RunSpec
+from tests.helpers.runs import REPOSITORY, make_spec
+
+WORKERS = """
+import os, signal, sys, time
+from pathlib import Path
+from distexp.runs.rank_progress import ProgressWriter
+run_dir = Path(sys.argv[1])
+for rank in range(2):
+    if os.fork() == 0:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        ProgressWriter(run_dir, 0, rank).advance("train", 7)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+os.waitpid(-1, os.WUNTRACED)
+print("stopped", flush=True)
+time.sleep(600)
+"""
+"""A parent process with two workers that have passed the same points. Rank 1 is stopped."""
+
+
+@pytest.fixture
+def spec() -> RunSpec:
+    """Return the spec of a run of two workers that hangs at once."""
+    return make_spec("cluster.device=cpu", "cluster.workers_per_node=2", "cluster.hang_timeout_min=0.01")
+
+
+def pass_points(run_dir: Path, rank: int, batches: int) -> None:
+    """Write the progress of a rank that has read some batches of the third step."""
+    log_dir(run_dir, rank).mkdir(parents=True)
+    events = Events(run_dir, enabled=rank == 0, progress=ProgressWriter(run_dir, node=rank, rank=rank))
+    events.advance(2)
+    events.set_phase("train")
+    for _ in range(batches):
+        events.advance()
+
+
+def cause(run_dir: Path, spec: RunSpec) -> RunError:
+    """Return the error of a run whose agents have found a hang."""
+    status, error = classify_failure(run_dir, {0: HANG_CODE}, spec)
+    assert (status, error.type) == ("failed", "Hang")
+    return error
+
+
+def test_the_rank_that_did_not_read_its_batch_is_named(spec: RunSpec, tmp_path: Path) -> None:
+    for rank, batches in enumerate((4, 4, 3)):
+        pass_points(tmp_path, rank, batches)
+    error = cause(tmp_path, spec)
+    assert (error.rank, error.phase) == (2, "train")
+    assert error.message.startswith(
+        "rank 2 in phase train after step 2 is behind, and the other ranks wait: no step or"
+    )
+    assert "cluster.hang_timeout_min=0.01" in error.message
+
+
+def test_no_rank_is_named_if_all_wait_at_the_same_point(spec: RunSpec, tmp_path: Path) -> None:
+    for rank in range(2):
+        pass_points(tmp_path, rank, batches=1)
+    error = cause(tmp_path, spec)
+    assert (error.rank, error.phase) == (None, "train")
+    assert error.message.startswith("all ranks wait at the same point")
+
+
+def test_a_hang_before_the_first_worker_is_in_phase_setup(spec: RunSpec, tmp_path: Path) -> None:
+    error = cause(tmp_path, spec)
+    assert (error.rank, error.phase) == (None, "setup")
+    assert error.message.startswith("no worker has started")
+
+
+def test_a_stopped_worker_is_named(spec: RunSpec, tmp_path: Path) -> None:
+    log_dir(tmp_path, 0).mkdir(parents=True)
+    command = [sys.executable, "-c", WORKERS, str(tmp_path)]
+    group = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert group.stdout is not None
+        assert group.stdout.readline() == b"stopped\n"
+        assert watch(group, spec, tmp_path, 0, started=time.time() - 60) == HANG_CODE
+    finally:
+        os.killpg(group.pid, signal.SIGKILL)
+        group.wait()
+    error = cause(tmp_path, spec)
+    assert (error.rank, error.phase) == (1, "train")
+    assert error.message.startswith("rank 1 in phase train after step 7 is stopped by a signal (SIGSTOP)")
