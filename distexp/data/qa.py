@@ -30,12 +30,16 @@ class Example:
     """One question with its context and answers.
 
     Texts have no line breaks and no repeated spaces. The first answer is the training target.
+
+    Attributes:
+        misplaced: what is wrong with the position of an answer in the context, or None.
     """
 
     id: str
     question: str
     context: str
     answers: tuple[str, ...]
+    misplaced: str | None = None
 
 
 @dataclass(frozen=True)

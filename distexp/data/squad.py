@@ -18,6 +18,9 @@ JSON_LAYOUT = (
     "expected data[].paragraphs[] with context and qas[], and in each of qas[] id, question and answers[] with text"
 )
 
+START = "answer_start"
+"""Key of the position of an answer in the context, in characters. It is checked if the data has it."""
+
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """Load questions with answers as training data for a causal LM.
@@ -35,8 +38,8 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     max_length = sequence_length(dataset, model)
     training, evaluation = read_examples(dataset)
     tokenizer = load_tokenizer(model, tokenizer_corpus(training))
-    train, train_notes = _tokenize_split("train", training, dataset.train_size, tokenizer, max_length)
-    held_out, eval_notes = _tokenize_split("eval", evaluation, dataset.eval_size, tokenizer, max_length)
+    train, train_notes = _tokenize_split("train", training, dataset, tokenizer, max_length)
+    held_out, eval_notes = _tokenize_split("eval", evaluation, dataset, tokenizer, max_length)
     return TaskData(
         task="causal_lm",
         train=train,
@@ -87,15 +90,32 @@ def read_json(path: Path) -> list[Example]:
 def _from_articles(content: Mapping[str, Any]) -> Iterator[Example]:
     for article in content["data"]:
         for paragraph in article["paragraphs"]:
-            context = normalize_whitespace(paragraph["context"])
+            raw = paragraph["context"]
+            context = normalize_whitespace(raw)
             for question in paragraph["qas"]:
-                texts = [answer["text"] for answer in question["answers"]]
-                yield _make_example(question["id"], question["question"], context, texts)
+                answers = question["answers"]
+                texts, starts = [answer["text"] for answer in answers], [answer.get(START) for answer in answers]
+                misplaced = _find_misplaced(raw, texts, starts)
+                yield _make_example(question["id"], question["question"], context, texts, misplaced)
 
 
-def _make_example(identity: str, question: str, context: str, answers: Sequence[str]) -> Example:
+def _make_example(identity: str, question: str, context: str, answers: Sequence[str], misplaced: str | None) -> Example:
     normalized = (normalize_whitespace(answer) for answer in answers)
-    return Example(identity, normalize_whitespace(question), context, tuple(answer for answer in normalized if answer))
+    usable = tuple(answer for answer in normalized if answer)
+    return Example(identity, normalize_whitespace(question), context, usable, misplaced)
+
+
+def _find_misplaced(context: str, answers: Sequence[str], starts: Sequence[Any]) -> str | None:
+    """Describe the first answer that the context does not have at its start, or None; a start of None is unknown."""
+    for text, start in zip(answers, starts, strict=True):
+        if start is None:
+            continue
+        if not isinstance(start, int):
+            return f"{START}={start!r} is not a number"
+        found = context[start : start + len(text)] if start >= 0 else ""
+        if found != text:
+            return f"at {START}={start} the context has {found!r} instead of {text!r}"
+    return None
 
 
 def _load_splits(path: str) -> Mapping[str, Any]:
@@ -143,19 +163,32 @@ def _from_rows(rows: Any) -> list[Example]:
         for identity, question, text, answers in zip(*columns, strict=True):
             normalized = normalize_whitespace(text)
             context = contexts.setdefault(normalized, normalized)
-            examples.append(_make_example(identity, question, context, answers["text"]))
+            texts = answers["text"]
+            misplaced = _find_misplaced(text, texts, answers.get(START) or [None] * len(texts))
+            examples.append(_make_example(identity, question, context, texts, misplaced))
     return examples
 
 
+def _check_positions(examples: Sequence[Example], name: str, source: str) -> None:
+    """Raise ConfigError if an answer is not at its position in the context, because then the file is damaged."""
+    wrong = [example for example in examples if example.misplaced is not None]
+    if wrong:
+        first = wrong[0]
+        raise ConfigError(
+            f"{source}: {len(wrong)} of {len(examples)} {name} have a wrong {START}. The first is question {first.id}: "
+            f"{first.misplaced}. Correct the positions, or remove all {START} from the data"
+        )
+
+
 def _tokenize_split(
-    kind: str, examples: list[Example], size: int | None, tokenizer: Tokenizer, max_length: int
+    kind: str, examples: list[Example], dataset: DatasetConfig, tokenizer: Tokenizer, max_length: int
 ) -> tuple[QASamples, list[str]]:
-    """Tokenize the first ``size`` examples of a split.
+    """Tokenize the first examples of a split, as many as its size in ``dataset``.
 
     Returns:
         The samples, and notes about examples that were cut or left out.
     """
-    name = "training" if kind == "train" else "evaluation"
+    name, size = "training" if kind == "train" else "evaluation", getattr(dataset, f"{kind}_size")
     if not examples:
         raise ConfigError(f"the data has no {name} examples: use data with at least one question")
     if size is not None and size > len(examples):
@@ -164,6 +197,7 @@ def _tokenize_split(
             f"set at most {len(examples)}, or null for all"
         )
     selected = examples[:size]
+    _check_positions(selected, f"{name} examples", str(getattr(dataset, f"{kind}_path") or dataset.path))
     samples, counts = tokenize_examples(selected, tokenizer, max_length, keep_references=kind == "eval")
     if not len(samples):
         raise ConfigError(

@@ -197,7 +197,7 @@ def make_dataset_dict(config: DatasetConfig) -> datasets.DatasetDict:
     def rows(path: str | None) -> datasets.Dataset:
         return datasets.Dataset.from_list([
             {"id": str(index), "title": "", "context": context, "question": question,
-             "answers": {"text": answers, "answer_start": [0] * len(answers)}}
+             "answers": {"text": answers, "answer_start": [context.index(answer) for answer in answers]}}
             for index, (context, question, answers) in enumerate(read_questions(path))
         ])  # fmt: skip
 
@@ -312,3 +312,42 @@ def test_a_length_above_the_positions_of_the_model_is_refused(tmp_path: Path) ->
 def test_a_repeated_context_is_in_the_corpus_once() -> None:
     examples = [Example(str(index), f"Why {index}?", "So it is.", ("So",)) for index in range(50)]
     assert len([text for text in qa.tokenizer_corpus(examples) if text == " So it is."]) == 1
+
+
+def break_positions(path: str, start: Any) -> None:
+    """Give every answer of a file its true position, and that of the last question another one."""
+    content = json.loads(Path(path).read_text())
+    for paragraph in content["data"][0]["paragraphs"]:
+        for entry in paragraph["qas"]:
+            for answer in entry["answers"]:
+                answer["answer_start"] = paragraph["context"].index(answer["text"])
+    answer["answer_start"] = start
+    Path(path).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("start", "found"),
+    [
+        (3, "at answer_start=3 the context has 'd wo' instead of 'Lima'"),
+        (-1, "at answer_start=-1 the context has '' instead of 'Lima'"),
+        (99999, "at answer_start=99999 the context has '' instead of 'Lima'"),
+        ("1514", "answer_start='1514' is not a number"),
+    ],
+)
+def test_a_wrong_position_of_an_answer_is_refused(start: Any, found: str, tmp_path: Path) -> None:
+    config = write_small_squad(tmp_path)
+    assert config.train_path is not None
+    break_positions(config.train_path, start)
+    with pytest.raises(ConfigError) as refused:
+        squad.load(config, TEXT_MODEL, 0)
+    assert f"{config.train_path}: 1 of 2 training examples have a wrong answer_start" in str(refused.value)
+    assert f"The first is question Where is Hugo?: {found}." in str(refused.value)
+    used = replace(config, train_size=1)
+    assert len(squad.load(used, TEXT_MODEL, 0).train) == 1, "only the examples that are used are checked"
+
+
+def test_right_positions_are_accepted(tmp_path: Path) -> None:
+    config = write_small_squad(tmp_path)
+    assert config.train_path is not None
+    break_positions(config.train_path, start=1514)
+    assert len(squad.load(config, TEXT_MODEL, 0).train) == 2

@@ -82,7 +82,7 @@ def _write(path: Path, answers: list[tuple[str, ...]], repeats: int = 1) -> None
         entry = {
             "id": f"{question.name}-{index}",
             "question": f"What does {question.name} like?",
-            "answers": [{"text": text, "answer_start": 0} for text in texts],
+            "answers": [{"text": text} for text in texts],
         }
         # Contexts of several lengths, so that the prompts of a batch have different lengths.
         paragraphs.append({"context": "Well. " * (index % len(QUESTIONS) % 5 + 1), "qas": [entry]})
