@@ -34,6 +34,8 @@ def _overview_lines(overview: Overview) -> Iterator[str]:
 
 def _figure_lines(figure: Figure) -> Iterator[str]:
     yield from ("", f"## {figure.title}", "")
+    if figure.subtitle:
+        yield from (f"**{_escape(figure.subtitle)}**", "")
     if figure.panels:
         yield from (f"![{figure.title}](plots/{figure.name}.svg)", "")
     yield from (_escape(figure.caption), "")

@@ -35,7 +35,7 @@ class LegendEntry:
 
     label: str
     color: str  # of the palette
-    shape: str  # line or area
+    shape: str  # line, ring or area
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Figure:
     sentences: tuple[str, ...] = ()
     tables: tuple[TextTable, ...] = ()
     legend: tuple[LegendEntry, ...] = ()  # replaces the panels' legends on the page
+    subtitle: str = ""  # what is drawn, if the title alone would be wrong
 
     def panel_spec(self, index: int) -> dict[str, Any]:
         """Return the Vega-Lite specification of a panel for the page, as wide as its container."""
@@ -63,12 +64,14 @@ class Figure:
         """Return the Vega-Lite specification of all panels together for a file, in light colors."""
         width = PANEL_WIDTH if len(self.panels) > 1 else SINGLE_WIDTH
         charts = [_with_title(panel).properties(width=width) for panel in self.panels]
-        spec = (charts[0] if len(charts) == 1 else self._concat(charts)).to_dict(validate=False)
+        joined = charts[0] if len(charts) == 1 else self._concat(charts)
+        titled = joined.properties(title=alt.TitleParams(self.subtitle, fontSize=14)) if self.subtitle else joined
+        spec = titled.to_dict(validate=False)
         return apply_palette({**spec, "config": {**chart_config(), "background": LIGHT["card"], "padding": 16}}, LIGHT)
 
     def _concat(self, charts: Sequence[alt.LayerChart]) -> alt.ConcatChart:
         scales = "shared" if self.legend else "independent"
-        return alt.concat(*charts, columns=2).resolve_scale(color=scales, fill=scales)
+        return alt.concat(*charts, columns=2).resolve_scale(color=scales, fill=scales, shape=scales)
 
 
 def _without_legends(spec: dict[str, Any]) -> dict[str, Any]:

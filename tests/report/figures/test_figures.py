@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,10 +13,10 @@ from distexp.report.data.metrics import COMMUNICATION
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures import build_figures
-from distexp.report.figures.base import Figure
+from distexp.report.figures.base import Figure, Panel
 from distexp.report.traces import load_traces
 from distexp.runs.record import RunRecord
-from tests.helpers.records import record
+from tests.helpers.records import record, write
 from tests.helpers.report_sweeps import enrich, growing_sweep, with_traces, write_traces, zero_sweep
 
 Sweep = Callable[..., Path]
@@ -189,10 +191,79 @@ def test_losses_of_different_global_batches_are_not_compared(tmp_path: Path) -> 
     assert figures(with_traces(tmp_path, runs))["losses"].sentences == ()
 
 
-def test_evaluations_are_in_the_legend_of_losses(tmp_path: Path) -> None:
-    spec = figures(zero_sweep(tmp_path))["losses"].file_spec()
-    assert spec["layer"][-1]["encoding"]["shape"]["scale"]["domain"] == ["evaluation loss"]
-    assert "legend" in spec["layer"][-1]["encoding"]["shape"]
+def losses_of(path: Path, gaps: Sequence[float]) -> Figure:
+    """Write a sweep whose losses differ by relative gaps from the first run's, and return the figure of losses."""
+    runs = [enrich(record(n, train__learning_rate=(n + 1) / 10_000, peak=1000.0)) for n in range(len(gaps))]
+    write(path, *runs)
+    for run, gap in zip(runs, gaps, strict=True):
+        run.metrics.eval_losses = [loss * (1 + gap) for loss in (2.5, 2.1)]
+        run.write(path / str(run.run.number))
+        write_traces(path / str(run.run.number), run, gap=gap)
+    return figures(path)["losses"]
+
+
+def values_of(layer: dict[str, Any], name: str) -> list[Any]:
+    return [row[name] for row in layer["data"]["values"]]
+
+
+def layers_of(panel: Panel) -> list[dict[str, Any]]:
+    layers: list[dict[str, Any]] = panel.chart.to_dict(validate=False)["layer"]
+    return layers
+
+
+def test_coinciding_losses_are_drawn_as_differences(tmp_path: Path) -> None:
+    figure = losses_of(tmp_path, [0, 0, 5e-5])
+    assert figure.subtitle == "All curves coincide; drawn: difference to learning_rate=0.0001"
+    assert "Equal to it at every step: run 1." in figure.caption
+    first, second = (panel.title for panel in figure.panels)
+    assert first == "learning_rate=0.0001"
+    assert second.startswith("learning_rate=0.0003: at most 0.005%, at step ")
+    line, rings = layers_of(figure.panels[1])
+    assert values_of(line, "percent") == pytest.approx([0.005] * 40, rel=1e-3)
+    assert values_of(rings, "percent") == pytest.approx([0.005] * 2, rel=1e-3)
+    assert values_of(rings, "step") == [20, 40]
+    domain = line["encoding"]["y"]["scale"]["domain"]
+    assert domain == pytest.approx([-0.01, 0.01]), "as wide as the tolerance"
+    assert [entry.label for entry in figure.legend] == ["training loss", "evaluation loss"]
+
+
+def test_equal_losses_are_one_curve(tmp_path: Path) -> None:
+    figure = losses_of(tmp_path, [0, 0, 0])
+    assert figure.subtitle == "All curves coincide; drawn: learning_rate=0.0001"
+    assert figure.caption == "Equal to it at every step: runs 1, 2."
+    assert [panel.title for panel in figure.panels] == ["learning_rate=0.0001"]
+
+
+def test_overlapping_losses_get_a_panel_each(tmp_path: Path) -> None:
+    figure = losses_of(tmp_path, [0, 0.002, 0.3])
+    assert not figure.subtitle
+    assert [panel.title for panel in figure.panels] == [f"learning_rate=0.000{n}" for n in (1, 2, 3)]
+    others, line, rings = layers_of(figure.panels[1])
+    assert set(values_of(others, "run")) == {"learning_rate=0.0001", "learning_rate=0.0003"}
+    assert set(values_of(line, "run") + values_of(rings, "run")) == {"learning_rate=0.0002"}
+    labels = ["training loss", "training loss of the other runs", "evaluation loss"]
+    assert [entry.label for entry in figure.legend] == labels
+
+
+def test_losses_far_apart_share_a_chart_with_a_legend_of_all_marks(tmp_path: Path) -> None:
+    figure = losses_of(tmp_path, [0, 0.5])
+    assert len(figure.panels) == 1
+    line, rings = layers_of(figure.panels[0])
+    assert line["encoding"]["color"]["scale"]["domain"] == ["learning_rate=0.0001", "learning_rate=0.0002"]
+    assert rings["encoding"]["shape"]["scale"]["domain"] == ["evaluation loss"]
+    assert rings["encoding"]["shape"]["legend"] is not None
+
+
+def test_the_axis_of_losses_does_not_exaggerate(tmp_path: Path) -> None:
+    """Losses from 6.92 to 6.95 hardly fall, and the chart shows that."""
+    run = enrich(record(0))
+    run.metrics.eval_losses = [6.93]
+    path = with_traces(tmp_path, [run])
+    lines = [json.dumps({"step": step, "loss": 6.95 - 0.03 * (step - 1) / 9}) for step in range(1, 11)]
+    (path / "0" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    low, high = layers_of(figures(path)["losses"].panels[0])[0]["encoding"]["y"]["scale"]["domain"]
+    assert low < 6.3
+    assert high > 7.6
 
 
 def test_the_longest_wait_for_data_is_reported(tmp_path: Path) -> None:

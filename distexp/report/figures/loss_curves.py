@@ -1,0 +1,106 @@
+"""Losses of a run by step, and whether the curves of two runs coincide or overlap."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from distexp.report.traces import RunTrace
+
+SAME_LOSS = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
+"""Largest relative difference of the same training: strategies sum in different orders."""
+LEAST_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
+OVERLAPPING = 0.02  # distance of two curves, relative to the axis
+
+Losses = dict[int, float]
+"""Loss by step."""
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """Training and evaluation losses of a run."""
+
+    trace: RunTrace
+    training: Losses
+    evaluation: Losses
+
+    @classmethod
+    def of(cls, trace: RunTrace) -> LossCurve:
+        """Return the losses of a trace."""
+        training = {entry["step"]: entry["loss"] for entry in trace.steps if entry.get("loss") is not None}
+        return cls(trace, training, _evaluation_losses(trace))
+
+    @property
+    def name(self) -> str:
+        """Settings of the run, or its label."""
+        return self.trace.name
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative difference to a run of the same training."""
+        return SAME_LOSS[self.trace.row.settings["precision"]]
+
+
+def _evaluation_losses(trace: RunTrace) -> Losses:
+    """Return the evaluation loss after each epoch. A training cut short evaluates at its last step."""
+    metrics = trace.row.record.metrics
+    if not metrics.steps_per_epoch:
+        return {}
+    steps = (epoch * metrics.steps_per_epoch for epoch in range(1, len(metrics.eval_losses) + 1))
+    last = metrics.total_steps
+    return {min(step, last or step): loss for step, loss in zip(steps, metrics.eval_losses, strict=True)}
+
+
+def relative_differences(losses: Losses, baseline: Losses) -> Losses:
+    """Return the differences at the steps that both have, relative to the larger loss."""
+    return {
+        step: (losses[step] - baseline[step]) / max(abs(losses[step]), abs(baseline[step]), 1e-12)
+        for step in sorted(losses.keys() & baseline.keys())
+    }
+
+
+def largest_difference(one: LossCurve, other: LossCurve) -> tuple[float, int]:
+    """Return the largest relative difference of training losses and its step; 0 and 0 without common steps."""
+    differences = relative_differences(one.training, other.training)
+    sizes = ((abs(difference), step) for step, difference in differences.items())
+    return max(sizes, key=lambda each: each[0], default=(0.0, 0))
+
+
+def all_coincide(curves: Sequence[LossCurve]) -> bool:
+    """Return whether all curves have common steps, and differ by no more than their tolerance."""
+    return all(_coincide(*pair) for pair in combinations(curves, 2))
+
+
+def _coincide(one: LossCurve, other: LossCurve) -> bool:
+    has_common_steps = bool(one.training.keys() & other.training.keys())
+    return has_common_steps and largest_difference(one, other)[0] <= max(one.tolerance, other.tolerance)
+
+
+def any_overlap(curves: Sequence[LossCurve]) -> bool:
+    """Return whether two curves look like one, at most of their steps."""
+    low, high = loss_range(curves)
+    return any(_distance(*pair) < OVERLAPPING * (high - low) for pair in combinations(curves, 2))
+
+
+def _distance(one: LossCurve, other: LossCurve) -> float:
+    """Return how far apart two lines are, or the marks of their evaluations if these are closer."""
+    return min(
+        _median_distance(one.training, other.training),
+        _median_distance(one.evaluation, other.evaluation),
+    )
+
+
+def _median_distance(one: Losses, other: Losses) -> float:
+    gaps = [abs(one[step] - other[step]) for step in one.keys() & other.keys()]
+    return statistics.median(gaps) if gaps else math.inf
+
+
+def loss_range(curves: Sequence[LossCurve]) -> tuple[float, float]:
+    """Return the range of an axis for all losses, at least LEAST_SPAN of the largest wide."""
+    values = [loss for each in curves for losses in (each.training, each.evaluation) for loss in losses.values()]
+    low, high = min(values), max(values)
+    missing = LEAST_SPAN * max(abs(low), abs(high)) - (high - low)
+    return (low, high) if missing <= 0 else (low - missing / 2, high + missing / 2)
