@@ -12,9 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.errors import HydraException
+
+from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
 from distexp.cli.overrides import is_override
 from distexp.config import ConfigError
+from distexp.launch.stored_command import check_stored_command
 from distexp.runs.existing import not_a_sweep
 from distexp.runs.run_dir import COMMAND
 
@@ -37,8 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sweep_dir, new = Path(arguments[0]).absolute(), arguments[1:]
     try:
         original, directory = read_command(sweep_dir)
-    except ConfigError as error:
-        print(f"distexp: {error}", file=sys.stderr)
+        check_stored_command(sweep_dir / COMMAND, original, new)
+    except (ConfigError, HydraException) as error:
+        for message in explain(error):
+            print(f"distexp: {message}", file=sys.stderr)
         return 2
     merged = merge(original, new)
     if os.path.isdir(directory):
@@ -50,13 +56,24 @@ def read_command(sweep_dir: Path) -> tuple[list[str], str]:
     """Return the arguments of the original command, and its working directory.
 
     Raises:
-        ConfigError: if the directory is not a sweep.
+        ConfigError: if the directory is not a sweep, or its command is damaged.
     """
+    path = sweep_dir / COMMAND
     try:
-        command = json.loads((sweep_dir / COMMAND).read_text())
-    except (OSError, ValueError):
+        command = json.loads(path.read_text())
+        words, directory = command["words"], command["directory"]
+    except OSError:
         raise ConfigError(not_a_sweep(sweep_dir, COMMAND)) from None
-    return command["words"], command["directory"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(damaged_message(path, error)) from None
+    if not isinstance(words, list) or not all(isinstance(text, str) for text in [*words, directory]):
+        raise ConfigError(damaged_message(path, "the arguments are not texts"))
+    return words, directory
+
+
+def damaged_message(path: Path, reason: object) -> str:
+    """Return the message for a command file that cannot be used."""
+    return f"{path} is damaged ({reason}): start the sweep again with 'hydra.sweep.dir={path.parent} sweep.resume=true'"
 
 
 def merge(original: Sequence[str], new: Sequence[str]) -> list[str]:

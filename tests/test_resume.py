@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
-from distexp.resume import merge
+from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import run_distexp, run_module
@@ -109,3 +110,53 @@ def test_missing_and_empty_directories_have_different_messages(tmp_path: Path) -
             done = run_module(module, str(directory), cwd=tmp_path)
             assert done.returncode == 2
             assert done.stderr.startswith(f"distexp: {directory} {reason}")
+
+
+UNSAFE = {  # arguments in command.json that the user must repeat
+    "trusted_packages=[strange]": "'trusted_packages=[strange]'",
+    'sweep.cells=[["trusted_packages=[strange]"]]': """'sweep.cells=[["trusted_packages=[strange]"]]'""",
+    "+hydra.callbacks.x._target_=strange.Callback": "+hydra.callbacks.x._target_=strange.Callback",
+    "hydra.launcher.setup=['touch x']": "'hydra.launcher.setup=[touch x]'",
+    "cluster='site_1'": "cluster=site_1",
+    "cluster.setup=['touch x']": "'cluster.setup=[touch x]'",
+    "++cluster.environment.LD_PRELOAD=x.so": "++cluster.environment.LD_PRELOAD=x.so",
+}
+SAFE = ("cluster=slurm", "++cluster.environment.NCCL_ALGO=Tree", "hydra.launcher.partition=a", "hydra.sweep.dir=x")
+
+
+def make_command(folder: Path, *arguments: str) -> None:
+    (folder / "command.json").write_text(json.dumps({"words": arguments, "directory": "/", "cells": 1}))
+
+
+@pytest.mark.parametrize("argument", UNSAFE)
+def test_code_in_a_stored_command_must_be_repeated(
+    argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("distexp.resume.distexp", lambda arguments: started.append(arguments) or 0)
+    monkeypatch.chdir(tmp_path)
+    make_command(tmp_path, *SAFE, argument)
+    assert main([str(tmp_path)]) == 2
+    shown = UNSAFE[argument]
+    assert capsys.readouterr().err == (
+        f"distexp: {tmp_path}/command.json contains {shown}, which could run code: "
+        f"if you trust it, add {shown} to the command\n"
+    )
+    assert started == []
+    assert main([str(tmp_path), *shlex.split(shown)]) == 0
+    make_command(tmp_path, *SAFE)
+    assert main([str(tmp_path)]) == 0
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"words": 3, "directory": "/"}', '{"words": [3], "directory": "/"}']
+)
+def test_a_damaged_command_file_is_an_error_with_a_hint(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "command.json").write_text(content)
+    assert main([str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"distexp: {tmp_path}/command.json is damaged (")
+    assert "start the sweep again" in message

@@ -29,6 +29,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
     parser.error = _raise_error  # type: ignore[method-assign]
     known, unknown = parser.parse_known_intermixed_args(list(arguments))
     errors = [_explain_option(argument, arguments) for argument in unknown if argument.startswith("-")]
+    if known.experimental_rerun is not None:
+        errors.append("--experimental-rerun is not supported: use distexp resume DIR")
     actions = [f"--{name}" for name in ACTIONS if getattr(known, name)]
     if len(actions) > 1:
         errors.append(f"{' and '.join(actions)} exclude each other: use one of them")

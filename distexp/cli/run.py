@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import hydra
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -20,6 +21,7 @@ from distexp.cli.errors import explain
 from distexp.config import ConfigError, register_schema
 from distexp.config.paths import conf_dir
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError
+from distexp.launch.config_loader import use_checked_loader
 
 TRACE_VARIABLE = "HYDRA_FULL_ERROR"
 
@@ -48,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_hydra(arguments: Sequence[str]) -> int:
     register_schema()
+    use_checked_loader()
+    Plugins.instance()  # before the current folder is searched, so that Hydra loads no plugin from there
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # so that custom packages are found as with `python -m`
     sys.argv = [sys.argv[0], *normalize_arguments(arguments)]

@@ -26,7 +26,7 @@ def packages_trusted_by_user(arguments: Sequence[str]) -> list[str]:
         arguments: the command line as Hydra gets it. Overrides of Hydra's configuration are not used, because a file
             can add to them.
     """
-    typed = [name for override in _typed_overrides(arguments) for name in _package_names(override)]
+    typed = [name for override in typed_overrides(arguments) for name in _package_names(override)]
     return list(dict.fromkeys([*packages_of_environment(), *typed]))
 
 
@@ -58,24 +58,25 @@ def check_trust(composed: DictConfig, allowed: Sequence[str]) -> None:
         composed[KEY] = list(dict.fromkeys([*wanted, *packages_of_environment()]))
 
 
-def _typed_overrides(arguments: Sequence[str]) -> Iterator[Override]:
+def typed_overrides(arguments: Sequence[str]) -> Iterator[Override]:
     """Yield the overrides of a command line, and those inside its ``sweep.cells``."""
     for override in parse([text for text in arguments if is_override(text)]):
         yield override
-        if _key(override) == CELLS:
+        if key_of(override) == CELLS:
             texts = [text for cell in _as_list(override.value()) for text in _as_list(cell)]
-            yield from parse([text for text in map(_as_text, texts) if is_override(text)])
+            yield from parse([text for text in map(as_text, texts) if is_override(text)])
 
 
 def _package_names(override: Override) -> Iterator[str]:
-    if _key(override) != KEY or override.is_delete():
+    if key_of(override) != KEY or override.is_delete():
         return
     values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
     for value in values:
-        yield from (_as_text(name) for name in _as_list(value))
+        yield from (as_text(name) for name in _as_list(value))
 
 
-def _key(override: Override) -> str:
+def key_of(override: Override) -> str:
+    """Return the key of an override without ``+`` and ``~``."""
     return str(override.get_key_element()).lstrip("+~")
 
 
@@ -83,15 +84,34 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Return a value of an override without its quotes."""
     return value.text if isinstance(value, QuotedString) else str(value)
 
 
-def _files_with_key(composed: DictConfig) -> Iterator[Path]:
-    """Yield the YAML files of the chosen options that contain ``trusted_packages``."""
-    runtime = composed.hydra.runtime
-    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
-    chosen = [f"{group}/{option}.yaml" for group, option in runtime.choices.items() if isinstance(option, str)]
-    for path in (folder / name for folder in folders for name in chosen):
-        if path.is_file() and KEY in path.read_text(errors="replace"):
+def typed_keys(arguments: Sequence[str]) -> set[str]:
+    """Return the keys of the overrides on the command line, and of those inside its ``sweep.cells``."""
+    return {key_of(override) for override in typed_overrides(arguments)}
+
+
+def source_folders(composed: DictConfig) -> list[Path]:
+    """Return the folders of YAML files that Hydra searches."""
+    return [Path(source.path) for source in composed.hydra.runtime.config_sources if source.schema == "file"]
+
+
+def chosen_files(composed: DictConfig) -> Iterator[Path]:
+    """Yield the YAML files of the chosen options, and the primary file."""
+    choices = composed.hydra.runtime.choices.items()
+    names = [f"{group}/{option}.yaml" for group, option in choices if isinstance(option, str)]
+    for path in (folder / name for folder in source_folders(composed) for name in names):
+        if path.is_file():
             yield path
+    yield from (path for folder in source_folders(composed) if (path := _primary_file(folder, composed)).is_file())
+
+
+def _primary_file(folder: Path, composed: DictConfig) -> Path:
+    return folder / f"{composed.hydra.job.config_name}.yaml"
+
+
+def _files_with_key(composed: DictConfig) -> Iterator[Path]:
+    return (path for path in chosen_files(composed) if KEY in path.read_text(errors="replace"))

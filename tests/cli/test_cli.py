@@ -61,6 +61,7 @@ WRONG = {  # command lines, with a part of their message
     "--strategy=fsdp --multirun": "distexp: --strategy is not an option: write strategy=fsdp\n",
     "strategy=ddp --learning-rate 0.1": "--learning-rate is not an option: write train.learning_rate=0.1",
     "--offload": "--offload is not an option: write offload=VALUE",
+    "--experimental-rerun run.pickle": "--experimental-rerun is not supported: use distexp resume DIR",
     "--nonsense": "--nonsense is not an option: see distexp --help",
     "strategy fsdp": "distexp: unexpected space in 'strategy fsdp': write strategy=fsdp\n",
     "strategy= fsdp": "distexp: unexpected space in 'strategy= fsdp': write strategy=fsdp\n",
