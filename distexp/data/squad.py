@@ -19,7 +19,7 @@ JSON_LAYOUT = (
 )
 
 START = "answer_start"
-"""Key of the position of an answer in the context, in characters. It is checked if the data has it."""
+"""Key of the position of an answer in the context, in characters. Positions are optional, and checked if present."""
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
