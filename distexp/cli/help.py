@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 
 from distexp.cli.commands import COMMANDS
@@ -9,6 +10,7 @@ from distexp.config.paths import options_of
 from distexp.resolve.implied_strategy import implied_strategy
 
 INDENT = 17 * " "
+MIN_WIDTH, MAX_WIDTH = 50, 120
 
 GROUPS = {
     "model": "model to train",
@@ -22,7 +24,7 @@ GROUPS = {
     "cluster": "where it runs",
     "tracker": "experiment tracker",
     "scaling": "how the work changes with the number of workers",
-    "experiment": "presets: the exercises of the workshop, each with its sweep and its table",
+    "experiment": "presets: the 19 exercises of the workshop (docs/workshop.md), each with its sweep and its table",
     "scale": "limits that shrink a run",
 }
 """Config groups and their meaning."""
@@ -60,19 +62,27 @@ def help_text() -> str:
         "",
         "usage: distexp [run] [--multirun] [GROUP=OPTION ...] [KEY=VALUE ...]",
         "       distexp COMMAND [ARGUMENT ...]",
+        "       distexp help [COMMAND]",
         "",
         "commands:",
     ]
-    lines += [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
+    lines += [_entry(name, command.help) for name, command in COMMANDS.items()]
     lines += ["", "groups:"]
     for group, meaning in describe_groups():
-        lines += [f"  {group:<12} {meaning}", _wrap(", ".join(options_of(group)))]
+        lines += [_entry(group, meaning), _wrap(", ".join(options_of(group)), INDENT)]
     lines += ["", "examples:"]
     lines += [f"  {command}\n      {meaning}" for command, meaning in EXAMPLES.items()]
-    lines += ["", "options of Hydra: --cfg job, --info, --config-dir DIR, --hydra-help, --shell-completion"]
+    lines += ["", _wrap("options of Hydra: --cfg job, --info, --config-dir DIR, --hydra-help, --shell-completion")]
     lines += ["options: --help, --version"]
     return "\n".join(lines)
 
 
-def _wrap(text: str) -> str:
-    return textwrap.fill(text, 120, initial_indent=INDENT, subsequent_indent=INDENT)
+def _entry(name: str, meaning: str) -> str:
+    """Return a name with its meaning in a second column."""
+    return f"  {name:<12} " + _wrap(meaning, INDENT[2:]).lstrip()
+
+
+def _wrap(text: str, indent: str = "") -> str:
+    """Wrap a text at the width of the terminal."""
+    width = min(max(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MIN_WIDTH), MAX_WIDTH)
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if built is not None:
         yield (
             "built",
-            f"{built.wrapper}, mesh {built.mesh}, {built.parameters:,} parameters, {built.optimizer}",
+            f"{built.wrapper}{_replicas_and_shards(built.mesh)}, {built.parameters:,} parameters, {built.optimizer}",
         )
     yield from _quality(record)
     yield from _speed(record)
@@ -78,6 +78,13 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
             "runtime",
             f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s total",
         )
+
+
+def _replicas_and_shards(mesh: Sequence[int]) -> str:
+    """Return how the workers hold the model: ``, 2 replicas of 4 shards``; empty for one worker."""
+    replicas, shards = (*mesh, 1, 1)[:2]
+    parts = [format_count(number, noun) for number, noun in ((replicas, "replica"), (shards, "shard")) if number > 1]
+    return f", {' of '.join(parts)}" if parts else ""
 
 
 def format_loss(value: float | None) -> str:

@@ -87,6 +87,6 @@ def gather_to_all(value: T) -> list[T]:
     return gathered
 
 
-def head_address() -> str:
+def rendezvous_address() -> str:
     """Return the address and port of the rendezvous."""
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -1,1 +1,1 @@
-"""Engines: the trainers that run a training loop, native or of another library."""
+"""Trainers (config group ``engine``): they run a training loop, native or of another library."""

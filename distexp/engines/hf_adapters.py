@@ -67,7 +67,7 @@ class HFAdapter:
         """Set what the Accelerator of the Trainer does not take from TrainingArguments."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Build the same optimizer as the native engine."""
+        """Build the same optimizer as the native trainer."""
         fused = self.context.device.type == "cuda" and not self.config.offload.enabled
         return build_optimizer(model, self.config.train, fused=fused)
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer as an engine, with distexp's model, data and optimizer."""
+"""The Hugging Face Trainer as a trainer of distexp, with distexp's model, data and optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRELOAD = ("accelerate",)  # not transformers.trainer: it imports datasets, whic
 
 
 class HFTrainer:
-    """An engine that runs ``transformers.Trainer``; accelerate distributes the model."""
+    """A trainer that runs ``transformers.Trainer``; accelerate distributes the model."""
 
     def validate(self, config: Config) -> list[str]:
         """Refuse settings that transformers.Trainer would ignore or change."""

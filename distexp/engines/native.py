@@ -1,4 +1,4 @@
-"""The native engine: distexp's own training loop."""
+"""The native trainer: distexp's own training loop."""
 
 from __future__ import annotations
 

@@ -56,4 +56,4 @@ def wait_for_head(run_dir: Path, timeout_s: float, attempt: str = "") -> Rendezv
         if found is not None and found.attempt == attempt:
             return found
         time.sleep(0.05)
-    raise TimeoutError(f"the head node wrote no {RENDEZVOUS} to {run_dir} within {timeout_s:g} s")
+    raise TimeoutError(f"node 0 wrote no {RENDEZVOUS} to {run_dir} within {timeout_s:g} s")

@@ -21,6 +21,7 @@ from distexp.report.exercises import exercise_tables
 from distexp.runs.record import RunRecord
 
 MIN_GAP = 1
+WORKSHOP = "The workshop explains the exercises: docs/workshop.md"
 SHORT_TEXT = 7  # characters of a text that is kept in one line
 
 
@@ -33,8 +34,11 @@ class ExerciseTables:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if all(row.record.status == "invalid" for row in self.overview.rows):
             return  # the notes on the runs list the errors already
-        for table in exercise_tables(self.overview):
+        tables = list(exercise_tables(self.overview))
+        for table in tables:
             yield from _render(table, console.width)
+        if tables:
+            yield Text(WORKSHOP, style="dim")
 
 
 def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:

@@ -176,5 +176,5 @@ class DeepSpeedModel:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
 
     def describe(self) -> Built:
-        """Return what was built, read from the DeepSpeed engine."""
+        """Return what was built, read from DeepSpeed's object."""
         return ds_model.describe(self.module)

@@ -1,4 +1,4 @@
-"""DeepSpeed models of both engines: initialization, optimizer and weights.
+"""DeepSpeed models of both trainers: initialization, optimizer and weights.
 
 torch and DeepSpeed are imported only inside functions, as in a strategy.
 """
@@ -89,7 +89,7 @@ def describe(engine: Any, *, engine_name: str = "native") -> Built:
 
     Args:
         engine: the DeepSpeedEngine.
-        engine_name: name of distexp's engine, for the record.
+        engine_name: name of the trainer, for the record.
     """
     import torch.distributed as dist
 

@@ -178,7 +178,7 @@ def describe(
         distribution: how the module is distributed.
         autocast_dtype: dtype of autocast; None without autocast.
         strategy: name of the strategy, for the record.
-        engine: name of the engine, for the record.
+        engine: name of the trainer, for the record.
     """
     parameters = list(module.parameters())
     return Built(

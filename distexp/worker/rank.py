@@ -25,7 +25,7 @@ from distexp.data.shards import BatchSharding, ShardedLoader
 from distexp.data.text import TargetLogits
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
-from distexp.distributed.process_group import gather_to_all, head_address, join
+from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
 from distexp.engines.base import load_trainer
 from distexp.measure.flops import peak_tflops, training_flops
 from distexp.models.blueprint import Blueprint
@@ -67,7 +67,8 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
     spec = RunSpec.read(run_dir)
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir)
-    print(f"rank {context.rank}: {socket.gethostname()}, {context.device}, head {head_address()}", flush=True)
+    place = f"{socket.gethostname()}, {context.device}, rendezvous {rendezvous_address()}"
+    print(f"rank {context.rank} of {context.world_size}: {place}", flush=True)
     if not launched:
         attempts.register_manual_attempt(spec.run, run_dir)
     if spec.config.preflight.enabled:

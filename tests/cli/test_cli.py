@@ -14,7 +14,7 @@ import pytest
 from distexp import __version__
 from distexp.cli.commands import COMMANDS
 from tests.helpers.records import record, write
-from tests.helpers.runs import REPOSITORY, run_distexp
+from tests.helpers.runs import REPOSITORY, run_distexp, run_module
 
 WRONG = {  # command lines, with a part of their message
     "stratgy=ddp": "stratgy is not a key. Did you mean strategy?",
@@ -165,6 +165,16 @@ def test_help_lists_commands_groups_and_examples() -> None:
     assert done.returncode == 0
     for text in ("commands:", "  status ", "groups:", "hybrid_shard", "(implies strategy=fsdp)", "--cfg job"):
         assert text in done.stdout
+
+
+def test_help_is_a_command_too() -> None:
+    text = run_distexp("--help", env={"COLUMNS": "80"}).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "docs/workshop.md" in text
+    assert run_module("distexp.help", env={"COLUMNS": "80"}).stdout == text
+    assert run_distexp("help", "status").stdout == run_distexp("status", "--help").stdout
+    wrong = run_distexp("help", "statsu")
+    assert (wrong.returncode, wrong.stderr) == (2, "distexp: statsu is not a command. Did you mean status?\n")
 
 
 @pytest.mark.parametrize("module", ["distexp.experiments", "distexp"])

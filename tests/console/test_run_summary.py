@@ -39,6 +39,23 @@ def test_the_panel_has_scores_if_they_were_measured() -> None:
     assert lines["eval top-5"] == "70.0% -> 90.0%"
 
 
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        ([1, 1], "X, 1,000"),
+        ([2, 1], "X, 2 replicas, 1,000"),
+        ([1, 2], "X, 2 shards"),
+        ([2, 4], "X, 2 replicas of 4 shards"),
+    ],
+)
+def test_the_panel_has_replicas_and_shards(mesh: list[int], text: str) -> None:
+    run = record(0)
+    run.run.duration_s = 4.0
+    assert run.built is not None
+    run.built.mesh = mesh
+    assert dict(summary_lines(run))["built"].startswith(text)
+
+
 def test_the_panel_shortens_the_losses_of_many_epochs() -> None:
     run = record(0)
     run.run.duration_s = 4.0
