@@ -24,9 +24,12 @@ from distexp.report.table import build_overview_table
 from distexp.runs.errors import ERROR_HEADING
 from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import EVENTS, METRICS, log_path
+from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, log_path
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import failure_text, format_count, suggest_command
+
+COMPILE_MIN = 3
+"""Minutes that one of DeepSpeed's operators takes to compile, measured on two cores: 2 to 4."""
 
 
 @dataclass
@@ -41,6 +44,7 @@ class LiveRun:
     task: TaskID | None = None
     total_steps: int | None = None
     resumed_from: int = 0  # lines up to this step are from an earlier attempt
+    operators: Tail | None = None
     failed: bool = False  # the log has reached the error, which the panel shows in short
 
     def refresh(self) -> None:
@@ -49,6 +53,8 @@ class LiveRun:
             self.failed = self.failed or line == ERROR_HEADING
             if not self.failed:
                 self._print(f"[dim]{escape(line)}[/dim]")
+        for entry in self.operators.read_entries() if self.operators else []:
+            self._show_build(entry)
         events = self.events.read_entries()
         for event in events:
             self.total_steps = event.get("total_steps", self.total_steps)
@@ -58,6 +64,27 @@ class LiveRun:
                 self._show_step(metrics)
         for event in events:
             self._show_event(event)
+
+    def _show_build(self, entry: dict[str, Any]) -> None:
+        """Show the progress of the build of DeepSpeed's operators."""
+        if "compiling" in entry:
+            self._print(f"compiling DeepSpeed's operator {entry['compiling']}, once, about {COMPILE_MIN} minutes")
+        elif "waiting" in entry:
+            self._print(f"DeepSpeed's operators: waiting for {escape(entry['waiting'])}")
+        elif "compiled_s" in entry:
+            self._print(f"DeepSpeed's operators were compiled in {entry['compiled_s']} s")
+        elif "step" in entry and self.progress is None:
+            self._print(f"compiling: step {entry['step']} of {entry['steps']}, {entry['elapsed_s']} s")
+        if self.progress is not None and self.task is not None:
+            self._show_build_bar(self.progress, self.task, entry)
+
+    def _show_build_bar(self, progress: Progress, task: TaskID, entry: dict[str, Any]) -> None:
+        if "step" in entry:
+            progress.update(task, latest=f"step {entry['step']} of {entry['steps']}")
+        elif "compiled_s" in entry:
+            progress.update(task, description="start", latest="")
+        else:
+            progress.update(task, description="compile")
 
     def _show_event(self, event: dict[str, Any]) -> None:
         if "eval_loss" in event:
@@ -123,6 +150,7 @@ class Screen:
             events=Tail(directory / EVENTS),
             metrics=Tail(directory / METRICS),
             log=Tail(log_path(directory, 0, 0)),
+            operators=Tail(directory / OPERATORS),
         )
         if not self.console.is_terminal:
             yield live

@@ -16,17 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from distexp.config.paths import PACKAGE
 from distexp.launch.failures import STOPPED_CODE
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
+from distexp.launch.operators import OperatorError, build_operators, missing_operators
 from distexp.launch.outcome import finalize_run
 from distexp.launch.rendezvous import reserve_port, wait_for_head
 from distexp.launch.timeouts import watch
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
 from distexp.runs.errors import write_error
+from distexp.runs.jsonl import append_line
 from distexp.runs.record import RunError
-from distexp.runs.run_dir import agent_error_path, group_log_path, log_dir, memory_trace_path
+from distexp.runs.run_dir import (
+    OPERATORS,
+    agent_error_path,
+    group_log_path,
+    log_dir,
+    memory_trace_path,
+    operators_log_path,
+)
 from distexp.runs.spec import RunSpec
+from distexp.strategies.base import load_strategy
 from distexp.system.hardware import cpu_count
 from distexp.system.processes import die_with_parent, end_tree, orphaned, start_module
 
@@ -100,7 +111,7 @@ def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float)
         else:
             rendezvous = wait_for_head(run_dir, RENDEZVOUS_S, context.attempt)
         log_dir(run_dir, node).mkdir(parents=True, exist_ok=True)
-        if lacks_gpus(spec, run_dir, node):
+        if lacks_gpus(spec, run_dir, node) or lacks_operators(spec, run_dir, node):
             return 1
         group = start_module(
             "distexp.worker.group",
@@ -124,6 +135,32 @@ def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
     )
     write_error(agent_error_path(run_dir, node), RunError("TooFewGpus", message, "setup"))
     return True
+
+
+def lacks_operators(spec: RunSpec, run_dir: Path, node: int) -> bool:
+    """Build the operators that the run needs; return whether that failed, and write an error if so.
+
+    On simulated nodes only the head builds. Custom strategies are not imported here, because they may import torch.
+    """
+    is_custom = not spec.config.strategy._target_.startswith(f"{PACKAGE.name}.")
+    if is_custom or spec.config.preflight.only or (is_simulated(spec) and node > 0):
+        return False
+    environment = worker_environment(spec, node)
+    missing = missing_operators(load_strategy(spec.config).operators(spec.config), environment)
+    if not missing:
+        return False
+    try:
+        with (run_dir / OPERATORS).open("a") as file:
+            build_operators(
+                missing,
+                environment,
+                operators_log_path(run_dir, node),
+                lambda entry: append_line(file, {"unix_time_s": time.time(), "node": node, **entry}),
+            )
+    except OperatorError as error:
+        write_error(agent_error_path(run_dir, node), RunError("OperatorError", str(error), "compile"))
+        return True
+    return False
 
 
 def _sampler(spec: RunSpec, run_dir: Path, node: int) -> AbstractContextManager[object]:

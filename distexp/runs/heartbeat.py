@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from distexp.runs.run_dir import EVENTS, HEARTBEAT
+from distexp.runs.run_dir import EVENTS, HEARTBEAT, OPERATORS
 
 EVERY_S = 1.0  # On a network file system each touch is a message to the server.
 
@@ -26,8 +26,8 @@ class Heartbeat:
 
 
 def last_heartbeat(run_dir: Path) -> float:
-    """Return the Unix time in seconds of the last step or event; 0 before the first."""
-    return max(_modified(run_dir / name) for name in (HEARTBEAT, EVENTS))
+    """Return the Unix time in seconds of the last step, event or build step; 0 before the first."""
+    return max(_modified(run_dir / name) for name in (HEARTBEAT, EVENTS, OPERATORS))
 
 
 def _modified(path: Path) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from distexp.runs.heartbeat import last_heartbeat
 from distexp.runs.jsonl import Entry, read_entries, read_last_entry
 from distexp.runs.phases import read_phase_events
-from distexp.runs.run_dir import EVENTS, METRICS, SPEC, memory_traces
+from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, SPEC, memory_traces
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,17 @@ def read_progress(directory: Path) -> Progress:
     events = read_phase_events(directory / EVENTS)
     last = read_last_entry(directory / METRICS)
     return Progress(
-        phase=events[-1].phase if events else None,
+        phase=events[-1].phase if events else _phase_before_workers(directory),
         step=last.get("step"),
         steps=_total_steps(read_entries(directory / EVENTS)),
         loss=last.get("loss"),
     )
+
+
+def _phase_before_workers(directory: Path) -> str | None:
+    """Return ``compile`` while DeepSpeed's operators are compiled, else None."""
+    build = read_last_entry(directory / OPERATORS)
+    return "compile" if build and "compiled_s" not in build else None
 
 
 def last_activity(directory: Path) -> float:

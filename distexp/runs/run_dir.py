@@ -17,6 +17,8 @@ PREFLIGHT = "preflight.json"
 DS_CONFIG = "ds_config.json"
 STOP_REQUEST = "notice.json"
 HEARTBEAT = "heartbeat"
+OPERATORS = "operators.jsonl"
+"""Progress of the build of DeepSpeed's operators, before the workers start. It has lines only if one is compiled."""
 RENDEZVOUS = "rendezvous.json"
 OOM_KILLS = "oom_kills.json"
 DISK_RESERVE = ".reserve"
@@ -34,7 +36,7 @@ ATTEMPTS = "attempts"
 
 ATTEMPT_FILES = (
     *(RESULT, LOGS, MEMORY, MODEL, METRICS, EVENTS, PREDICTIONS, PREFLIGHT),
-    *(HEARTBEAT, RENDEZVOUS, STOP_REQUEST, OOM_KILLS),
+    *(HEARTBEAT, OPERATORS, RENDEZVOUS, STOP_REQUEST, OOM_KILLS),
 )
 """Files and folders of one attempt. The record is one too, but gets another name in ``attempts/<k>/``."""
 
@@ -107,6 +109,11 @@ def exit_status_path(run_dir: Path, node: int) -> Path:
 def group_log_path(run_dir: Path, node: int) -> Path:
     """Return the file with the output of the process that starts a node's workers."""
     return log_dir(run_dir, node) / "workers.log"
+
+
+def operators_log_path(run_dir: Path, node: int) -> Path:
+    """Return the file with the output of the compiler that builds a node's operators."""
+    return log_dir(run_dir, node) / "operators.log"
 
 
 def worker_exits_path(run_dir: Path, node: int) -> Path:

@@ -133,6 +133,10 @@ class Strategy(ABC):
         """Return whether each worker holds an equal share of the parameters."""
         return False
 
+    def operators(self, config: Config) -> tuple[str, ...]:
+        """Return the C++ operators of DeepSpeed to compile before the workers start."""
+        return ()
+
     @abstractmethod
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Return the fields of Built that ``setup`` must produce, else the run stops."""

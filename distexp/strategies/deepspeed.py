@@ -12,6 +12,7 @@ from distexp.runs.record import Built
 from distexp.strategies import ds_model
 from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy
 from distexp.strategies.ds_config import conflicts, get_nested, read_or_empty
+from distexp.strategies.ds_operators import needed_operators
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +65,10 @@ class DeepSpeed(Strategy):
     def shards_all_parameters(self, config: Config) -> bool:
         """Return whether the stage is 3."""
         return config.deepspeed.zero_stage == 3
+
+    def operators(self, config: Config) -> tuple[str, ...]:
+        """Return the operators that DeepSpeed would compile in a worker."""
+        return needed_operators(config)
 
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Require the requested stage and offload."""

@@ -148,8 +148,6 @@ def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> t
     if config.offload.enabled and config.deepspeed.cpu_optimizer == "deepspeed":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        if context.rank == 0 and not _is_compiled("cpu_adam"):
-            print("note: compiling DeepSpeed's CPU Adam: about a minute, only the first time", flush=True)
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
             parameter_groups(model, train.weight_decay),
             lr=train.learning_rate,
@@ -160,13 +158,6 @@ def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> t
         return optimizer
     fused = context.device.type == "cuda" and not config.offload.enabled
     return build_optimizer(model, train, fused=fused)
-
-
-def _is_compiled(operator: str) -> bool:
-    """Return whether torch's extension cache has an operator of DeepSpeed."""
-    from distexp.system.torch_internals import extension_build_dir
-
-    return (extension_build_dir(operator) / f"{operator}.so").exists()
 
 
 def _optimizer_name(optimizer: Any) -> str:

@@ -101,3 +101,25 @@ def test_the_same_error_of_invalid_runs_is_printed_once() -> None:
         "run 0: invalid: strategy=single has one worker",
         "run 1: invalid: same error as run 0",
     ]
+
+
+def test_the_compilation_of_operators_is_announced_with_its_steps(tmp_path: Path) -> None:
+    entries: list[dict[str, object]] = [
+        {"compiling": "cpu_adam"}, {"elapsed_s": 5}, {"step": 1, "steps": 3, "elapsed_s": 58}, {"compiled_s": 187}
+    ]  # fmt: skip
+    (tmp_path / "build").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    screen, shown = plain_screen(total=1)
+    nothing = Tail(tmp_path / "none")
+    LiveRun(screen.console, nothing, nothing, nothing, operators=Tail(tmp_path / "build")).refresh()
+    assert shown.getvalue().splitlines() == [
+        "compiling DeepSpeed's operator cpu_adam, once, about 3 minutes",
+        "compiling: step 1 of 3, 58 s",
+        "DeepSpeed's operators were compiled in 187 s",
+    ]
+    progress = Progress(console=screen.console, disable=True)
+    task = progress.add_task("start", total=None, latest="")
+    live = LiveRun(screen.console, nothing, nothing, nothing, progress, task, operators=Tail(tmp_path / "build"))
+    with (tmp_path / "build").open("r+") as file:
+        file.truncate(len("".join(json.dumps(entry) + "\n" for entry in entries[:3])))
+    live.refresh()
+    assert (progress.tasks[0].description, progress.tasks[0].fields["latest"]) == ("compile", "step 1 of 3")

@@ -1,0 +1,97 @@
+"""DeepSpeed's C++ operators: which ones a run needs, and a program that compiles them.
+
+``python -m distexp.strategies.ds_operators NAME...`` compiles operators in PyTorch's cache of extensions. DeepSpeed
+would compile them in the first worker that uses them. The compiler's memory would then be part of the run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from distexp.config import Config
+from distexp.strategies.ds_config import get_nested, read_or_empty
+
+SHARED_MEMORY, CPU_ADAM, QUANTIZER = "deepspeed_shm_comm", "cpu_adam", "quantizer"
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+PREFIX = "distexp:"
+"""Start of the lines that this program prints for the process that started it."""
+
+BATON = "lock"
+"""File with which PyTorch locks the build of an extension. A killed build leaves it, and all later builds wait."""
+
+
+def needed_operators(config: Config) -> tuple[str, ...]:
+    """Return the operators that a run compiles at its first use of them."""
+    on_gpu = config.cluster.device == "cuda"
+    settings = read_or_empty(config.deepspeed.config_file)
+    needed = [] if on_gpu else [SHARED_MEMORY]
+    if config.offload.enabled and config.deepspeed.cpu_optimizer == "deepspeed":
+        needed.append(CPU_ADAM)
+    if on_gpu and any(get_nested(settings, ("zero_optimization", key)) for key in QUANTIZED):
+        needed.append(QUANTIZER)
+    return tuple(needed)
+
+
+def main() -> None:
+    """Compile the operators named on the command line; print a line for each step.
+
+    Raises:
+        RuntimeError: if an operator cannot be compiled.
+    """
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    for name in sys.argv[1:]:
+        builder = ALL_OPS.get(name)
+        if builder is None or not builder.is_compatible():
+            _print("skipped", name)  # DeepSpeed does without it, or a worker reports why it cannot.
+        else:
+            _print("built", name, str(_load(name, builder).__file__))
+
+
+def _load(name: str, builder: Any) -> Any:
+    from distexp.system.torch_internals import extension_build_dir
+
+    folder = extension_build_dir(name)
+    with _locked(folder):
+        if not (folder / f"{name}.so").exists():
+            _print("compiling", name)
+        return builder.load(verbose=True)  # prints the lines of ninja
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the build of an operator against other commands of distexp.
+
+    The kernel releases this lock if the process dies. So a mark that is found inside the lock belongs to a killed
+    build, and so does PyTorch's own lock.
+    """
+    mark, baton = folder / ".distexp_build", folder / BATON
+    with (folder / ".distexp_lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _print("waiting", "for", "another run")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if mark.exists():
+            baton.unlink(missing_ok=True)
+        elif baton.exists():
+            _print("waiting", "for", f"{baton} (remove this file if no other program compiles)")
+        mark.touch()
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+
+def _print(*parts: str) -> None:
+    print(PREFIX, *parts, flush=True)
+
+
+if __name__ == "__main__":
+    main()
