@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import altair as alt
@@ -12,7 +13,8 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.ranking import memory_metric, pareto_fronts
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import MAX_LENGTH, format_setting
-from distexp.report.figures.base import Figure, Panel
+from distexp.report.figures.base import SINGLE_WIDTH, Figure, Panel
+from distexp.report.figures.label_placement import Frame, is_shown, place_labels
 from distexp.report.figures.offload_table import build_offload_table
 from distexp.report.figures.theme import MOST_COLORS, color, inline_data
 from distexp.report.traces import RunTrace
@@ -20,12 +22,13 @@ from distexp.report.traces import RunTrace
 MOST_LABELS = 16
 CROWD = 200  # points; more are drawn small and pale
 CLOSE = 0.1  # relative; an axis that shows less would make small differences look large
-LETTER_WIDTH = 0.01  # relative to the memory axis
-LINE_HEIGHT = 0.04  # relative to the speed axis
+HEIGHT = 340  # pixels
+MARGIN = 0.06  # of the axes, relative to the values
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"]
 FRONT = "Pareto front"
 FRONT_DASH = [5, 4]
 LEGEND_COLUMNS = alt.ExprRef("width < 420 ? 2 : 4")
+Rows = list[dict[str, Any]]
 
 
 def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -44,7 +47,7 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
 def _caption(overview: Overview, memory: str) -> str:
     parts = [
         "Pareto front: no other run is both smaller and faster.",
-        "Labels: runs of the table." if _has_labels(overview, memory) else "",
+        "Labels: runs of the table, if there is room." if _has_labels(overview, memory) else "",
         "Red crosses: runs out of memory, at their peak." if _out_of_memory(overview, memory) else "",
     ]
     return " ".join(filter(None, parts))
@@ -70,9 +73,10 @@ def _draw(overview: Overview, memory: str) -> alt.LayerChart | None:
     if not points:
         return None
     failed = [{**channels.point(group, memory), "speed": 0.0} for group in _out_of_memory(overview, memory)]
-    scale = _memory_scale([each["memory"] for each in points + failed])
-    x = alt.X("memory:Q", title=f"{MEMORIES[memory]} (MiB)", scale=scale, axis=alt.Axis(tickCount=8))
-    y = alt.Y("speed:Q", title="samples/s", scale=alt.Scale(zero=True))
+    frame = _frame(points + failed)
+    scales = [alt.Scale(domain=list(ends), nice=False, zero=False) for ends in (frame.x, frame.y)]
+    x = alt.X("memory:Q", title=f"{MEMORIES[memory]} (MiB)", scale=scales[0], axis=alt.Axis(tickCount=8))
+    y = alt.Y("speed:Q", title="samples/s", scale=scales[1])
     front = [
         {**channels.point(group, memory), "front": n, "line": FRONT}
         for n, groups in enumerate(pareto_fronts(overview, memory)) for group in groups
@@ -84,37 +88,29 @@ def _draw(overview: Overview, memory: str) -> alt.LayerChart | None:
     )
     layers: list[Any] = [_front_line(front, x, y), marks]
     if _has_labels(overview, memory):
-        labels = alt.Chart(inline_data(_without_overlaps(points))).mark_text(align="left", dx=9, dy=-6)
-        layers.append(labels.encode(x=x, y=y, text="run:N"))
-    return alt.layer(*layers, *_crosses(failed, x, y)).properties(height=340)
+        layers += _labels(points, failed, front, frame, x=x, y=y)
+    return alt.layer(*layers, *_crosses(failed, x, y)).properties(height=HEIGHT)
 
 
-def _without_overlaps(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the points whose labels do not overlap, in a chart of the usual size."""
-    sizes = [point["memory"] for point in points]
-    letter = LETTER_WIDTH * max(max(sizes) - min(sizes), CLOSE * max(sizes))
-    line = LINE_HEIGHT * max(point["speed"] for point in points)
-    kept: list[dict[str, Any]] = []
-    for point in points:
-        for other in kept:
-            right = other["memory"] - point["memory"]
-            overlaps = -letter * len(other["run"]) < right < letter * len(point["run"])
-            if overlaps and abs(other["speed"] - point["speed"]) < line:
-                break
-        else:
-            kept.append(point)
-    return kept
+def _labels(points: Rows, failed: Rows, front: Rows, frame: Frame, **axes: Any) -> Iterator[alt.Chart]:
+    """Yield the labels with their runs, a layer for each place next to a mark."""
+    fronts = [list(steps) for _, steps in groupby(front, key=lambda point: point["front"])]
+    for place, rows in place_labels(points, failed, fronts, frame).items():
+        if rows:
+            labels = alt.Chart(inline_data(rows)).mark_text(align=place.align, dx=place.dx, dy=place.dy)
+            yield labels.encode(**axes, text="run:N", opacity=is_shown())
 
 
-def _memory_scale(values: Sequence[float]) -> alt.Scale:
-    """Return the scale of the memory axis, at least 20 % wide."""
-    low, high = min(values), max(values)
-    if high - low < CLOSE * high:
-        return alt.Scale(domain=[(1 - CLOSE) * low, (1 + CLOSE) * high], nice=True)
-    return alt.Scale(zero=False, nice=True, padding=16)
+def _frame(rows: Rows) -> Frame:
+    """Return the axes. That of the memory is at least 20 % wide, and that of the speed starts at 0."""
+    sizes = [row["memory"] for row in rows]
+    low, high = min(sizes), max(sizes)
+    margin = CLOSE * high if high - low < CLOSE * high else MARGIN * (high - low)
+    fastest = max(row["speed"] for row in rows)
+    return Frame((max(0.0, low - margin), high + margin), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
 
 
-def _front_line(front: list[dict[str, Any]], x: alt.X, y: alt.Y) -> alt.Chart:
+def _front_line(front: Rows, x: alt.X, y: alt.Y) -> alt.Chart:
     legend = alt.Legend(title=None, symbolType="stroke", symbolSize=250, symbolDash=FRONT_DASH)
     dash = alt.StrokeDash("line:N", scale=alt.Scale(domain=[FRONT], range=[FRONT_DASH]), legend=legend)
     line = alt.Chart(inline_data(front)).mark_line(interpolate="step-after", strokeWidth=1.5, color=color("muted"))

@@ -131,7 +131,7 @@ async function drawCharts(charts) {
 
 // ---- comparison of two runs ----
 
-function setUpComparison({ shared, differing, runs }) {
+function setUpComparison({ shared, differing, runs, opened }) {
   const names = runs.map(([label, choices]) => (choices ? `${label} · ${choices}` : label));
   const inputs = ["run-a", "run-b"].map((id) => document.getElementById(id));
   const position = ({ value }) => {
@@ -150,7 +150,7 @@ function setUpComparison({ shared, differing, runs }) {
   };
   document.getElementById("run-names").append(...names.map((text) => element("option", undefined, { value: text })));
   inputs.forEach((input, index) => {
-    input.value = names[Math.min(index, names.length - 1)] ?? "";
+    input.value = names[opened[index]];
     input.addEventListener("input", show);
     input.addEventListener("focus", () => input.select());
   });

@@ -103,7 +103,22 @@ def configurations(overview: Overview) -> dict[str, Any]:
             differing[key] = {"values": kinds, "indices": [indices[text] for text in texts]}
     names = {row.label: overview.format_settings(group) for group in overview.groups for row in group.rows}
     runs = [[row.label, names[row.label]] for row in overview.rows]
-    return {"shared": shared, "differing": differing, "runs": runs}
+    return {"shared": shared, "differing": differing, "runs": runs, "opened": list(first_pair(overview))}
+
+
+def first_pair(overview: Overview) -> tuple[int, int]:
+    """Return the positions of the two runs to compare first: the baseline and another completed one.
+
+    Without two completed runs, they are those that got furthest.
+    """
+    baseline = overview.baseline.rows if overview.baseline else ()
+
+    def preference(position: int) -> tuple[bool, bool, bool]:
+        row = overview.rows[position]
+        return not row.completed, row.record.status == "invalid", not any(row is each for each in baseline)
+
+    best = sorted(range(len(overview.rows)), key=preference)
+    return best[0], best[min(1, len(best) - 1)]
 
 
 def _compared(row: Row) -> dict[str, str]:

@@ -15,11 +15,17 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from distexp.report.__main__ import main
 from distexp.report.figures.theme import DARK, LIGHT
 from distexp.runs.record import RunError
-from tests.helpers.records import record, write
+from tests.helpers.records import invalid, record, write
 from tests.helpers.report_sweeps import enrich, growing_sweep, many_runs, zero_sweep
 
 MISSING = "\u2013"
 EVIL = "</script><img src=http://example.invalid/x onerror=alert(1)>"
+BOXES = "all => all.map(one => one.getBoundingClientRect()).map(box => [box.left, box.top, box.right, box.bottom])"
+RIGHT_ENDS = """all => all.map(one => {
+  const range = document.createRange();
+  range.selectNodeContents(one);
+  return range.getBoundingClientRect().right;
+})"""
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 
@@ -103,7 +109,26 @@ def test_it_makes_no_requests_logs_nothing_and_fits_the_window(
         assert _computed(seen.page, "body", "background-color") == _rgb(palette["page"])
         assert _computed(seen.page, ".chart svg .mark-text.role-axis-title text", "fill") == _rgb(palette["muted"])
         assert _computed(seen.page, "#runs-table tbody td", "color") == _rgb(palette["ink"])
+        assert _labels_that_overlap(seen.page) == []
+        titles = seen.page.locator("h2, h3, figcaption, .subtitle").evaluate_all(RIGHT_ENDS)
+        assert len(titles) > 8
+        assert max(titles) <= viewport["width"], "a title is cut"
         seen.page.context.close()
+
+
+def _labels_that_overlap(page: Page) -> list[str]:
+    """Return the labels in the chart of memory and throughput that overlap a mark or another label."""
+    chart = page.locator("#memory_throughput svg")
+    labels = chart.locator(".mark-text.role-mark text:not([opacity='0'])")
+    names, boxes = labels.all_text_contents(), labels.evaluate_all(BOXES)
+    assert len(names) > 3
+    marks = chart.locator(".mark-symbol.role-mark path").evaluate_all(BOXES)
+    pairs = [(n, other) for n in range(len(boxes)) for other in [*boxes[:n], *boxes[n + 1 :], *marks]]
+    return [names[n] for n, other in pairs if _overlap(boxes[n], other)]
+
+
+def _overlap(one: list[float], other: list[float]) -> bool:
+    return all(one[k] + 1 < other[k + 2] and other[k] + 1 < one[k + 2] for k in (0, 1))
 
 
 def test_requests_are_recorded(browser: Browser) -> None:
@@ -127,11 +152,14 @@ def test_a_browser_without_decompression_shows_a_message(browser: Browser, zero:
 def test_tiles_rank_runs_of_one_task_only(browser: Browser, tmp_path: Path) -> None:
     for models, ranked in ((("bloom_tiny", "bloom_tiny"), True), (("bloom_tiny", "gpt_tiny"), False)):
         made = tmp_path / "-".join(models)
-        for number, model in enumerate(models):
-            write(made, record(number, model__name=model, cluster__workers_per_node=1 + number))
+        write(made, invalid(0, "no such mesh", cluster__nodes=3))
+        for number, model in enumerate(models, start=1):
+            write(made, record(number, model__name=model, cluster__workers_per_node=number))
         assert main([str(made)]) == 0
         page = watch(browser, made / "report" / "report.html").page
         assert ("fastest" in page.locator(".tiles").inner_text()) == ranked
+        compared = [page.input_value(f"#run-{side}").split()[0] for side in "ab"]
+        assert compared == ["1", "2"], "the comparison opens with completed runs"
         page.context.close()
 
 
