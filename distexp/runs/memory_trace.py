@@ -24,6 +24,7 @@ class MemorySample:
         job_mib: This job's part of a GPU's memory, if NVML reports it.
         energy_j: The GPU's own counter. It starts at an arbitrary value.
         source: How the memory was read. It marks the samples of a less exact method.
+        compiler_mib: What compilers hold, for example while DeepSpeed compiles. It is not in ``used_mib``.
     """
 
     unix_time_s: float
@@ -37,6 +38,7 @@ class MemorySample:
     job_mib: float | None = None
     energy_j: float | None = None
     source: str = ""
+    compiler_mib: float | None = None
 
 
 COLUMNS = tuple(column.name for column in fields(MemorySample))

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distexp.measure.memory.pss import PssReader, TreeMemory, read_proc
 from distexp.system.processes import descendants
+
+COMPILER = re.compile(
+    rb"ninja|nvcc|cicc|ptxas|fatbinary|cudafe\+\+|nvlink|hipcc|cc1(plus)?|collect2|lto1|as|ld(\.\w+)?|lld"
+    rb"|(g?cc|[gc]\+\+|clang(\+\+)?)(-[\d.]+)?|(x86_64|aarch64|powerpc64le)-.*"
+)
+"""Names of the programs that compile C++ and CUDA. The kernel truncates a name to 15 characters."""
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -28,6 +35,7 @@ class _Stat:
     started: int  # ticks since boot; identifies a process together with the pid
     cpu_ticks: int
     alive: bool  # not a zombie
+    compiles: bool  # a program of a compiler
 
 
 class ProcessTree:
@@ -57,7 +65,9 @@ class ProcessTree:
         )
         return TreeReading(
             pids=frozenset(self._members),
-            memory=self._memory.read(self._members),
+            memory=self._memory.read(
+                self._members, compilers={pid for pid, stat in self._members.items() if stat.compiles}
+            ),
             cpu_s=ticks / TICKS_PER_S,
         )
 
@@ -102,8 +112,14 @@ def _read_stat(pid: int) -> _Stat | None:
     if not content:
         return None
     # The name, in parentheses, may contain any character. The fields after it are plain; the state is first (proc(5)).
-    cells = content.rpartition(b")")[2].split()
-    return _Stat(started=int(cells[19]), cpu_ticks=int(cells[11]) + int(cells[12]), alive=cells[0] not in (b"Z", b"X"))
+    head, _, rest = content.rpartition(b")")
+    cells = rest.split()
+    return _Stat(
+        started=int(cells[19]),
+        cpu_ticks=int(cells[11]) + int(cells[12]),
+        alive=cells[0] not in (b"Z", b"X"),
+        compiles=COMPILER.fullmatch(head.partition(b"(")[2]) is not None,
+    )
 
 
 def _children_listed_by_kernel(pid: int) -> Iterator[int]:

@@ -20,7 +20,7 @@ one process).
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from distexp.measure.memory.cost_limit import CostLimit
@@ -42,6 +42,7 @@ class TreeMemory:
 
     mib: float
     source: str
+    compiler_mib: float | None = None  # compilers, which are not in ``mib``; None if there are none
 
 
 @dataclass(frozen=True)
@@ -57,22 +58,27 @@ class PssReader:
 
     def __init__(self) -> None:
         self._has_rollup = os.path.exists("/proc/self/smaps_rollup")
-        self._last: dict[int, tuple[int, _Counts]] = {}  # PSS in bytes, and the counts at that time
+        self._last: dict[int, tuple[int, int]] = {}  # PSS and private memory in bytes, at the same time
         self._sources: set[str] = set()
         self._limit = CostLimit(PSS_SHARE)
 
-    def read(self, pids: Collection[int]) -> TreeMemory | None:
-        """Return the memory of some processes, or None if none of them is alive."""
+    def read(self, pids: Collection[int], compilers: Collection[int] = ()) -> TreeMemory | None:
+        """Return the memory of some processes, or None if none of them is alive.
+
+        Args:
+            pids: The processes.
+            compilers: Those of them whose memory is counted separately.
+        """
         counts = {pid: found for pid in pids if (found := _read_counts(pid)) is not None}
         if not counts:
             return None
         if self._limit.allows():
             with self._limit.measure():
                 self._read_pss(counts)
-            total = sum(used for used, _ in self._last.values())
-            return TreeMemory(total / MIB, "+".join(sorted(self._sources)))
-        total = sum(self._estimate(pid, now) for pid, now in counts.items())
-        return TreeMemory(total / MIB, "+".join([*sorted(self._sources), "delta"]))
+            used = {pid: pss for pid, (pss, _) in self._last.items()}
+            return _split(used, compilers, "+".join(sorted(self._sources)))
+        used = {pid: self._estimate(pid, now) for pid, now in counts.items()}
+        return _split(used, compilers, "+".join([*sorted(self._sources), "delta"]))
 
     def _estimate(self, pid: int, now: _Counts) -> int:
         """Return the bytes of a process since the last PSS reading; 0 for a new process.
@@ -82,29 +88,42 @@ class PssReader:
         if pid not in self._last:
             return 0
         used, before = self._last[pid]
-        return max(used + now.private - before.private, 0)
+        return max(used + now.private - before, 0)
 
     def _read_pss(self, counts: dict[int, _Counts]) -> None:
         self._last, self._sources = {}, set()
         for pid, count in counts.items():
-            pss = self._pss(pid)
-            self._last[pid] = (count.private + count.shared if pss is None else pss, count)
-            self._sources.add("rss" if pss is None else "pss")
+            rollup = self._read_rollup(pid)
+            self._last[pid] = (count.private + count.shared, count.private) if rollup is None else rollup
+            self._sources.add("rss" if rollup is None else "pss")
 
-    def _pss(self, pid: int) -> int | None:
-        """Return the PSS in bytes: 0 if the process has ended, None if PSS is not readable."""
+    def _read_rollup(self, pid: int) -> tuple[int, int] | None:
+        """Return the PSS and the private memory of a process in bytes; None if PSS is not readable.
+
+        Both are of the same moment. Counts from before would be too small for a process that grows, and all later
+        estimates too large. Both are 0 if the process has ended.
+        """
         if not self._has_rollup:
             return None
         try:
             rollup = read_proc(f"{pid}/smaps_rollup")
         except PermissionError:
             return None
-        kib = 0
+        kib = private_kib = 0
         for line in rollup.splitlines():
             # Pss does not include the huge pages of hugetlbfs.
             if line.startswith((b"Pss:", b"Private_Hugetlb:", b"Shared_Hugetlb:")):
                 kib += int(line.split()[1])
-        return kib * 1024
+            elif line.startswith(b"Anonymous:"):
+                private_kib = int(line.split()[1])
+        return kib * 1024, private_kib * 1024
+
+
+def _split(used: Mapping[int, int], compilers: Collection[int], source: str) -> TreeMemory:
+    """Return the sum of the bytes of all processes, with those of compilers separately."""
+    apart = [used[pid] for pid in compilers if pid in used]
+    rest = sum(used.values()) - sum(apart)
+    return TreeMemory(rest / MIB, source, sum(apart) / MIB if apart else None)
 
 
 def _read_counts(pid: int) -> _Counts | None:

@@ -36,7 +36,7 @@ class Sampler:
 
     It takes a sample at the start, one at each multiple of the interval, and one at the end. A sample is skipped if
     sampling would cost more than ``SAMPLING_SHARE`` of a core. On the CPU, the memory is that of all descendants of
-    ``root_pid``, without that process itself, which is the agent.
+    ``root_pid``, without that process itself, which is the agent, and without compilers.
 
     An error never stops the run: it is printed once to stderr, and the trace lacks the values.
 
@@ -166,6 +166,7 @@ class Sampler:
             total_mib=self._total_mib,
             utilization_pct=100 * tree.cpu_s / elapsed / self.cores if elapsed else None,
             source=tree.memory.source if tree.memory else "",
+            compiler_mib=tree.memory.compiler_mib if tree.memory else None,
         )
         for gpu in self._read_gpus(tree.pids):
             yield MemorySample(unix_time_s=now, phase=phase, kind=GPU, **vars(gpu))

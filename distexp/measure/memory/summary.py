@@ -56,7 +56,8 @@ def summarize(traces: Sequence[Path], events: Path | None = None) -> Summary:
 
     Each entry has ``phases``: the peak memory, or the average utilization, of each phase. ``mode_mib`` is the smallest
     of tied modes. ``job_peak_mib`` of a GPU covers the processes of this job only, and is None if NVML does not report
-    them. ``source`` is how memory was read. A trace that cannot be read adds a note, and its values are None.
+    them. ``compiler_peak_mib`` is the peak of compilers, which no other value contains. ``source`` is how memory was
+    read. A trace that cannot be read adds a note, and its values are None.
     """
     summary = Summary({GPU: [], CPU: []}, {GPU: [], CPU: []}, [])
     for position, path in enumerate(traces):
@@ -124,6 +125,8 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
     }
     if kind == GPU:
         entry["job_peak_mib"] = max(_known(counted, lambda sample: sample.job_mib), default=None)
+    else:
+        entry["compiler_peak_mib"] = max(_known(counted, lambda sample: sample.compiler_mib), default=None)
     entry["phases"] = _by_phase(samples, lambda sample: sample.used_mib, max)
     sources = {source: None for sample in samples for source in sample.source.split("+") if source}
     entry["source"] = "+".join(sources) or None

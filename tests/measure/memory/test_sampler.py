@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from distexp.measure.memory import pss
 from distexp.measure.memory import sampler as sampler_module
 from distexp.measure.memory.cost_limit import CostLimit
 from distexp.measure.memory.process_tree import ProcessTree
@@ -101,6 +102,48 @@ def test_shared_pages_count_once(tmp_path: Path) -> None:
         resident = sum(each.memory_info().rss for each in descendants(child.shell)) / 2**20
     assert after - before == pytest.approx(200, abs=16)
     assert resident > after + 150
+
+
+def test_growth_during_a_reading_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[bytes] = []
+    read = pss.read_proc
+
+    def read_while_growing(name: str) -> bytes:
+        if name.endswith("smaps_rollup"):
+            blocks.append(b"1" * (100 * 2**20))
+        return read(name)
+
+    monkeypatch.setattr(pss, "read_proc", read_while_growing)
+    reader = pss.PssReader()
+    first, second = reader.read([os.getpid()]), reader.read([os.getpid()])
+    assert first is not None
+    assert second is not None
+    assert (first.source, second.source, len(blocks)) == ("pss", "pss+delta", 1)
+    assert second.mib == pytest.approx(first.mib, abs=16)
+
+
+START_COMPILER = """
+parent, (wait_end, ready_end) = os.getpid(), os.pipe()
+if os.fork() == 0:
+    with open("/proc/self/comm", "w") as name:
+        name.write("cc1plus")
+    block = hold(300)
+    os.write(ready_end, b"1")
+    while os.getppid() == parent:
+        time.sleep(0.05)
+    os._exit(0)
+os.read(wait_end, 1)
+"""
+
+
+def test_memory_of_compilers_is_not_in_the_peak(tmp_path: Path) -> None:
+    with sampled(tmp_path) as child:
+        before = child.settle()
+        child.run('enter("setup")\n' + START_COMPILER)
+        wait_until(lambda: (read_samples(child.trace)[-1].compiler_mib or 0) > 300, "the memory of the compiler")
+    (entry,) = summarize_run(tmp_path, nodes=1).memory["cpu"]
+    assert entry["peak_mib"] < before + 50
+    assert entry["compiler_peak_mib"] == pytest.approx(300, abs=16)
 
 
 def test_process_is_followed_after_its_parent_is_killed(tmp_path: Path) -> None:
