@@ -1,4 +1,4 @@
-"""Command ``distexp cancel DIR``: cancel the jobs of a sweep that have not ended."""
+"""Command ``distexp cancel DIR``: end the runs of a sweep, on Slurm or on this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 from distexp.exceptions import run_until_pipe_closes
 from distexp.launch import ledger
+from distexp.launch.local.cancel import cancel_local
 from distexp.launch.slurm import client
 from distexp.launch.slurm.status import poll
-from distexp.runs.run_dir import LEDGER
+from distexp.runs.existing import ExistingRuns, not_a_sweep
 from distexp.runs.text import format_count, suggest_command
 
 TIMEOUT_S, POLL_S = 60.0, 0.5
@@ -20,18 +21,41 @@ TIMEOUT_S, POLL_S = 60.0, 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Cancel the jobs, wait for their end, and print how many runs were cancelled.
+    """End the runs of a sweep, wait for their end, and print how many there were.
 
     Returns:
-        0; 1 if the jobs could not be cancelled; 2 if the directory is not a sweep on Slurm.
+        0; 1 if a run could not be ended; 2 if the directory is not a sweep.
     """
-    parser = argparse.ArgumentParser(prog="distexp cancel", description="Cancel the jobs of a sweep.")
+    parser = argparse.ArgumentParser(
+        prog="distexp cancel", description="End the runs of a sweep, on Slurm or on this machine."
+    )
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory of a sweep")
     sweep_dir = parser.parse_args(arguments).directory
-    entries = ledger.latest(sweep_dir)
-    if not entries:
-        print(f"distexp: {sweep_dir} has no {LEDGER}: only sweeps on Slurm can be cancelled", file=sys.stderr)
+    if ledger.latest(sweep_dir):
+        return _cancel_jobs(sweep_dir)
+    if not ExistingRuns.read(sweep_dir).runs:
+        print(f"distexp: {not_a_sweep(sweep_dir, 'run')}", file=sys.stderr)
         return 2
+    return _cancel_local(sweep_dir)
+
+
+def _cancel_local(sweep_dir: Path) -> int:
+    try:
+        cancelled = cancel_local(sweep_dir)
+    except PermissionError:
+        print("distexp: the runs belong to another user, who can cancel them", file=sys.stderr)
+        return 1
+    print(f"{format_count(len(cancelled.runs) - len(cancelled.left), 'run')} cancelled")
+    for run in cancelled.left:
+        print(f"run {run.number} is still ending: check again with {suggest_command('status', sweep_dir)}")
+    for run, host in cancelled.elsewhere:
+        hint = suggest_command("cancel", sweep_dir)
+        print(f"distexp: run {run.number} was started on {host}: cancel it there with {hint}", file=sys.stderr)
+    return 1 if cancelled.elsewhere else 0
+
+
+def _cancel_jobs(sweep_dir: Path) -> int:
+    entries = ledger.latest(sweep_dir)
     active = [run for run in poll(sweep_dir) if run.is_active]
     try:
         client.cancel([run.job for run in active if run.job])

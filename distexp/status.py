@@ -25,14 +25,11 @@ from distexp.launch import ledger
 from distexp.launch.slurm.follow import FAST_POLL_S, follow
 from distexp.launch.slurm.status import poll
 from distexp.runs.existing import ExistingRun, ExistingRuns, choose_newest_sweep, not_a_sweep
-from distexp.runs.progress import last_activity, read_progress
-from distexp.runs.record import FAILURES, RunRecord
-from distexp.runs.run_dir import COMMAND, RECORD
+from distexp.runs.local_state import local_state
+from distexp.runs.record import FAILURES
+from distexp.runs.run_dir import COMMAND
 from distexp.runs.run_state import RunState
 from distexp.runs.text import suggest_command
-
-MAX_IDLE_S = 15.0
-"""A local run with more recent activity is running; memory samples and steps count as activity."""
 
 DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"
 
@@ -103,7 +100,7 @@ def _follow_local(directory: Path, console: Console) -> SweepStates:
     with Live(console=console, transient=True, auto_refresh=False) as live:
         while True:
             sweep = read_sweep(directory)
-            if all(run.state != "running" for run in sweep.runs):
+            if not any(run.is_active for run in sweep.runs):
                 return sweep
             if console.is_terminal:
                 live.update(sweep.table(console), refresh=True)
@@ -132,7 +129,7 @@ def read_sweep(sweep_dir: Path) -> SweepStates:
     """Return the state of every run; ask Slurm about the runs in the ledger."""
     existing = ExistingRuns.read(sweep_dir).runs
     on_slurm = {run.number: run for run in poll(sweep_dir)}
-    local = [_local_state(run) for run in existing if run.number not in on_slurm]
+    local = [local_state(run) for run in existing if run.number not in on_slurm]
     runs = sorted([*local, *on_slurm.values()], key=lambda run: run.number)
     return SweepStates(runs, _varied_overrides(existing))
 
@@ -143,17 +140,6 @@ def _varied_overrides(runs: Sequence[ExistingRun]) -> dict[int, str]:
         return {}
     shared = set.intersection(*(set(run.overrides) for run in runs))
     return {run.number: " ".join(text for text in run.overrides if text not in shared) for run in runs}
-
-
-def _local_state(run: ExistingRun) -> RunState:
-    """Return the state of a run that is not on Slurm, from the files in its directory."""
-    if run.status is not None:
-        return RunState.from_record(run.number, run.directory, None, RunRecord.read(run.directory / RECORD))
-    idle_s = time.time() - last_activity(run.directory)
-    if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":
-        return RunState(run.number, run.directory, None, "running")
-    reason = f"last activity {idle_s:,.0f} s ago (process probably killed)"
-    return RunState(run.number, run.directory, None, "no record", reason)
 
 
 def not_started(sweep_dir: Path, runs: Sequence[RunState]) -> Iterator[str]:

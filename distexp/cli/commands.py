@@ -18,7 +18,7 @@ COMMANDS = {
     "run": Command("start a run, or a sweep with --multirun (the word run may be left out)", "distexp.cli.run"),
     "status": Command("show the state of every run of a sweep", "distexp.status"),
     "resume": Command("run what is missing or failed in a sweep", "distexp.resume"),
-    "cancel": Command("cancel the jobs of a sweep on Slurm", "distexp.cancel"),
+    "cancel": Command("end the runs of a sweep", "distexp.cancel"),
     "report": Command("make tables, figures and a page from finished runs", "distexp.report.__main__"),
     "experiments": Command("list the presets, or run those that match", "distexp.experiments"),
     "doctor": Command("check this machine", "distexp.doctor.__main__"),

@@ -27,6 +27,7 @@ from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
 from distexp.runs.errors import write_error
 from distexp.runs.jsonl import append_line
+from distexp.runs.owner import write_agent
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import (
     OPERATORS,
@@ -58,6 +59,8 @@ def main() -> None:
         signal.signal(number, lambda number, _: stop_request.request_stop(run_dir, signal.Signals(number).name))
     die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(run_dir)
+    if node == 0:
+        write_agent(run_dir)
     try:
         code = run_node(spec, run_dir, NodeContext(node), started)
     except StoppedError:

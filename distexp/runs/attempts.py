@@ -8,7 +8,7 @@ from typing import Any
 
 from distexp.runs.events import last_value
 from distexp.runs.record import RunInfo, RunRecord
-from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPT_FILES, ATTEMPTS, HEARTBEAT, RECORD, SPEC, STOP_REQUEST
+from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPT_FILES, ATTEMPTS, HEARTBEAT, OWNER, RECORD, SPEC, STOP_REQUEST
 
 Attempt = dict[str, Any]
 
@@ -65,7 +65,8 @@ def register_manual_attempt(run: RunInfo, directory: Path) -> None:
     The spec lists the attempt that it was written for. If that attempt trained in this directory, it has ended without
     a record. If not, the directory is a copy, and the attempt is not one of this directory.
     """
-    (directory / STOP_REQUEST).unlink(missing_ok=True)
+    for name in (STOP_REQUEST, OWNER):  # of an earlier attempt
+        (directory / name).unlink(missing_ok=True)
     run.attempts = read_attempts(directory)
     if run.attempts and run.attempts[-1]["reason"] is None:
         if (directory / HEARTBEAT).exists():

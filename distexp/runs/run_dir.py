@@ -17,6 +17,8 @@ PREFLIGHT = "preflight.json"
 DS_CONFIG = "ds_config.json"
 STOP_REQUEST = "notice.json"
 HEARTBEAT = "heartbeat"
+OWNER = "owner.json"
+"""The process that started a local run."""
 OPERATORS = "operators.jsonl"
 """Progress of the build of DeepSpeed's operators, before the workers start. It has lines only if one is compiled."""
 RENDEZVOUS = "rendezvous.json"
@@ -36,7 +38,7 @@ ATTEMPTS = "attempts"
 
 ATTEMPT_FILES = (
     *(RESULT, LOGS, MEMORY, MODEL, METRICS, EVENTS, PREDICTIONS, PREFLIGHT),
-    *(HEARTBEAT, OPERATORS, RENDEZVOUS, STOP_REQUEST, OOM_KILLS),
+    *(HEARTBEAT, OPERATORS, OWNER, RENDEZVOUS, STOP_REQUEST, OOM_KILLS),
 )
 """Files and folders of one attempt. The record is one too, but gets another name in ``attempts/<k>/``."""
 
@@ -50,6 +52,8 @@ OUTPUTS = "multirun_outputs"
 COMMAND = "command.json"
 MULTIRUN = "multirun.yaml"
 LEDGER = "ledger.jsonl"
+LAUNCHER_LOG = "launcher.log"
+"""Output of a command after its terminal was closed."""
 SLURM = "slurm"
 SNAPSHOT = "snapshot"
 SNAPSHOT_MARKER = ".complete.json"
@@ -84,6 +88,11 @@ def error_path(run_dir: Path, node: int, rank: int) -> Path:
 def agent_error_path(run_dir: Path, node: int) -> Path:
     """Return the JSON file in which the agent of a node reports why it started no worker."""
     return log_dir(run_dir, node) / "agent.error.json"
+
+
+def agent_owner_path(run_dir: Path) -> Path:
+    """Return the JSON file that names the agent process of the first node of a local run."""
+    return log_dir(run_dir, 0) / "agent.process.json"
 
 
 def error_paths(run_dir: Path) -> list[Path]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import IO
 
 import psutil
@@ -71,6 +73,25 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent or orphaned():
         os.kill(os.getpid(), number)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since boot; None if it does not exist or is a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    cells = stat.rpartition(")")[2].split()
+    return None if cells[0] in "ZX" else int(cells[19])
+
+
+def machine_id() -> str:
+    """Return an identity of this machine since its last boot, and of the container in which process ids count."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def orphaned() -> bool:

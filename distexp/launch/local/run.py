@@ -17,6 +17,7 @@ from distexp.launch import oom
 from distexp.launch.failures import HANG_CODE
 from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.runs import stop_request
+from distexp.runs.owner import write_launcher
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_tree, start_module
@@ -36,6 +37,7 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
     """
     started = time.time()
     start_attempt(spec, directory)
+    write_launcher(directory)
     oom.save_counters(directory)
     stopped: InterruptedRunError | None = None
     agents: list[subprocess.Popen[bytes]] = []

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from distexp.config.paths import PACKAGE
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError
+from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.run import run_locally
 from distexp.launch.snapshot import git_root, git_state
 from distexp.launch.sweep import (
@@ -39,6 +40,11 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
     cells = compose_cells(context, master, overrides)
     sweep_dir = create_sweep_dir(master)
     write_sweep_files(master, sweep_dir, len(cells))
+    with continue_after_hangup(sweep_dir):
+        return _run_cells(context, master, cells, sweep_dir)
+
+
+def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell], sweep_dir: Path) -> list[JobReturn]:
     screen = Screen(total=len(cells), sweep_dir=sweep_dir)
 
     def should_skip(run: ExistingRun) -> bool:

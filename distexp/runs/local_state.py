@@ -1,0 +1,37 @@
+"""State of a run that is not on Slurm, from the files in its directory and its launcher."""
+
+from __future__ import annotations
+
+import time
+
+from distexp.runs.existing import ExistingRun
+from distexp.runs.owner import read_agent, read_launcher
+from distexp.runs.progress import last_activity, read_progress
+from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import RECORD
+from distexp.runs.run_state import RunState
+
+MAX_IDLE_S = 15.0
+"""A run of another machine with more recent activity is running; memory samples and steps count as activity."""
+
+
+def local_state(run: ExistingRun) -> RunState:
+    """Return the state of a run. Its launcher decides, if it was started on this machine."""
+    if run.status is not None:
+        return RunState.from_record(run.number, run.directory, None, RunRecord.read(run.directory / RECORD))
+    launcher, agent = read_launcher(run.directory), read_agent(run.directory)
+    if launcher is None or not launcher.is_local:
+        return _state_by_activity(run)
+    if launcher.is_alive:
+        return RunState(run.number, run.directory, None, "running")
+    if agent is not None and agent.is_alive:
+        return RunState(run.number, run.directory, None, "ending", f"its launcher, process {launcher.pid}, has ended")
+    return RunState(run.number, run.directory, None, "no record", f"its launcher, process {launcher.pid}, was killed")
+
+
+def _state_by_activity(run: ExistingRun) -> RunState:
+    idle_s = time.time() - last_activity(run.directory)
+    if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":
+        return RunState(run.number, run.directory, None, "running")
+    reason = f"last activity {idle_s:,.0f} s ago (process probably killed)"
+    return RunState(run.number, run.directory, None, "no record", reason)

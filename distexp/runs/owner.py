@@ -1,0 +1,71 @@
+"""Processes behind a local run: ``owner.json`` names its launcher and the agent of its first node.
+
+On the same machine, they decide at once whether the run is still running. Elsewhere only the age of the run's files
+can decide.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from distexp.runs.files import write_json
+from distexp.runs.run_dir import OWNER, agent_owner_path
+from distexp.system.processes import machine_id, start_ticks
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process. ``started`` is different for a later process with the same id."""
+
+    pid: int
+    started: int  # clock ticks since the machine started
+    machine: str
+    host: str
+
+    @classmethod
+    def current(cls) -> Owner:
+        """Return this process."""
+        return cls(os.getpid(), start_ticks(os.getpid()) or 0, machine_id(), socket.gethostname())
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the process was started on this machine, since its last reboot."""
+        return self.machine == machine_id()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs on this machine."""
+        return self.is_local and start_ticks(self.pid) == self.started
+
+
+def write_launcher(run_dir: Path) -> None:
+    """Write that this process is the launcher of a run."""
+    write_json(run_dir / OWNER, asdict(Owner.current()))
+
+
+def write_agent(run_dir: Path) -> None:
+    """Write that this process is the agent of a run's first node."""
+    path = agent_owner_path(run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(Owner.current()))
+
+
+def read_launcher(run_dir: Path) -> Owner | None:
+    """Return the launcher of a run's latest attempt; None if it is not known."""
+    return _read(run_dir / OWNER)
+
+
+def read_agent(run_dir: Path) -> Owner | None:
+    """Return the agent of a run's first node; None if it is not known."""
+    return _read(agent_owner_path(run_dir))
+
+
+def _read(path: Path) -> Owner | None:
+    try:
+        return Owner(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,53 @@
+"""Test of a command whose terminal is closed, with a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from distexp.runs.run_dir import LAUNCHER_LOG
+from tests.measure.memory.sampled_process import wait_until
+
+COMMAND = """
+import sys, time
+from pathlib import Path
+from distexp.launch.local.hangup import continue_after_hangup
+sweep = Path(sys.argv[1])
+with continue_after_hangup(sweep):
+    print("ready", flush=True)
+    while not (sweep / "end").exists():
+        time.sleep(0.05)
+    print("run 1 of 2", flush=True)
+"""
+
+
+def test_runs_continue_after_the_terminal_is_closed(tmp_path: Path) -> None:
+    terminal, inside = pty.openpty()
+    command = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(tmp_path)],
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,  # noqa: PLW1509
+    )
+    try:
+        os.close(inside)
+        assert os.read(terminal, 100).strip() == b"ready"
+        os.close(terminal)
+        log = tmp_path / LAUNCHER_LOG
+        wait_until(lambda: log.exists() and log.read_text().endswith("\n"), "the first line of the log")
+        (tmp_path / "end").touch()
+        assert command.wait(60) == 0
+    finally:
+        command.kill()
+        command.wait()
+    first, second = log.read_text().splitlines()
+    assert "the terminal was closed (SIGHUP), and the runs continue" in first
+    assert f"distexp status {tmp_path}. To end them: distexp cancel {tmp_path}" in first
+    assert second == "run 1 of 2"

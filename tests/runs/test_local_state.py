@@ -1,0 +1,152 @@
+"""State and end of local runs whose launcher is a known process, with fabricated run directories."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from distexp import cancel
+from distexp.runs import local_state
+from distexp.runs.attempts import register_manual_attempt
+from distexp.runs.owner import read_agent, read_launcher
+from distexp.runs.record import RunInfo
+from distexp.runs.run_dir import EVENTS, LOGS, OWNER
+from distexp.runs.run_state import RunState
+from distexp.status import read_sweep
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from distexp.runs.owner import write_agent, write_launcher
+for directory in map(Path, sys.argv[2:]):
+    (write_agent if sys.argv[1] == "agent" else write_launcher)(directory)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def make_run(sweep: Path, number: int) -> Path:
+    """Write the directory of a run that has not ended."""
+    directory = sweep / str(number)
+    directory.mkdir(parents=True)
+    run = {"number": number, "id": f"id{number}", "overrides": [f"train.seed={number}"], "attempts": []}
+    (directory / "spec.json").write_text(json.dumps({"run": run}))
+    (directory / EVENTS).write_text(json.dumps({"unix_time_s": time.time(), "phase": "train"}) + "\n")
+    return directory
+
+
+def set_age(directory: Path, seconds: float) -> None:
+    """Set the time at which all files of a run were written."""
+    for path in directory.rglob("*"):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+@contextmanager
+def process_of(kind: str, *directories: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that is the launcher or the agent of some runs."""
+    command = [sys.executable, "-c", LAUNCHER, kind, *map(str, directories)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def states(sweep: Path) -> dict[int, RunState]:
+    return {run.number: run for run in read_sweep(sweep).runs}
+
+
+def test_the_launcher_decides_whether_a_run_is_running(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 0)
+    with process_of("launcher", run) as launcher:
+        set_age(run, 3600)
+        assert states(tmp_path)[0].state == "running", "although no file has changed for an hour"
+        with process_of("agent", run):
+            launcher.kill()
+            launcher.wait()
+            assert states(tmp_path)[0].state == "ending", "the agent still writes the record"
+    set_age(run, 0)
+    found = states(tmp_path)[0]
+    assert (found.state, found.reason) == ("no record", f"its launcher, process {launcher.pid}, was killed")
+
+
+def test_another_process_with_the_same_id_is_not_the_launcher(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 0)
+    with process_of("launcher", run):
+        known = json.loads((run / OWNER).read_text())
+        (run / OWNER).write_text(json.dumps({**known, "started": known["started"] - 1}))
+        assert states(tmp_path)[0].state == "no record"
+
+
+@pytest.mark.parametrize("content", [None, "torn {", '{"pid": 1}'])
+def test_files_decide_without_a_launcher_on_this_machine(tmp_path: Path, content: str | None) -> None:
+    run = make_run(tmp_path, 0)
+    if content is not None:
+        (run / OWNER).write_text(content)
+    assert states(tmp_path)[0].state == "running"
+    set_age(run, local_state.MAX_IDLE_S + 60)
+    assert states(tmp_path)[0].state == "no record"
+    assert "last activity" in states(tmp_path)[0].reason
+
+
+def test_a_run_started_by_hand_does_not_belong_to_an_earlier_launcher(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 0)
+    with process_of("launcher", run):
+        pass
+    register_manual_attempt(RunInfo("id0", "name", 0, []), run)
+    assert states(tmp_path)[0].state == "running"
+
+
+def test_cancel_ends_the_launcher_of_a_local_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, 0)
+    with process_of("launcher", make_run(tmp_path, 1)) as launcher:
+        assert cancel.main([str(tmp_path)]) == 1, "run 0 has no known launcher, but its files are new"
+        assert launcher.wait() == -signal.SIGTERM
+    shown = capsys.readouterr()
+    assert shown.out == "1 run cancelled\n"
+    assert "run 0 was started on an unknown machine" in shown.err
+    assert {number: run.state for number, run in states(tmp_path).items()} == {0: "running", 1: "no record"}
+
+
+def test_cancel_names_the_machine_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, 0)
+    with process_of("launcher", run) as launcher:
+        owner = read_launcher(run)
+        assert owner is not None
+        assert owner.pid == launcher.pid
+        elsewhere = replace(owner, machine="other", host="node7")
+        (run / OWNER).write_text(json.dumps(asdict(elsewhere)))
+        assert cancel.main([str(tmp_path)]) == 1
+        assert launcher.poll() is None
+    shown = capsys.readouterr()
+    assert shown.out == "0 runs cancelled\n"
+    assert f"run 0 was started on node7: cancel it there with distexp cancel {tmp_path}" in shown.err
+
+
+def test_cancel_of_a_finished_sweep_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, 0)
+    set_age(run, 3600)
+    assert cancel.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "0 runs cancelled\n"
+
+
+def test_the_agent_is_known_before_it_writes_a_log(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 0)
+    assert not (run / LOGS).exists()
+    with process_of("agent", run) as agent:
+        found = read_agent(run)
+        assert found is not None
+        assert (found.pid, found.is_alive) == (agent.pid, True)
