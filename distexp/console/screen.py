@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from distexp.console.operator_build import build_message
 from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
 from distexp.report.exercise_tables import build_exercise_tables
 from distexp.report.table import build_overview_table
@@ -27,9 +28,6 @@ from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, log_path
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import failure_text, format_count, suggest_command
-
-COMPILE_MIN = 3
-"""Minutes that one of DeepSpeed's operators takes to compile, measured on two cores: 2 to 4."""
 
 
 @dataclass
@@ -67,14 +65,9 @@ class LiveRun:
 
     def _show_build(self, entry: dict[str, Any]) -> None:
         """Show the progress of the build of DeepSpeed's operators."""
-        if "compiling" in entry:
-            self._print(f"compiling DeepSpeed's operator {entry['compiling']}, once, about {COMPILE_MIN} minutes")
-        elif "waiting" in entry:
-            self._print(f"DeepSpeed's operators: waiting for {escape(entry['waiting'])}")
-        elif "compiled_s" in entry:
-            self._print(f"DeepSpeed's operators were compiled in {entry['compiled_s']} s")
-        elif "step" in entry and self.progress is None:
-            self._print(f"compiling: step {entry['step']} of {entry['steps']}, {entry['elapsed_s']} s")
+        message = build_message(entry)
+        if message is not None and ("step" not in entry or self.progress is None):
+            self._print(escape(message))
         if self.progress is not None and self.task is not None:
             self._show_build_bar(self.progress, self.task, entry)
 

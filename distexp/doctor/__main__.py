@@ -1,4 +1,4 @@
-"""The command ``distexp doctor [--json]``; exit code 0 if this machine can train, else 1."""
+"""The command ``distexp doctor [--json] [--build]``; exit code 0 if this machine can train, else 1."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from distexp.doctor.machine import (
     check_memory,
     check_shm,
 )
+from distexp.doctor.operators import build, check_operators
 from distexp.doctor.software import check_conf, check_libraries, check_python, check_torch, probe_torch
 from distexp.doctor.tools import check_compiler, check_ninja, check_slurm, check_toolkit
 from distexp.doctor.verdict import Verdict, format_verdict, make_verdict
@@ -50,6 +51,7 @@ def run_checks() -> tuple[list[CheckResult], Verdict]:
             check_gpus(), check_nccl(torch, gpus), check_port(), *(each.result() for each in collectives),
             check_shm(), check_memory(), check_disk(), check_limits(gpus),
             check_compiler(), check_ninja(), check_toolkit(torch, gpus),
+            check_operators("cuda" if torch.usable else "cpu"),
             check_hub_cache(), check_distexp_cache(), slurm.result(),
         ]  # fmt: skip
     return results, make_verdict(results, torch)
@@ -79,8 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Check this machine: print what can be trained on it, what is missing, and how to fix it.",
     )
     parser.add_argument("--json", action="store_true", help="print the results as one JSON document")
+    parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operators now, and check nothing")
     options = parser.parse_args(arguments)
     console = Console()
+    if options.build:
+        return build("cuda" if visible_gpus() else "cpu", console)
     if options.json:
         results, verdict = run_checks()
         content: dict[str, Any] = {**asdict(verdict), "checks": [asdict(result) for result in results]}

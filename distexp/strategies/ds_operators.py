@@ -19,6 +19,9 @@ from distexp.strategies.ds_config import get_nested, read_or_empty
 SHARED_MEMORY, CPU_ADAM, QUANTIZER = "deepspeed_shm_comm", "cpu_adam", "quantizer"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
+USUAL = {"cpu": (SHARED_MEMORY,), "cuda": (CPU_ADAM,)}
+"""Operators that runs with default settings need, by device; on GPUs only those with ``offload=true``."""
+
 PREFIX = "distexp:"
 """Start of the lines that this program prints for the process that started it."""
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from distexp.doctor import __main__ as doctor
+from distexp.doctor import operators
 from distexp.launch import agent
 from distexp.launch.failures import classify_failure
 from distexp.launch.operators import OperatorError, build_operators, missing_operators
@@ -130,3 +132,32 @@ def test_the_phase_is_compile_until_the_build_ends(tmp_path: Path) -> None:
         assert str(read_progress(tmp_path)) == "compile"
         append_line(file, {"compiled_s": 100})
     assert str(read_progress(tmp_path)) == "start"
+
+
+def test_the_doctor_builds_ahead_and_reports_it(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(operators, "USUAL", {"cpu": ("adam",)})
+    monkeypatch.setattr(doctor, "visible_gpus", tuple)
+    before = operators.check_operators("cpu")
+    assert (before.state, before.found) == ("warning", "not compiled yet: adam")
+    assert before.hint is not None
+    assert "distexp doctor --build" in before.hint
+    assert doctor.main(["--build"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "compiling DeepSpeed's operator adam, once, about 3 minutes"
+    assert operators.check_operators("cpu").state == "ok"
+    assert doctor.main(["--build"]) == 0
+    assert capsys.readouterr().out == "compiled: adam\n", "nothing is left to compile"
+
+
+def test_a_failed_build_of_the_doctor_names_the_error(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(operators, "USUAL", {"cpu": ("broken",)})
+    monkeypatch.setattr(doctor, "visible_gpus", tuple)
+    assert doctor.main(["--build"]) == 1
+    assert "one.cpp:3:1: fatal error: no omp.h" in capsys.readouterr().out
