@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hydra.core.override_parser.types import Override
 
@@ -81,19 +81,25 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
     swept = [key for key, override in by_key.items() if override.is_sweep_override()]
     errors = [
         f"{by_key[key].input_line} cannot be swept, because {key} decides how a sweep runs: start one command for each"
-        for key in ("cluster", "experiment")
+        for key in ("cluster", "experiment", "repeats")
         if key in swept
     ]
+    if "repeats" in by_key and "train.seed" in swept:
+        errors.append("train.seed and repeats both repeat each cell: set one seed, or leave repeats out")
     if swept and not multirun and "experiment" not in by_key:
         shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
         errors.append(f"{shown} is a sweep: add --multirun, or set one value")
-    if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key):
+    if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key or _repeats(by_key)):
         errors.append(
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
         )
     errors += [f"{key} cannot be set: {hint}" for key, hint in RESERVED_KEYS.items() if key in by_key]
     if errors:
         raise ConfigError(errors)
+
+
+def _repeats(by_key: Mapping[str, Override]) -> bool:
+    return "repeats" in by_key and by_key["repeats"].value() != 1
 
 
 def check_single_run(overrides: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ EXAMPLES = {
     "distexp strategy=fsdp sharding=hybrid_shard": "choose a strategy",
     "distexp --multirun zero_stage=1,2,3 offload=true,false": "run a sweep and print its table",
     "distexp --multirun strategy=single,ddp,fsdp,deepspeed": "compare strategies",
+    "distexp --multirun strategy=ddp,fsdp repeats=3": "run each cell three times, to know the noise",
     "distexp model=resnet_tiny strategy=ddp": "train on images",
     "distexp dataset=squad dataset.train_path=T.json dataset.eval_path=E.json": "use your data",
     "distexp train.max_steps=20 train.micro_batch_size=8": "set any key",

@@ -18,6 +18,8 @@ def check_values(config: Config) -> Iterator[str]:
     """Yield an error for each value that is wrong regardless of all other values."""
     for section in sections():
         yield from value_errors(section, getattr(config, section))
+    if config.repeats < 1:
+        yield f"repeats={config.repeats} must be at least 1"
     if "/" in config.name or config.name in ("", ".", ".."):
         yield f"name={config.name} must be the name of one folder, without a slash"
 

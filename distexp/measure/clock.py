@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from itertools import pairwise
 from typing import Any
 
 import torch
+
+BLOCKS = 10  # of consecutive steps, for the error of the mean
 
 
 class StepClock:
@@ -64,3 +68,23 @@ def quantiles(durations: list[float]) -> dict[str, float] | None:
         "p90": ordered.quantile(0.9).item(),
         "max": ordered.max().item(),
     }
+
+
+def speed_error(durations: list[float]) -> dict[str, float] | None:
+    """Return the relative standard error of the mean step time, and so of the speed.
+
+    Consecutive steps are correlated, for example while another program uses the cores. So the error is computed from
+    the means of blocks of consecutive steps, which are nearly independent. This is the method of batch means
+    (B. Schmeiser, Operations Research 30, 1982). Differences between runs are not in it, so it is a lower bound.
+
+    Returns:
+        ``relative`` and the number of ``blocks``; None for fewer than two steps.
+    """
+    blocks = min(BLOCKS, len(durations))
+    if blocks < 2:
+        return None
+    size = len(durations) // blocks
+    counted = durations[len(durations) - blocks * size :]
+    means = [statistics.fmean(counted[start : start + size]) for start in range(0, len(counted), size)]
+    error = statistics.stdev(means) / math.sqrt(blocks)
+    return {"relative": error / statistics.fmean(means), "blocks": float(blocks)}

@@ -7,10 +7,19 @@ from dataclasses import dataclass
 
 from distexp.report.data.failures import failure_reason
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
-from distexp.report.data.repeats import RunGroup, Spread, format_metric, group_repeats, is_within_noise
+from distexp.report.data.repeats import (
+    RunGroup,
+    Spread,
+    difference_noise,
+    format_metric,
+    group_repeats,
+    is_within_noise,
+    share_deviations,
+)
 from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import SEED
 from distexp.report.data.settings import format_setting, format_settings
+from distexp.report.data.text import format_noise
 from distexp.report.data.varying import varying_settings
 
 MIN_SPEED_RATIO = 0.95
@@ -43,6 +52,12 @@ class Pair:
         pair = self.metric_pair(name)
         return bool(pair and is_within_noise(*pair))
 
+    def noise(self, name: str) -> float | None:
+        """Return the noise of a difference, relative to the value before; None if unknown."""
+        pair = self.metric_pair(name)
+        noise = difference_noise(*pair) if pair else None
+        return noise / abs(pair[0].mean) if pair and noise is not None and pair[0].mean else None
+
     def first_measured(self, names: Sequence[str]) -> str | None:
         """Return the first of some metrics that both sides have."""
         return next((name for name in names if self.metric_pair(name)), None)
@@ -73,7 +88,9 @@ class Comparison:
         for each in (varied, _varying(before), _varying(after)):
             matched, left, right = _match_by_settings(left, right, each)
             pairs += matched
-        return cls(tuple(pairs), tuple(left), tuple(right), varied, tuple(_changed(before, after, varied)))
+        return cls(
+            tuple(_share_deviations(pairs)), tuple(left), tuple(right), varied, tuple(_changed(before, after, varied))
+        )
 
     def regressions(self) -> Iterator[str]:
         """Yield a line for each regression."""
@@ -81,9 +98,23 @@ class Comparison:
             for regression in _regressions(pair):
                 yield f"{self.describe(pair.after)}: {regression}"
 
+    def uncertain(self) -> Iterator[str]:
+        """Yield a line for each lower speed that is no regression, because the noise is as large."""
+        for pair in self.pairs:
+            ratio, noise = pair.ratio(SPEED), pair.noise(SPEED)
+            if ratio is not None and noise is not None and ratio < MIN_SPEED_RATIO and pair.is_noise(SPEED):
+                change = f"{_format_change(pair, SPEED)} samples/s ({ratio - 1:+.1%})"
+                yield f"{self.describe(pair.after)}: {change}, within the noise of {format_noise(noise, 1)}"
+
     def describe(self, group: RunGroup) -> str:
         """Return ``strategy=fsdp, offload=true``, or the label of the run."""
         return format_settings(group.settings, self.varied) or f"run {group.label}"
+
+
+def _share_deviations(pairs: Sequence[Pair]) -> Iterator[Pair]:
+    """Yield the pairs, whose groups know the noise between repeats of either sweep."""
+    shared = iter(share_deviations([group for pair in pairs for group in (pair.before, pair.after)]))
+    yield from (Pair(before, after) for before, after in zip(shared, shared, strict=True))
 
 
 def _varying(rows: Sequence[Row]) -> list[str]:

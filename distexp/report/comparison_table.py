@@ -51,11 +51,13 @@ class ComparisonTable:
             if groups:
                 yield Text(f"Only in {side}: {'; '.join(comparison.describe(group) for group in groups)}.")
         if any("~" in cell for column in kept for cell in column.cells):
-            yield Text("~: the difference is within run-to-run noise.", style="dim")
+            yield Text("~: the difference is within the noise.", style="dim")
         yield from _regression_lines(comparison)
 
 
 def _regression_lines(comparison: Comparison) -> Iterator[Text]:
+    for change in comparison.uncertain():
+        yield Text(f"Not a regression: {change}.", style="yellow")
     regressions = list(comparison.regressions())
     for regression in regressions:
         yield Text(f"Regression: {regression}", style="red")

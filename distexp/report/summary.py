@@ -6,22 +6,25 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from distexp.report.data.metrics import MEMORIES, SPEED
+from distexp.report.data.noise import SINGLE_CPU_RUN, distinct_ratio
 from distexp.report.data.overview import Overview
-from distexp.report.data.ranking import group_by_task, memory_metric, rank_by_metric
-from distexp.report.data.repeats import RunGroup, is_within_noise
+from distexp.report.data.ranking import equal_to_best, group_by_task, memory_metric, rank_by_metric
+from distexp.report.data.repeats import RunGroup, Spread, difference_noise
 from distexp.report.data.rows import Row
 from distexp.report.data.settings import global_batch
-from distexp.report.data.text import name_runs
+from distexp.report.data.text import format_noise, name_runs
 from distexp.runs.text import join_first
 
 MOST_TASKS = 4
 SAME = 0.005  # relative difference
 FEW_STEPS = 5
+CPU_SPEEDS = "Speeds on CPU vary with other programs"
 HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
 
 
 def summarize(overview: Overview) -> Iterator[str]:
     """Yield the sentences below a table of runs."""
+    yield from explain_cpu_speeds(overview)
     yield from _fastest(overview)
     yield from _smallest(overview)
     yield from _setup_peaks(overview)
@@ -30,6 +33,26 @@ def summarize(overview: Overview) -> Iterator[str]:
     yield from _definitions(overview)
     yield from _repeats(overview)
     yield from _incomplete_runs(overview)
+
+
+def explain_cpu_speeds(overview: Overview) -> Iterator[str]:
+    """Yield what speed comparisons on CPU are worth, if these runs can be compared."""
+    tasks = group_by_task([group for group in overview.groups if group.completed and _is_on_cpu(group)])
+    for groups in list(tasks.values())[:MOST_TASKS]:
+        if len(groups) < 2:
+            continue
+        repeated = groups[0].deviations.get(SPEED)
+        if repeated is None:
+            ratio = f"{distinct_ratio(SINGLE_CPU_RUN):.1f}x"
+            yield f"{CPU_SPEEDS}: compare only those that differ by more than {ratio}, or use repeats=3."
+        else:
+            deviation = format_noise(repeated.relative, 1)
+            yield f"{CPU_SPEEDS}: equal runs differed by {deviation} here (standard deviation)."
+        return
+
+
+def _is_on_cpu(group: RunGroup) -> bool:
+    return group.setting("device") == "cpu" and group.metric(SPEED) is not None
 
 
 def _fastest(overview: Overview) -> Iterator[str]:
@@ -43,20 +66,34 @@ def _smallest(overview: Overview) -> Iterator[str]:
 
 
 def _best(overview: Overview, name: str, what: str, form: str, *, largest: bool) -> Iterator[str]:
-    """Yield the best group of each task, and whether the second one is as good."""
+    """Yield the best group of each task, or that several are equal within the noise."""
     ranked = list(rank_by_metric(overview, name, largest=largest))[:MOST_TASKS]
     for task, groups in ranked:
         if len(groups) < 2:
             continue
-        (best, value), (second, next_value) = groups[:2]
-        of = f" ({task})" if len(ranked) > 1 else ""
-        yield f"{what}{of}: {overview.describe(best)}, {form.format(value.mean)}."
-        other = f"{overview.describe(second)}, {form.format(next_value.mean)}"
-        within_noise = is_within_noise(value, next_value)
-        if within_noise is not None:
-            yield f"The difference to {other}, is {'within' if within_noise else 'beyond'} run-to-run noise."
-        elif abs(value.mean - next_value.mean) < SAME * value.mean:
+        start = f"{what} ({task}): " if len(ranked) > 1 else f"{what}: "
+        equal = equal_to_best(groups)
+        first, other = (_describe_value(overview, *each, form) for each in (groups[0], (equal or groups[1:])[0]))
+        best, second = groups[0][1], (equal or groups[1:])[0][1]
+        noise = difference_noise(best, second)
+        if equal and noise is not None:
+            yield f"{start}{first}, and {other}, are equal within the noise of {format_noise(noise, best.mean)}."
+            yield from _others_equal(equal[1:])
+            continue
+        yield f"{start}{first}."
+        if noise is not None:
+            yield f"The next is {other}, beyond the noise of {format_noise(noise, best.mean)}."
+        elif abs(best.mean - second.mean) < SAME * best.mean:
             yield f"Equal within {SAME:.1%}: {other}."
+
+
+def _describe_value(overview: Overview, group: RunGroup, value: Spread, form: str) -> str:
+    return f"{overview.describe(group)}, {form.format(value.mean)}"
+
+
+def _others_equal(groups: Sequence[tuple[RunGroup, Spread]]) -> Iterator[str]:
+    if groups:
+        yield f"Also equal within the noise: {name_runs(group.label for group, _ in groups)}."
 
 
 def _setup_peaks(overview: Overview) -> Iterator[str]:
@@ -116,6 +153,8 @@ def _definitions(overview: Overview) -> Iterator[str]:
         several = len(group_by_task([group for group in overview.groups if group.completed])) > 1
         only = f" Only runs of {overview.baseline.task} have one." if several else ""
         yield f"Speedup: samples/s relative to {overview.describe(overview.baseline)}.{only}"
+        if any(map(overview.equals_baseline, overview.groups)):
+            yield "~: equal to this run within the noise."
     if overview.series:
         yield "Efficiency: ideal time / real time, relative to the fewest workers of the same configuration."
 
@@ -125,7 +164,7 @@ def _repeats(overview: Overview) -> Iterator[str]:
     if any(count > 1 for count in counts):
         yield "Repeats of a training are one row (n runs): mean ± sample standard deviation."
     elif len(counts) > 1:
-        yield "Each row is one run. Repeat with train.seed=1,2,3 to measure the noise."
+        yield "Each row is one run. Repeat with repeats=3 to measure the noise."
     mixed = [group for group in overview.groups if len({row.record.run.git_sha for row in group.rows}) > 1]
     if mixed:
         yield f"These repeats ran different git commits: {join_first(map(overview.describe, mixed), 3)}."

@@ -19,6 +19,7 @@ from distexp.report.columns import (
     setting_title,
     split_columns,
 )
+from distexp.report.data.metrics import SPEEDUP
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
 from distexp.report.data.settings import MAX_LENGTH, format_setting
@@ -29,6 +30,7 @@ from distexp.runs.record import FAILURES, RunRecord
 
 MAX_ROWS = 200  # on a terminal
 MAX_NOTES = 20
+NOISE_MARK = "~"
 SETTING_IMPORTANCE = (ALWAYS - 2, 94, 92, 88)
 """Importance of the first settings, relative to the metrics; the others are hidden before any metric."""
 
@@ -85,7 +87,15 @@ def overview_columns(overview: Overview) -> Iterator[Column]:
         yield Column(setting_title(name), cells, ALWAYS if name in quiz else importance, right=False)
     yield Column("status", tuple(group.status for group in groups), ALWAYS, right=False)
     for metric in overview.metrics():
-        yield Column(metric.title, format_metric(groups, metric), ALWAYS if metric.name in quiz else metric.importance)
+        cells = format_metric(groups, metric)
+        if metric.name == SPEEDUP:
+            cells = tuple(cell + _noise_mark(overview, group) for cell, group in zip(cells, groups, strict=True))
+        yield Column(metric.title, cells, ALWAYS if metric.name in quiz else metric.importance)
+
+
+def _noise_mark(overview: Overview, group: RunGroup) -> str:
+    """Return a mark if the speed of a group equals that of the baseline within the noise."""
+    return NOISE_MARK if overview.equals_baseline(group) else ""
 
 
 def status_style(group: RunGroup) -> str:

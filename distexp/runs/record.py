@@ -129,6 +129,11 @@ class Metrics:
         unit="seconds",
         parts={".p50": "Median.", ".p90": "90th percentile.", ".max": "Longest step."},
     )
+    speed_error: dict[str, float] | None = key(
+        None,
+        "Standard error of the training speed, from the means of blocks of consecutive steps.",
+        parts={".relative": "Error divided by the speed.", ".blocks": "Number of blocks."},
+    )
     communication: dict[str, Any] | None = key(
         None,
         "Communication in the steps of `train.profile_steps`, as means over the ranks.",

@@ -17,7 +17,7 @@ from torch import Tensor
 from distexp.data.shards import StepData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import sum_over_ranks
-from distexp.measure.clock import StepClock, quantiles, synchronize
+from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
 from distexp.measure.memory.allocator import AllocatorWatch
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
 from distexp.runs.events import Events
@@ -191,6 +191,7 @@ class MetricsLogger:
         metrics.train_runtime = runtime
         metrics.train_samples_per_second_overall = self.samples / runtime
         metrics.step_time_s = quantiles(durations)
+        metrics.speed_error = speed_error(durations)
         metrics.data_wait_s = self.data_wait_s
         if durations:
             metrics.train_samples_per_second = self.measured_samples / sum(durations)

@@ -20,10 +20,12 @@ from distexp.config import ConfigError
 from distexp.config.paths import config_groups
 
 CELLS_KEY = "sweep.cells"
+REPEATS_KEY = "repeats"
+SEED_KEY = "train.seed"
 
 
 class DistexpSweeper(BasicSweeper):
-    """Hydra's basic sweeper with lists of cells. The command line replaces the sweep of a preset."""
+    """Hydra's basic sweeper with lists of cells and repeats. The command line replaces the sweep of a preset."""
 
     def sweep(self, arguments: list[str]) -> Any:
         """Launch all cells in one call of the launcher."""
@@ -51,7 +53,22 @@ class DistexpSweeper(BasicSweeper):
         expanded = self._product(swept) if len(fixed) < len(swept) or not cells else []
         for cell in cells:
             expanded += self._product(fixed + cell)
-        return [list(cell) for cell in dict.fromkeys(tuple(cell) for cell in expanded)]
+        return self._repeat([list(cell) for cell in dict.fromkeys(tuple(cell) for cell in expanded)])
+
+    def _repeat(self, cells: list[list[str]]) -> list[list[str]]:
+        """Return each cell as often as ``repeats`` requests, with different seeds.
+
+        All cells run once before the first one repeats, so that slow changes of the machine affect all of them.
+        """
+        assert self.config is not None
+        seed, repeats = int(self.config.train.seed), int(self.config.repeats)
+        planned = [(cell, _integer(cell, REPEATS_KEY, repeats), _integer(cell, SEED_KEY, seed)) for cell in cells]
+        most = max((count for _, count, _ in planned), default=1)
+        repeated = [
+            cell if count < 2 else _with_seed(cell, first + n)
+            for n in range(max(most, 1)) for cell, count, first in planned if n < max(count, 1)
+        ]  # fmt: skip
+        return [list(cell) for cell in dict.fromkeys(tuple(cell) for cell in repeated)]
 
     def _parse(self, overrides: Sequence[str]) -> list[Override]:
         return self.parser.parse_overrides([quote_choice(text, config_groups()) for text in overrides])
@@ -70,6 +87,21 @@ class DistexpSweeper(BasicSweeper):
                 )
         listed: list[list[str]] = cells
         return listed
+
+
+def _integer(cell: Sequence[str], key: str, default: int) -> int:
+    """Return the value that a cell gives to a key; the default if it is no integer, which is an error later."""
+    text = next((value for name, _, value in map(_split, cell) if name == key), "")
+    return int(text) if text.lstrip("-").isdecimal() else default
+
+
+def _split(override: str) -> tuple[str, str, str]:
+    return override.lstrip("+").partition("=")
+
+
+def _with_seed(cell: Sequence[str], seed: int) -> list[str]:
+    kept = [text for text in cell if _split(text)[0] not in (REPEATS_KEY, SEED_KEY)]
+    return [*kept, f"{SEED_KEY}={seed}"]
 
 
 ConfigStore.instance().store(

@@ -49,7 +49,9 @@ def record(
     error: RunError | None = None,
     **settings: Any,
 ) -> RunRecord:
-    """Return a record; ``speed`` is in samples/s, ``peak`` in MiB of GPU memory."""
+    """Return a record; ``speed`` is in samples/s, ``peak`` in MiB of GPU memory. A run with a peak is on GPUs."""
+    if peak is not None:
+        settings.setdefault("cluster__device", "cuda")
     chosen = config(**settings)
     world = chosen["cluster"]["nodes"] * (chosen["cluster"]["workers_per_node"] or 1)
     done = status == "completed"

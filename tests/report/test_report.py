@@ -48,7 +48,8 @@ def two_runs() -> tuple[RunRecord, RunRecord]:
 
 
 def test_result_files_have_a_row_per_run(tmp_path: Path) -> None:
-    failed = record(2, strategy="single", status="failed", error=RunError("ValueError", "a | b, <c>", "eval", 1))
+    error = RunError("ValueError", "a | b, <c>", "eval", 1)
+    failed = record(2, strategy="single", status="failed", error=error, cluster__device="cuda")
     sweep = write(tmp_path / "deep" / "sweep", *two_runs(), failed)
     done = report(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -209,7 +210,7 @@ def test_open_shows_the_page_and_trace_chooses_the_drawn_runs(tmp_path: Path) ->
 def test_equal_workers_on_different_nodes_have_a_table_and_no_curve(tmp_path: Path) -> None:
     shapes = ((1, 2, 100.0), (2, 1, 80.0))
     runs = [
-        record(n, cluster__nodes=nodes, cluster__workers_per_node=each, speed=speed)
+        record(n, cluster__nodes=nodes, cluster__workers_per_node=each, cluster__device="cuda", speed=speed)
         for n, (nodes, each, speed) in enumerate(shapes)
     ]
     assert report(write(tmp_path, *runs)).returncode == 0
@@ -273,7 +274,34 @@ def test_small_changes_and_noise_are_not_regressions(tmp_path: Path) -> None:
     done = report("--compare", tmp_path / "before", tmp_path / "after")
     assert done.returncode == 0, done.stdout
     assert "0.87x~" in done.stdout
-    assert "within run-to-run noise" in done.stdout
+    assert "~: the difference is within the noise." in done.stdout
+    assert "Not a regression: run 0 +2: 100.0 ± 30.0 -> 86.7 ± 25.2 samples/s (-13.3%), within the noise" in done.stdout
+
+
+def test_single_runs_on_cpu_are_compared_within_a_large_noise(tmp_path: Path) -> None:
+    """Equal runs on two busy cores had 169.5 and 289.1 samples/s."""
+    before = write(tmp_path / "a", record(0, speed=289.1))
+    done = report("--compare", before, write(tmp_path / "b", record(0, speed=169.5)))
+    assert done.returncode == 0, done.stdout
+    assert "Not a regression: run 0: 289.1 -> 169.5 samples/s (-41.4%), within the noise of ±46%." in done.stdout
+    slow = report("--compare", before, write(tmp_path / "c", record(0, speed=50.0)))
+    assert slow.returncode == 1, slow.stdout
+
+
+def test_step_times_give_the_noise_of_a_run(tmp_path: Path) -> None:
+    def sweep_at(name: str, speed: float) -> Path:
+        run = record(0, speed=speed, cluster__device="cuda")
+        run.metrics.speed_error = {"relative": 0.04, "blocks": 10.0}
+        return write(tmp_path / name, run)
+
+    before = sweep_at("a", 100.0)
+    done = report("--compare", before, sweep_at("b", 90.0))
+    assert done.returncode == 0, done.stdout
+    assert "100.0 -> 90.0 samples/s (-10.0%), within the noise of ±12%." in done.stdout
+    assert report("--compare", before, sweep_at("c", 80.0)).returncode == 1
+    report(before)
+    row = next(csv.DictReader((before / "report" / "results.csv").open()))
+    assert round(float(row["train_samples_per_second_noise_pct"]), 2) == 9.04  # 2.26 standard errors
 
 
 def test_a_run_that_fails_after_a_change_is_a_regression(tmp_path: Path) -> None:

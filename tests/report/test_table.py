@@ -118,7 +118,8 @@ def test_notes_below_the_table_explain_failures() -> None:
                error=RunError("OutOfMemoryError", "CUDA out of memory", "train", 1)),
         invalid(2, f"{pinned} | zero_stage=9 is unknown", strategy="ddp"),
         invalid(3, pinned, strategy="fsdp"),
-        record(4, strategy="single", status="failed", error=RunError("ValueError", "bad\nvalue", "setup", 0)),
+        record(4, strategy="single", status="failed", error=RunError("ValueError", "bad\nvalue", "setup", 0),
+               cluster__device="cuda"),
     ]  # fmt: skip
     text = unwrapped(printed(records, 300))
     assert "run 1 oom_gpu: out of GPU memory in phase train, at a peak of 143,000 of 143,771 MiB on a GPU" in text
@@ -138,16 +139,47 @@ def test_repeats_with_different_seeds_show_mean_and_deviation() -> None:
     text = unwrapped(printed(records))
     assert "101.0 ± 1.0" in text
     assert "seed" not in header(printed(records))
-    assert "Fastest: run 3 +2 (strategy=fsdp), 101.5 samples/s." in text
-    assert "The difference to run 0 +2 (strategy=ddp), 101.0 samples/s, is within run-to-run noise." in text
+    assert "Speeds on CPU vary with other programs: equal runs differed by ±1.4% here (standard deviation)." in text
+    fsdp, ddp = "run 3 +2 (strategy=fsdp), 101.5 samples/s", "run 0 +2 (strategy=ddp), 101.0 samples/s"
+    assert f"Fastest: {fsdp}, and {ddp}, are equal within the noise of ±2.8%." in text
+    assert "1.00 ± 0.01~" in text
+    assert "0.50 ± 0.01 " in text
     apart = [r for r in records if r.config["strategy"]["name"] != "fsdp"]
-    assert "is beyond run-to-run noise" in unwrapped(printed(apart))
+    single = "run 6 +2 (strategy=single), 51.0 samples/s"
+    assert f"Fastest: {ddp}. The next is {single}, beyond the noise of ±2.8%." in unwrapped(printed(apart))
 
 
-def test_without_repeats_the_noise_is_unknown() -> None:
-    text = printed([record(0, speed=100.0), record(1, strategy="fsdp", speed=100.1)])
-    assert "run-to-run noise" not in text
-    assert "to measure the noise" in text
+def test_speeds_of_single_runs_on_cpu_are_not_ranked() -> None:
+    """Equal runs on two busy cores had 169.5 and 289.1 samples/s."""
+    cells = zip(("ddp", "fsdp", "single", "deepspeed"), (289.1, 275.0, 169.5, 50.0), strict=True)
+    text = unwrapped(printed([record(n, strategy=name, speed=speed) for n, (name, speed) in enumerate(cells)]))
+    assert "compare only those that differ by more than 1.8x, or use repeats=3." in text
+    assert "run 0 (strategy=ddp), 289.1 samples/s, and run 1 (strategy=fsdp), 275.0 samples/s, are equal" in text
+    assert "Also equal within the noise: run 2." in text
+    assert "0.95~" in text
+    assert "0.17 " in text
+    assert "~: equal to this run within the noise." in text
+
+
+def test_noise_of_repeats_holds_for_runs_without_repeats() -> None:
+    twice = [record(n, run_id="a", speed=speed) for n, speed in enumerate((169.5, 289.1))]
+    text = unwrapped(printed([*twice, record(2, strategy="fsdp", speed=240.0)]))
+    assert "equal runs differed by ±37% here" in text
+    assert "are equal within the noise of more than ±100%" in text
+
+
+def test_without_repeats_the_noise_on_gpus_is_that_of_the_steps() -> None:
+    runs = [record(0, speed=100.0, peak=9.0), record(1, strategy="fsdp", speed=105.0, peak=9.0)]
+    text = unwrapped(printed(runs))
+    assert "noise of ±" not in text
+    assert "Fastest: run 1" in text
+    assert "Repeat with repeats=3 to measure the noise." in text
+    assert "CPU" not in text
+    for run, error in zip(runs, (0.001, 0.04), strict=True):
+        run.metrics.speed_error = {"relative": error, "blocks": 10.0}
+    assert "are equal within the noise of ±9%." in unwrapped(printed(runs))
+    runs[1].metrics.speed_error = {"relative": 0.001, "blocks": 10.0}
+    assert "Fastest: run 1 (strategy=fsdp), 105.0 samples/s. The next is run 0" in unwrapped(printed(runs))
 
 
 def test_a_failed_repeat_is_not_in_the_mean() -> None:
@@ -188,12 +220,12 @@ def test_runs_with_different_environment_settings_are_not_repeats() -> None:
         "train__checkpoint_every": (None, "epoch"),
     }.items():
         text = printed(sweep_of(key, *values))
-        assert "±" not in text, key
+        assert " ± " not in text, key
         assert text.count("completed") == 2, key
     assert "cpus_" in header(printed(sweep_of("cluster__cpus_per_worker", 1, 4)))
-    assert "±" in printed(sweep_of("cluster__timeout_min", 10.0, 20.0)), "a time limit changes no metric"
+    assert " ± " in printed(sweep_of("cluster__timeout_min", 10.0, 20.0)), "a time limit changes no metric"
     unset = [record(n, run_id="a", cluster__cpus_per_worker=n) for n in (1, 2)]
-    assert "±" in printed(unset), "the default share of the cores is not a choice"
+    assert " ± " in printed(unset), "the default share of the cores is not a choice"
 
 
 def test_invalid_cells_are_not_repeats_of_each_other() -> None:
@@ -279,10 +311,11 @@ def test_a_custom_strategy_section_needs_no_edit_in_the_report(monkeypatch: pyte
 
 def test_speedup_and_efficiency_name_their_baseline() -> None:
     records = [
-        record(0, status="failed", error=RunError("ValueError", "no"), strategy="fsdp"),
-        record(1, cluster__nodes=1, speed=100.0),
-        record(2, cluster__nodes=2, speed=180.0),
-        record(3, cluster__nodes=4, speed=320.0),
+        record(0, status="failed", error=RunError("ValueError", "no"), strategy="fsdp", cluster__device="cuda"),
+        *(
+            record(n, cluster__nodes=nodes, speed=speed, cluster__device="cuda")
+            for n, nodes, speed in ((1, 1, 100.0), (2, 2, 180.0), (3, 4, 320.0))
+        ),
     ]
     text = unwrapped(printed(records))
     assert "1.80 90" in text

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distexp.plan.model_states import ideal_states_mib
+from distexp.report.data.noise import step_noise
 from distexp.runs.devices import device_values, mean_or_none
 from distexp.runs.record import RunRecord
 
@@ -63,6 +64,11 @@ def _communication_percent(name: str) -> ReadMetric:
     return read
 
 
+def _step_noise_percent(record: RunRecord) -> float | None:
+    noise = step_noise(record.metrics.speed_error)
+    return None if noise is None else 100 * noise
+
+
 def _largest(kind: str, key: str) -> ReadMetric:
     return lambda record: max(device_values(record.memory.get(kind), key), default=None)
 
@@ -95,6 +101,8 @@ def _from_other_runs(record: RunRecord) -> float | None:
 
 
 SPEED = "train_samples_per_second"
+STEP_NOISE = "train_samples_per_second_step_noise_pct"
+NOISE = "train_samples_per_second_noise_pct"
 SPEEDUP = "speedup"
 EFFICIENCY = "efficiency_pct"
 COMMUNICATION = "communication_pct"
@@ -141,6 +149,8 @@ _FILE_METRICS = (
 METRICS = (
     *TABLE_METRICS,
     *(Metric(name, _metric(name)) for name in _FILE_METRICS),
+    Metric(STEP_NOISE, _step_noise_percent),
+    Metric(NOISE, _from_other_runs),
     Metric(EXPOSED, _communication_percent("exposed_share")),
     Metric("eval_runtime_s", _metric("eval_runtime")),
     Metric("step_time_p90_s", _step_time("p90")),

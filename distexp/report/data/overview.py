@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.report.data.failures import failure_notes
-from distexp.report.data.metrics import TABLE_METRICS, Metric
-from distexp.report.data.repeats import RunGroup, group_repeats
+from distexp.report.data.metrics import NOISE, SPEED, TABLE_METRICS, Metric
+from distexp.report.data.repeats import RunGroup, group_repeats, is_within_noise, share_deviations
 from distexp.report.data.rows import Row, rows_from_records
 from distexp.report.data.scaling import ScalingSeries, add_efficiency, find_scaling_series
 from distexp.report.data.setting_names import SEED
@@ -38,7 +38,8 @@ class Overview:
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> Overview:
         """Group and compare rows, and fill in their speedups and efficiencies."""
-        groups = group_repeats(rows)
+        groups = share_deviations(group_repeats(rows))
+        _add_noise(groups)
         varied = varying_settings([row.record for row in rows], [row.settings for row in rows])
         if any(group.has_several_seeds for group in groups):
             varied = [name for name in varied if name != SEED]
@@ -67,6 +68,21 @@ class Overview:
         names = [name for name in self.varied if group.setting(name) is not None]
         return format_settings(group.settings, names) if len(names) <= MAX_SETTINGS else ""
 
+    def equals_baseline(self, group: RunGroup) -> bool:
+        """Return whether the speed of another group equals that of the baseline within the noise."""
+        if self.baseline is None or group is self.baseline or group.task != self.baseline.task:
+            return False
+        speed, other = group.metric(SPEED), self.baseline.metric(SPEED)
+        return bool(group.completed and speed and other and is_within_noise(speed, other))
+
     def notes(self) -> Iterator[str]:
         """Yield why runs did not complete, one line for each reason."""
         yield from failure_notes(self.rows)
+
+
+def _add_noise(groups: Sequence[RunGroup]) -> None:
+    """Fill in the noise of the speed of each group, in percent."""
+    for group in groups:
+        speed = group.metric(SPEED)
+        for row in group.counted_rows:
+            row.metrics[NOISE] = 100 * speed.noise / speed.mean if speed and speed.noise and speed.mean else None

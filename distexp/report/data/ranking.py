@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import RunGroup, Spread
+from distexp.report.data.repeats import RunGroup, Spread, is_within_noise
 
 
 def memory_metric(overview: Overview) -> str | None:
@@ -34,21 +34,47 @@ def rank_by_metric(
         yield task, sorted(pairs, key=lambda pair: pair[1].mean, reverse=largest)
 
 
+def equal_to_best(ranked: Sequence[tuple[RunGroup, Spread]]) -> list[tuple[RunGroup, Spread]]:
+    """Return the groups after the best one that differ from it by less than the noise."""
+    _, best = ranked[0]
+    return [(group, value) for group, value in ranked[1:] if is_within_noise(best, value)]
+
+
 def pareto_fronts(overview: Overview, memory: str) -> list[list[RunGroup]]:
-    """Return the Pareto front of each task: no other group is both smaller and faster. The smallest comes first."""
+    """Return the Pareto front of each task: no other group is both smaller and faster. The smallest comes first.
+
+    A difference within the noise does not count. Of two runs with equal speeds only the smaller one is on the front.
+    """
     known = [group for group in overview.groups if group.completed and group.metric(memory) and group.metric(SPEED)]
     return [_pareto_front(groups, memory) for groups in group_by_task(known).values()]
 
 
 def _pareto_front(groups: Sequence[RunGroup], memory: str) -> list[RunGroup]:
-    known = [
-        (size.mean, -speed.mean, n) for n, group in enumerate(groups)
+    points = [
+        (size, speed, group) for group in groups
         if (size := group.metric(memory)) and (speed := group.metric(SPEED))
     ]  # fmt: skip
-    front: list[RunGroup] = []
-    best = math.inf
-    for _, slowness, n in sorted(known):
-        if slowness < best:
-            best = slowness
-            front.append(groups[n])
-    return front
+    points.sort(key=lambda point: (point[0].mean, -point[1].mean))
+    front: list[tuple[Spread, Spread, RunGroup]] = []
+    best = -math.inf
+    for size, speed, group in points:
+        if speed.mean > best:
+            best = speed.mean
+            front.append((size, speed, group))
+    return [
+        group for size, speed, group in front
+        if not any(_dominates(other, (size, speed)) for *other, _ in front)
+    ]  # fmt: skip
+
+
+def _dominates(one: Sequence[Spread], other: Sequence[Spread]) -> bool:
+    """Return whether a point is better than another in memory or speed, and not worse in the other one."""
+    size, speed = _order(other[0], one[0]), _order(one[1], other[1])
+    return size >= 0 and speed >= 0 and size + speed > 0
+
+
+def _order(one: Spread, other: Spread) -> int:
+    """Return 1 if the first value is larger, -1 if it is smaller, 0 if they are equal within the noise."""
+    if one.mean == other.mean or is_within_noise(one, other):
+        return 0
+    return 1 if one.mean > other.mean else -1

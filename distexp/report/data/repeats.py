@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distexp.report.data.environment_settings import is_environment_setting, is_hardware, knows_hardware
-from distexp.report.data.metrics import Metric
+from distexp.report.data.metrics import METRICS_BY_NAME, SPEED, STEP_NOISE, Metric
+from distexp.report.data.noise import SINGLE_CPU_RUN, Deviation, pool_deviations
 from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import SEED, short_name
 from distexp.report.data.settings import format_setting, task_name, training_key
@@ -18,10 +19,16 @@ from distexp.report.data.varying import varying_settings
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation of a metric; a single value has no deviation."""
+    """Mean of a metric over the runs of a group.
+
+    Attributes:
+        deviation: Sample standard deviation; None for a single value.
+        noise: Half of the 95 % confidence interval of the mean; None if unknown.
+    """
 
     mean: float
     deviation: float | None
+    noise: float | None = None
 
     def format_as(self, metric: Metric) -> str:
         """Return the text of a table cell."""
@@ -39,9 +46,13 @@ class RunGroup:
     """Repeats of one training on equal hardware.
 
     Their ``run.id`` is equal, or only their seeds differ.
+
+    Attributes:
+        deviations: Relative deviations between repeats by metric, from all groups of the same task and device.
     """
 
     rows: tuple[Row, ...]
+    deviations: Mapping[str, Deviation] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -89,11 +100,26 @@ class RunGroup:
 
     def metric(self, name: str) -> Spread | None:
         """Return a metric over the counted runs; None if it was not measured."""
-        values = [value for row in self.counted_rows if (value := row.metrics[name]) is not None]
+        values = self.values(name)
         if not values:
             return None
         deviation = statistics.stdev(values) if len(values) > 1 else None
-        return Spread(statistics.fmean(values), deviation)
+        mean, noise = statistics.fmean(values), self._relative_noise(name, len(values))
+        return Spread(mean, deviation, None if noise is None else abs(mean) * noise)
+
+    def values(self, name: str) -> list[float]:
+        """Return the values of a metric of the counted runs."""
+        return [value for row in self.counted_rows if (value := row.metrics[name]) is not None]
+
+    def _relative_noise(self, name: str, count: int) -> float | None:
+        """Return the noise of a metric's mean over some runs, relative to the mean; None if unknown."""
+        repeated = self.deviations.get(name)
+        known = [] if repeated is None else [repeated.noise_of_mean(count)]
+        if name == SPEED:
+            steps = self.values(STEP_NOISE)
+            known += [statistics.fmean(steps) / 100 / math.sqrt(count)] if steps else []
+            known += [SINGLE_CPU_RUN] if repeated is None and self.setting("device") == "cpu" else []
+        return max(known, default=None)
 
 
 def group_repeats(rows: Sequence[Row]) -> list[RunGroup]:
@@ -147,13 +173,35 @@ def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tu
         yield row, [format_setting(values.get(name)) for name in names]
 
 
-def is_within_noise(one: Spread, other: Spread) -> bool | None:
-    """Return whether a difference is within run-to-run noise; None if unknown.
+def share_deviations(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """Return the groups with the deviations between repeats of the same task on the same device."""
+    alike: dict[tuple[str, str], list[RunGroup]] = {}
+    for group in groups:
+        alike.setdefault(_noise_key(group), []).append(group)
+    deviations = {key: _pool(members) for key, members in alike.items()}
+    return [replace(group, deviations=deviations[_noise_key(group)]) for group in groups]
 
-    The noise is the standard deviation of the difference of two runs. A row that ran once is taken to vary as much
-    as the other one.
-    """
-    known = [each.deviation for each in (one, other) if each.deviation is not None]
-    if not known:
+
+def _noise_key(group: RunGroup) -> tuple[str, str]:
+    return group.task, str(group.setting("device"))
+
+
+def _pool(groups: Sequence[RunGroup]) -> dict[str, Deviation]:
+    repeated = [group for group in groups if group.completed and len(group.counted_rows) > 1]
+    if not repeated:
+        return {}
+    pooled = {name: pool_deviations(group.values(name) for group in repeated) for name in METRICS_BY_NAME}
+    return {name: deviation for name, deviation in pooled.items() if deviation is not None}
+
+
+def is_within_noise(one: Spread, other: Spread) -> bool | None:
+    """Return whether a difference is within the noise; None if the noise is unknown."""
+    noise = difference_noise(one, other)
+    return None if noise is None else abs(one.mean - other.mean) <= noise
+
+
+def difference_noise(one: Spread, other: Spread) -> float | None:
+    """Return the noise of a difference of two independent means; None if unknown."""
+    if one.noise is None or other.noise is None:
         return None
-    return abs(one.mean - other.mean) <= math.hypot(known[0], known[-1])
+    return math.hypot(one.noise, other.noise)

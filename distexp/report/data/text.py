@@ -16,3 +16,9 @@ def name_runs(labels: Iterable[str], limit: int = 4) -> str:
 def format_change(after: float, before: float) -> str:
     """Return the relative change as a percentage with its sign, never ``-0.0%``."""
     return f"{round(100 * (after / before - 1), 1) + 0.0:+.1f}%"
+
+
+def format_noise(noise: float, reference: float) -> str:
+    """Return the noise of a value as ``±4%``; large ones are not exact."""
+    percent = 100 * noise / abs(reference) if reference else 0.0
+    return f"±{percent:.2g}%" if percent < 99.5 else "more than ±100%"

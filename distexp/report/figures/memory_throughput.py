@@ -47,10 +47,15 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
 def _caption(overview: Overview, memory: str) -> str:
     parts = [
         "Pareto front: no other run is both smaller and faster.",
+        "Differences within the noise do not count." if _knows_noise(overview) else "",
         "Labels: runs of the table, if there is room." if _has_labels(overview, memory) else "",
         "Red crosses: runs out of memory, at their peak." if _out_of_memory(overview, memory) else "",
     ]
     return " ".join(filter(None, parts))
+
+
+def _knows_noise(overview: Overview) -> bool:
+    return any(speed.noise is not None for group in overview.groups if (speed := group.metric(SPEED)))
 
 
 def _has_labels(overview: Overview, memory: str) -> bool:

@@ -21,13 +21,15 @@ from markupsafe import Markup
 
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.ranking import memory_metric, rank_by_metric
+from distexp.report.data.ranking import equal_to_best, memory_metric, rank_by_metric
+from distexp.report.data.repeats import difference_noise
+from distexp.report.data.text import format_noise, name_runs
 from distexp.report.exercises import exercise_tables
 from distexp.report.figures.base import VEGALITE, Figure
 from distexp.report.figures.theme import DARK, LIGHT
 from distexp.report.page.provenance import provenance_tables
 from distexp.report.page.runs import configurations, run_table
-from distexp.report.summary import summarize
+from distexp.report.summary import explain_cpu_speeds, summarize
 from distexp.runs.files import nan_to_none
 from distexp.runs.record import FAILURES
 from distexp.runs.text import join_first
@@ -49,13 +51,15 @@ class Tile:
 def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skipped: Sequence[str] = ()) -> None:
     """Write the page. Its links are relative to its folder."""
     notes = [*skipped, *overview.notes()]
+    remarks = list(explain_cpu_speeds(overview))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((PAGE_FILES / "page.html").read_text())
     text = template.render(
         title=join_first(dict.fromkeys(row.record.run.name for row in overview.rows), 3),
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         tiles=list(_tiles(overview)),
-        summary=list(summarize(overview)),
+        remarks=remarks,
+        summary=[sentence for sentence in summarize(overview) if sentence not in remarks],
         notes=notes[:MOST_NOTES],
         more_notes=max(0, len(notes) - MOST_NOTES),
         exercises=list(exercise_tables(overview)),
@@ -136,7 +140,13 @@ def _completed_tile(overview: Overview) -> Tile:
 def _best_tile(overview: Overview, metric: str, name: str, unit: str, *, largest: bool) -> Iterator[Tile]:
     """Yield the best run; nothing if there is one run only, or several tasks, which are not comparable."""
     tasks = list(rank_by_metric(overview, metric, largest=largest))
-    if len(tasks) == 1 and len(tasks[0][1]) > 1:
-        best, value = tasks[0][1][0]
-        detail = overview.format_settings(best) or f"run {best.label}"
-        yield Tile(name, f"{METRICS_BY_NAME[metric].format_value(value.mean)} {unit}", detail)
+    if len(tasks) != 1 or len(tasks[0][1]) < 2:
+        return
+    ranked = tasks[0][1]
+    best, value = ranked[0]
+    detail = overview.format_settings(best) or f"run {best.label}"
+    if equal := equal_to_best(ranked):
+        noise = max(difference_noise(value, other) or 0.0 for _, other in equal)
+        labels = name_runs([best.label, *(group.label for group, _ in equal)])
+        detail = f"{labels}: equal within the noise of {format_noise(noise, value.mean)}"
+    yield Tile(name, f"{METRICS_BY_NAME[metric].format_value(value.mean)} {unit}", detail)

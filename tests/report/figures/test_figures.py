@@ -81,6 +81,26 @@ def test_memory_throughput_has_a_front_per_model_and_names_runs_out_of_memory(tm
     assert "bloom_3b  1  true  false  oom_gpu without it  -" in text_of(tmp_path, "memory_throughput")
 
 
+def test_differences_within_the_noise_make_no_front(tmp_path: Path) -> None:
+    """The large run is faster by 5 %, but its speed has a noise of 9 %."""
+    runs = [
+        record(n, strategy=name, speed=speed, peak=peak)
+        for n, (name, speed, peak) in enumerate((("ddp", 105.0, 3000.0), ("fsdp", 100.0, 1000.0)))
+    ]
+
+    def front(path: Path, error: float) -> list[str]:
+        for run in runs:
+            run.metrics.speed_error = {"relative": error, "blocks": 10.0}
+        drawn = figures(with_traces(path, runs))["memory_throughput"]
+        assert "Differences within the noise do not count." in drawn.caption
+        layers = drawn.panels[0].chart.to_dict(validate=False)["layer"]
+        return [point["run"] for layer in layers if layer["mark"].get("interpolate")
+                for point in layer["data"]["values"]]  # fmt: skip
+
+    assert front(tmp_path / "exact", 0.001) == ["1", "0"]
+    assert front(tmp_path / "noisy", 0.04) == ["1"]
+
+
 def test_weak_scaling_compares_the_work_per_second(tmp_path: Path) -> None:
     text = text_of(growing_sweep(tmp_path, weak=True), "scaling")
     assert "Weak scaling, 1 to 8 workers: 5.20x the work per second (ideal: 8x), efficiency 65%." in text

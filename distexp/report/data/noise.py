@@ -1,0 +1,70 @@
+"""Noise of a metric: by how much its mean may change if the runs are repeated.
+
+The noise is half of a 95 % confidence interval (Georges et al., Statistically Rigorous Java Performance Evaluation,
+OOPSLA 2007). It has two sources:
+
+- Repeats: the relative standard deviation of all repeats of a task on a device, pooled as in an analysis of variance.
+- Step times: the standard error of a run's speed by batch means, as in ``distexp.measure.clock.speed_error``.
+
+The noise of a speed is the larger of the two. Other metrics have the first one only.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+SINGLE_CPU_RUN = 0.4
+"""Least relative noise of a speed on CPU without repeats.
+
+Other programs share the cores. Equal runs on two cores differed by 1.7x, although the steps of each were even.
+"""
+
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""97.5 % quantiles of Student's t distribution for 1 to 9 degrees of freedom."""
+
+NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Relative standard deviation of a single run, and the degrees of freedom of this estimate."""
+
+    relative: float
+    freedom: int
+
+    def noise_of_mean(self, count: int) -> float:
+        """Return the relative noise of the mean of some runs."""
+        return t_quantile(self.freedom) * self.relative / math.sqrt(count)
+
+
+def t_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution, to 1 %."""
+    if freedom <= len(T_95):
+        return T_95[freedom - 1]
+    return NORMAL_95 * (1 + (1 + NORMAL_95**2) / (4 * freedom))
+
+
+def distinct_ratio(noise: float) -> float:
+    """Return the ratio from which two values with this relative noise differ beyond it."""
+    return (1 + noise * math.sqrt(2 - noise**2)) / (1 - noise**2)
+
+
+def pool_deviations(repeats: Iterable[Sequence[float]]) -> Deviation | None:
+    """Return the relative deviation within sets of equal runs; None if nothing was repeated."""
+    squares, freedom = 0.0, 0
+    for values in repeats:
+        mean = statistics.fmean(values) if len(values) > 1 else 0.0
+        if mean:
+            squares += sum((value / mean - 1) ** 2 for value in values)
+            freedom += len(values) - 1
+    return Deviation(math.sqrt(squares / freedom), freedom) if freedom else None
+
+
+def step_noise(error: dict[str, float] | None) -> float | None:
+    """Return the relative noise of a speed from ``metrics.speed_error`` of a record."""
+    if not error:
+        return None
+    return t_quantile(int(error["blocks"]) - 1) * float(error["relative"])
