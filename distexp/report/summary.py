@@ -11,6 +11,7 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.ranking import equal_to_best, group_by_task, memory_metric, rank_by_metric
 from distexp.report.data.repeats import RunGroup, Spread, difference_noise
 from distexp.report.data.rows import Row
+from distexp.report.data.scaling_remarks import remark_on_scaling
 from distexp.report.data.settings import global_batch
 from distexp.report.data.text import format_noise, name_runs
 from distexp.runs.text import join_first
@@ -28,6 +29,7 @@ def summarize(overview: Overview) -> Iterator[str]:
     yield from _fastest(overview)
     yield from _smallest(overview)
     yield from _setup_peaks(overview)
+    yield from remark_on_scaling(overview)
     yield from _few_steps(overview)
     yield from _global_batches(overview)
     yield from _definitions(overview)

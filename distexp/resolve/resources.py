@@ -33,8 +33,10 @@ def _decide_local(config: Config) -> list[str]:
         available = (len(gpus) if on_gpu else CPU_WORKERS) // cluster.nodes
         cluster.workers_per_node = 1 if needs_one_worker(config) else max(1, available)
     if cluster.cpus_per_worker is None:
-        # Simulated nodes share the cores of one machine.
-        cluster.cpus_per_worker = max(1, cpu_count() // cluster.world_size)
+        # Simulated nodes share the cores of one machine. Tiny models need one thread only. Then runs with different
+        # numbers of workers have the same number of threads per worker, and their speeds can be compared.
+        tiny = config.scale.name == "tiny" and not on_gpu
+        cluster.cpus_per_worker = 1 if tiny else max(1, cpu_count() // cluster.world_size)
     if on_gpu and not gpus:
         return ["cluster.device=cuda needs a GPU, but this machine has none: choose cluster.device=cpu"]
     if on_gpu and cluster.world_size > len(gpus):

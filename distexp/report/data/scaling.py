@@ -2,13 +2,17 @@
 
 Efficiency = ideal time / real time. The ideal time is that of the fewest workers for the same work per worker. So one
 formula serves strong scaling (constant total work) and weak scaling (constant work per worker).
+
+On CPU, runs with different numbers of threads per worker are not in one series: their speeds show the threads as well.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distexp.report.data.metrics import EFFICIENCY, SPEED
 from distexp.report.data.repeats import RunGroup
@@ -16,7 +20,9 @@ from distexp.report.data.setting_names import SEED, WORKERS, usual_order
 from distexp.report.data.settings import format_settings
 
 WORLD = ("nodes", WORKERS)
+THREADS = "cpus_per_worker"
 TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch may be incomplete
+MOST_TRUSTED = 1.05  # efficiency; more than ideal shows that the baseline was slow
 
 
 @dataclass(frozen=True)
@@ -55,17 +61,46 @@ class ScalingSeries:
     Attributes:
         name: Settings that distinguish it from the other series; empty for a single series.
         kind: ``strong`` (constant total work), ``weak`` (constant work per worker), or ``mixed``.
+        scaled: What grows or shrinks with the workers: ``model``, ``data``, both, or nothing.
         points: By number of workers.
     """
 
     name: str
     kind: str
+    scaled: tuple[str, ...]
     points: tuple[ScalingPoint, ...]
+
+    @property
+    def title(self) -> str:
+        """Name of the kind of scaling, with what was scaled: ``Weak scaling of the model``."""
+        if self.kind == "strong":
+            return "Strong scaling"
+        what = " and ".join(self.scaled)
+        if self.kind == "weak":
+            return f"Weak scaling of the {what}" if what else "Weak scaling"
+        return f"{what.capitalize()} scaling" if what else "Mixed scaling"
 
     @property
     def baseline(self) -> ScalingPoint:
         """The point with the fewest workers."""
         return self.points[0]
+
+    @property
+    def noise(self) -> float | None:
+        """Relative noise of the efficiency at the most workers; None if unknown."""
+        speeds = [point.group.metric(SPEED) for point in (self.baseline, self.points[-1])]
+        noises = [speed.noise / speed.mean for speed in speeds if speed and speed.noise is not None]
+        return math.hypot(*noises) if len(noises) == 2 else None
+
+    @property
+    def has_several_sizes(self) -> bool:
+        """Whether the numbers of workers differ, and not only those of nodes."""
+        return self.points[-1].workers > self.baseline.workers
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether no efficiency is far above 100 %. Else the baseline was slowed down by something else."""
+        return all(point.efficiency <= MOST_TRUSTED for point in self.points)
 
     def node_pairs(self) -> Iterator[tuple[ScalingPoint, ScalingPoint]]:
         """Yield pairs with equal numbers of workers, on fewer nodes and on more."""
@@ -84,13 +119,45 @@ def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> li
     """
     measured = [group for group in groups if _is_measured(group)]
     names = _configuration_settings(measured, varied)
+    several = [
+        each for members in _by_configuration(measured, names) for each in _by_threads(members) if _has_several(each)
+    ]
+    return sorted((_make_series(each, names) for each in several), key=lambda one: -len(one.points))
+
+
+def groups_without_baseline(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[RunGroup]:
+    """Return the groups that would be in a series if all had the same number of threads per worker."""
+    measured = [group for group in groups if _is_measured(group)]
+    found: list[RunGroup] = []
+    for members in _by_configuration(measured, _configuration_settings(measured, varied)):
+        if _has_several(members):
+            found += [group for each in _by_threads(members) if not _has_several(each) for group in each]
+    return found
+
+
+def _by_configuration(groups: Sequence[RunGroup], names: Sequence[str]) -> list[list[RunGroup]]:
     members: dict[str, list[RunGroup]] = {}
-    for group in measured:
-        key = json.dumps([group.setting(name) for name in names], default=str)
-        members.setdefault(key, []).append(group)
-    several = [each for each in members.values() if len({_world(group) for group in each}) > 1]
-    series = [_make_series(each, names) for each in several]
-    return sorted(series, key=lambda one: -len(one.points))
+    for group in groups:
+        members.setdefault(json.dumps([group.setting(name) for name in names], default=str), []).append(group)
+    return list(members.values())
+
+
+def _by_threads(groups: Sequence[RunGroup]) -> list[list[RunGroup]]:
+    """Split groups by their threads per worker; on GPUs these hardly matter."""
+    members: dict[Any, list[RunGroup]] = {}
+    for group in groups:
+        members.setdefault(threads_per_worker(group), []).append(group)
+    return list(members.values())
+
+
+def threads_per_worker(group: RunGroup) -> int | None:
+    """Return the CPU threads of a worker; None on GPUs, or if unknown."""
+    threads = group.setting(THREADS)
+    return int(threads) if threads and group.setting("device") == "cpu" else None
+
+
+def _has_several(groups: Sequence[RunGroup]) -> bool:
+    return len({_world(group) for group in groups}) > 1
 
 
 def add_efficiency(series: Sequence[ScalingSeries]) -> None:
@@ -142,7 +209,7 @@ def _make_series(groups: Sequence[RunGroup], names: Sequence[str]) -> ScalingSer
     ordered = sorted(groups, key=_world)
     works = _works(ordered)
     points = _points(ordered, works)
-    return ScalingSeries(format_settings(groups[0].settings, names), _kind(points), points)
+    return ScalingSeries(format_settings(groups[0].settings, names), _kind(points), _scaled(points), points)
 
 
 def _points(groups: Sequence[RunGroup], works: Sequence[float]) -> tuple[ScalingPoint, ...]:
@@ -168,6 +235,19 @@ def _kind(points: Sequence[ScalingPoint]) -> str:
     return "weak" if _is_constant([point.work / point.workers for point in points]) else "mixed"
 
 
+def _scaled(points: Sequence[ScalingPoint]) -> tuple[str, ...]:
+    """Return what differs between the points: the parameters, the samples, or both."""
+    sizes = [_parameters(point.group) for point in points]
+    samples = [point.samples or 0.0 for point in points]
+    found = {"model": len(set(sizes)) > 1, "data": max(samples) > 0 and not _is_constant(samples)}
+    return tuple(name for name, differs in found.items() if differs)
+
+
+def _parameters(group: RunGroup) -> int:
+    built = group.counted_rows[0].record.built
+    return built.parameters if built else 0
+
+
 def _works(groups: Sequence[RunGroup]) -> list[float]:
     """Return the work of each group: samples, times parameters if these differ.
 
@@ -175,7 +255,7 @@ def _works(groups: Sequence[RunGroup]) -> list[float]:
     """
     samples = [_samples(group) for group in groups]
     counts = [count or 1.0 for count in samples] if all(samples) else [1.0] * len(groups)
-    parameters = [row.record.built.parameters if (row := group.counted_rows[0]).record.built else 0 for group in groups]
+    parameters = [_parameters(group) for group in groups]
     if min(parameters) > 0 and len(set(parameters)) > 1:
         return [count * size for count, size in zip(counts, parameters, strict=True)]
     return counts

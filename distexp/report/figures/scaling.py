@@ -7,14 +7,17 @@ from typing import Any
 
 import altair as alt
 
+from distexp.report.data.metrics import SPEED
 from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import is_within_noise
 from distexp.report.data.scaling import ScalingPoint, ScalingSeries
 from distexp.report.figures.base import Figure, Panel
 from distexp.report.figures.scaling_table import build_nodes_table, build_scaling_table
 from distexp.report.figures.theme import MOST_COLORS, color, inline_data
 from distexp.report.traces import RunTrace
 
-KINDS = {"strong": "Strong scaling", "weak": "Weak scaling", "mixed": "Mixed scaling"}
+KINDS = ("strong", "weak", "mixed")
+NOT_CONSTANT = "neither the total work nor the work per worker is constant"
 MOST_SENTENCES = 6
 Rows = list[dict[str, Any]]
 
@@ -26,21 +29,17 @@ def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | No
     """
     if not overview.series:
         return None
-    panels = tuple(panel for kind in KINDS for panel in _panels(overview.series, kind))
+    ordered = sorted(overview.series, key=lambda series: KINDS.index(series.kind))
+    titles = dict.fromkeys(series.title for series in ordered)
+    panels = tuple(panel for title in titles for panel in _panels([each for each in ordered if each.title == title]))
     tables = tuple(table for table in (build_scaling_table(overview), build_nodes_table(overview)) if table)
-    sentences = [text for series in overview.series if _has_several_sizes(series) for text in _describe(series)]
+    sentences = [text for series in overview.series if series.has_several_sizes for text in _describe(series)]
     return Figure("scaling", "Scaling", panels, _caption(overview), tuple(sentences[:MOST_SENTENCES]), tables)
 
 
 def _caption(overview: Overview) -> str:
-    mixed = any(series.kind == "mixed" for series in overview.series)
-    return "Dashed gray line: ideal." + (
-        " Mixed scaling: neither the total work nor the work per worker is constant." if mixed else ""
-    )
-
-
-def _has_several_sizes(series: ScalingSeries) -> bool:
-    return series.points[-1].workers > series.baseline.workers
+    mixed = dict.fromkeys(series.title for series in overview.series if series.kind == "mixed")
+    return " ".join(["Dashed gray line: ideal.", *(f"{title}: {NOT_CONSTANT}." for title in mixed)])
 
 
 def _describe(series: ScalingSeries) -> Iterator[str]:
@@ -55,15 +54,22 @@ def _describe(series: ScalingSeries) -> Iterator[str]:
         what = "as fast" if series.kind == "strong" else "the work per second"
         result = f"{last.speedup:.2f}x {what} (ideal: {ratio:g}x)"
     span = f"{first.workers} to {last.workers} workers"
-    yield f"{KINDS[series.kind]}{name}, {span}: {result}, efficiency {last.efficiency:.0%}."
+    yield f"{series.title}{name}, {span}: {result}, efficiency {last.efficiency:.0%}."
     best = max(series.points, key=lambda point: point.speedup)
-    if series.kind == "strong" and best.workers < last.workers:
+    if series.kind == "strong" and best.workers < last.workers and not _are_equal(best, last):
         yield f"{best.workers} workers are faster than {last.workers}: {best.speedup:.2f}x."
 
 
-def _panels(series: Sequence[ScalingSeries], kind: str) -> Iterator[Panel]:
+def _are_equal(one: ScalingPoint, other: ScalingPoint) -> bool:
+    """Return whether two speeds are equal within the noise."""
+    speed, other_speed = one.group.metric(SPEED), other.group.metric(SPEED)
+    return bool(speed and other_speed and is_within_noise(speed, other_speed))
+
+
+def _panels(series: Sequence[ScalingSeries]) -> Iterator[Panel]:
     """Yield the panels of one kind of scaling; none if no series of this kind has several sizes."""
-    rows = [row for each in [each for each in series if each.kind == kind][:MOST_COLORS] for row in _rows(each)]
+    kind, title = series[0].kind, series[0].title
+    rows = [row for each in series[:MOST_COLORS] for row in _rows(each)]
     workers = sorted({row["workers"] for row in rows})
     if len(workers) < 2:
         return
@@ -72,12 +78,12 @@ def _panels(series: Sequence[ScalingSeries], kind: str) -> Iterator[Panel]:
         # On two logarithmic axes the ideal speedup is a straight line.
         y = alt.Y("speedup:Q", title="speedup", axis=alt.Axis(values=speedups, format="~g"),
                   scale=alt.Scale(type="log", base=2, nice=False, padding=14))  # fmt: skip
-        yield Panel(f"{KINDS[kind]}: speedup", _draw(rows, y, workers, speedups))
+        yield Panel(f"{title}: speedup", _draw(rows, y, workers, speedups))
     if kind == "weak":
         y = alt.Y("relative_time:Q", title="time / time of the fewest workers", scale=alt.Scale(zero=True))
-        yield Panel(f"{KINDS[kind]}: relative time", _draw(rows, y, workers, [1.0] * len(workers)))
+        yield Panel(f"{title}: relative time", _draw(rows, y, workers, [1.0] * len(workers)))
     y = alt.Y("efficiency:Q", title="efficiency (%)", scale=alt.Scale(zero=True))
-    yield Panel(f"{KINDS[kind]}: efficiency", _draw(rows, y, workers, [100.0] * len(workers)))
+    yield Panel(f"{title}: efficiency", _draw(rows, y, workers, [100.0] * len(workers)))
 
 
 def _rows(series: ScalingSeries) -> Rows:

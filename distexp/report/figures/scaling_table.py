@@ -34,7 +34,7 @@ def _columns(overview: Overview) -> dict[str, Read]:
     average = AVERAGES.get(memory, "")
     peak_title = MEMORIES.get(memory, "memory")
     return {
-        "configuration": lambda series, point: f"{series.name} ({series.kind})" if series.name else series.kind,
+        "configuration": lambda series, point: f"{series.name} ({series.title})" if series.name else series.title,
         SHAPE: lambda series, point: _shape(point),
         "parameters": lambda series, point: _parameters(point),
         "samples per worker": lambda series, point: _samples(point),

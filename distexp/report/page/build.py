@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.ranking import equal_to_best, memory_metric, rank_by_metric
 from distexp.report.data.repeats import difference_noise
+from distexp.report.data.scaling import ScalingSeries
+from distexp.report.data.scaling_remarks import explain_doubt
 from distexp.report.data.text import format_noise, name_runs
 from distexp.report.exercises import exercise_tables
 from distexp.report.figures.base import VEGALITE, Figure
@@ -122,12 +125,38 @@ def _tiles(overview: Overview) -> Iterator[Tile]:
     memory = memory_metric(overview)
     if memory:
         yield from _best_tile(overview, memory, f"lowest {MEMORIES[memory]}", "MiB", largest=False)
-    scaled = [series for series in overview.series if series.points[-1].workers > series.baseline.workers]
-    if scaled:
-        best = max(scaled, key=lambda series: series.points[-1].efficiency)
-        last = best.points[-1]
-        detail = f"{last.workers} workers" + (f", {best.name}" if best.name else "")
-        yield Tile("efficiency at the most workers", f"{last.efficiency:.0%}", detail)
+    yield from _efficiency_tiles([series for series in overview.series if series.has_several_sizes])
+
+
+def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:
+    """Yield the best efficiency, and a warning if a baseline is not to be trusted."""
+    trusted = [series for series in scaled if series.is_trusted]
+    if trusted:
+        best = max(trusted, key=lambda series: series.points[-1].efficiency)
+        value = f"{best.points[-1].efficiency:.0%}"
+        yield Tile("efficiency at the most workers", value, _describe_efficiency(best, trusted))
+    for series in [series for series in scaled if not series.is_trusted][:1]:
+        highest = max(point.efficiency for point in series.points)
+        detail = f"{highest:.0%} relative to run {series.baseline.group.label}. {explain_doubt(series)}"
+        yield Tile("efficiency", "do not trust the baseline", detail, "bad")
+
+
+def _describe_efficiency(best: ScalingSeries, others: Sequence[ScalingSeries]) -> str:
+    """Return the workers of a series with the noise of its efficiency, and the series that are equal within it."""
+    last = best.points[-1]
+    parts = [f"{last.workers} workers", best.name]
+    if best.noise is not None:
+        parts.append(f"noise {format_noise(best.noise, 1)}")
+        equal = [each for each in others if each is not best and _is_equal_efficiency(best, each)]
+        parts.append(f"{len(equal)} more equal within the noise" if equal else "")
+    return ", ".join(filter(None, parts))
+
+
+def _is_equal_efficiency(best: ScalingSeries, other: ScalingSeries) -> bool:
+    if best.noise is None or other.noise is None:
+        return False
+    one, two = best.points[-1].efficiency, other.points[-1].efficiency
+    return abs(one - two) <= math.hypot(one * best.noise, two * other.noise)
 
 
 def _completed_tile(overview: Overview) -> Tile:

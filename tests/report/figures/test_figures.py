@@ -103,9 +103,12 @@ def test_differences_within_the_noise_make_no_front(tmp_path: Path) -> None:
 
 def test_weak_scaling_compares_the_work_per_second(tmp_path: Path) -> None:
     text = text_of(growing_sweep(tmp_path, weak=True), "scaling")
-    assert "Weak scaling, 1 to 8 workers: 5.20x the work per second (ideal: 8x), efficiency 65%." in text
+    assert "Weak scaling of the data, 1 to 8 workers: 5.20x the work per second (ideal: 8x), efficiency 65%." in text
     panels = figures(tmp_path)["scaling"].panels
-    assert [panel.title for panel in panels] == ["Weak scaling: relative time", "Weak scaling: efficiency"]
+    assert [panel.title for panel in panels] == [
+        "Weak scaling of the data: relative time",
+        "Weak scaling of the data: efficiency",
+    ]
 
 
 def test_a_growing_model_counts_as_work(tmp_path: Path) -> None:
@@ -117,7 +120,7 @@ def test_a_growing_model_counts_as_work(tmp_path: Path) -> None:
         runs.append(enrich(run, parameters=1_000_000 * layers))
         run.metrics.total_steps = None
     series = overview(with_traces(tmp_path, runs)).series
-    assert [each.kind for each in series] == ["weak"]
+    assert [each.title for each in series] == ["Weak scaling of the model"]
     assert [round(point.efficiency, 3) for point in series[0].points] == [1.0, 0.8, 0.667]
 
 
@@ -127,8 +130,22 @@ def test_mixed_scaling_is_neither_strong_nor_weak(tmp_path: Path) -> None:
         record(n, cluster__workers_per_node=w, dataset__train_size=size) for n, (w, size) in enumerate(sizes.items())
     ]
     text = text_of(with_traces(tmp_path, runs), "scaling")
-    assert "Mixed scaling: neither the total work nor the work per worker is constant." in text
-    assert "Mixed scaling, 1 to 4 workers: total work 4.00x, work per worker 1.00x, efficiency" in text
+    assert "Data scaling: neither the total work nor the work per worker is constant." in text
+    assert "Data scaling, 1 to 4 workers: total work 4.00x, work per worker 1.00x, efficiency" in text
+
+
+def test_a_growing_model_with_less_work_per_worker_is_named(tmp_path: Path) -> None:
+    """As with scaling=weak_model_workshop, where the embedding does not grow."""
+    runs = [
+        enrich(record(n, cluster__workers_per_node=workers, dataset__train_size=500), parameters=parameters)
+        for n, (workers, parameters) in enumerate(((1, 1_000_000), (2, 1_400_000)))
+    ]
+    for run in runs:
+        run.metrics.total_steps = None
+    figure = figures(with_traces(tmp_path, runs))["scaling"]
+    assert [panel.title for panel in figure.panels] == ["Model scaling: efficiency"]
+    assert "Model scaling: neither the total work nor the work per worker is constant." in figure.caption
+    assert figure.sentences[0].startswith("Model scaling, 1 to 2 workers: ")
 
 
 def test_each_configuration_has_its_own_series(tmp_path: Path) -> None:

@@ -165,6 +165,15 @@ def test_tiles_rank_runs_of_one_task_only(browser: Browser, tmp_path: Path) -> N
         page.context.close()
 
 
+def test_a_baseline_that_is_not_to_be_trusted_is_no_headline(tmp_path: Path) -> None:
+    runs = [record(n, cluster__workers_per_node=1 + n, speed=speed) for n, speed in enumerate((10.0, 91.8))]
+    assert main([str(write(tmp_path, *runs))]) == 0
+    text = (tmp_path / "report" / "report.html").read_text()
+    assert "do not trust the baseline" in text
+    assert "459% relative to run 0. Likely reason: other programs used its cores." in text
+    assert "efficiency at the most workers" not in text
+
+
 def test_messages_of_runs_are_escaped(opened: Page) -> None:
     assert opened.locator("img").count() == 0
     assert EVIL in opened.locator(".notes").inner_text()
