@@ -20,6 +20,7 @@ from rich.table import Table
 
 from distexp.console.operator_build import build_message
 from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
+from distexp.console.sweep_progress import SweepProgress
 from distexp.report.exercise_tables import build_exercise_tables
 from distexp.report.table import build_overview_table
 from distexp.runs.errors import ERROR_HEADING
@@ -110,11 +111,13 @@ class Screen:
         total: Number of cells of the sweep.
         shown: Number of cells that have started, were skipped or are invalid.
         records: Records of the runs shown so far.
+        sweep: What is done, and how long the other runs will take.
     """
 
-    def __init__(self, total: int, sweep_dir: Path) -> None:
+    def __init__(self, total: int, sweep_dir: Path, *, invalid: int = 0) -> None:
         self.console = Console()
         self.total, self.sweep_dir = total, sweep_dir
+        self.sweep = SweepProgress(total, total - invalid)
         self.shown = 0
         self.records: list[RunRecord] = []
 
@@ -128,6 +131,8 @@ class Screen:
         self.shown += 1
         if self.total == 1:
             return
+        if line := self.sweep.line():
+            self.print(line)
         title = f"run {number} ({self.shown} of {self.total}): {escape(overrides)}"
         if len(title) + 4 > self.console.width:  # a rule would truncate it
             self.console.print(title, highlight=False, soft_wrap=True)
@@ -168,7 +173,7 @@ class Screen:
     def show_skipped(self, record: RunRecord) -> None:
         """Print that a resumed sweep keeps a finished run."""
         self.shown += 1
-        self.records.append(record)
+        self._add(record)
         self.print(f"run {record.run.number}: already {record.status}")
 
     def show_invalid(self, record: RunRecord) -> None:
@@ -179,11 +184,11 @@ class Screen:
         self.console.print(
             f"run {record.run.number}: [yellow]invalid[/yellow]: {text}", highlight=False, soft_wrap=True
         )
-        self.records.append(record)
+        self._add(record)
 
     def show_result(self, record: RunRecord, directory: Path, messages: Sequence[str] = ()) -> None:
         """Print the panel of a run that has ended, the log with its error, and the messages of its tracker."""
-        self.records.append(record)
+        self._add(record)
         color = status_color(record.status)
         grid = Table.grid(padding=(0, 2))
         for name, value in summary_lines(record):
@@ -194,6 +199,10 @@ class Screen:
             self.print(f"log: {directory / record.error.log}")
         for message in messages:
             self.console.print(escape(message), highlight=False, soft_wrap=True)
+
+    def _add(self, record: RunRecord) -> None:
+        self.records.append(record)
+        self.sweep.add(record)
 
     def show_interrupted(self) -> None:
         """Print the table of the finished runs, how many have not started, and how to continue the sweep."""

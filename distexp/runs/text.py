@@ -45,6 +45,16 @@ def format_runs(numbers: Sequence[int]) -> str:
     return f"run{'' if len(numbers) == 1 else 's'} {format_ids(numbers)}"
 
 
+def format_about(seconds: float) -> str:
+    """Return a rough duration: ``25 s``, ``3 min``, ``2 h 10 min``."""
+    if seconds < 57.5:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    minutes = max(1, round(seconds / 60))
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def suggest_command(name: str, directory: Path) -> str:
     """Return the command line of a sub-command: ``distexp status DIR``."""
     return f"distexp {name} {shlex.quote(str(directory))}"

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from distexp.console.screen import LiveRun, Screen
 from distexp.runs.errors import ERROR_HEADING
 from distexp.runs.jsonl import Tail
-from distexp.runs.record import RunError
+from distexp.runs.record import RunError, RunRecord
 from tests.helpers.records import record
 
 EVENTS = (
@@ -55,9 +55,9 @@ def test_the_traceback_is_in_the_log_and_not_on_the_screen(tmp_path: Path) -> No
     assert "Traceback" not in shown.getvalue()
 
 
-def plain_screen(total: int) -> tuple[Screen, io.StringIO]:
+def plain_screen(total: int, invalid: int = 0) -> tuple[Screen, io.StringIO]:
     """Return a screen that writes plain text into a buffer."""
-    screen, shown = Screen(total, Path("/sweep")), io.StringIO()
+    screen, shown = Screen(total, Path("/sweep"), invalid=invalid), io.StringIO()
     screen.console = Console(file=shown, width=100, color_system=None)
     return screen, shown
 
@@ -123,3 +123,37 @@ def test_the_compilation_of_operators_is_announced_with_its_steps(tmp_path: Path
         file.truncate(len("".join(json.dumps(entry) + "\n" for entry in entries[:3])))
     live.refresh()
     assert (progress.tasks[0].description, progress.tasks[0].fields["latest"]) == ("compile", "step 1 of 3")
+
+
+def lasting(number: int, seconds: float, status: str = "completed") -> RunRecord:
+    """Return the record of a run that took some seconds."""
+    run = record(number, status=status)
+    run.run.duration_s = seconds
+    return run
+
+
+def test_a_sweep_prints_what_is_done_and_the_time_left() -> None:
+    screen, shown = plain_screen(total=5, invalid=1)
+
+    def progress_before(number: int) -> str:
+        shown.truncate(0)
+        shown.seek(0)
+        screen.run_header(number, "")
+        return shown.getvalue().splitlines()[0]
+
+    assert progress_before(0) == "0 of 5 done, time left unknown until a run has ended"
+    screen.show_result(lasting(0, 30.0), Path("/sweep/0"))
+    assert progress_before(1) == "1 of 5 done, about 2 min left", "three runs are left, and one invalid cell"
+    screen.show_invalid(lasting(1, 0.0, "invalid"))
+    assert progress_before(2) == "2 of 5 done, about 2 min left"
+    screen.show_result(lasting(2, 1.0, "failed"), Path("/sweep/2"))
+    assert progress_before(3) == "3 of 5 done, about 1 min left", "a failed run may have ended early"
+    screen.show_result(lasting(3, 10.0), Path("/sweep/3"))
+    assert progress_before(4) == "4 of 5 done, about 10 s left (runs took 10 to 30 s)"
+
+
+def test_a_resumed_sweep_knows_the_time_left_from_its_finished_runs() -> None:
+    screen, shown = plain_screen(total=3)
+    screen.show_skipped(lasting(0, 7200.0))
+    screen.run_header(1, "")
+    assert "1 of 3 done, about 4 h 0 min left" in shown.getvalue()

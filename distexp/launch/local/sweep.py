@@ -45,7 +45,7 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
 
 
 def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell], sweep_dir: Path) -> list[JobReturn]:
-    screen = Screen(total=len(cells), sweep_dir=sweep_dir)
+    screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=sum(cell.config is None for cell in cells))
 
     def should_skip(run: ExistingRun) -> bool:
         if run.status in DONE:
