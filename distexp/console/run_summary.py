@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from distexp.config import Config
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import failure_text, format_count
+from distexp.runs.text import STAND_IN, failure_text, format_count, model_label, record_model_label
 from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB
 
@@ -35,15 +34,11 @@ def run_title(spec: RunSpec) -> str:
     if config.preflight.only:
         return f"preflight with {workers}{nodes}"
     engine = "" if config.engine.name == "native" else f", {config.engine.name}"
+    model = model_label(config.model.name, config.scale.name)
     return (
-        f"{_model_label(config.model.name)} on {config.dataset.name}, {_strategy_label(config)}{engine}, "
-        f"{config.precision.name}, {workers}{nodes}"
+        f"{model} on {config.dataset.name}, {_strategy_label(config)}{engine}, {config.precision.name}, "
+        f"{workers}{nodes}"
     )
-
-
-def _model_label(name: str) -> str:
-    """Return a model's name; for a local folder its last part."""
-    return Path(name).name if Path(name).is_absolute() else name
 
 
 def _strategy_label(config: Config) -> str:
@@ -63,7 +58,8 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if built is not None:
         yield (
             "built",
-            f"{built.wrapper}{_replicas_and_shards(built.mesh)}, {built.parameters:,} parameters, {built.optimizer}",
+            f"{built.wrapper}{_replicas_and_shards(built.mesh)}, {built.parameters:,} parameters{_stand_in(record)}, "
+            f"{built.optimizer}",
         )
     yield from _quality(record)
     yield from _speed(record)
@@ -78,6 +74,12 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
             "runtime",
             f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s total",
         )
+
+
+def _stand_in(record: RunRecord) -> str:
+    """Return `` (tiny stand-in for bloom_560m)``; empty for a model of full size."""
+    label = record_model_label(record)
+    return f" ({label})" if STAND_IN in label else ""
 
 
 def _replicas_and_shards(mesh: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -60,21 +60,32 @@ class TokenizationCounts:
     left_out: int = 0
     unanswered: int = 0
 
-    def notes(self, kind: str, max_length: int) -> Iterator[str]:
-        """Yield a message about each kind of example that was cut or left out."""
-        of = f"of {self.examples} {kind} examples"
-        limit = f"dataset.max_length={max_length}"
-        if self.cut:
-            held = (
-                f"{self.lost} of these contexts no longer contain the answer. Raise dataset.max_length to keep it"
-                if self.lost
-                else "all of them still contain the answer"
-            )
-            yield f"{self.cut} {of} are longer than {limit} tokens: the end of their context was cut; {held}"
-        if self.left_out:
-            yield f"{self.left_out} {of} were left out: question and answer alone exceed {limit} tokens"
-        if self.unanswered:
-            yield f"{self.unanswered} {of} were left out: they have no answer"
+
+def describe_counts(splits: Mapping[str, TokenizationCounts], max_length: int) -> Iterator[str]:
+    """Yield one note about each kind of example that was cut or left out, over all splits."""
+    limit = f"dataset.max_length={max_length}"
+    if cut := _count("cut", splits):
+        lost = sum(counts.lost for counts in splits.values())
+        held = (
+            f"{lost} of these contexts no longer contain the answer. Raise dataset.max_length to keep it"
+            if lost
+            else "all of them still contain the answer"
+        )
+        yield f"{cut} are longer than {limit} tokens: the end of their context was cut; {held}"
+    if left_out := _count("left_out", splits):
+        yield f"{left_out} were left out: question and answer alone exceed {limit} tokens"
+    if unanswered := _count("unanswered", splits):
+        yield f"{unanswered} were left out: they have no answer"
+
+
+def _count(name: str, splits: Mapping[str, TokenizationCounts]) -> str:
+    """Return ``3 of 90 training and 1 of 20 evaluation examples``; empty if there are none."""
+    found = [
+        f"{number} of {counts.examples} {split}"
+        for split, counts in splits.items()
+        if (number := getattr(counts, name))
+    ]
+    return f"{' and '.join(found)} examples" if found else ""
 
 
 @dataclass(frozen=True, eq=False)

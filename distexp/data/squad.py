@@ -9,7 +9,15 @@ from typing import Any
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data.base import TaskData
-from distexp.data.qa import Example, QASamples, normalize_whitespace, tokenize_examples, tokenizer_corpus
+from distexp.data.qa import (
+    Example,
+    QASamples,
+    TokenizationCounts,
+    describe_counts,
+    normalize_whitespace,
+    tokenize_examples,
+    tokenizer_corpus,
+)
 from distexp.data.text import TextCollate, sequence_length
 from distexp.data.tokenization import Tokenizer, load_tokenizer
 from distexp.system.hub import offline_if_unreachable
@@ -38,8 +46,8 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     max_length = sequence_length(dataset, model)
     training, evaluation = read_examples(dataset)
     tokenizer = load_tokenizer(model, tokenizer_corpus(training))
-    train, train_notes = _tokenize_split("train", training, dataset, tokenizer, max_length)
-    held_out, eval_notes = _tokenize_split("eval", evaluation, dataset, tokenizer, max_length)
+    train, train_counts = _tokenize_split("train", training, dataset, tokenizer, max_length)
+    held_out, eval_counts = _tokenize_split("eval", evaluation, dataset, tokenizer, max_length)
     return TaskData(
         task="causal_lm",
         train=train,
@@ -48,7 +56,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
         num_classes=tokenizer.size,
         tokenizer=tokenizer,
         tokenizer_name=tokenizer.name,
-        notes=[*train_notes, *eval_notes],
+        notes=list(describe_counts({"training": train_counts, "evaluation": eval_counts}, max_length)),
     )
 
 
@@ -182,11 +190,11 @@ def _check_positions(examples: Sequence[Example], name: str, source: str) -> Non
 
 def _tokenize_split(
     kind: str, examples: list[Example], dataset: DatasetConfig, tokenizer: Tokenizer, max_length: int
-) -> tuple[QASamples, list[str]]:
+) -> tuple[QASamples, TokenizationCounts]:
     """Tokenize the first examples of a split, as many as its size in ``dataset``.
 
     Returns:
-        The samples, and notes about examples that were cut or left out.
+        The samples, and the numbers of examples that were cut or left out.
     """
     name, size = "training" if kind == "train" else "evaluation", getattr(dataset, f"{kind}_size")
     if not examples:
@@ -204,4 +212,4 @@ def _tokenize_split(
             f"none of {len(selected)} {name} examples is usable with dataset.max_length={max_length}: "
             "raise it, or use examples with answers"
         )
-    return samples, list(counts.notes(name, max_length))
+    return samples, counts

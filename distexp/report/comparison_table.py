@@ -101,7 +101,7 @@ def _format_ratio(pair: Pair, name: str) -> str:
 
 def _format_difference(pair: Pair, name: str) -> str:
     both = pair.metric_pair(name)
-    return "-" if both is None else f"{both[1].mean - both[0].mean:+.4f}{_noise_mark(pair, name)}"
+    return "-" if both is None else f"{both[1].mean - both[0].mean:+z.4f}{_noise_mark(pair, name)}"
 
 
 def _noise_mark(pair: Pair, name: str) -> str:

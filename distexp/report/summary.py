@@ -14,7 +14,7 @@ from distexp.report.data.rows import Row
 from distexp.report.data.scaling_remarks import remark_on_scaling
 from distexp.report.data.settings import global_batch
 from distexp.report.data.text import format_noise, name_runs
-from distexp.runs.text import join_first
+from distexp.runs.text import STAND_IN, join_first, record_model_label
 
 MOST_TASKS = 4
 SAME = 0.005  # relative difference
@@ -25,6 +25,7 @@ HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
 
 def summarize(overview: Overview) -> Iterator[str]:
     """Yield the sentences below a table of runs."""
+    yield from _stand_ins(overview)
     yield from explain_cpu_speeds(overview)
     yield from _fastest(overview)
     yield from _smallest(overview)
@@ -35,6 +36,18 @@ def summarize(overview: Overview) -> Iterator[str]:
     yield from _definitions(overview)
     yield from _repeats(overview)
     yield from _incomplete_runs(overview)
+
+
+def _stand_ins(overview: Overview) -> Iterator[str]:
+    """Yield the models whose sizes were made small, with the number of their parameters."""
+    sizes: dict[str, list[int]] = {}
+    for record in (row.record for row in overview.rows):
+        label = record_model_label(record)
+        if STAND_IN in label and record.built is not None:
+            sizes.setdefault(label, []).append(record.built.parameters)
+    for label, counts in list(sizes.items())[:MOST_TASKS]:
+        low, high = min(counts), max(counts)
+        yield f"Model: {label}, {low:,}{f' to {high:,}' if high > low else ''} parameters."
 
 
 def explain_cpu_speeds(overview: Overview) -> Iterator[str]:

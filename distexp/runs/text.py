@@ -10,6 +10,7 @@ from pathlib import Path
 from distexp.runs.record import RunError, RunRecord
 
 MAX_ITEMS = 8
+STAND_IN = "stand-in for"
 
 MAX_MESSAGE = 300
 """Characters of an error message on the screen. The record and the log have the whole message."""
@@ -58,6 +59,21 @@ def format_about(seconds: float) -> str:
 def suggest_command(name: str, directory: Path) -> str:
     """Return the command line of a sub-command: ``distexp status DIR``."""
     return f"distexp {name} {shlex.quote(str(directory))}"
+
+
+def model_label(name: str, scale: str) -> str:
+    """Return a model's name; ``tiny stand-in for bloom_560m`` if its sizes were made small.
+
+    A local folder is shown by its last part.
+    """
+    short = Path(name).name if Path(name).is_absolute() else name
+    return short if scale == "full" or short.endswith(f"_{scale}") else f"{scale} {STAND_IN} {short}"
+
+
+def record_model_label(record: RunRecord) -> str:
+    """Return the label of a record's model; see ``model_label``."""
+    scale = (record.config.get("scale") or {}).get("name") or "full"
+    return model_label(str(record.config["model"]["name"]), scale)
 
 
 def failure_text(record: RunRecord) -> str:

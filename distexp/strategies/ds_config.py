@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,18 @@ def uses_autocast(config: Config) -> bool:
     """
     in_file = get_nested(read_or_empty(config.deepspeed.config_file), ("bf16", "enabled"))
     return config.precision.name == "bf16" and config.deepspeed.zero_stage == 0 and in_file is not True
+
+
+def describe_buckets(fitted: Mapping[str, int], parameters: int) -> str:
+    """State what the fitted bucket sizes mean for a model with this number of parameters."""
+    bucket = fitted.get("reduce_bucket_size", 0)
+    if bucket >= parameters:
+        return (
+            f"DeepSpeed's reduce_bucket_size={bucket:,} holds the whole model of {parameters:,} parameters: "
+            "gradients are reduced once, after the backward pass"
+        )
+    values = ", ".join(f"{key}={value:,}" for key, value in fitted.items())
+    return f"DeepSpeed's buckets are a fraction of the model's {parameters:,} parameters: {values}"
 
 
 def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ from distexp.distributed.context import Context
 from distexp.runs.files import write_json
 from distexp.runs.record import Built
 from distexp.runs.run_dir import DS_CONFIG
-from distexp.strategies.ds_config import effective_config, fit_buckets, uses_autocast
+from distexp.strategies.ds_config import describe_buckets, effective_config, fit_buckets, uses_autocast
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +30,7 @@ def build_settings(blueprint: Blueprint, config: Config, context: Context) -> di
     if context.rank == 0:
         write_json(context.run_dir / DS_CONFIG, settings)
         if fitted:
-            values = ", ".join(f"{key}={value}" for key, value in fitted.items())
-            print(f"note: DeepSpeed's bucket sizes for {sum(sizes):,} parameters: {values}", flush=True)
+            print(f"note: {describe_buckets(fitted, sum(sizes))}", flush=True)
     return settings
 
 

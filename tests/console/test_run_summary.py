@@ -20,6 +20,7 @@ from tests.helpers.runs import make_spec
             ("zero_stage='2'", "offload='true'", "cluster.nodes=2"),
             "bloom_tiny on squad_sample, deepspeed ZeRO-2, offloaded, fp32, 4 cpu workers on 2 nodes",
         ),
+        (("model=bloom_560m", "scale=tiny"), "tiny stand-in for bloom_560m on squad_sample, ddp, fp32, 2 cpu workers"),
         (("preflight.only=true",), "preflight with 2 cpu workers"),
     ],
 )
@@ -54,6 +55,12 @@ def test_the_panel_has_replicas_and_shards(mesh: list[int], text: str) -> None:
     assert run.built is not None
     run.built.mesh = mesh
     assert dict(summary_lines(run))["built"].startswith(text)
+
+
+def test_the_panel_names_a_small_model_as_stand_in() -> None:
+    run = record(0, model__name="bloom_560m", scale__name="tiny")
+    run.run.duration_s = 4.0
+    assert "1,000 parameters (tiny stand-in for bloom_560m), AdamW" in dict(summary_lines(run))["built"]
 
 
 def test_the_panel_shortens_the_losses_of_many_epochs() -> None:

@@ -371,6 +371,21 @@ def test_more_workers_than_cores_are_reported() -> None:
     assert "More workers" not in printed(scaled(1, 1, speeds=(100.0, 190.0)))
 
 
+def test_small_models_are_named_as_stand_ins() -> None:
+    runs = [
+        record(n, model__name="bloom_560m", scale__name="tiny", strategy=name) for n, name in enumerate(("ddp", "fsdp"))
+    ]
+    assert "Model: tiny stand-in for bloom_560m, 1,000 parameters." in unwrapped(printed(runs))
+    assert "stand-in" not in printed([record(n, train__seed=n) for n in range(2)])
+    assert "stand-in" not in printed([record(n, scale__name="tiny") for n in range(2)]), "bloom_tiny is tiny anyway"
+
+
+def test_zero_has_no_sign() -> None:
+    text = printed([record(0, loss=-0.00001), record(1, strategy="fsdp", loss=0.5)])
+    assert "0.0000" in text
+    assert "-0.0000" not in text
+
+
 def test_the_summary_follows_the_metrics() -> None:
     def summary(first: float, second: float) -> str:
         return unwrapped(

@@ -22,7 +22,7 @@ class Metric:
         name: Column in the result files, with the unit.
         read: Returns the value of a record, or None if it was not measured.
         title: Header in tables. A metric without a title is in the result files only.
-        number_format: Format of the value in tables.
+        number_format: Format of the value in tables; ``z`` avoids ``-0.0000``.
         factor: Converts from the unit of the files to that of the tables.
         importance: In a narrow terminal, columns of low importance are hidden first.
     """
@@ -30,7 +30,7 @@ class Metric:
     name: str
     read: ReadMetric
     title: str = ""
-    number_format: str = "{:,.1f}"
+    number_format: str = "{:z,.1f}"
     factor: float = 1.0
     importance: int = 0
 
@@ -115,30 +115,30 @@ MEMORIES = {
 """Metrics of memory, by preference: a run is compared by the first that was measured."""
 
 TABLE_METRICS = (
-    Metric("train_loss", _metric("train_loss"), "train\nloss", "{:.4f}", importance=60),
-    Metric("eval_loss", _metric("eval_loss"), "eval\nloss", "{:.4f}", importance=85),
+    Metric("train_loss", _metric("train_loss"), "train\nloss", "{:z.4f}", importance=60),
+    Metric("eval_loss", _metric("eval_loss"), "eval\nloss", "{:z.4f}", importance=85),
     Metric("eval_accuracy_pct", _last_percent("eval_accuracies"), "accu-\nracy %", importance=55),
     Metric("eval_top5_accuracy_pct", _last_percent("eval_top5_accuracies"), "top-5\naccu. %", importance=53),
     Metric("exact_match_pct", _metric("exact_match"), "EM %", importance=50),
     Metric("f1_pct", _metric("f1"), "F1 %", importance=52),
     Metric(SPEED, _metric(SPEED), "samples/s", importance=95),
-    Metric("tokens_per_second", _metric("tokens_per_second"), "tokens/s", "{:,.0f}", importance=40),
+    Metric("tokens_per_second", _metric("tokens_per_second"), "tokens/s", "{:z,.0f}", importance=40),
     Metric("step_time_p50_s", _step_time("p50"), "step\nms", factor=1000, importance=35),
-    Metric(COMMUNICATION, _communication_percent("share"), "commu-\nnication %", "{:.0f}", importance=65),
-    Metric("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:,.0f}", importance=90),
-    Metric("gpu_average_mib", _largest("gpu", "average_mib"), "GPU avg\nMiB", "{:,.0f}", importance=22),
-    Metric("gpu_mode_mib", _largest("gpu", "mode_mib"), "GPU mode\nMiB", "{:,.0f}", importance=20),
-    Metric("torch_peak_allocated_mib", _largest("torch", "peak_allocated_mib"), "torch\npeak MiB", "{:,.0f}",
+    Metric(COMMUNICATION, _communication_percent("share"), "commu-\nnication %", "{:z.0f}", importance=65),
+    Metric("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:z,.0f}", importance=90),
+    Metric("gpu_average_mib", _largest("gpu", "average_mib"), "GPU avg\nMiB", "{:z,.0f}", importance=22),
+    Metric("gpu_mode_mib", _largest("gpu", "mode_mib"), "GPU mode\nMiB", "{:z,.0f}", importance=20),
+    Metric("torch_peak_allocated_mib", _largest("torch", "peak_allocated_mib"), "torch\npeak MiB", "{:z,.0f}",
            importance=45),
-    Metric("model_states_mib", _largest("torch", "states_mib"), "model\nst. MiB", "{:,.0f}", importance=28),
-    Metric("model_states_ideal_mib", _ideal_states, "by arith-\nmetic MiB", "{:,.0f}", importance=27),
-    Metric("cpu_peak_mib", _largest("cpu", "peak_mib"), "CPU peak\nMiB", "{:,.0f}", importance=70),
-    Metric("gpu_utilization_pct", _mean_utilization("gpu"), "GPU\nutil %", "{:.0f}", importance=38),
-    Metric("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:.0f}", importance=15),
+    Metric("model_states_mib", _largest("torch", "states_mib"), "model\nst. MiB", "{:z,.0f}", importance=28),
+    Metric("model_states_ideal_mib", _ideal_states, "by arith-\nmetic MiB", "{:z,.0f}", importance=27),
+    Metric("cpu_peak_mib", _largest("cpu", "peak_mib"), "CPU peak\nMiB", "{:z,.0f}", importance=70),
+    Metric("gpu_utilization_pct", _mean_utilization("gpu"), "GPU\nutil %", "{:z.0f}", importance=38),
+    Metric("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:z.0f}", importance=15),
     Metric("train_runtime_s", _metric("train_runtime"), "run-\ntime s", importance=48),
-    Metric("energy_j_per_sample", _metric("energy_j_per_sample"), "J per\nsample", "{:,.2f}", importance=30),
-    Metric(SPEEDUP, _from_other_runs, "speedup", "{:.2f}", importance=75),
-    Metric(EFFICIENCY, _from_other_runs, "effi-\nciency %", "{:.0f}", importance=80),
+    Metric("energy_j_per_sample", _metric("energy_j_per_sample"), "J per\nsample", "{:z,.2f}", importance=30),
+    Metric(SPEEDUP, _from_other_runs, "speedup", "{:z.2f}", importance=75),
+    Metric(EFFICIENCY, _from_other_runs, "effi-\nciency %", "{:z.0f}", importance=80),
 )  # fmt: skip
 
 _FILE_METRICS = (
