@@ -18,10 +18,15 @@ from distexp.config.sharding import Sharding
 
 
 class ConfigError(ValueError):
-    """One or more errors of a configuration; each states the value, what is wrong with it, and a hint."""
+    """One or more errors of a configuration; each states the value, what is wrong with it, and a hint.
 
-    def __init__(self, errors: list[str] | str) -> None:
+    Attributes:
+        config: the configuration with the values that were decided before the errors were found, or None.
+    """
+
+    def __init__(self, errors: list[str] | str, config: Config | None = None) -> None:
         self.errors = [errors] if isinstance(errors, str) else list(errors)
+        self.config = config
         super().__init__("\n".join(self.errors))
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class Cell:
     Attributes:
         composed: Composed configuration, with the hydra node.
         config: Resolved configuration; None for an invalid cell.
+        decided: Configuration of an invalid cell, with the values that were decided before its errors were found.
         errors: Why the cell is invalid.
         varied: Overrides that not all cells share.
     """
@@ -42,6 +43,7 @@ class Cell:
     overrides: list[str]
     composed: DictConfig
     config: Config | None = None
+    decided: Config | None = None
     errors: list[str] = field(default_factory=list)
     varied: list[str] = field(default_factory=list)
 
@@ -70,7 +72,7 @@ def compose_cells(
                 adjust(composed, cell.overrides)
             cell.config = resolve(composed, composed.hydra.runtime.choices)
         except ConfigError as error:
-            cell.errors = error.errors
+            cell.errors, cell.decided = error.errors, error.config
         cells.append(cell)
     shared = set.intersection(*(set(cell.overrides) for cell in cells))
     for cell in cells:
@@ -90,14 +92,19 @@ def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None 
 
 def write_invalid(cell: Cell, info: RunInfo, directory: Path) -> RunRecord:
     """Write the record of an invalid cell and return it."""
+    content = _composed_content(cell) if cell.decided is None else asdict(cell.decided)
+    record = invalid_record(info, content, cell.errors)
+    record.write(directory)
+    return record
+
+
+def _composed_content(cell: Cell) -> dict[str, Any]:
     composed = without_hydra(cell.composed)
     try:
         content: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException:  # An interpolation of a missing key may be the error.
         content = OmegaConf.to_container(composed)
-    record = invalid_record(info, content, cell.errors)
-    record.write(directory)
-    return record
+    return dict(content)
 
 
 def run_dir_for(cell: Cell, sweep_dir: Path, number: int) -> Path:

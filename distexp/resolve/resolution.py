@@ -75,12 +75,12 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
 
 
 def run_steps(config: Config, steps: Sequence[Step]) -> None:
-    """Run steps in order, then raise all of their errors as one ConfigError."""
+    """Run steps in order, then raise all of their errors, and what they decided, as one ConfigError."""
     errors: list[str] = []
     for step in steps:
         errors += step(config)
     if errors:
-        raise ConfigError(list(dict.fromkeys(errors)))
+        raise ConfigError(list(dict.fromkeys(errors)), config)
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:
