@@ -177,5 +177,6 @@ def _best_tile(overview: Overview, metric: str, name: str, unit: str, *, largest
     if equal := equal_to_best(ranked):
         noise = max(difference_noise(value, other) or 0.0 for _, other in equal)
         labels = name_runs([best.label, *(group.label for group, _ in equal)])
-        detail = f"{labels}: equal within the noise of {format_noise(noise, value.mean)}"
+        yield Tile(name, "not decided", f"{labels}: equal within the noise of {format_noise(noise, value.mean)}")
+        return
     yield Tile(name, f"{METRICS_BY_NAME[metric].format_value(value.mean)} {unit}", detail)
