@@ -15,10 +15,13 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from fnmatch import fnmatch
+from pathlib import Path
 
 from distexp.cli.overrides import is_override
 from distexp.config.paths import conf_dir, options_of
 from distexp.exceptions import run_until_pipe_closes
+from distexp.launch.local.hangup import continue_after_hangup
+from distexp.runs.run_dir import OUTPUTS
 
 INDENT = 4 * " "
 
@@ -37,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"distexp: no preset matches {' '.join(patterns)}: choose from {', '.join(names)}", file=sys.stderr)
         return 2
     if overrides:
-        return _run_all(chosen, overrides)
+        with continue_after_hangup(Path(OUTPUTS)):
+            return _run_all(chosen, overrides)
     for name in chosen:
         print(f"experiment={name}\n{_indent(first_sentence(name))}")
     return 0

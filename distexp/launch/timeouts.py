@@ -1,7 +1,8 @@
 """Time limit and hang timeout of a run: the agent of each node watches its workers.
 
-``cluster.timeout_min`` limits a run. ``cluster.hang_timeout_min`` limits the time without a step or a new phase, which
-rank 0 reports by its heartbeat. The timeout of collectives is longer, see ``distributed.process_group``.
+``cluster.timeout_min`` limits a run, from the end of the build of DeepSpeed's operators. ``cluster.hang_timeout_min``
+limits the time without a step or a new phase, which rank 0 reports by its heartbeat. The timeout of collectives is
+longer, see ``distributed.process_group``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from distexp.launch.failures import HANG_CODE, SIGNAL_CODE, TERMINATED_CODE, TIMEOUT_CODE
 from distexp.launch.hang import inspect_workers
-from distexp.runs.heartbeat import last_heartbeat
+from distexp.runs.heartbeat import last_build_step, last_heartbeat
 from distexp.runs.spec import RunSpec
 
 POLL_S = 0.1
@@ -44,10 +45,10 @@ def watch(
         The exit code of the workers' parent process, 128 + N if signal N ended it, or a code of ``failures``.
     """
     cluster = spec.config.cluster
-    deadline = started + cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
+    limit_s = cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
     while (code := group.poll()) is None:
         now = time.time()
-        if now > deadline:
+        if now - max(started, last_build_step(run_dir)) > limit_s:
             return TIMEOUT_CODE
         if now - max(started, last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
             inspect_workers(group.pid, run_dir, node)

@@ -30,6 +30,11 @@ def last_heartbeat(run_dir: Path) -> float:
     return max(_modified(run_dir / name) for name in (HEARTBEAT, EVENTS, OPERATORS))
 
 
+def last_build_step(run_dir: Path) -> float:
+    """Return the Unix time in seconds at which the build of operators last reported; 0 if there was none."""
+    return _modified(run_dir / OPERATORS)
+
+
 def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime

@@ -24,9 +24,9 @@ def local_state(run: ExistingRun) -> RunState:
         return _state_by_activity(run)
     if launcher.is_alive:
         return RunState(run.number, run.directory, None, "running")
-    if agent is not None and agent.is_alive:
-        return RunState(run.number, run.directory, None, "ending", f"its launcher, process {launcher.pid}, has ended")
-    return RunState(run.number, run.directory, None, "no record", f"its launcher, process {launcher.pid}, was killed")
+    reason = f"its launcher (process {launcher.pid}) ended without a record"
+    state = "ending" if agent is not None and agent.is_alive else "no record"
+    return RunState(run.number, run.directory, None, state, reason)
 
 
 def _state_by_activity(run: ExistingRun) -> RunState:

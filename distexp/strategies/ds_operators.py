@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from distexp.config import Config
 from distexp.strategies.ds_config import get_nested, read_or_empty
@@ -76,12 +76,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """
     mark, baton = folder / ".distexp_build", folder / BATON
     with (folder / ".distexp_lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _print("waiting", "for", "another run")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if mark.exists():
+        if _acquire(lock) and mark.exists():
             baton.unlink(missing_ok=True)
         elif baton.exists():
             _print("waiting", "for", f"{baton} (remove this file if no other program compiles)")
@@ -90,6 +85,18 @@ def _locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             mark.unlink(missing_ok=True)
+
+
+def _acquire(lock: IO[str]) -> bool:
+    """Wait for a lock and return True; return False if the file system has no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _print("waiting", "for", "another run")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
 
 
 def _print(*parts: str) -> None:

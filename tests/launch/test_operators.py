@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,9 @@ import pytest
 from distexp.doctor import __main__ as doctor
 from distexp.doctor import operators
 from distexp.launch import agent
-from distexp.launch.failures import classify_failure
+from distexp.launch.failures import TIMEOUT_CODE, classify_failure
 from distexp.launch.operators import OperatorError, build_operators, missing_operators
+from distexp.launch.timeouts import watch
 from distexp.runs.jsonl import append_line, read_entries
 from distexp.runs.progress import read_progress
 from distexp.runs.run_dir import OPERATORS, log_dir
@@ -21,6 +25,9 @@ from tests.helpers.runs import make_spec
 
 FAKE_DEEPSPEED = """
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -161,3 +168,16 @@ def test_a_failed_build_of_the_doctor_names_the_error(
     monkeypatch.setattr(doctor, "visible_gpus", tuple)
     assert doctor.main(["--build"]) == 1
     assert "one.cpp:3:1: fatal error: no omp.h" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("built", "code"), [(False, TIMEOUT_CODE), (True, 0)])
+def test_the_time_limit_starts_after_the_build(tmp_path: Path, built: bool, code: int) -> None:
+    if built:
+        (tmp_path / OPERATORS).touch()
+    spec = make_spec("strategy=single", "cluster.device=cpu", "cluster.timeout_min=30")
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as group:
+        try:
+            # The peer has failed, so that a run within its time ends with 0.
+            assert watch(group, spec, tmp_path, started=time.time() - 3600, peer_failed=lambda: True) == code
+        finally:
+            group.kill()

@@ -80,7 +80,7 @@ def test_the_launcher_decides_whether_a_run_is_running(tmp_path: Path) -> None:
             assert states(tmp_path)[0].state == "ending", "the agent still writes the record"
     set_age(run, 0)
     found = states(tmp_path)[0]
-    assert (found.state, found.reason) == ("no record", f"its launcher, process {launcher.pid}, was killed")
+    assert (found.state, found.reason) == ("no record", f"its launcher (process {launcher.pid}) ended without a record")
 
 
 def test_another_process_with_the_same_id_is_not_the_launcher(tmp_path: Path) -> None:

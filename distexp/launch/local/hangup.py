@@ -15,23 +15,24 @@ from distexp.runs.text import suggest_command
 
 
 @contextmanager
-def continue_after_hangup(sweep_dir: Path) -> Iterator[None]:
-    """Keep the runs of a sweep after SIGHUP, which a closed terminal sends.
+def continue_after_hangup(folder: Path) -> Iterator[None]:
+    """Keep the runs below a folder after SIGHUP, which a closed terminal sends.
 
-    The output continues in ``launcher.log`` of the sweep, because the terminal can no longer be written. A signal
+    The output continues in ``launcher.log`` of the folder, because the terminal can no longer be written. A signal
     that the user has ignored (``nohup``) stays ignored.
     """
     terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def leave_terminal(number: int, frame: FrameType | None) -> None:
-        log = os.open(sweep_dir / LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        folder.mkdir(parents=True, exist_ok=True)
+        log = os.open(folder / LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for terminal in terminals:
             os.dup2(log, terminal)
         os.close(log)
         os.write(
             sys.stdout.fileno(),
             f"the terminal was closed (SIGHUP), and the runs continue. To look at them: "
-            f"{suggest_command('status', sweep_dir)}. To end them: {suggest_command('cancel', sweep_dir)}\n".encode(),
+            f"{suggest_command('status', folder)}. To end them: {suggest_command('cancel', folder)}\n".encode(),
         )
 
     before = signal.getsignal(signal.SIGHUP)
