@@ -178,6 +178,6 @@ def test_the_time_limit_starts_after_the_build(tmp_path: Path, built: bool, code
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as group:
         try:
             # The peer has failed, so that a run within its time ends with 0.
-            assert watch(group, spec, tmp_path, started=time.time() - 3600, peer_failed=lambda: True) == code
+            assert watch(group, spec, tmp_path, 0, time.time() - 3600, peer_failed=lambda: True) == code
         finally:
             group.kill()

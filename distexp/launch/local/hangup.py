@@ -21,9 +21,13 @@ def continue_after_hangup(folder: Path) -> Iterator[None]:
     The output continues in ``launcher.log`` of the folder, because the terminal can no longer be written. A signal
     that the user has ignored (``nohup``) stays ignored.
     """
+    received: list[int] = []
     terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def leave_terminal(number: int, frame: FrameType | None) -> None:
+        if number in received:  # The kernel may send it to the session and to the process group.
+            return
+        received.append(number)
         folder.mkdir(parents=True, exist_ok=True)
         log = os.open(folder / LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for terminal in terminals:
