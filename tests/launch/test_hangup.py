@@ -38,7 +38,10 @@ def test_runs_continue_after_the_terminal_is_closed(tmp_path: Path) -> None:
     )
     try:
         os.close(inside)
-        assert os.read(terminal, 100).strip() == b"ready"
+        shown = b""
+        while not shown.endswith(b"\n"):  # An unbuffered command may write the end of the line separately.
+            shown += os.read(terminal, 100)
+        assert shown.strip() == b"ready"
         os.close(terminal)
         log = tmp_path / LAUNCHER_LOG
         wait_until(lambda: log.exists() and log.read_text().endswith("\n"), "the first line of the log")
@@ -47,7 +50,9 @@ def test_runs_continue_after_the_terminal_is_closed(tmp_path: Path) -> None:
     finally:
         command.kill()
         command.wait()
-    first, second = log.read_text().splitlines()
+    lines = log.read_text().splitlines()
+    assert len(lines) == 2, lines
+    first, second = lines
     assert "the terminal was closed (SIGHUP), and the runs continue" in first
     assert f"distexp status {tmp_path}. To end them: distexp cancel {tmp_path}" in first
     assert second == "run 1 of 2"
