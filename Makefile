@@ -18,6 +18,8 @@ INSTALL = $(UV) pip install --quiet --python $(BIN)/python --constraint requirem
 # DeepSpeed's build needs the installed torch, so torch comes first and the build is not isolated.
 FIRST := torch torchvision setuptools ninja wheel
 PROJECT := --no-build-isolation-package deepspeed --editable
+# Many tests wait for processes, so two of them run at a time.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 .PHONY: setup demo test test-slow lint docs pins
 setup: $(VENV)/.setup
@@ -46,10 +48,10 @@ demo: setup
 
 test: $(VENV)/.test
 	@echo "All tests except the slow ones: at most 12 minutes on two free cores. The numbers at the right count the tests."
-	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow $(TESTS)
+	$(PYTEST) -m slow $(TESTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
