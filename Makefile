@@ -18,8 +18,8 @@ INSTALL = $(UV) pip install --quiet --python $(BIN)/python --constraint requirem
 # DeepSpeed's build needs the installed torch, so torch comes first and the build is not isolated.
 FIRST := torch torchvision setuptools ninja wheel
 PROJECT := --no-build-isolation-package deepspeed --editable
-# Many tests wait for processes, so two of them run at a time.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+# Many tests wait for processes, so two files of tests run at a time.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: setup demo test test-slow lint docs pins
 setup: $(VENV)/.setup

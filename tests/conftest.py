@@ -29,16 +29,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of a file in one process, and those of Slurm on one cluster, if pytest-xdist divides them."""
-    for item in items:
-        group = "slurm" if item.get_closest_marker("slurm") is not None else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    skip_without_gpu(items)
-
-
-def skip_without_gpu(items: list[pytest.Item]) -> None:
     """Skip the tests with the marker ``gpu`` on a machine without a visible GPU."""
     if not visible_gpus():
         for item in items:

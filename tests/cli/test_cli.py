@@ -13,6 +13,7 @@ import pytest
 
 from distexp import __version__
 from distexp.cli.commands import COMMANDS
+from tests.helpers.forked_cli import run_forked
 from tests.helpers.records import record, write
 from tests.helpers.runs import REPOSITORY, run_distexp, run_module
 
@@ -135,7 +136,7 @@ WRONG = {  # command lines, with a part of their message
 
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_command_line_prints_one_message(line: str, tmp_path: Path) -> None:
-    done = run_distexp(*line.split(), cwd=tmp_path)
+    done = run_forked(*line.split(), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert WRONG[line] in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
