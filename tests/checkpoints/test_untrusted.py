@@ -70,7 +70,10 @@ def write_rank_state(checkpoint: Path, command: Command) -> str:
 CRAFTED = {"metadata": write_metadata, "value": write_value, "rank state": write_rank_state}
 
 
-@pytest.mark.parametrize("case", CRAFTED)
+CASES = [pytest.param(case, marks=() if case == "metadata" else pytest.mark.slow) for case in CRAFTED]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_with_code_is_refused(case: str, source: Path, tmp_path: Path) -> None:
     checkpoint, marker = tmp_path / source.name, tmp_path / "started"
     shutil.copytree(source, checkpoint)
@@ -100,6 +103,7 @@ def test_files_of_deepspeed_are_read_as_data(tmp_path: Path) -> None:
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_code_is_loaded(source: Path, tmp_path: Path) -> None:
     overrides = (*SHORT, f"train.resume={source}", "train.max_steps=3", "hydra.run.dir=mine")
     done = run_distexp(*overrides, cwd=tmp_path)
