@@ -97,9 +97,9 @@ def rename_keys(content: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[
     return {renamed.get(key, key): value for key, value in content.items()}
 
 
-def write_manifest(folder: Path, meta: CheckpointMeta, checksums: Checksums) -> None:
+def write_manifest(folder: Path, meta: CheckpointMeta, checksums: Checksums, settings: Mapping[str, Any]) -> None:
     """Write the manifest of a checkpoint, after all of its other files."""
-    write_json(folder / MANIFEST, {"meta": vars(meta), "files": checksums})
+    write_json(folder / MANIFEST, {"meta": vars(meta), "files": checksums, "settings": settings})
 
 
 def read_manifest(folder: Path) -> tuple[CheckpointMeta, Checksums] | None:
@@ -110,6 +110,15 @@ def read_manifest(folder: Path) -> tuple[CheckpointMeta, Checksums] | None:
         return CheckpointMeta(**rename_keys(raw["meta"], {"form": "checkpoint_format"})), files
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of the training that wrote a checkpoint; None if an earlier version wrote it."""
+    try:
+        settings = json.loads((folder / MANIFEST).read_text())["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return settings if isinstance(settings, dict) else None
 
 
 def find_damage(folder: Path, checksums: Checksums) -> str | None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from distexp.checkpoints import folder as disk
 from distexp.checkpoints import rng
 from distexp.checkpoints.folder import CheckpointMeta, Checksums
-from distexp.config import ConfigError, TrainConfig
+from distexp.checkpoints.settings import describe_changes, settings_of_run, training_settings
+from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.runs.record import Built, RunError
@@ -28,9 +29,10 @@ class CheckpointManager:
     """The checkpoints of one training; every public method is a collective."""
 
     def __init__(
-        self, inputs: TrainingInputs, model: DistributedModel, built: Built, train: TrainConfig, context: Context
+        self, inputs: TrainingInputs, model: DistributedModel, built: Built, config: Config, context: Context
     ) -> None:
-        self.model, self.built, self.train, self.context = model, built, train, context
+        self.model, self.built, self.train, self.context = model, built, config.train, context
+        self.settings = training_settings(config)
         self.logger, self.run_id = inputs.logger, inputs.run_id
         self.global_batch = inputs.training.sharding.global_batch
         self.newest: int | None = None  # step of the newest checkpoint in the run directory that is known to be valid
@@ -62,7 +64,7 @@ class CheckpointManager:
         dist.barrier()
         checksums = self._compute_checksums(unfinished)
         if self.context.rank == 0:
-            disk.write_manifest(unfinished, self._meta(step), checksums)
+            disk.write_manifest(unfinished, self._meta(step), checksums, self.settings)
             disk.publish(run_dir, step)
         dist.barrier()
         self.newest = step
@@ -97,6 +99,7 @@ class CheckpointManager:
         self._note(f"resuming from step {meta.step} of {folder}")
         with weights_only_loading(folder):
             self._restore(folder, meta)
+        self._note_changes(folder)
         self.newest = meta.step if folder.parent == disk.checkpoints_root(self.context.run_dir) else None
         return meta.step
 
@@ -149,6 +152,14 @@ class CheckpointManager:
                 f"train.resume={self.train.resume} is at step {saved.step}, but this run ends at step "
                 f"{self.logger.plan.total_steps}: increase train.num_epochs or train.max_steps"
             )
+
+    def _note_changes(self, folder: Path) -> None:
+        """Log and record each setting that differs from those of the checkpoint."""
+        saved = disk.read_settings(folder) or settings_of_run(folder.parent.parent) or {}
+        changes = list(describe_changes(saved, self.settings))
+        for change in changes:
+            self._note(change)
+        self.logger.record_changes(changes)
 
     def _meta(self, step: int) -> CheckpointMeta:
         return CheckpointMeta(

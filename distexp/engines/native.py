@@ -37,7 +37,7 @@ class Native:
         seed_everything(config.train.seed + context.rank)
         built = model.describe()
         check_built(built, strategy.expected_build(config))
-        checkpoints = CheckpointManager(inputs, model, built, config.train, context)
+        checkpoints = CheckpointManager(inputs, model, built, config, context)
         checkpoints.resume()
         stop_request = StopRequest(context.run_dir, enabled=context.rank == 0)
         inputs.training.stop_requested = inputs.evaluation.stop_requested = stop_request

@@ -21,7 +21,7 @@ from distexp.launch.node import worker_environment
 from distexp.measure.memory.summary import energy_j, run_traces, summarize_run
 from distexp.runs import attempts
 from distexp.runs.environment import make_environment
-from distexp.runs.events import last_value
+from distexp.runs.events import last_value, resume_changes
 from distexp.runs.record import RunError, RunInfo, RunRecord
 from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
 from distexp.runs.spec import RunSpec
@@ -102,7 +102,7 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
         run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
         run.duration_s = time.time() - started
         run.hosts = run.attempts[-1]["hosts"] if run.attempts else [socket.gethostname()]
-        attempts.record_resume_step(run, last_value(directory, "resumed_from_step"))
+        attempts.record_resume(run, last_value(directory, "resumed_from_step"), resume_changes(directory))
         variables = select_variables(worker_environment(spec, node=0))
     environment = make_environment(on_gpu=device == "cuda", variables=variables)
     record = RunRecord(status=status, run=run, config=asdict(spec.config), error=error, environment=environment)

@@ -78,13 +78,19 @@ def register_manual_attempt(run: RunInfo, directory: Path) -> None:
 
 def new_attempt(job_id: str | None, hosts: list[str]) -> Attempt:
     """Return an attempt that has not ended."""
-    return {"job_id": job_id, "hosts": hosts, "resumed_from_step": None, "reason": None}
+    return {"job_id": job_id, "hosts": hosts, "resumed_from_step": None, "changes": [], "reason": None}
 
 
-def record_resume_step(run: RunInfo, step: int | None) -> None:
-    """Record the step that the latest attempt resumed from; None if it started fresh."""
+def record_resume(run: RunInfo, step: int | None, changes: list[str]) -> None:
+    """Record how the latest attempt resumed.
+
+    Args:
+        run: The run.
+        step: Step of the checkpoint; None if the attempt started fresh.
+        changes: Settings that differ from those of the checkpoint.
+    """
     if run.attempts:
-        run.attempts[-1]["resumed_from_step"] = step
+        run.attempts[-1] |= {"resumed_from_step": step, "changes": changes}
 
 
 def finalize(record: RunRecord) -> None:

@@ -54,3 +54,8 @@ def last_value(run_dir: Path, key: str) -> int | None:
     """Return the latest value of a key among the events of a run, or None."""
     found = [entry[key] for entry in read_entries(run_dir / EVENTS) if key in entry]
     return int(found[-1]) if found else None
+
+
+def resume_changes(run_dir: Path) -> list[str]:
+    """Return the settings that differ from those of the checkpoint that a run resumed from."""
+    return [str(change) for entry in read_entries(run_dir / EVENTS) for change in entry.get("changes", ())]

@@ -58,6 +58,7 @@ class RunInfo:
             "[].job_id": "Slurm job, or null.",
             "[].hosts": "Host names of the nodes.",
             "[].resumed_from_step": "Step of the loaded checkpoint. Null: the attempt started at step 0.",
+            "[].changes": "Settings that differ from those of the loaded checkpoint, with both values.",
             "[].reason": "Status at the end of the attempt.",
         },
     )

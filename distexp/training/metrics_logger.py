@@ -56,6 +56,7 @@ class MetricsLogger:
         self.steps = self.samples = self.measured_steps = self.measured_samples = self.measured_tokens = 0
         self.stopped: RunError | None = None  # why the training ended before its last step
         self.resumed_at = 0  # the step that this attempt resumed from
+        self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.logged = 0  # last step written to metrics.jsonl
         self.runtime_s = 0.0  # of earlier attempts, up to the checkpoint
         self.data_wait_s = 0.0
@@ -97,6 +98,12 @@ class MetricsLogger:
         if self._file is not None:
             self._file.write(state["lines"])
             self._file.flush()
+
+    def record_changes(self, changes: list[str]) -> None:
+        """Record the settings that differ from those of the checkpoint."""
+        self.changes = changes
+        if changes:
+            self.events.emit(changes=changes)
 
     def start(self) -> None:
         """Start the run time; call it before the first step."""

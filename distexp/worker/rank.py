@@ -112,7 +112,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     build = partial(build_model, config, data, context)
     model, built = load_trainer(config).train(build, config, context, inputs)
     built.tokenizer = data.tokenizer_name
-    attempts.record_resume_step(spec.run, logger.resumed_at or None)
+    attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
     if config.train.save_model and logger.stopped is None:
         events.set_phase("save")
         save_model(model.weights(), model_factory(config, data), data, context.run_dir, context.rank)

@@ -189,11 +189,11 @@ def test_the_checkpoint_of_train_resume_is_part_of_the_run_id(tmp_path: Path) ->
     source = disk.checkpoint_dir(tmp_path / "source", 4)
     source.mkdir(parents=True)
     meta = disk.CheckpointMeta("0", 4, 2, 8, 1000, "torch", 2)
-    disk.write_manifest(source, meta, {"file": (1, 2)})
+    disk.write_manifest(source, meta, {"file": (1, 2)}, {})
     resumed = make_spec(f"train.resume={tmp_path}/source").run.id
     assert resumed != plain
     shutil.copytree(tmp_path / "source", tmp_path / "copy")
     assert make_spec(f"train.resume={tmp_path}/copy").run.id == resumed
-    disk.write_manifest(disk.checkpoint_dir(tmp_path / "copy", 4), meta, {"file": (1, 3)})
+    disk.write_manifest(disk.checkpoint_dir(tmp_path / "copy", 4), meta, {"file": (1, 3)}, {})
     shutil.move(tmp_path / "copy", tmp_path / "other")
     assert make_spec(f"train.resume={tmp_path}/other").run.id != resumed

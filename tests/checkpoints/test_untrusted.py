@@ -104,9 +104,18 @@ def test_files_of_deepspeed_are_read_as_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_code_is_loaded(source: Path, tmp_path: Path) -> None:
-    overrides = (*SHORT, f"train.resume={source}", "train.max_steps=3", "hydra.run.dir=mine")
+def test_a_checkpoint_without_code_is_loaded_and_other_settings_are_noted(source: Path, tmp_path: Path) -> None:
+    changed = ("train.max_steps=3", "train.learning_rate=0.1", "train.schedule=constant", "train.log_every=1")
+    overrides = (*SHORT, f"train.resume={source}", *changed, "hydra.run.dir=mine")
     done = run_distexp(*overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     events = (tmp_path / "mine" / "events.jsonl").read_text()
     assert '"resumed_from_step": 2' in events
+    (attempt,) = RunRecord.read(tmp_path / "mine" / RECORD).run.attempts
+    assert attempt["changes"] == [
+        "train.max_steps was 2 in the checkpoint and is 3 in this run",
+        "train.learning_rate was 0.005 in the checkpoint and is 0.1 in this run",
+        "train.schedule was 'linear' in the checkpoint and is 'constant' in this run",
+    ]
+    for change in attempt["changes"]:
+        assert f"note: {change}" in done.stdout
