@@ -15,6 +15,16 @@ from distexp.resolve.cross_checks import same_task
 
 EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
 
+TINYIMAGENET = "distexp.data.tinyimagenet."
+TINYIMAGENET_FILES = ("wnids.txt", "train", "val/val_annotations.txt")
+"""Files and folders of the official archive of TinyImageNet that a run reads."""
+
+SQUAD = "distexp.data.squad"
+"""Start of the targets of datasets that need a tokenizer."""
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken")
+"""Files of which a folder with a tokenizer has at least one."""
+
 
 def check_files(config: Config) -> Iterator[str]:
     """Yield an error for each path that does not exist."""
@@ -34,6 +44,13 @@ def check_dataset_files(config: Config) -> Iterator[str]:
     # A dataset of another task is an error already, and the user will probably replace it.
     if dataset.root is None and "root" in dataset.keys and same_task(config):
         yield f"dataset={dataset.name} needs a folder: set dataset.root to one in the official layout of TinyImageNet"
+    if dataset.root is not None and os.path.isdir(dataset.root) and dataset._target_.startswith(TINYIMAGENET):
+        missing_files = [name for name in TINYIMAGENET_FILES if not os.path.exists(os.path.join(dataset.root, name))]
+        if missing_files:
+            yield (
+                f"dataset.root={dataset.root} contains no {', '.join(missing_files)}: set it to the top folder of the "
+                "official archive of TinyImageNet"
+            )
     pair = {"dataset.train_path": dataset.train_path, "dataset.eval_path": dataset.eval_path}
     given = [key for key, path in pair.items() if path is not None]
     if len(given) == 1:
@@ -61,6 +78,25 @@ def check_model_files(config: Config) -> Iterator[str]:
             yield f"{key}={source} contains no config.json: use a folder written by save_pretrained, or a hub id"
     elif looks_like_path(source):
         yield f"{key}={source} does not exist: correct the path, or use a hub id"
+
+
+def check_tokenizer_files(config: Config) -> Iterator[str]:
+    """Yield an error if text data has no tokenizer. Hub ids are checked when loaded."""
+    model = config.model
+    if not config.dataset._target_.startswith(SQUAD) or not same_task(config):
+        return
+    if model.tokenizer is None:
+        yield f"model.tokenizer is null, but dataset={config.dataset.name} needs one: set byte, a hub id or a folder"
+        return
+    source = model.tokenizer
+    if source == "auto":
+        source = (weights_source(model) if loads_from_source(model) else None) or "byte"
+    folder = Path(source)
+    if folder.is_absolute() and folder.is_dir() and not any(map(any, map(folder.glob, TOKENIZER_FILES))):
+        yield (
+            f"model.tokenizer={model.tokenizer} needs a tokenizer in {source}, which contains none: "
+            "set it to byte, a hub id, or a folder with a tokenizer"
+        )
 
 
 def looks_like_path(text: str) -> bool:

@@ -14,7 +14,13 @@ from distexp.config import Config, ConfigError
 from distexp.config.value_checks import check_values
 from distexp.resolve.absolute_paths import make_paths_absolute
 from distexp.resolve.cross_checks import check_device, check_sizes, check_task, check_tracker
-from distexp.resolve.file_checks import check_checkpoint, check_dataset_files, check_files, check_model_files
+from distexp.resolve.file_checks import (
+    check_checkpoint,
+    check_dataset_files,
+    check_files,
+    check_model_files,
+    check_tokenizer_files,
+)
 from distexp.resolve.implied_strategy import Choices, check_implied_strategy
 from distexp.resolve.option_checks import check_cluster_keys, check_dataset_keys, check_model_keys, check_targets
 from distexp.resolve.resources import decide_resources
@@ -49,6 +55,7 @@ CROSS_CHECKS: tuple[Step, ...] = (
     check_files,
     check_dataset_files,
     check_model_files,
+    check_tokenizer_files,
     check_checkpoint,
     check_tracker,
     check_device,

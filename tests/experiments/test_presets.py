@@ -17,7 +17,7 @@ from distexp.report.exercises.fill import PRINTED
 from distexp.report.exercises.layout import load_layouts
 from distexp.runs.record import RunError, RunRecord
 from tests.helpers.presets import cells_of, finished
-from tests.helpers.runs import resolve_cell, run_module
+from tests.helpers.runs import IMAGE_FOLDER, resolve_cell, run_module
 
 ONE = [(1, 1)]
 GPUS_1_TO_8 = [(1, 1), (1, 2), (1, 4), (1, 8)]
@@ -52,7 +52,7 @@ SLURM = ("cluster=slurm", "cluster.dry_run=true")
 def resolve_or_error(cell: list[str], *overrides: str) -> Config | str:
     """Return the resolved configuration of a cell, or its first error."""
     root = (
-        [f"dataset.root={Path(__file__).parent}"]
+        [f"dataset.root={IMAGE_FOLDER}"]
         if any("=ddp/" in text for text in cell) and "scale=tiny" not in overrides
         else []
     )

@@ -23,6 +23,8 @@ from distexp.runs.spec import RunSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELPERS = REPOSITORY / "tests" / "helpers"
+IMAGE_FOLDER = HELPERS / "image_folder"
+"""A folder in the layout of TinyImageNet without images, for configurations that are composed and not run."""
 
 
 def compose_cell(*overrides: str) -> tuple[DictConfig, dict[str, str | None]]:

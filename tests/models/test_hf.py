@@ -15,7 +15,7 @@ from distexp.config import ConfigError
 from distexp.console.run_summary import run_title
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
 from distexp.models import bloom, hf
-from distexp.models.introspection import count_forward_flops, find_blocks, find_embeddings, has_tied_embeddings
+from distexp.models.introspection import count_forward_flops, find_embeddings, find_units, has_tied_embeddings
 from distexp.resolve.run_id import run_id
 from distexp.runs.spec import RunSpec
 from tests.helpers.runs import resolve_cell, run_distexp
@@ -89,7 +89,7 @@ def test_pretrained_weights_are_loaded_and_blocks_are_found(name: str, tmp_path:
     expected = saved.state_dict()
     assert model.state_dict().keys() == expected.keys()
     assert all(weight.equal(expected[key]) for key, weight in model.state_dict().items())
-    assert [block for block, _ in find_blocks(model)] == [f"{BLOCKS[name]}.{number}" for number in range(2)]
+    assert [block for block, _ in find_units(model)] == [f"{BLOCKS[name]}.{number}" for number in range(2)]
     assert len(find_embeddings(model)) == 2
     assert has_tied_embeddings(model) == (name not in ("llama", "gpt_neox"))
     assert model.training
@@ -128,7 +128,7 @@ def test_a_model_on_the_meta_device_needs_no_weights_and_has_flops(name: str, tm
     samples, length = 3, 10
     ids = torch.zeros(samples, length, dtype=torch.long)
     counted = count_forward_flops(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    _, block = find_blocks(model)[0]
+    _, block = find_units(model)[0]
     matrices = sum(weight.numel() for weight in block.parameters() if weight.dim() == 2)
     attention = 2 * (2 * samples * length * length * HIDDEN)
     expected = 2 * (2 * samples * length * matrices + attention) + 2 * samples * length * HIDDEN * VOCABULARY
@@ -162,7 +162,7 @@ def test_a_folder_without_a_tokenizer_is_a_config_error(name: str, tmp_path: Pat
     save_model(tmp_path, ARCHITECTURES[name])
     for file in tmp_path.glob("tokenizer*"):
         file.unlink()
-    model = resolve_cell("model=hf", f"model.name={tmp_path}").model
+    model = replace(resolve_cell("model=hf", f"model.name={tmp_path}", "model.tokenizer=byte").model, tokenizer="auto")
     with pytest.raises(ConfigError, match=rf"model.tokenizer={tmp_path} .*or (to |model.tokenizer=)byte"):
         load_tokenizer(model, [])
 

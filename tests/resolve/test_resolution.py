@@ -15,10 +15,10 @@ from distexp.resolve.resolution import CROSS_CHECKS, DECISIONS, SECTION_CHECKS, 
 from distexp.resolve.run_id import run_id
 from distexp.runs.spec import RunSpec
 from distexp.strategies.ds_config import effective_config
-from tests.helpers.runs import REPOSITORY, compose_cell, make_spec, resolve_cell
+from tests.helpers.runs import IMAGE_FOLDER, REPOSITORY, compose_cell, make_spec, resolve_cell
 
 NEEDED = {  # other overrides that an option needs
-    ("dataset", "tinyimagenet"): ("model=resnet_tiny", "dataset.root=/tmp"),
+    ("dataset", "tinyimagenet"): ("model=resnet_tiny", f"dataset.root={IMAGE_FOLDER}"),
     ("dataset", "tinyimagenet_sample"): ("model=resnet_tiny",),
     ("model", "hf"): ("model.name=someone/a-model",),
     ("offload", "true"): ("strategy=fsdp",),
