@@ -107,7 +107,13 @@ class FSDPAdapter(HFAdapter):
     def initialize(self, blueprint: Blueprint) -> None:
         """Initialize the weights, and find the blocks to shard."""
         super().initialize(blueprint)
-        self.units = [block for _, block in find_blocks(self.model, self.config.fsdp.wrap)]
+        blocks = find_blocks(
+            self.model,
+            self.config.fsdp.wrap,
+            needed_for="strategy=fsdp with engine=hf_trainer",
+            alternative="engine=native",
+        )
+        self.units = [block for _, block in blocks]
 
     def arguments(self) -> dict[str, Any]:
         """Return mesh, sharding and the class names of the blocks."""

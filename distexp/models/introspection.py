@@ -21,10 +21,14 @@ NamedModules = list[tuple[str, nn.Module]]
 """Modules with their names in ``named_modules``."""
 
 
-def find_blocks(model: nn.Module, wrap: str = "auto") -> NamedModules:
+def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, alternative: str) -> NamedModules:
     """Find the repeated blocks of a model, in forward order.
 
-    The arguments are those of ``find_units``.
+    Args:
+        model: any module.
+        wrap: as in ``find_units``.
+        needed_for: the settings that need blocks, for the message.
+        alternative: what to set instead, for the message.
 
     Raises:
         ConfigError: the model has no module of these classes, or no repeated blocks.
@@ -32,7 +36,8 @@ def find_blocks(model: nn.Module, wrap: str = "auto") -> NamedModules:
     blocks = find_units(model, wrap)
     if not blocks:
         raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks: set fsdp.wrap to the class names of the modules to wrap"
+            f"{needed_for} needs a model with repeated blocks, which {type(model).__name__} lacks: set {alternative}, "
+            "or fsdp.wrap to class names of its modules"
         )
     return blocks
 

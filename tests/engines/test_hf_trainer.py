@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
 from distexp.config import ConfigError
 from distexp.runs.record import RunRecord
@@ -68,6 +71,19 @@ def test_both_engines_in_one_sweep(tmp_path: Path) -> None:
     for engine in ("native", "hf_trainer"):
         assert table.count(f"{engine} ") >= 2
     assert "ddp, hf_trainer" in done.stdout
+
+
+def test_fsdp_refuses_a_model_without_blocks() -> None:
+    from distexp.engines.hf_adapters import FSDPAdapter
+
+    model: Any = SimpleNamespace(model=nn.Linear(2, 2), materialize=lambda _: None)
+    config = resolve_cell("engine=hf_trainer", "strategy=fsdp", "cluster.device=cpu")
+    message = (
+        "strategy=fsdp with engine=hf_trainer needs a model with repeated blocks, which Linear lacks: "
+        "set engine=native, or fsdp.wrap to class names of its modules"
+    )
+    with pytest.raises(ConfigError, match=message):
+        FSDPAdapter(model, config, model)
 
 
 @pytest.mark.slow

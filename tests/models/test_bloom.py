@@ -9,7 +9,7 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.models.bloom import build
-from distexp.models.introspection import find_blocks, find_embeddings, has_tied_embeddings
+from distexp.models.introspection import find_embeddings, find_units, has_tied_embeddings
 from tests.helpers.runs import resolve_cell
 
 
@@ -18,7 +18,7 @@ def test_bloom_560m_has_its_published_size() -> None:
     with torch.device("meta"):
         bloom = build(config, 250_680)
     assert sum(weight.numel() for weight in bloom.parameters()) == 559_214_592
-    layers = find_blocks(bloom)
+    layers = find_units(bloom)
     assert [name for name, _ in layers] == [f"transformer.h.{number}" for number in range(24)]
     assert sum(weight.numel() for _, block in layers for weight in block.parameters()) == 302_309_376
     assert [name for name, _ in find_embeddings(bloom)] == ["transformer.word_embeddings", "lm_head"]
@@ -33,7 +33,7 @@ def test_larger_blooms_have_their_published_sizes(name: str, layers: int, parame
     with torch.device("meta"):
         bloom = build(resolve_cell(f"model={name}").model, 250_680)
     assert sum(weight.numel() for weight in bloom.parameters()) == parameters
-    assert len(find_blocks(bloom)) == layers
+    assert len(find_units(bloom)) == layers
 
 
 def test_bloom_tiny_is_a_bloom_without_a_cache() -> None:

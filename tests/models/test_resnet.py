@@ -9,7 +9,7 @@ import torch
 from torchvision.models import resnet50
 
 from distexp.config import ConfigError
-from distexp.models.introspection import find_blocks, find_embeddings, has_tied_embeddings
+from distexp.models.introspection import find_embeddings, find_units, has_tied_embeddings
 from distexp.models.resnet import build
 from tests.helpers.runs import resolve_cell
 
@@ -30,7 +30,7 @@ def test_blocks_of_all_stages_are_found() -> None:
     with torch.device("meta"):
         model = build(resolve_cell("model=resnet50").model, 200)
     names = [f"layer{stage}.{block}" for stage, depth in enumerate([3, 4, 6, 3], 1) for block in range(depth)]
-    assert [name for name, _ in find_blocks(model)] == names
+    assert [name for name, _ in find_units(model)] == names
     assert find_embeddings(model) == []
     assert not has_tied_embeddings(model)
 
@@ -43,7 +43,7 @@ def test_the_width_sets_the_channels_of_the_first_stage(bottleneck: bool, last: 
     assert model.get_submodule("layer1.0.conv1").out_channels == 16
     assert model.get_submodule("layer4.0.conv1").out_channels == 8 * 16
     assert model.get_submodule("fc").weight.shape == (10, last)
-    assert [name for name, _ in find_blocks(model)] == ["layer1.0", "layer2.0", "layer2.1", "layer3.0", "layer4.0"]
+    assert [name for name, _ in find_units(model)] == ["layer1.0", "layer2.0", "layer2.1", "layer3.0", "layer4.0"]
     assert model(images=torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
