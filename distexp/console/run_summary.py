@@ -51,8 +51,8 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield name and text of each line of a run's panel."""
     metrics, built = record.metrics, record.built
     if record.error is not None:
-        rank = "" if record.error.rank is None else f" (rank {record.error.rank})"
-        yield "error", f"{failure_text(record)}{rank}"
+        text, rank = failure_text(record), f"rank {record.error.rank}"
+        yield "error", text if record.error.rank is None or rank in text else f"{text} ({rank})"
     if record.preflight is not None:
         yield "interconnect", _interconnect(record.preflight)
     if built is not None:

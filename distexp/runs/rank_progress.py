@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from distexp.runs.run_dir import rank_progress_path, rank_progress_paths
@@ -51,14 +51,14 @@ class ProgressWriter:
     """
 
     def __init__(self, run_dir: Path, node: int, rank: int) -> None:
-        self._rank, self._count = rank, 0
+        self._rank, self._pid, self._count = rank, os.getpid(), 0
         self._file = os.open(rank_progress_path(run_dir, node, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def advance(self, phase: str, step: int) -> None:
         """Write that the rank has passed a point."""
         self._count += 1
-        progress = RankProgress(self._rank, os.getpid(), self._count, phase, step)
-        os.pwrite(self._file, json.dumps(asdict(progress)).ljust(BYTES).encode(), 0)
+        progress = {"rank": self._rank, "pid": self._pid, "count": self._count, "phase": phase, "step": step}
+        os.pwrite(self._file, json.dumps(progress).ljust(BYTES).encode(), 0)
 
 
 def read_rank_progress(run_dir: Path, node: int | None = None) -> list[RankProgress]:

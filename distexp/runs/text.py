@@ -20,6 +20,9 @@ TRACEBACK = "Traceback (most recent call last)"
 EXCEPTION_LINE = re.compile(r"(?:\w+\.)*(\w+): (.+)")
 """Last line of a traceback: class with its module, and message."""
 
+TORCH_CHECK = re.compile(r"\[enforce fail at [^\]]*\]\s*(?:err == 0)?\.?\s*")
+"""Source line of a check of torch, at the start of its message."""
+
 
 def join_first(items: Iterable[str], limit: int = MAX_ITEMS) -> str:
     """Join the first items with commas and count the others: ``a, b and 3 more``."""
@@ -105,6 +108,7 @@ def shorten_message(error: RunError, limit: int = MAX_MESSAGE) -> str:
         return error.message
     else:
         text = _first_statement(lines)
+    text = TORCH_CHECK.sub("", text)
     return text if len(text) <= limit else f"{text[: limit - 1].rpartition(' ')[0] or text[: limit - 1]}…"
 
 

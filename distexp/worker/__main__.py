@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 import time
@@ -26,6 +27,9 @@ from distexp.runs.record import RunError
 from distexp.runs.run_dir import DISK_RESERVE, allocator_path, error_path, log_path
 from distexp.system.environment_variables import captured_environment
 from distexp.system.processes import die_with_parent
+
+FULL_DISK_BYTES = 512 * 1024
+"""A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
 
 USAGE = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
 
@@ -56,7 +60,7 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
         run_rank(run_dir, events, started, launched=launched)
     except BaseException as error:
         print_error(error)
-        cause = RunError(type(error).__name__, str(error).strip() or repr(error), events.phase, rank)
+        cause = describe_error(error, run_dir, events.phase, rank)
         (run_dir / DISK_RESERVE).unlink(missing_ok=True)  # The disk may be full, and what follows needs space.
         write_error(error_path(run_dir, node, rank), cause)
         _write_allocator_peaks(run_dir, node, rank)
@@ -99,6 +103,22 @@ def print_error(error: BaseException) -> None:
     else:
         traceback.print_exception(error)
     sys.stderr.flush()
+
+
+def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -> RunError:
+    """Return the error of a rank for its record.
+
+    Libraries report a full disk by whatever check fails first, so a failed save looks at the disk.
+    """
+    message = str(error).strip() or repr(error)
+    free = shutil.disk_usage(run_dir).free
+    if phase == "save" and free < FULL_DISK_BYTES and "No space left" not in message:
+        message = (
+            f"the disk of {run_dir} is full ({free // 1024:,} KiB free): make room, or choose a folder on another disk "
+            "with hydra.sweep.dir"
+        )
+        return RunError("DiskFull", message, phase, rank)
+    return RunError(type(error).__name__, message, phase, rank)
 
 
 def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:

@@ -75,3 +75,5 @@ def test_the_panel_has_the_error_with_its_phase_and_rank() -> None:
     run.run.duration_s = 4.0
     run.status, run.error = "failed", RunError("ValueError", "bad value", "train", 1)
     assert dict(summary_lines(run))["error"] == "ValueError in phase train: bad value (rank 1)"
+    run.error = RunError("SIGKILL", "rank 1 was terminated by SIGKILL", "train", 1)
+    assert dict(summary_lines(run))["error"] == "SIGKILL in phase train: rank 1 was terminated by SIGKILL"

@@ -95,6 +95,11 @@ distexp.data.images.DataError: cannot read a.jpg
         ),
         ("ConfigError", "one is wrong\ntwo is wrong", "one is wrong\ntwo is wrong"),
         ("KeyError", "'a'", "'a'"),
+        (
+            "RuntimeError",
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: 8 bytes",
+            "DefaultCPUAllocator: can't allocate memory: 8 bytes",
+        ),
         ("RuntimeError", "", ""),
     ],
 )
