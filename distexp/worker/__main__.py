@@ -108,7 +108,7 @@ def print_error(error: BaseException) -> None:
 def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -> RunError:
     """Return the error of a rank for its record.
 
-    Libraries report a full disk by whatever check fails first, so a failed save looks at the disk.
+    Libraries do not always name a full disk, so the free space is checked after a failed save.
     """
     message = str(error).strip() or repr(error)
     free = shutil.disk_usage(run_dir).free

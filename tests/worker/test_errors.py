@@ -1,4 +1,4 @@
-"""The error of a rank, as its record has it."""
+"""The error of a rank, as written to its record."""
 
 from __future__ import annotations
 
