@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -36,6 +37,16 @@ def explain(error: Exception) -> list[str]:
     if isinstance(error, OverrideParseException):
         return [_explain_syntax(str(error.override), _first_line(error))]
     return [_explain_value(error)]
+
+
+def explain_os_error(error: OSError) -> str:
+    """Return the message of an error of the file system, with a hint if a directory cannot be written."""
+    place = f" ({error.filename})" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{error.strerror}{place}: free space, or choose another directory with hydra.sweep.dir=DIR"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{error.strerror}{place}: choose a directory that you can write with hydra.sweep.dir=DIR"
+    return str(error)
 
 
 def _first_line(error: BaseException) -> str:

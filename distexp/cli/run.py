@@ -17,11 +17,12 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.cli.arguments import normalize_arguments
-from distexp.cli.errors import explain
+from distexp.cli.errors import explain, explain_os_error
 from distexp.config import ConfigError, register_schema
 from distexp.config.paths import conf_dir
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError
 from distexp.launch.config_loader import use_checked_loader
+from distexp.launch.secret_checks import check_arguments_for_secrets
 
 TRACE_VARIABLE = "HYDRA_FULL_ERROR"
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         if wants_trace or isinstance(error, BrokenPipeError):
             raise
-        print(f"distexp: the sweep stops: {error}", file=sys.stderr)
+        print(f"distexp: the sweep stops: {explain_os_error(error)}", file=sys.stderr)
         return 1
     finally:
         if not wants_trace:
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_hydra(arguments: Sequence[str]) -> int:
+    check_arguments_for_secrets(arguments)
     register_schema()
     use_checked_loader()
     Plugins.instance()  # before the current folder is searched, so that Hydra loads no plugin from there

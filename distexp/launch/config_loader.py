@@ -21,6 +21,7 @@ from distexp.config import ConfigError
 from distexp.config.paths import conf_dir
 from distexp.launch.foreign_commands import unsafe_commands
 from distexp.launch.hydra_section import UnsafeValue, unsafe_values
+from distexp.launch.secret_checks import check_for_secrets, refuse_secret_interpolations
 from distexp.launch.trust import chosen_files, packages_trusted_by_user, source_folders, typed_keys
 
 SEARCH_PATH = "hydra.searchpath"
@@ -45,9 +46,10 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         """Compose a configuration and check it, if a foreign file may be part of it.
 
         Raises:
-            ConfigError: a file contains values that could run code.
+            ConfigError: a file contains values that could run code, or the configuration contains a secret.
         """
         composed = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        check_for_secrets(composed)
         if self._foreign:
             check_foreign(composed)
         return composed
@@ -66,6 +68,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
 
 def use_checked_loader() -> None:
     """Make Hydra load configurations with the checks."""
+    refuse_secret_interpolations()
     vars(hydra_app)["ConfigLoaderImpl"] = CheckedConfigLoader
 
 

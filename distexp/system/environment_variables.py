@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from functools import cache
 
+from distexp.system.secrets import looks_secret
+
 CAPTURED_PREFIXES = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"),  # communication
     *("PYTORCH_", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_", "NVIDIA_TF32_OVERRIDE"),
@@ -26,9 +28,9 @@ def captured_environment() -> dict[str, str]:
 
 
 def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment to record, without those that torchrun sets by itself."""
+    """Return the variables of an environment to record, without secrets and what torchrun sets by itself."""
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name.startswith(CAPTURED_PREFIXES) and TORCHRUN_DEFAULTS.get(name) != value
+        if name.startswith(CAPTURED_PREFIXES) and TORCHRUN_DEFAULTS.get(name) != value and not looks_secret(name)
     }

@@ -1,0 +1,58 @@
+"""Directories that cannot be written: one message with the reason and what to type, and no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distexp.cli.main import main
+from tests.helpers.records import record, write
+
+SMALL = ("strategy=single", "model=gpt_tiny", "dataset=synthetic", "cluster.device=cpu", "train.max_steps=1")
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a disk of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["distexp"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("key", ["hydra.sweep.dir", "hydra.run.dir"])
+def test_a_full_disk_stops_a_sweep_before_its_first_run(
+    key: str, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (disk / "filler").write_bytes(b"x" * 64 * 1024)
+    assert main([f"{key}={disk}/sweep", *SMALL]) == 1
+    assert capsys.readouterr().err == (
+        "distexp: the sweep stops: No space left on device: free space, or choose another directory with "
+        "hydra.sweep.dir=DIR\n"
+    )
+
+
+def test_a_read_only_sweep_can_be_looked_at_but_not_continued(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = disk / "sweep"
+    write(sweep, record(0))
+    (sweep / "command.json").write_text(
+        '{"words": ["strategy=single", "model=gpt_tiny"], "directory": "/", "cells": 1}'
+    )
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    assert main(["status", str(sweep)]) == 0
+    assert "1 completed" in capsys.readouterr().out
+    assert main(["report", str(sweep)]) == 1
+    assert f"cannot write to {sweep}/report: Read-only file system" in capsys.readouterr().err
+    for arguments in (["resume", str(sweep)], [f"hydra.sweep.dir={disk}/other", *SMALL]):
+        assert main(arguments) == 1
+        message = capsys.readouterr().err
+        assert f"distexp: the sweep stops: Read-only file system ({disk}/" in message
+        assert "choose a directory that you can write with hydra.sweep.dir=DIR" in message
