@@ -11,15 +11,17 @@ import importlib.util
 import json
 import os
 import shutil
+import stat
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
 from distexp.config import ConfigError
 from distexp.config.paths import PACKAGE
+from distexp.launch.snapshot_filter import describe_left_out, left_out
 from distexp.runs.files import create_atomically, write_json
 from distexp.runs.run_dir import SNAPSHOT, SNAPSHOT_MARKER
 from distexp.system.units import MIB
@@ -60,12 +62,15 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def take_snapshot(sweep_dir: Path, trusted: Sequence[str]) -> tuple[Path, GitState]:
+def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str], None]) -> tuple[Path, GitState]:
     """Copy the code to the sweep directory, or find an existing snapshot of the same code.
+
+    Files that may be secrets and large files are left out.
 
     Args:
         sweep_dir: Directory of the sweep.
         trusted: Names of the user's packages.
+        warn: Prints which files are left out.
 
     Returns:
         The folder of the snapshot, and the git state of the code.
@@ -75,6 +80,8 @@ def take_snapshot(sweep_dir: Path, trusted: Sequence[str]) -> tuple[Path, GitSta
     """
     root = git_root(PACKAGE)
     files = dict(_files(root, sweep_dir, trusted))
+    omitted = left_out(files)
+    files = {name: path for name, path in files.items() if name not in omitted}
     _check_size(files)
     state, digest = git_state(root), _digest(files)
     for number in range(1, 10_000):
@@ -84,8 +91,10 @@ def take_snapshot(sweep_dir: Path, trusted: Sequence[str]) -> tuple[Path, GitSta
             if json.loads(marker.read_text())["digest"] == digest:
                 return folder, state
         elif not folder.exists():
-            _copy(files, folder, {"digest": digest, **asdict(state), "taken_at": time.time()})
-            _write_info(root, state, folder)
+            if omitted:
+                warn(describe_left_out(omitted))
+            _copy(files, folder, {"digest": digest, **asdict(state), "taken_at": time.time(), "left_out": omitted})
+            _write_info(root, state, folder, omitted)
             return folder, state
     raise AssertionError("unreachable")
 
@@ -145,16 +154,28 @@ def _copy(files: dict[str, Path], folder: Path, marker: dict[str, object]) -> No
             target = temporary / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target, follow_symlinks=False)
+            _protect(target)
         write_json(temporary / SNAPSHOT_MARKER, {**marker, "files": len(files)})
 
 
-def _write_info(root: Path | None, state: GitState, folder: Path) -> None:
-    """Write the git state and the installed packages to ``<snapshot>.info``."""
+def _protect(path: Path) -> None:
+    """Let other users write no copied file, even if others may write the original."""
+    if not path.is_symlink():
+        path.chmod(path.stat().st_mode & ~stat.S_IWOTH)
+
+
+def _write_info(root: Path | None, state: GitState, folder: Path, omitted: Iterable[str]) -> None:
+    """Write the git state and the installed packages to ``<snapshot>.info``.
+
+    The difference to the commit has none of the omitted files.
+    """
     info = folder.with_name(f"{folder.name}.info")
     info.mkdir(exist_ok=True)
     write_json(info / "git.json", asdict(state))
     if root is not None:
-        (info / "uncommitted.diff").write_text(_git(root, "diff", "--binary", "HEAD") or "")
+        base = PACKAGE.parent.relative_to(root)
+        excluded = [f":(exclude,literal){(base / name).as_posix()}" for name in omitted]
+        (info / "uncommitted.diff").write_text(_git(root, "diff", "--binary", "HEAD", "--", ".", *excluded) or "")
     packages = {
         f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions() if item.metadata["Name"]
     }

@@ -71,7 +71,7 @@ def run_sweep(
     max_size = _check_slurm()
     sweep_dir = create_sweep_dir(master).absolute()
     write_sweep_files(master, sweep_dir, len(cells))
-    snapshot, git = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages))
+    snapshot, git = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages), partial(_print, console))
     prepared = list(prepare_runs(cells, sweep_dir, snapshot, git, console, resume=master.sweep.resume))
     submit_runs(prepared, sweep_dir, snapshot, max_size, console)
     _print(console, f"sweep: {sweep_dir}")
