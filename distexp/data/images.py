@@ -18,6 +18,8 @@ MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's channels, for pixels from 0 to 1."""
 
+MAX_16_BIT = 2**16 - 1
+
 CROP_PADDING_DIVISOR = 8
 """Augmentation pads an image by 1/8 of its size on every side before the random crop."""
 
@@ -89,12 +91,26 @@ def decode_image(path: Path, size: int) -> np.ndarray[tuple[int, ...], np.dtype[
     """
     try:
         with Image.open(path) as file:
-            image = file.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
+            image = _with_eight_bits(file).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode {path} as an image ({error}): restore the file") from error
     if image.size != (size, size):
         image = image.resize((size, size), Image.Resampling.BILINEAR)
     return np.array(image)
+
+
+def _with_eight_bits(image: Image.Image) -> Image.Image:
+    """Return a gray image of 16 bits with 8 bits, because Pillow would make its bright pixels white.
+
+    Raises:
+        ValueError: the pixels have more bits, or are not integers.
+    """
+    if not image.mode.startswith(("I", "F")):
+        return image
+    pixels = np.asarray(image)
+    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > MAX_16_BIT:
+        raise ValueError(f"its pixels are {pixels.dtype} and not 8 or 16 bits")
+    return Image.fromarray((pixels >> 8).astype(np.uint8))
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,22 @@ def _from_articles(content: Mapping[str, Any]) -> Iterator[Example]:
 
 
 def _make_example(identity: str, question: str, context: str, answers: Sequence[str], misplaced: str | None) -> Example:
+    _check_unicode(identity, (question, context, *answers))
     normalized = (normalize_whitespace(answer) for answer in answers)
     usable = tuple(answer for answer in normalized if answer)
     return Example(identity, normalize_whitespace(question), context, usable, misplaced)
+
+
+def _check_unicode(identity: str, texts: Sequence[str]) -> None:
+    """Raise ConfigError if a text contains half of a character, which no tokenizer can read."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"question {identity} contains half of a character, {text[error.start : error.end]!r}: correct the "
+                "encoding of the data"
+            ) from None
 
 
 def _find_misplaced(context: str, answers: Sequence[str], starts: Sequence[Any]) -> str | None:

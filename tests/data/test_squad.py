@@ -149,6 +149,35 @@ def test_unusable_examples_are_left_out_and_reported(tmp_path: Path) -> None:
     ]
 
 
+STRANGE_TEXTS = ("مرحبا بالعالم \u202eabc", "a\n\nb\r\nc\u2028d", "a\x00b", "👩\u200d👩\u200d👧 ok")
+
+
+@pytest.mark.parametrize("text", STRANGE_TEXTS, ids=["right to left", "line breaks", "null character", "emoji"])
+def test_strange_texts_are_kept(text: str, tmp_path: Path) -> None:
+    config = write_small_squad(tmp_path)
+    content = json.loads((tmp_path / "train.json").read_text())
+    content["data"][0]["paragraphs"][0]["qas"][0]["answers"] = [{"text": text}]
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    data = squad.load(config, TEXT_MODEL, 0)
+    assert decode_answer(data, data.train, 0)[0].strip() == normalize_whitespace(text)
+
+
+@pytest.mark.parametrize("key", ["question", "context"])
+def test_an_empty_text_is_accepted_and_half_a_character_is_named(key: str, tmp_path: Path) -> None:
+    config = write_small_squad(tmp_path)
+    content = json.loads((tmp_path / "train.json").read_text())
+    paragraph = content["data"][0]["paragraphs"][0]
+    owner = paragraph if key == "context" else paragraph["qas"][0]
+    for text in ("", "x\ud800y"):
+        owner[key] = text
+        (tmp_path / "train.json").write_text(json.dumps(content))
+        if not text:
+            assert len(squad.load(config, TEXT_MODEL, 0).train) == 2
+            continue
+        with pytest.raises(ConfigError, match=r"question Where is  Ada\? contains half of a character, '\\ud800'"):
+            squad.load(config, TEXT_MODEL, 0)
+
+
 def test_data_without_usable_examples_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none of 2 training examples is usable with dataset.max_length=2"):
         squad.load(write_small_squad(tmp_path, max_length=2), TEXT_MODEL, 0)

@@ -92,6 +92,30 @@ def test_images_of_every_mode_become_rgb(tmp_path: Path, mode: str) -> None:
     assert np.abs(pixels.astype(int) - 120).max() <= 4
 
 
+def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
+    values = np.array([[0, 256], [32_768, 65_535]], dtype=np.uint16)
+    Image.fromarray(values).save(tmp_path / "x.png")
+    assert decode_image(tmp_path / "x.png", 2)[..., 0].tolist() == [[0, 1], [128, 255]]
+
+
+def test_the_first_image_of_an_animation_is_used(tmp_path: Path) -> None:
+    first, second = (Image.new("RGB", (4, 4), color) for color in ("red", "blue"))
+    first.save(tmp_path / "x.gif", save_all=True, append_images=[second])
+    assert decode_image(tmp_path / "x.gif", 4)[0, 0].tolist() == [255, 0, 0]
+
+
+def test_images_of_floating_point_numbers_and_of_huge_size_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.tif"
+    Image.fromarray(np.full((4, 4), 0.5, dtype=np.float32)).save(path)
+    with pytest.raises(DataError, match=r"cannot decode .*x.tif as an image \(its pixels are float32"):
+        decode_image(path, 4)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
+    with pytest.raises(DataError, match=r"cannot decode .*x.tif as an image"):
+        decode_image(path, 4)
+
+
 def test_images_are_resized_to_image_size(sample: DatasetConfig) -> None:
     train, _ = load(replace(sample, image_size=20), IMAGE_MODEL)
     assert train[0]["images"].shape == (3, 20, 20)
