@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distexp.config import ConfigError
+from distexp.config.custom_code import one_sentence
 
 
 def check_target(target: str, trusted: Sequence[str]) -> str | None:
@@ -25,6 +26,15 @@ def locate(target: str) -> Any:
     """
     module, _, name = target.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        with one_sentence(target, "its import"):
+            return getattr(importlib.import_module(module), name)
+    except ConfigError as error:
+        if isinstance(error.__cause__, (ImportError, AttributeError, ValueError)):
+            raise _import_error(target, error.__cause__) from error.__cause__
+        raise
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"_target_={target} cannot be imported ({error}): correct the name") from error
+        raise _import_error(target, error) from error
+
+
+def _import_error(target: str, error: BaseException) -> ConfigError:
+    return ConfigError(f"_target_={target} cannot be imported ({error}): correct the name")

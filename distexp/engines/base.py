@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from distexp.config import Config
+from distexp.config.custom_code import check_members, one_sentence
 from distexp.config.targets import locate
 from distexp.distributed.context import Context
 from distexp.runs.record import Built
@@ -44,8 +45,16 @@ class Trainer(Protocol):
 
 
 def load_trainer(config: Config) -> Trainer:
-    """Return the trainer of a configuration."""
-    trainer: Trainer = locate(config.engine._target_)()
+    """Return the trainer of a configuration.
+
+    Raises:
+        ConfigError: ``engine._target_`` is not a Trainer.
+    """
+    target = config.engine._target_
+    kind = locate(target)
+    with one_sentence(target, "the constructor"):
+        trainer: Trainer = kind()
+    check_members(trainer, Trainer, f"engine._target_={target}")
     return trainer
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from distexp.config import Config
+from distexp.config.custom_code import check_members
 from distexp.distributed.context import Context
 from distexp.engines.base import check_built
 from distexp.runs.record import Built
-from distexp.strategies.base import EvaluableModel, load_strategy
+from distexp.strategies.base import DistributedModel, EvaluableModel, load_strategy
 from distexp.training.inputs import ModelFactory, TrainingInputs
 
 
@@ -33,6 +34,8 @@ class Native:
 
         strategy = load_strategy(config)
         model = strategy.setup(build_model(), config, context)
+        source = f"strategy._target_={config.strategy._target_}: the object that setup() returned"
+        check_members(model, DistributedModel, source)
         # Each rank needs its own random state from here on, or all ranks would drop the same units.
         seed_everything(config.train.seed + context.rank)
         built = model.describe()

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from distexp.config import Config
+from distexp.config import Config, ConfigError
+from distexp.config.custom_code import one_sentence
 from distexp.engines.base import load_trainer
 from distexp.strategies.base import COMMUNICATION, load_strategy
 
 
 def set_strategy_defaults(config: Config) -> Iterator[str]:
     """Let the strategy set the options that the user left open."""
-    load_strategy(config).set_defaults(config)
+    strategy = load_strategy(config)
+    with one_sentence(config.strategy._target_, "set_defaults()"):
+        strategy.set_defaults(config)
     yield from ()
 
 
 def check_strategy(config: Config) -> list[str]:
     """Return an error for each thing that the strategy cannot do."""
-    return load_strategy(config).validate(config)
+    strategy = load_strategy(config)
+    with one_sentence(config.strategy._target_, "main_option()"):
+        strategy.main_option(config)  # the screen shows it
+    with one_sentence(config.strategy._target_, "validate()"):
+        return _as_messages(strategy.validate(config), config.strategy._target_)
 
 
 def check_trainer(config: Config) -> list[str]:
     """Return an error for each thing that the trainer cannot do."""
-    return load_trainer(config).validate(config)
+    trainer = load_trainer(config)
+    with one_sentence(config.engine._target_, "validate()"):
+        return _as_messages(trainer.validate(config), config.engine._target_)
 
 
 def needs_one_worker(config: Config) -> bool:
     """Return whether the strategy cannot use more than one worker."""
     return COMMUNICATION not in load_strategy(config).requires
+
+
+def _as_messages(returned: Any, target: str) -> list[str]:
+    """Return what ``validate`` returned.
+
+    Raises:
+        ConfigError: it is no list of messages.
+    """
+    if isinstance(returned, list) and all(isinstance(message, str) for message in returned):
+        return returned
+    raise ConfigError(
+        f"{target}: validate() returned {returned!r}: return a list of messages, empty if all is supported"
+    )

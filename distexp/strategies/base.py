@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from omegaconf import OmegaConf
 
 from distexp.config import Config, ConfigError
+from distexp.config.custom_code import PAGE, check_not_abstract, one_sentence
 from distexp.config.paths import conf_dir, options_of
 from distexp.config.targets import locate
 from distexp.runs.record import Built
@@ -150,16 +151,17 @@ def load_strategy(config: Config) -> Strategy:
     """Return the strategy of a configuration.
 
     Raises:
-        ConfigError: ``strategy._target_`` is not a Strategy.
+        ConfigError: ``strategy._target_`` is not a Strategy, or lacks a method.
     """
-    try:
-        strategy = locate(config.strategy._target_)()
-    except TypeError as error:  # a method is missing
-        raise ConfigError(f"strategy._target_={config.strategy._target_} cannot be created: {error}") from error
+    target = config.strategy._target_
+    kind = locate(target)
+    check_not_abstract(kind, Strategy, f"strategy._target_={target}")
+    with one_sentence(target, "the constructor"):
+        strategy = kind()
     if not isinstance(strategy, Strategy):
         raise ConfigError(
-            f"strategy._target_={config.strategy._target_} is not a strategy: "
-            "derive the class from distexp.strategies.base.Strategy"
+            f"strategy._target_={target} is not a strategy: derive the class from distexp.strategies.base.Strategy, "
+            f"as in {PAGE}"
         )
     return strategy
 

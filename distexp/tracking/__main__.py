@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+from distexp.config.custom_code import check_members
 from distexp.config.targets import locate
 from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunRecord
@@ -27,7 +28,10 @@ def main() -> None:
     spec = RunSpec.read(directory)
     name = spec.config.tracker.name
     try:
-        for message in follow(locate(spec.config.tracker._target_ or "")(spec, directory), directory, over):
+        target = spec.config.tracker._target_ or ""
+        tracker = locate(target)(spec, directory)
+        check_members(tracker, Tracker, f"tracker._target_={target}")
+        for message in follow(tracker, directory, over):
             print(f"{name}: {message}")
     except Exception as error:
         print(f"warning: tracker={name} failed, and the run continued without it: {type(error).__name__}: {error}")

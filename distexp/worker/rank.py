@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distexp.config import Config, ConfigError
+from distexp.config.custom_code import PAGE, check_returned
 from distexp.config.size_checks import check_samples_per_rank
 from distexp.config.targets import locate
 from distexp.data.base import MODEL_INPUTS, TaskData
@@ -167,7 +168,9 @@ def add_arithmetic(record: RunRecord, flops_per_sample: float | None, world_size
 
 def load_data(config: Config, context: Context) -> TaskData:
     """Load the data set. One rank per node builds the cached parts; rank 0 prints the notes."""
-    data: TaskData = locate(config.dataset._target_)(config.dataset, config.model, config.train.seed)
+    target = config.dataset._target_
+    data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
+    check_returned(data, TaskData, f"dataset._target_={target}")
     if config.train.logits == "targets":
         data = replace(data, collate=TargetLogits(data.collate))
     if config.train.score_answers:
@@ -180,7 +183,17 @@ def load_data(config: Config, context: Context) -> TaskData:
 
 def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
     """Return a function that makes the configured model on torch's default device."""
-    return partial(locate(config.model._target_), config.model, data.num_classes)
+    target = config.model._target_
+    build = locate(target)
+
+    def build_checked() -> nn.Module:
+        model: nn.Module = build(config.model, data.num_classes)
+        check_returned(model, nn.Module, f"model._target_={target}")
+        if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+            raise ConfigError(f"model._target_={target} returned a module without forward(): add it, as in {PAGE}")
+        return model
+
+    return build_checked
 
 
 def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:

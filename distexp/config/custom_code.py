@@ -1,0 +1,103 @@
+"""Checks of custom classes, and one-sentence errors of the code in them."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from distexp.config import ConfigError
+
+PAGE = "https://distexp.github.io/distexp/how-to/extend/"
+TRACEBACK_HINT = "HYDRA_FULL_ERROR=1 prints the traceback"
+
+
+def check_members(found: object, protocol: type, source: str) -> None:
+    """Check that an object has all methods and properties of a protocol.
+
+    Args:
+        found: the object.
+        protocol: the protocol or base class.
+        source: where the object is from, as in ``engine._target_=my_package.Engine``.
+
+    Raises:
+        ConfigError: with the missing names.
+    """
+    missing = [name for name in _members(protocol) if not _has(found, name)]
+    if missing:
+        raise ConfigError(f"{source} lacks {_shown(missing, protocol)}")
+
+
+def check_not_abstract(kind: object, base: type, source: str) -> None:
+    """Check that a class implements all abstract methods of its base class.
+
+    Raises:
+        ConfigError: with the missing names.
+    """
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"{source} lacks {_shown(missing, base)}")
+
+
+def check_returned(found: object, kind: type, source: str) -> None:
+    """Check what a function returned.
+
+    Args:
+        found: the returned object.
+        kind: its expected class.
+        source: where the function is from, as in ``model._target_=my_package.build``.
+
+    Raises:
+        ConfigError: it is of another class.
+    """
+    if not isinstance(found, kind):
+        raise ConfigError(
+            f"{source} returned {type(found).__name__} and not {kind.__module__}.{kind.__qualname__}: "
+            f"return one, as in {PAGE}"
+        )
+
+
+@contextmanager
+def one_sentence(target: str, call: str) -> Iterator[None]:
+    """Raise the errors of custom code as ConfigError, which names the method and the line. Keep those of distexp.
+
+    Args:
+        target: dotted name of the custom class.
+        call: what is called, as in ``validate()``.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if target.startswith("distexp."):
+            raise
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        raise ConfigError(f"{target}: {call} raised {reason} ({place}): correct the code. {TRACEBACK_HINT}") from error
+
+
+def _members(protocol: type) -> list[str]:
+    """Return the public names that a protocol and the protocols below it define."""
+    classes = [each for each in protocol.__mro__ if each.__module__.startswith("distexp.")]
+    return sorted({name for each in classes for name in vars(each) if not name.startswith("_")})
+
+
+def _has(found: object, name: str) -> bool:
+    """Return whether an object has a member, without calling a property that may need a running process group."""
+    try:
+        inspect.getattr_static(found, name)
+    except AttributeError:
+        return hasattr(found, name)
+    return True
+
+
+def _shown(missing: list[str], protocol: type) -> str:
+    names = ", ".join(missing)
+    return (
+        f"{names} of {protocol.__module__}.{protocol.__qualname__}: add {'it' if len(missing) == 1 else 'them'}, as in "
+        f"{PAGE}"
+    )
