@@ -24,6 +24,7 @@ from distexp.console.sweep_progress import SweepProgress
 from distexp.report.exercise_tables import build_exercise_tables
 from distexp.report.table import build_overview_table
 from distexp.runs.errors import ERROR_HEADING
+from distexp.runs.files import printable
 from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, log_path
@@ -133,7 +134,7 @@ class Screen:
             return
         if line := self.sweep.line():
             self.print(line)
-        title = f"run {number} ({self.shown} of {self.total}): {escape(overrides)}"
+        title = f"run {number} ({self.shown} of {self.total}): {_plain(overrides)}"
         if len(title) + 4 > self.console.width:  # a rule would truncate it
             self.console.print(title, highlight=False, soft_wrap=True)
         else:
@@ -142,7 +143,9 @@ class Screen:
     @contextmanager
     def follow(self, spec: RunSpec, directory: Path) -> Iterator[LiveRun]:
         """Show a run until the block ends."""
-        self.console.print(f"[bold]{run_title(spec)}[/bold]\n{directory}", highlight=False, soft_wrap=True)
+        self.console.print(
+            f"[bold]{_plain(run_title(spec))}[/bold]\n{escape(str(directory))}", highlight=False, soft_wrap=True
+        )
         live = LiveRun(
             self.console,
             events=Tail(directory / EVENTS),
@@ -176,11 +179,16 @@ class Screen:
         self._add(record)
         self.print(f"run {record.run.number}: already {record.status}")
 
+    def show_busy(self, number: int, owner: str) -> None:
+        """Print that another command runs a run."""
+        self.shown += 1
+        self.print(f"run {number}: skipped, because {owner} runs it: wait for it, or stop that process")
+
     def show_invalid(self, record: RunRecord) -> None:
         """Print why a cell is invalid; refer to an earlier run with the same error."""
         reason = failure_text(record)
         same = [each.run.number for each in self.records if failure_text(each) == reason]
-        text = f"same error as run {same[0]}" if same else escape(reason)
+        text = f"same error as run {same[0]}" if same else _plain(reason)
         self.console.print(
             f"run {record.run.number}: [yellow]invalid[/yellow]: {text}", highlight=False, soft_wrap=True
         )
@@ -192,7 +200,7 @@ class Screen:
         color = status_color(record.status)
         grid = Table.grid(padding=(0, 2))
         for name, value in summary_lines(record):
-            grid.add_row(f"[dim]{name}[/dim]", escape(value))
+            grid.add_row(f"[dim]{name}[/dim]", _plain(value))
         title = f"[{color}]{record.status}[/{color}]"
         self.console.print(Panel(grid, title=title, title_align="left", border_style=color, expand=False))
         if record.error is not None and record.error.log is not None:
@@ -223,3 +231,8 @@ class Screen:
         self.console.print(build_overview_table(self.records))
         self.print(f"records: {self.sweep_dir}")
         self.print(f"to draw the report: {suggest_command('report', self.sweep_dir)}")
+
+
+def _plain(text: str) -> str:
+    """Return a text that neither rich nor a terminal interprets."""
+    return escape(printable(text))

@@ -24,6 +24,7 @@ OPERATORS = "operators.jsonl"
 RENDEZVOUS = "rendezvous.json"
 OOM_KILLS = "oom_kills.json"
 DISK_RESERVE = ".reserve"
+LOCK = ".running"
 
 # Folders of a run
 HYDRA = ".hydra"

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
+from distexp.launch import ledger
 from distexp.runs.files import create_atomically, replace_atomically, write_json
+from distexp.runs.memory_trace import MemoryTraceWriter
+from distexp.runs.rank_progress import ProgressWriter
+from distexp.runs.run_dir import log_dir
+from distexp.runs.run_lock import run_lock
 
 
 def test_json_replaces_the_old_file_and_has_no_nan(tmp_path: Path) -> None:
@@ -52,3 +59,21 @@ def test_a_folder_of_another_process_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         create()
     assert [path.name for path in tmp_path.rglob("*")] == ["snapshot", "theirs"]
+
+
+@pytest.mark.parametrize(("mask", "file_mode", "folder_mode"), [(0o077, 0o600, 0o700), (0o002, 0o664, 0o775)])
+def test_files_of_a_run_follow_the_umask(mask: int, file_mode: int, folder_mode: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        write_json(tmp_path / "spec.json", {})
+        MemoryTraceWriter(tmp_path / "memory" / "node0.csv").close()
+        log_dir(tmp_path, 0).mkdir(parents=True)
+        ProgressWriter(tmp_path, 0, 0).advance("train", 1)
+        ledger.append(tmp_path, [ledger.Entry(0, "id", "0", None, "submitted")])
+        with run_lock(tmp_path):
+            modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+            folders = {path.name for path in tmp_path.rglob("*") if path.is_dir()}
+    finally:
+        os.umask(before)
+    assert {".running", "ledger.jsonl", "node0.csv", "spec.json"} <= set(modes)
+    assert modes == {name: folder_mode if name in folders else file_mode for name in modes}

@@ -27,6 +27,7 @@ from distexp.launch.sweep import (
 from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.record import FAILURES, RunInfo, RunRecord
 from distexp.runs.run_dir import RECORD
+from distexp.runs.run_lock import run_lock
 from distexp.runs.spec import RunSpec
 
 
@@ -48,16 +49,18 @@ def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell],
     screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=sum(cell.config is None for cell in cells))
 
     def should_skip(run: ExistingRun) -> bool:
-        if run.status in DONE:
-            screen.show_skipped(RunRecord.read(run.directory / RECORD))
-        return run.status in DONE
+        return _show_if_done(run.directory, screen)
 
     code = git_state(git_root(PACKAGE))
     runs = assign_run_dirs(
         cells, sweep_dir, code, resume=master.sweep.resume, should_skip=should_skip, warn=screen.print
     )
     try:
-        returns = [_as_job(context, cell, info, directory, screen=screen) for cell, info, directory in runs]
+        returns = [
+            done
+            for cell, info, directory in runs
+            if (done := _run_if_free(context, cell, info, directory, screen=screen)) is not None
+        ]
     except InterruptedRunError:
         screen.show_interrupted()
         raise
@@ -65,6 +68,30 @@ def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell],
     if any(record.status in FAILURES for record in screen.records):
         raise SweepFailedError
     return returns
+
+
+def _show_if_done(directory: Path, screen: Screen) -> bool:
+    """Show the run of a directory and return True, if it has a readable record and needs no further attempt."""
+    try:
+        record = RunRecord.read(directory / RECORD)
+    except ValueError:
+        return False
+    if record.status in DONE:
+        screen.show_skipped(record)
+    return record.status in DONE
+
+
+def _run_if_free(
+    context: HydraContext, cell: Cell, info: RunInfo, directory: Path, *, screen: Screen
+) -> JobReturn | None:
+    """Run a cell, unless another command runs it or has just finished it."""
+    with run_lock(directory) as owner:
+        if owner is not None:
+            screen.show_busy(info.number, owner)
+            return None
+        if _show_if_done(directory, screen):
+            return None
+        return _as_job(context, cell, info, directory, screen=screen)
 
 
 def _as_job(context: HydraContext, cell: Cell, info: RunInfo, directory: Path, *, screen: Screen) -> JobReturn:
