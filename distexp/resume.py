@@ -6,7 +6,6 @@ kept. A run that failed or has no record runs again in its directory. A new cell
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from distexp.cli.overrides import is_override
 from distexp.config import ConfigError
 from distexp.launch.stored_command import check_stored_command
 from distexp.runs.existing import not_a_sweep
+from distexp.runs.files import read_json
 from distexp.runs.run_dir import COMMAND
 
 USAGE = """usage: distexp resume DIR [KEY=VALUE ...]
@@ -60,11 +60,11 @@ def read_command(sweep_dir: Path) -> tuple[list[str], str]:
     """
     path = sweep_dir / COMMAND
     try:
-        command = json.loads(path.read_text())
+        command = read_json(path)
         words, directory = command["words"], command["directory"]
     except OSError:
         raise ConfigError(not_a_sweep(sweep_dir, COMMAND)) from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(damaged_message(path, error)) from None
     if not isinstance(words, list) or not all(isinstance(text, str) for text in [*words, directory]):
         raise ConfigError(damaged_message(path, "the arguments are not texts"))

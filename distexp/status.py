@@ -6,7 +6,6 @@ The sweep may be local or on Slurm.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -25,6 +24,7 @@ from distexp.launch import ledger
 from distexp.launch.slurm.follow import FAST_POLL_S, follow
 from distexp.launch.slurm.status import poll
 from distexp.runs.existing import ExistingRun, ExistingRuns, choose_newest_sweep, not_a_sweep
+from distexp.runs.files import read_json
 from distexp.runs.local_state import local_state
 from distexp.runs.record import FAILURES
 from distexp.runs.run_dir import COMMAND
@@ -148,8 +148,8 @@ def not_started(sweep_dir: Path, runs: Sequence[RunState]) -> Iterator[str]:
     The line has the command that starts them, unless other runs are active.
     """
     try:
-        cells = int(json.loads((sweep_dir / COMMAND).read_text())["cells"])
-    except (OSError, ValueError, KeyError):
+        cells = int(read_json(sweep_dir / COMMAND)["cells"])
+    except (OSError, ValueError, KeyError, TypeError):
         return
     left = cells - len(runs)
     if left > 0:

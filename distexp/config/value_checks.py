@@ -22,6 +22,8 @@ def check_values(config: Config) -> Iterator[str]:
         yield f"repeats={config.repeats} must be at least 1"
     if "/" in config.name or config.name in ("", ".", ".."):
         yield f"name={config.name} must be the name of one folder, without a slash"
+    if not config.name.isprintable():
+        yield f"name={config.name!r} contains a control character: use letters and digits"
 
 
 def value_errors(name: str, section: Any) -> Iterator[str]:

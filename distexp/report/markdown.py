@@ -55,4 +55,4 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(text.splitlines()).replace("|", "\\|").replace("<", "&lt;")

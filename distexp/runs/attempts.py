@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from distexp.runs.events import last_value
+from distexp.runs.files import read_json
 from distexp.runs.record import RunInfo, RunRecord
 from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPT_FILES, ATTEMPTS, HEARTBEAT, OWNER, RECORD, SPEC, STOP_REQUEST
+from distexp.runs.typed_values import typed
 
 Attempt = dict[str, Any]
 
@@ -37,10 +38,9 @@ def read_attempts(directory: Path) -> list[Attempt]:
     except ValueError:
         pass
     try:
-        attempts: list[Attempt] = json.loads((directory / SPEC).read_text())["run"]["attempts"]
-    except (OSError, ValueError, KeyError):
+        return typed(RunInfo, read_json(directory / SPEC)["run"]).attempts
+    except (OSError, ValueError, KeyError, TypeError):
         return []
-    return attempts
 
 
 def register_attempt(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -> None:
@@ -53,7 +53,7 @@ def register_attempt(run: RunInfo, directory: Path, job_id: str | None, hosts: l
         hosts: Names of its nodes.
     """
     attempts = read_attempts(directory)
-    if attempts and attempts[-1]["reason"] is None:
+    if attempts and attempts[-1].get("reason") is None:
         attempts[-1] |= {"reason": NO_RECORD, "resumed_from_step": last_value(directory, "resumed_from_step")}
     archive_previous(directory)
     run.attempts = [*attempts, new_attempt(job_id, hosts)]
@@ -68,7 +68,7 @@ def register_manual_attempt(run: RunInfo, directory: Path) -> None:
     for name in (STOP_REQUEST, OWNER):  # of an earlier attempt
         (directory / name).unlink(missing_ok=True)
     run.attempts = read_attempts(directory)
-    if run.attempts and run.attempts[-1]["reason"] is None:
+    if run.attempts and run.attempts[-1].get("reason") is None:
         if (directory / HEARTBEAT).exists():
             run.attempts[-1]["reason"] = NO_RECORD
         else:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from distexp.runs.files import write_json
+from distexp.runs.files import read_json, write_json
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import error_paths
 
@@ -26,7 +25,7 @@ def read_rank_errors(run_dir: Path) -> list[RunError]:
     found = []
     for path in error_paths(run_dir):
         try:
-            found.append(json.loads(path.read_text()))
+            found.append(read_json(path))
         except ValueError:
             continue  # Torn, because its rank was killed. The rank's log has more.
     found.sort(key=lambda error: float(error.pop("unix_time_s")))

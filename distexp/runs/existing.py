@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from distexp.config import ConfigError
+from distexp.runs.files import read_json
+from distexp.runs.record import STATUSES, RunInfo
 from distexp.runs.run_dir import COMMAND, NON_RUN_DIRS, OUTPUTS, RECORD, SPEC
+from distexp.runs.typed_values import typed
 
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
 """Statuses of runs that are not run again. Running out of memory is a result: the same run would do it again."""
@@ -103,18 +104,29 @@ def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:
         folders[:] = [name for name in folders if not name.startswith(NON_RUN_DIRS)]
         directory = Path(where)
         if RECORD in names or SPEC in names:
-            raw = _read_json(directory / RECORD) or _read_json(directory / SPEC)
-            if raw is not None:
-                run = raw["run"]
-                yield ExistingRun(run["number"], directory.absolute(), run["id"], run["overrides"], raw.get("status"))
+            run = _read_run(directory / RECORD) or _read_run(directory / SPEC) or _damaged_run(directory)
+            if run is not None:
+                yield run
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_run(path: Path) -> ExistingRun | None:
+    """Return the run of a record or a spec; None if the file is missing or damaged."""
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
+        raw = read_json(path)
+        run = typed(RunInfo, raw["run"])
+        status = raw.get("status")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return raw if isinstance(raw.get("run"), dict) else None
+    return ExistingRun(
+        run.number, path.parent.absolute(), run.id, run.overrides, status if status in STATUSES else None
+    )
+
+
+def _damaged_run(directory: Path) -> ExistingRun | None:
+    """Return a run of which no file can be read, by the number of its folder."""
+    if not directory.name.isdecimal():
+        return None
+    return ExistingRun(int(directory.name), directory.absolute(), "", [], None)
 
 
 def newest_sweep() -> Path | None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that change the state of a terminal or the direction of a text."""
+
+MOST_DIGITS = 18
+"""Digits of an integer. More may not fit into the columns of a report."""
 
 
 @contextmanager
@@ -70,6 +77,55 @@ def write_json(path: Path, content: Any) -> None:
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file. NaN and infinity become None.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not JSON, or contains a number that no distexp writes.
+    """
+    return parse_json(path.read_text())
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON from a file that another program may have written.
+
+    Control characters become visible, because a terminal would obey them.
+
+    Raises:
+        ValueError: if it is not JSON, or contains a number that no distexp writes.
+    """
+    try:
+        content = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=lambda _: None)
+        return _printable(content) if "\\u" in text or CONTROL.search(text) else content
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def printable(text: str) -> str:
+    """Replace control characters, except line breaks and tabs, by visible escape codes."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _printable(content: Any) -> Any:
+    if isinstance(content, str):
+        return printable(content)
+    if isinstance(content, dict):
+        return {printable(key): _printable(value) for key, value in content.items()}
+    return [_printable(value) for value in content] if isinstance(content, list) else content
+
+
+def _parse_int(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"it contains a number of {len(text)} digits")
+    return int(text)
+
+
+def _parse_float(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
 
 
 def nan_to_none(content: Any) -> Any:

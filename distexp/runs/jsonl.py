@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from distexp.runs.files import nan_to_none
+from distexp.runs.files import nan_to_none, parse_json
 
 END_BYTES = 4096
 
@@ -46,6 +46,12 @@ def read_last_entry(path: Path) -> Entry:
         return {}
     last = _parse([whole.rpartition(b"\n")[2].decode(errors="replace")])
     return last[0] if last else {}
+
+
+def number_in(entry: Entry, key: str) -> float | None:
+    """Return the number of a key; None if the entry has none."""
+    value = entry.get(key)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 class Tail:
@@ -89,7 +95,7 @@ def _parse(lines: Iterable[str]) -> list[Entry]:
     found = []
     for line in lines:
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             continue
         if isinstance(entry, dict):

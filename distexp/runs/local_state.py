@@ -18,7 +18,7 @@ MAX_IDLE_S = 15.0
 def local_state(run: ExistingRun) -> RunState:
     """Return the state of a run. Its launcher decides, if it was started on this machine."""
     if run.status is not None:
-        return RunState.from_record(run.number, run.directory, None, RunRecord.read(run.directory / RECORD))
+        return _finished_state(run)
     launcher, agent = read_launcher(run.directory), read_agent(run.directory)
     if launcher is None or not launcher.is_local:
         return _state_by_activity(run)
@@ -27,6 +27,15 @@ def local_state(run: ExistingRun) -> RunState:
     reason = f"its launcher (process {launcher.pid}) ended without a record"
     state = "ending" if agent is not None and agent.is_alive else "no record"
     return RunState(run.number, run.directory, None, state, reason)
+
+
+def _finished_state(run: ExistingRun) -> RunState:
+    """Return the state of a run with a record, which may be damaged or of another version."""
+    try:
+        record = RunRecord.read(run.directory / RECORD)
+    except ValueError as error:
+        return RunState(run.number, run.directory, None, "no record", str(error))
+    return RunState.from_record(run.number, run.directory, None, record)
 
 
 def _state_by_activity(run: ExistingRun) -> RunState:

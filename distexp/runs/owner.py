@@ -6,14 +6,14 @@ can decide.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distexp.runs.files import write_json
+from distexp.runs.files import read_json, write_json
 from distexp.runs.run_dir import OWNER, agent_owner_path
+from distexp.runs.typed_values import typed
 from distexp.system.processes import machine_id, start_ticks
 
 
@@ -66,6 +66,6 @@ def read_agent(run_dir: Path) -> Owner | None:
 
 def _read(path: Path) -> Owner | None:
     try:
-        return Owner(**json.loads(path.read_text()))
+        return typed(Owner, read_json(path))
     except (OSError, ValueError, TypeError):
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distexp.runs.heartbeat import last_heartbeat
-from distexp.runs.jsonl import Entry, read_entries, read_last_entry
+from distexp.runs.jsonl import Entry, number_in, read_entries, read_last_entry
 from distexp.runs.phases import read_phase_events
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, SPEC, memory_traces
 
@@ -33,9 +33,9 @@ def read_progress(directory: Path) -> Progress:
     last = read_last_entry(directory / METRICS)
     return Progress(
         phase=events[-1].phase if events else _phase_before_workers(directory),
-        step=last.get("step"),
+        step=_whole(number_in(last, "step")),
         steps=_total_steps(read_entries(directory / EVENTS)),
-        loss=last.get("loss"),
+        loss=number_in(last, "loss"),
     )
 
 
@@ -52,4 +52,9 @@ def last_activity(directory: Path) -> float:
 
 
 def _total_steps(events: list[Entry]) -> int | None:
-    return next((int(event["total_steps"]) for event in events if "total_steps" in event), None)
+    found = (_whole(number_in(event, "total_steps")) for event in events)
+    return next((steps for steps in found if steps is not None), None)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

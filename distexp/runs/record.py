@@ -6,19 +6,21 @@ layout, so a change of a key's meaning raises SCHEMA_VERSION.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distexp.config import Config
 from distexp.config.field_info import describe, key
-from distexp.runs.files import write_json
+from distexp.runs.files import read_json, write_json
 from distexp.runs.run_dir import RECORD, RESULT, SNAPSHOT_MARKER
+from distexp.runs.typed_values import device_errors, section_errors, typed
 from distexp.system.environment_variables import select_variables
 
 SCHEMA_VERSION = 1
+MOST_ERRORS = 3
 
 STATUSES = ("completed", "oom_gpu", "oom_host", "failed", "timeout", "killed", "preempted", "invalid")
 FAILURES = frozenset({"failed", "timeout", "killed"})
@@ -199,7 +201,7 @@ class RunRecord:
     schema_version: int = key(SCHEMA_VERSION, "Version of this format.")
 
     def __post_init__(self) -> None:
-        if self.status not in STATUSES:
+        if not isinstance(self.status, str) or self.status not in STATUSES:
             raise ValueError(f"status={self.status!r} is not one of {', '.join(STATUSES)}")
 
     def write(self, directory: Path) -> None:
@@ -219,40 +221,48 @@ class RunRecord:
             ValueError: if the file is missing, torn, not a record, or of another schema.
         """
         try:
-            raw = json.loads(path.read_text())
+            raw = read_json(path)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is not a JSON file: {error}") from None
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"{path} has schema_version {version!r}, this distexp reads {SCHEMA_VERSION}")
         try:
-            return cls(
-                status=raw["status"],
-                run=_typed(RunInfo, raw["run"]),
-                config=raw["config"],
-                error=_typed(RunError, raw["error"]) if raw["error"] else None,
-                built=_typed(Built, raw["built"]) if raw["built"] else None,
-                environment=_read_environment(raw["environment"]) if raw["environment"] else None,
-                metrics=_typed(Metrics, raw["metrics"]),
-                memory=raw["memory"],
-                utilization=raw["utilization"],
-                preflight=raw.get("preflight"),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return cls._from_json(raw)
+        except KeyError as error:
+            raise ValueError(f"{path} is not a record of distexp: {error} is missing") from None
+        except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a record of distexp: {error}") from None
+
+    @classmethod
+    def _from_json(cls, raw: dict[str, Any]) -> RunRecord:
+        errors = [
+            *section_errors(Config, raw["config"], complete=raw["status"] != "invalid"),
+            *device_errors(raw["memory"], "memory"),
+            *device_errors(raw["utilization"], "utilization"),
+        ]
+        if errors:
+            raise ValueError(", ".join(errors[:MOST_ERRORS]))
+        preflight = raw.get("preflight")
+        return cls(
+            status=raw["status"],
+            run=typed(RunInfo, raw["run"]),
+            config=raw["config"],
+            error=typed(RunError, raw["error"]) if raw["error"] else None,
+            built=typed(Built, raw["built"]) if raw["built"] else None,
+            environment=_read_environment(raw["environment"]) if raw["environment"] else None,
+            metrics=typed(Metrics, raw["metrics"]),
+            memory=raw["memory"],
+            utilization=raw["utilization"],
+            preflight=preflight if isinstance(preflight, dict) else None,
+        )
 
 
 def _read_environment(raw: dict[str, Any]) -> Environment:
     """Read the environment without the defaults of torchrun, which records of earlier versions contain."""
-    environment: Environment = _typed(Environment, raw)
+    environment = typed(Environment, raw)
     environment.variables = select_variables(environment.variables)
     return environment
-
-
-def _typed(kind: type[Any], raw: dict[str, Any]) -> Any:
-    """Make the dataclass from the keys that it knows; a newer distexp may have added others."""
-    known = {f.name for f in fields(kind)}
-    return kind(**{key: value for key, value in raw.items() if key in known})
 
 
 def find_records(*roots: Path) -> Iterator[Path]:

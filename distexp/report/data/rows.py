@@ -11,6 +11,7 @@ from typing import Any
 
 from distexp.report.data.metrics import read_metrics
 from distexp.report.data.settings import read_settings
+from distexp.runs.files import printable
 from distexp.runs.record import RunRecord, find_records
 
 
@@ -62,7 +63,7 @@ def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:
     paths = list(dict.fromkeys(Path(os.path.abspath(path)) for path in find_records(*roots)))
     for path, label in zip(paths, run_labels(paths), strict=True):
         try:
-            rows.append(row_from_record(RunRecord.read(path), label, path))
+            rows.append(row_from_record(RunRecord.read(path), printable(label), path))
         except (KeyError, TypeError, AttributeError) as error:
             skipped.append(f"{path} is not a record of distexp: {type(error).__name__}: {error}")
         except OSError as error:
@@ -70,7 +71,7 @@ def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:
         except ValueError as error:
             message = str(error)
             skipped.append(message if str(path) in message else f"{path}: {message}")
-    return rows, skipped
+    return rows, [printable(message) for message in skipped]
 
 
 def run_labels(paths: Sequence[Path]) -> list[str]:

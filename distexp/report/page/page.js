@@ -52,7 +52,8 @@ function filesCell([folder, ...names]) {
 
 // Sorting and filtering use the raw value: a number, a text, or a status with its reason.
 const RENDER = {
-  text: () => (value, kind) => value ?? (kind === "display" ? "–" : ""),
+  // DataTables reads a text as HTML, an element not.
+  text: () => (value, kind) => (kind === "display" ? element("span", value ?? "–") : value ?? ""),
   number: ({ digits }) => (value, kind) => {
     if (kind !== "display") return value;
     return value === null ? "–" : formatNumber(value, digits);

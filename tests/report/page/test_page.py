@@ -174,6 +174,18 @@ def test_a_baseline_that_is_not_to_be_trusted_is_no_headline(tmp_path: Path) -> 
     assert "efficiency at the most workers" not in text
 
 
+def test_settings_are_text_and_not_html(browser: Browser, tmp_path: Path) -> None:
+    image = "<img src=x onerror=alert(1)>"
+    for number, name in enumerate((image, "bloom_tiny")):
+        write(tmp_path, record(number, model__name=name, overrides=(f"model.name={name}",)))
+    assert main([str(tmp_path)]) == 0
+    seen = watch(browser, tmp_path / "report" / "report.html")
+    assert seen.page.locator("img").count() == 0
+    assert image in seen.page.locator("#runs-table tbody").inner_text()
+    assert not [url for url in seen.requests if url.startswith("http")]
+    seen.page.context.close()
+
+
 def test_messages_of_runs_are_escaped(opened: Page) -> None:
     assert opened.locator("img").count() == 0
     assert EVIL in opened.locator(".notes").inner_text()

@@ -1,0 +1,117 @@
+"""Reading of JSON objects as dataclasses, with a check of each value, because another program may have written them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+DataclassType = TypeVar("DataclassType")
+
+MEASURED = ("_mib", "_pct", "_j")
+"""Ends of the keys whose values are numbers in the entries of devices."""
+
+DEVICE_KEYS = ("node", "index", "rank")
+
+
+def typed(kind: type[DataclassType], raw: Any) -> DataclassType:
+    """Make a dataclass from the keys that it knows; a newer distexp may have added others.
+
+    Raises:
+        ValueError: if a value has another type.
+        TypeError: if a key without a default is missing.
+    """
+    if not isinstance(raw, dict):
+        raise ValueError(f"{kind.__name__} is {_shown(raw)} and not an object")
+    known = {name: raw[name] for name in _hints(kind) if name in raw}
+    for name, value in known.items():
+        if not matches(value, _hints(kind)[name]):
+            raise ValueError(f"{name} is {_shown(value)}")
+    return kind(**known)
+
+
+def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "config") -> Iterator[str]:
+    """Yield an error for each value that does not fit a section of the configuration. Missing keys are no errors.
+
+    Args:
+        kind: Dataclass of the section.
+        raw: Its values.
+        complete: Whether the values are resolved. If not, a text may stand for each value.
+        name: Key of the section.
+    """
+    if not isinstance(raw, dict):
+        yield f"{name} is {_shown(raw)} and not a section"
+        return
+    for key in _hints(kind).keys() & raw.keys():
+        value, hint = raw[key], _hints(kind)[key]
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from section_errors(hint, value, complete=complete, name=f"{name}.{key}")
+        elif not (matches(value, hint) or _may_be_open(value, hint, complete=complete)):
+            yield f"{name}.{key} is {_shown(value)}"
+
+
+def _may_be_open(value: Any, hint: Any, *, complete: bool) -> bool:
+    """Return whether a value may stand for one of another type.
+
+    Earlier versions had null for more keys, and texts such as ``auto`` for optional numbers.
+    """
+    if isinstance(value, str):
+        return not complete or (type(None) in get_args(hint) and not _is_container(hint))
+    return value is None and (hint is not bool or not complete)
+
+
+def _is_container(hint: Any) -> bool:
+    return any(get_origin(each) in (list, dict) for each in get_args(hint))
+
+
+def device_errors(raw: Any, name: str) -> Iterator[str]:
+    """Yield an error for each value of ``memory`` or ``utilization`` that is not as in a record."""
+    if not isinstance(raw, dict) or not all(isinstance(entries, list) for entries in raw.values()):
+        yield f"{name} is {_shown(raw)}"
+        return
+    for kind, entries in raw.items():
+        for entry in entries:
+            if not isinstance(entry, dict):
+                yield f"{name}.{kind} contains {_shown(entry)}"
+                continue
+            yield from (f"{name}.{kind} has {key}={_shown(value)}" for key, value in _wrong_numbers(entry))
+
+
+def matches(value: Any, hint: Any) -> bool:
+    """Return whether a JSON value has the type of an annotation. A number that was not finite is null."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(matches(value, argument) for argument in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(item is None or matches(item, arguments[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(matches(item, arguments[1]) for item in value.values())
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)
+
+
+def _wrong_numbers(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in entry.items():
+        if isinstance(value, dict):
+            yield from _wrong_numbers(value)
+        elif (key.endswith(MEASURED) or key in DEVICE_KEYS) and not matches(value, float | None):
+            yield key, value
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    """Return the annotation of each field."""
+    return _cached_hints(kind)
+
+
+@cache
+def _cached_hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {each.name: hints[each.name] for each in fields(kind)}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,166 @@
+"""Records that are torn, foreign or from another version: status, report and resume name them and read the others."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distexp import status
+from distexp.report.data.rows import load_rows
+from distexp.runs.existing import ExistingRuns
+from distexp.runs.progress import read_progress
+from distexp.runs.record import RunError, RunRecord
+from tests.helpers.records import record, write
+
+HUGE = 10**400
+TORN = {  # whole files
+    "empty": "",
+    "torn": '{"schema_version": 1, "status": "comp',
+    "array": "[]",
+    "number": "3",
+    "null": "null",
+    "text": '"x"',
+    "no sections": '{"schema_version": 1}',
+    "a run only": '{"schema_version": 1, "run": {"number": 1}}',
+    "a run that is an array": '{"schema_version": 1, "run": []}',
+    "newer version": '{"schema_version": 2}',
+    "deep": "[" * 100_000,
+    "too many digits": "1" * 5_000,
+    "not UTF-8": "\udcff",
+}
+WRONG: dict[str, Any] = {  # values of single keys
+    "status": "done",
+    "run": [],
+    "run.number": "one",
+    "run.overrides": "strategy=ddp",
+    "run.attempts": [3],
+    "run.duration_s": HUGE,
+    "config": [],
+    "config.cluster": None,
+    "config.cluster.nodes": "2",
+    "config.train.micro_batch_size": HUGE,
+    "config.train.log_every": "often",
+    "config.train.betas": 0.9,
+    "error": "failed",
+    "error.message": 5,
+    "built": [1],
+    "built.world_size": "two",
+    "built.mesh": 3,
+    "environment": 7,
+    "environment.variables": ["NCCL_ALGO"],
+    "metrics": None,
+    "metrics.train_loss": "low",
+    "metrics.train_samples_per_second": HUGE,
+    "metrics.eval_accuracies": "high",
+    "metrics.step_time_s": [0.1],
+    "metrics.step_time_s.p50": "fast",
+    "memory": None,
+    "memory.gpu": {"peak_mib": 3},
+    "memory.gpu.0": 3,
+    "memory.gpu.0.peak_mib": "much",
+    "utilization": [],
+}
+HARMLESS: dict[str, Any] = {  # values with which a record can be read
+    "metrics.train_loss": float("nan"),
+    "metrics.train_samples_per_second": float("inf"),
+    "metrics.train_losses": [float("nan")],
+    "memory.gpu.0.peak_mib": None,
+    "preflight": 3,
+    "config.dataset.max_length": "auto",
+    "config.future_section": {"key": [1]},
+    "metrics.future_metric": "x",
+}
+
+
+def make_content() -> dict[str, Any]:
+    content = asdict(record(1, peak=100.0, strategy="fsdp"))
+    content["error"] = asdict(RunError("E", "m"))
+    content["environment"] = {"python": "3.11", "variables": {}}
+    content["metrics"]["step_time_s"] = {"p50": 0.1}
+    return content
+
+
+def change(key: str, value: Any) -> str:
+    """Return a record as JSON, with another value of a dotted key."""
+    content = make_content()
+    *sections, last = [int(part) if part.isdigit() else part for part in key.split(".")]
+    parent: Any = content
+    for part in sections:
+        parent = parent[part]
+    parent[last] = copy.deepcopy(value)
+    return json.dumps(content)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Return a sweep with two good runs and an empty directory for a third one."""
+    for number in (0, 2):
+        write(tmp_path, record(number, train__seed=number))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "command.json").write_text('{"words": [], "directory": "/", "cells": "many"}')
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", [*TORN.values(), *(change(*item) for item in WRONG.items())], ids=[*TORN, *WRONG])
+def test_a_damaged_record_is_named_and_the_others_are_read(
+    text: str, sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = sweep / "1" / "record.json"
+    damaged.write_bytes(text.encode(errors="surrogateescape"))
+    rows, (skipped,) = load_rows([sweep])
+    assert [row.label for row in rows] == ["0", "2"]
+    assert str(damaged) in skipped
+    assert len(skipped) < 400
+    monkeypatch.setenv("COLUMNS", "300")
+    assert status.main([str(sweep)]) == 0
+    shown = capsys.readouterr().out
+    assert "2 completed, 1 no record" in shown
+    runs = ExistingRuns.read(sweep)
+    assert [run.number for run in runs.runs] == [0, 1, 2]
+    assert runs.match([("other", ["a=1"])]) == [None]
+
+
+@pytest.mark.parametrize("key", HARMLESS)
+def test_a_value_that_is_not_finite_or_not_known_is_left_out(key: str, sweep: Path) -> None:
+    (sweep / "1" / "record.json").write_text(change(key, HARMLESS[key]))
+    rows, skipped = load_rows([sweep])
+    assert ([row.label for row in rows], skipped) == (["0", "1", "2"], [])
+
+
+def test_a_record_of_an_earlier_version_without_newer_keys_is_read(sweep: Path) -> None:
+    content = make_content()
+    del content["preflight"], content["config"]["train"]["profile_steps"], content["metrics"]["eval_top5_accuracies"]
+    (sweep / "1" / "record.json").write_text(json.dumps(content))
+    assert load_rows([sweep])[1] == []
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": "x", "loss": "y"}', '{"step": 1e999, "loss": []}', "[]", '{"total_steps": {}}', '{"step": true}']
+)
+def test_strange_lines_of_metrics_and_events_are_left_out(line: str, tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).write_text(f"{line}\n")
+    assert str(read_progress(tmp_path)) == "start"
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
+
+
+def test_control_characters_in_a_record_are_shown_and_not_obeyed(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strange = record(1, status="failed", overrides=(f"name={ESCAPES}",), error=RunError("ValueError", ESCAPES, "train"))
+    strange.write(sweep / "1")
+    read = RunRecord.read(sweep / "1" / "record.json")
+    assert read.error is not None
+    assert read.error.message == "\\x1b]0;owned\\x07\\x1b[2J\\u202e\\x9b31m"
+    monkeypatch.setenv("COLUMNS", "300")
+    status.main([str(sweep)])
+    shown = capsys.readouterr().out
+    assert "\\x1b]0;owned" in shown
+    assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(shown)
