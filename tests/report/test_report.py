@@ -199,7 +199,7 @@ def test_open_shows_the_page_and_trace_chooses_the_drawn_runs(tmp_path: Path) ->
     assert "Drawn: 8 of 10 rows of the table." in text
     assert report(tmp_path / "sweep", "--trace", 3, 9).returncode == 0
     assert "Drawn: 2 of 10 rows of the table." in (page.parent / "results.md").read_text()
-    drawn = (page.parent / "plots" / "losses.svg").read_text()
+    drawn = (page.parent / "plots" / "step_times.svg").read_text()
     assert "learning_rate=0.0001" in drawn
     assert "learning_rate=5e-05" not in drawn
     unknown = report(tmp_path / "sweep", "--trace", 3, 99)
