@@ -14,6 +14,9 @@ from distexp.runs.record import Built
 from distexp.strategies.base import DistributedModel, EvaluableModel, load_strategy
 from distexp.training.inputs import ModelFactory, TrainingInputs
 
+PRELOAD = ("torch._dynamo", "torch.profiler", "distexp.checkpoints.manager")
+"""Imported once for all workers of a node. Optimizers and DDP import torch._dynamo at their first use."""
+
 
 class Native:
     """The Trainer that runs ``distexp.training.loop.fit``."""

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 PRELOAD = ("deepspeed",)
 """Imported once for all workers of a node."""
 
+PRELOAD_ON_CPU = ("torch.utils.cpp_extension", "deepspeed.runtime.zero.muon.muon_optimizer")
+"""Imported once too, if there is no GPU that an import could initialize. ZeRO imports them with torch's compiler."""
+
 TAG = "state"
 """The tag of DeepSpeed's checkpoints: the name of their subfolder."""
 

@@ -80,13 +80,15 @@ def preload(config: Config) -> None:
 
 
 def _declared(config: Config) -> Iterator[str]:
-    """Yield the modules of the chosen options that belong to distexp, and what they declare as ``PRELOAD``."""
+    """Yield the modules of the chosen options that belong to distexp, and what they declare to preload."""
     for target in (config.model._target_, config.dataset._target_, config.strategy._target_, config.engine._target_):
         module = target.rpartition(".")[0]
         if module.split(".")[0] != "distexp":
             continue
         yield module
         yield from getattr(sys.modules.get(module), "PRELOAD", ())
+        if config.cluster.device == "cpu":
+            yield from getattr(sys.modules.get(module), "PRELOAD_ON_CPU", ())
 
 
 @contextmanager

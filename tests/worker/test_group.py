@@ -15,7 +15,10 @@ from tests.helpers.runs import resolve_cell
 from distexp.worker.group import preload
 preload(resolve_cell("zero_stage=2", "cluster.device=cpu"))
 import torch
-expected = ("transformers.models.bloom.modeling_bloom", "deepspeed", "distexp.worker.rank")
+expected = (
+    *("transformers.models.bloom.modeling_bloom", "deepspeed", "distexp.worker.rank"),
+    *("torch._dynamo", "distexp.checkpoints.manager", "deepspeed.runtime.zero.muon.muon_optimizer"),
+)
 print([name for name in expected if name not in sys.modules], torch.cuda.is_initialized())
 """
 
