@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,8 +51,9 @@ def write_launcher(run_dir: Path) -> None:
 def write_agent(run_dir: Path) -> None:
     """Write that this process is the agent of a run's first node."""
     path = agent_owner_path(run_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, asdict(Owner.current()))
+    with suppress(OSError):  # A full disk must not keep the agent from reporting the run's error.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(Owner.current()))
 
 
 def read_launcher(run_dir: Path) -> Owner | None:
