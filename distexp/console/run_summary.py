@@ -69,6 +69,8 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     ]
     if memory:
         yield "peak memory", ", ".join(memory)
+    if parts := record.memory.get("parts"):
+        yield "memory parts", _largest_parts(parts)
     if metrics.train_runtime is not None:
         yield (
             "runtime",
@@ -157,6 +159,16 @@ def _communication(measured: dict[str, Any]) -> str:
     overlap = "" if exposed is None else f" ({exposed:.0%} not overlapped with compute)"
     steps = format_count(measured["profiled_steps"], "step")
     return f"{measured['share']:.0%} of step time{overlap}, over {steps} (profile/rank0.json.gz)"
+
+
+def _largest_parts(entries: list[dict[str, Any]]) -> str:
+    """Return the parts of the memory of the worker with the most, in MiB."""
+    names = [name for name in entries[0] if name.endswith("_mib")]
+    entry = max(entries, key=lambda each: sum(each.get(name) or 0.0 for name in names))
+    texts = [
+        f"{name.removesuffix('_mib').replace('_', ' ')} {entry[name]:,.3f}" for name in names if entry[name] is not None
+    ]
+    return f"{', '.join(texts)} MiB on one worker"
 
 
 def _mib(value: float | None) -> str:

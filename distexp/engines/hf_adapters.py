@@ -179,11 +179,11 @@ class DeepSpeedAdapter(HFAdapter):
         if self.masters is not None:
             ds_model.restore_masters(engine, self.masters)
             self.masters = None
-        step, allocator = engine.step, trainer.inputs.logger.allocator
+        step, logger = engine.step, trainer.inputs.logger
         without_norm = ds_model.keeps_plain_gradients(self.config)
 
         def observed_step() -> None:
-            allocator.before_update()
+            logger.before_update()
             if without_norm:
                 engine._global_grad_norm = ds_model.unpartitioned_norm(engine)
             step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record import Built
 from distexp.strategies.base import Strategy, load_strategy
+from distexp.strategies.model_tensors import read_model_tensors
 from distexp.strategies.optimizer import clip_gradients
 from distexp.system.seeding import seed_everything
 from distexp.training.inputs import TrainingInputs
@@ -74,6 +76,12 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             self.own_optimizer = self.adapter.build_optimizer(self.model if model is None else model)
             self.optimizer = self.own_optimizer
         return self.optimizer
+
+    def training_step(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
+        """Run one micro-batch, and count its activations in the first step."""
+        with self.inputs.logger.parts.count_activations(model):
+            loss: Tensor = super().training_step(model, *arguments, **keywords)
+        return loss
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         """Return this rank's contribution to the mean loss.
@@ -174,6 +182,8 @@ class _LoggingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         if innermost_optimizer(trainer.optimizer) is not trainer.own_optimizer:
             raise RuntimeError(f"the Trainer replaced the optimizer of distexp by {trainer.built.optimizer}")
         trainer.adapter.start(trainer)
+        optimizer = getattr(trainer.model_wrapped, "optimizer", trainer.optimizer)
+        self.inputs.logger.parts.read = partial(read_model_tensors, trainer.model_wrapped, optimizer)
         seed_everything(trainer.config.train.seed + trainer.context.rank)
         self.inputs.logger.start()
 
@@ -187,7 +197,7 @@ class _LoggingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if not self.trainer.adapter.steps_itself:  # otherwise the update is over, and HFAdapter.start observes it
-            self.inputs.logger.allocator.before_update()
+            self.inputs.logger.before_update()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from distexp.config import Config
 from distexp.config.custom_code import check_members
@@ -32,6 +33,7 @@ class Native:
         from distexp.checkpoints.manager import CheckpointManager
         from distexp.data.shards import StopRequestedError
         from distexp.runs.stop_request import StopRequest
+        from distexp.strategies.model_tensors import read_model_tensors
         from distexp.system.seeding import seed_everything
         from distexp.training.loop import fit
 
@@ -43,6 +45,8 @@ class Native:
         seed_everything(config.train.seed + context.rank)
         built = model.describe()
         check_built(built, strategy.expected_build(config))
+        optimizer = getattr(model, "optimizer", getattr(model.module, "optimizer", None))
+        inputs.logger.parts.read = partial(read_model_tensors, model.module, optimizer)
         checkpoints = CheckpointManager(inputs, model, built, config, context)
         checkpoints.resume()
         stop_request = StopRequest(context.run_dir, enabled=context.rank == 0)

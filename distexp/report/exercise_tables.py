@@ -36,7 +36,7 @@ class ExerciseTables:
             return  # the notes on the runs list the errors already
         tables = list(exercise_tables(self.overview))
         for table in tables:
-            yield from _render(table, console.width)
+            yield from render_text_table(table, console.width)
         if tables:
             yield Text(WORKSHOP, style="dim")
 
@@ -46,7 +46,8 @@ def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
     return ExerciseTables(Overview.from_records(records))
 
 
-def _render(table: TextTable, width: int) -> RenderResult:
+def render_text_table(table: TextTable, width: int) -> RenderResult:
+    """Yield the title, the table and its notes."""
     columns = [list(column) for column in zip(table.header, *table.rows, strict=True)]
     words = [_longest_word(column) for column in columns]
     blocks = split_widths(words, table.num_labels, MIN_GAP, width)

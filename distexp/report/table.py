@@ -19,11 +19,12 @@ from distexp.report.columns import (
     setting_title,
     split_columns,
 )
+from distexp.report.data.memory_parts import build_parts_table, has_small_parts
 from distexp.report.data.metrics import SPEEDUP
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
 from distexp.report.data.settings import MAX_LENGTH, format_setting
-from distexp.report.exercise_tables import ExerciseTables
+from distexp.report.exercise_tables import ExerciseTables, render_text_table
 from distexp.report.exercises import quiz_columns
 from distexp.report.summary import summarize
 from distexp.runs.record import FAILURES, RunRecord
@@ -62,6 +63,9 @@ class OverviewTable:
         for sentence in summarize(overview):
             yield Text(sentence)
         yield ExerciseTables(overview)
+        parts = build_parts_table(overview) if has_small_parts(overview) else None
+        if parts is not None:
+            yield from render_text_table(parts, options.max_width)
 
     @property
     def _where(self) -> str:

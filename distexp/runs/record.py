@@ -174,11 +174,13 @@ class RunRecord:
     environment: Environment | None = key(None, "Software and hardware.")
     metrics: Metrics = field(default_factory=Metrics, metadata=describe("Metrics of the training."))
     memory: dict[str, Any] = key(
-        {"gpu": [], "torch": [], "cpu": []},
-        "Memory, sampled on each node; `torch` is the allocator of each rank.",
+        {"gpu": [], "torch": [], "cpu": [], "parts": []},
+        "Memory, sampled on each node; `torch` is the allocator of each rank, `parts` its tensors.",
         parts={
             ".gpu[]": "GPU memory from NVML: `node`, `index`, `peak_mib`, `average_mib`, `mode_mib`, `phases`, ...",
             ".torch[]": "`rank`, `peak_allocated_mib`, `average_allocated_mib`, `peak_reserved_mib`, `alloc_retries`.",
+            ".parts[]": "Tensors of each rank: `rank`, `parameters_mib`, `gradients_mib`, `optimizer_states_mib`, "
+            "`activations_mib` (saved for the backward pass of a micro-batch), `phase`.",
             ".cpu[]": "PSS of all processes of the run: `node`, `peak_mib`, `average_mib`, `mode_mib`, `phases`, ...",
         },
     )

@@ -20,7 +20,10 @@ BUCKETS = (
 
 SMALLEST_BUCKET = 5_000_000
 LARGEST_BUCKET = 500_000_000
-"""Limits in elements; the largest is DeepSpeed's default."""
+"""Limits in elements; the largest is DeepSpeed's default. No bucket is larger than the model."""
+
+LARGEST_PERSISTENT = 100_000
+"""Elements up to which stage 3 does not shard a parameter: DeepSpeed's default. It would shard no small model."""
 
 
 def effective_config(config: Config, world_size: int) -> dict[str, Any]:
@@ -73,11 +76,13 @@ def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict
     zero = settings["zero_optimization"]
     if zero["stage"] == 0:
         return {}
-    bucket = min(max(parameters // 16, SMALLEST_BUCKET), LARGEST_BUCKET)
+    even = parameters + parameters % 2  # DeepSpeed refuses an odd bucket
+    bucket = min(max(parameters // 16, SMALLEST_BUCKET), LARGEST_BUCKET, even)
     fitting = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if zero["stage"] == 3:
         live = max(largest, parameters // 4)
         fitting |= {"stage3_prefetch_bucket_size": min(bucket, 50_000_000)}
+        fitting |= {"stage3_param_persistence_threshold": min(parameters // 100, LARGEST_PERSISTENT)}
         fitting |= {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": live}
         del fitting["allgather_bucket_size"]
     filled = {key: value for key, value in fitting.items() if key not in zero}

@@ -24,8 +24,9 @@ def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable
         model.module.train()
         logger.start_steps()
         for step in logger.count_wait(inputs.training.iter_steps(epoch, plan.steps_of(epoch, logger.steps))):
-            contribution = train_step(model, step)
-            logger.allocator.before_update()
+            with logger.parts.count_activations(model.module):
+                contribution = train_step(model, step)
+            logger.before_update()
             rate = plan.learning_rate(logger.steps)
             norm = model.step(rate)
             logger.record_step(step, contribution, norm, rate)

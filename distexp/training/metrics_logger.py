@@ -19,6 +19,7 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
 from distexp.measure.memory.allocator import AllocatorWatch
+from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
 from distexp.runs.events import Events
 from distexp.runs.heartbeat import Heartbeat
@@ -66,6 +67,7 @@ class MetricsLogger:
         self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
         self.started = time.perf_counter()
         self.allocator = AllocatorWatch(context.device, context.rank)
+        self.parts = PartsWatch(context.rank, compiled=plan.train.compile)
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
         self.path = context.run_dir / METRICS
@@ -127,6 +129,11 @@ class MetricsLogger:
                 return
             yield step
 
+    def before_update(self) -> None:
+        """Measure the memory between the backward pass and the update."""
+        self.allocator.before_update()
+        self.parts.before_update()
+
     def record_step(self, step: StepData, contribution: Tensor, norm: Tensor, rate: float) -> None:
         """Record a finished step.
 
@@ -141,6 +148,7 @@ class MetricsLogger:
         self.profiler.step()
         self.heartbeat.beat()
         self.allocator.sample()
+        self.parts.after_update(timed=measured)
         self.steps += 1
         self.events.advance(self.steps)
         self.samples += step.num_samples

@@ -128,6 +128,8 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     )
     watched = gather_to_all(logger.allocator.summary())
     record.memory["torch"] = [entry for entry in watched if entry is not None]
+    parts = gather_to_all(logger.parts.summary())
+    record.memory["parts"] = [entry for entry in parts if entry is not None]
     add_arithmetic(record, training_flops(config, data), context.world_size)
     if config.train.score_answers and logger.stopped is None:
         add_answers(record, model, evaluation, data.tokenizer, logger=logger, context=context)

@@ -6,7 +6,7 @@ import pytest
 
 from distexp.console.run_summary import run_title, summary_lines
 from distexp.runs.record import RunError
-from tests.helpers.records import record
+from tests.helpers.records import add_parts, record
 from tests.helpers.runs import make_spec
 
 
@@ -38,6 +38,15 @@ def test_the_panel_has_scores_if_they_were_measured() -> None:
     lines = dict(summary_lines(run))
     assert lines["answers"] == "exact match 53.8%, F1 72.8%"
     assert lines["eval top-5"] == "70.0% -> 90.0%"
+
+
+def test_the_panel_has_the_parts_of_the_memory_of_one_worker() -> None:
+    run = record(0)
+    run.run.duration_s = 4.0
+    assert "memory parts" not in dict(summary_lines(run))
+    lines = dict(summary_lines(add_parts(run, parameters=0.1)))
+    parts = "parameters 0.101, gradients 0.101, optimizer states 0.202, activations 2.000"
+    assert lines["memory parts"] == f"{parts} MiB on one worker"
 
 
 @pytest.mark.parametrize(

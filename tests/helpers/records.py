@@ -86,6 +86,18 @@ def record(
     )
 
 
+def add_parts(run: RunRecord, *, parameters: float, activations: float | None = 2.0, ranks: int = 2) -> RunRecord:
+    """Add the parts of a worker's memory, in MiB; rank 0 has 1 % more. Return the record."""
+    run.memory["parts"] = [
+        {
+            "rank": rank, "phase": "train", "parameters_mib": parameters * scale, "gradients_mib": parameters * scale,
+            "optimizer_states_mib": 2 * parameters * scale, "activations_mib": activations,
+        }
+        for rank, scale in enumerate([1.01, *[1.0] * (ranks - 1)])
+    ]  # fmt: skip
+    return run
+
+
 def invalid(number: int, message: str, **settings: Any) -> RunRecord:
     """Return the record of an invalid cell, which was never resolved."""
     refused = record(number, status="invalid", error=RunError("ConfigError", message), run_id="invalid", **settings)

@@ -11,7 +11,7 @@ from rich.console import Console
 from distexp.report.data import setting_names
 from distexp.report.table import build_overview_table
 from distexp.runs.record import RunError, RunRecord
-from tests.helpers.records import invalid, record
+from tests.helpers.records import add_parts, invalid, record
 
 
 def printed(records: list[RunRecord], width: int = 140) -> str:
@@ -258,6 +258,19 @@ def test_memory_peaks_during_setup_and_few_measured_steps_are_reported() -> None
     assert "Fewer than 5 steps" not in text
     runs[1].metrics.total_steps = 6
     assert "Fewer than 5 steps were measured in run 1." in unwrapped(printed(runs))
+
+
+def test_parts_of_the_memory_have_a_table_if_the_processes_hide_them() -> None:
+    runs = [add_parts(record(n, strategy=name), parameters=0.1 / (1 + n)) for n, name in enumerate(("ddp", "fsdp"))]
+    for run, peak in zip(runs, (900.0, 901.0), strict=True):
+        run.memory["cpu"] = [{"node": 0, "peak_mib": peak, "average_mib": peak, "mode_mib": peak}]
+    text = printed(runs, width=80)
+    assert "Memory of one worker by part (MiB)" in text
+    rows = [line.split() for line in text[text.index("by part") :].splitlines()]
+    assert ["0", "ddp", "-", "0.101", "0.101", "0.202", "2.000", "2.404", "900"] in rows
+    assert ["1", "fsdp", "full_shard", "0.051", "0.051", "0.101", "2.000", "2.202", "901"] in rows
+    large = [add_parts(record(n, peak=1000.0), parameters=200.0) for n in range(2)]
+    assert "by part" not in printed(large), "the peak of a GPU shows them"
 
 
 def test_the_summary_keeps_models_apart() -> None:

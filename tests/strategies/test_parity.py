@@ -333,3 +333,27 @@ def test_built_matches_the_calls_of_the_library(library: str, workers: int, name
         assert built.offload == (expected + "+parameters" if stage == 3 and expected != "none" else expected)
         settings = json.loads((folder / "ds_config.json").read_text())
         assert settings["zero_optimization"]["stage"] == stage
+
+
+@pytest.mark.parametrize(("library", "workers", "name"), NAMES)
+def test_each_part_of_the_memory_is_that_of_the_shards(library: str, workers: int, name: str, runs: Runs) -> None:
+    """With fp32 and AdamW a parameter has 4 bytes, its gradient 4 and its moments 8."""
+    record = RunRecord.read(runs(library, workers) / name / "record.json")
+    parts, built = record.memory["parts"], record.built
+    assert built is not None
+    assert [entry["rank"] for entry in parts] == list(range(workers))
+    compiled = record.config["train"]["compile"]
+    assert all((entry["activations_mib"] is None) if compiled else entry["activations_mib"] > 0 for entry in parts)
+    if record.config["train"]["optimizer"] != "adamw" or built.param_dtype != "float32":
+        return
+    shards = built.mesh[1]
+    whole = 4 * built.parameters / 2**20
+    stage = 3 if built.zero_stage is None else built.zero_stage  # FSDP shards all parts
+    masters = whole / shards if built.zero_stage else 0.0  # DeepSpeed updates a copy of its shard
+    expected = {
+        "parameters_mib": whole / (shards if stage == 3 else 1),
+        "optimizer_states_mib": 2 * whole / (shards if stage else 1) + masters,
+    }
+    for entry in parts:
+        assert {key: entry[key] for key in expected} == pytest.approx(expected, rel=0.1), entry
+        assert whole / shards * 0.9 < entry["gradients_mib"] < whole * 1.6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,34 @@ def _mean_utilization(kind: str) -> ReadMetric:
     return lambda record: mean_or_none(device_values(record.utilization.get(kind), "average_pct"))
 
 
+def _part(name: str) -> ReadMetric:
+    return lambda record: max(device_values(record.memory.get("parts"), name), default=None)
+
+
+def _sum_of_parts(record: RunRecord) -> float | None:
+    return _largest_sum(record, PARTS)
+
+
+def _sum_not_offloaded(record: RunRecord) -> float | None:
+    return _largest_sum(record, [name for name in PARTS if name not in _offloaded_parts(record)])
+
+
+def _largest_sum(record: RunRecord, names: Iterable[str]) -> float | None:
+    """Return the sum of some parts on the worker where it is largest."""
+    kept = list(names)
+    sums = [sum(float(entry.get(name) or 0.0) for name in kept) for entry in record.memory.get("parts") or []]
+    return max(sums, default=None)
+
+
+def _offloaded_parts(record: RunRecord) -> set[str]:
+    """Return the parts that are in host memory. From stage 2 on, an offloaded optimizer takes its gradients along."""
+    built = record.built
+    offloaded = set(built.offload.split("+")) if built else set()
+    if built and "optimizer" in offloaded and (built.zero_stage or 0) >= 2:
+        offloaded.add("gradients")
+    return {f"{'optimizer_states' if name == 'optimizer' else name}_mib" for name in offloaded}
+
+
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
@@ -113,6 +141,16 @@ MEMORIES = {
     "cpu_peak_mib": "peak CPU memory",
 }
 """Metrics of memory, by preference: a run is compared by the first that was measured."""
+
+PARTS = {
+    "parameters_mib": "parameters",
+    "gradients_mib": "gradients",
+    "optimizer_states_mib": "optimizer states",
+    "activations_mib": "activations",
+}
+"""Metrics of the parts of a worker's memory, with their titles."""
+PARTS_TOTAL = "parts_mib"
+NOT_OFFLOADED = "parts_not_offloaded_mib"
 
 TABLE_METRICS = (
     Metric("train_loss", _metric("train_loss"), "train\nloss", "{:z.4f}", importance=60),
@@ -160,6 +198,9 @@ METRICS = (
     Metric("torch_alloc_retries", _largest("torch", "alloc_retries")),
     Metric("cpu_average_mib", _largest("cpu", "average_mib")),
     Metric("cpu_mode_mib", _largest("cpu", "mode_mib")),
+    *(Metric(name, _part(name), number_format="{:,.3f}") for name in PARTS),
+    Metric(PARTS_TOTAL, _sum_of_parts, number_format="{:,.3f}"),
+    Metric(NOT_OFFLOADED, _sum_not_offloaded, number_format="{:,.3f}"),
     Metric("duration_s", lambda record: _number(record.run.duration_s)),
 )
 """Memory is that of the GPU, rank or node that uses most; utilization is the mean over them."""

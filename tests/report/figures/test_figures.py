@@ -16,7 +16,7 @@ from distexp.report.figures import build_figures
 from distexp.report.figures.base import Figure, Panel
 from distexp.report.traces import load_traces
 from distexp.runs.record import RunRecord
-from tests.helpers.records import record, write
+from tests.helpers.records import add_parts, record, write
 from tests.helpers.report_sweeps import enrich, growing_sweep, with_traces, write_traces, zero_sweep
 
 Sweep = Callable[..., Path]
@@ -207,6 +207,34 @@ def test_communication_that_was_not_measured_is_not_shown(tmp_path: Path) -> Non
     for path in (growing_sweep(tmp_path / "a"), with_communication(tmp_path / "b", {1: (None, None), 2: (None, None)})):
         assert not any("communication" in title for table in figures(path)["scaling"].tables for title in table.header)
         assert COMMUNICATION not in {metric.name for metric in overview(path).metrics()}
+
+
+def offloaded_sweep(path: Path) -> Path:
+    runs = [
+        add_parts(enrich(record(n, strategy="deepspeed", offload__enabled=n == 1)), parameters=0.1) for n in range(2)
+    ]
+    assert runs[1].built is not None
+    runs[1].built.offload = "optimizer"
+    return with_traces(path, runs)
+
+
+def test_the_parts_of_the_memory_are_next_to_the_total(tmp_path: Path) -> None:
+    figure = figures(offloaded_sweep(tmp_path))["memory_parts"]
+    (table,) = figure.tables
+    parts = ("parameters", "gradients", "optimizer states", "activations")
+    assert table.header == ("run", "offload", *parts, "sum", "not offloaded", "peak of all processes")
+    measured = ("0.101", "0.101", "0.202", "2.000", "2.404")
+    assert table.rows == (
+        ("0", "false", *measured, "2.404", "4,000"),
+        ("1", "true", *measured, "2.101", "4,000"),  # stage 2: the gradients go with the optimizer
+    )
+    assert "memory_parts" not in figures(zero_sweep(tmp_path / "other")), "older records have no parts"
+
+
+def test_parts_without_activations_have_a_dash(tmp_path: Path) -> None:
+    runs = [add_parts(enrich(record(0)), parameters=0.1, activations=None)]
+    (table,) = figures(with_traces(tmp_path, runs))["memory_parts"].tables
+    assert table.rows == (("0", "0.101", "0.101", "0.202", "-", "0.404", "4,000"),)
 
 
 def test_equal_and_different_losses_are_reported(tmp_path: Path) -> None:

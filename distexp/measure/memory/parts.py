@@ -1,0 +1,99 @@
+"""Memory of one rank by part: parameters, gradients, optimizer states and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from distexp.measure.memory.saved_tensors import SavedTensorCounter, storage_sizes
+from distexp.system.units import MIB
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """Tensors of a distributed model on this rank. Views of one storage count once."""
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    optimizer_states: Sequence[Tensor]
+
+
+class PartsWatch:
+    """Sizes of the parts, read from the tensors in the first step, which is not timed.
+
+    Parameters and gradients are those between the backward pass and the update.
+
+    Attributes:
+        read: Returns the tensors of the model. The trainer sets it.
+    """
+
+    def __init__(self, rank: int, *, compiled: bool) -> None:
+        self.rank, self.compiled = rank, compiled
+        self.read: Callable[[], ModelTensors] | None = None
+        self.parameters: int | None = None  # bytes
+        self.gradients: int | None = None
+        self.optimizer_states: int | None = None
+        self.activations: int | None = None
+
+    def count_activations(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return the context for the micro-batches of a step."""
+        is_measured = self.parameters is not None
+        return nullcontext() if is_measured or self.compiled or _gathers_on_gpu(module) else self._count(module)
+
+    @contextmanager
+    def _count(self, module: nn.Module) -> Iterator[None]:
+        counter = SavedTensorCounter()
+        with counter.count(module):
+            yield
+        self.activations = max(self.activations or 0, counter.peak_bytes)
+
+    def before_update(self) -> None:
+        """Measure parameters and gradients, once."""
+        if self.read is None or self.parameters is not None:
+            return
+        tensors = self.read()
+        parameters = storage_sizes(iter(tensors.parameters))
+        gradients = storage_sizes(iter(tensors.gradients))
+        self.parameters = sum(parameters.values())
+        self.gradients = sum(size for key, size in gradients.items() if key not in parameters)
+
+    def after_update(self, *, timed: bool) -> None:
+        """Measure the optimizer states after the first update.
+
+        With fp16 the loss scaling may skip the first updates, so the next ones are measured until one is timed.
+        """
+        if self.read is None or self.optimizer_states or (timed and self.optimizer_states is not None):
+            return
+        tensors = self.read()
+        parameters = storage_sizes(iter(tensors.parameters))
+        states = storage_sizes(iter(tensors.optimizer_states))
+        self.optimizer_states = sum(size for key, size in states.items() if key not in parameters)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return an entry of ``memory.parts`` in MiB; None if nothing was measured."""
+        if self.parameters is None:
+            return None
+        return {
+            "rank": self.rank,
+            "phase": "train",
+            "parameters_mib": _mib(self.parameters),
+            "gradients_mib": _mib(self.gradients),
+            "optimizer_states_mib": _mib(self.optimizer_states),
+            "activations_mib": _mib(self.activations),
+        }
+
+
+def _gathers_on_gpu(module: nn.Module) -> bool:
+    """Return whether ZeRO-3 gathers parameters on a GPU.
+
+    Counting would keep them until the backward pass, and the run may not have the memory for that.
+    """
+    return any(hasattr(parameter, "ds_id") and parameter.device.type == "cuda" for parameter in module.parameters())
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / MIB

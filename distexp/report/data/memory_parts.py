@@ -1,0 +1,76 @@
+"""Memory of one worker by part, next to that of all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distexp.report.data.metrics import METRICS_BY_NAME, NOT_OFFLOADED, PARTS, PARTS_TOTAL
+from distexp.report.data.overview import Overview
+from distexp.report.data.ranking import memory_metric
+from distexp.report.data.repeats import RunGroup, format_metric
+from distexp.report.data.settings import MAX_LENGTH, format_setting
+from distexp.report.data.text_table import TextTable
+
+TITLE = "Memory of one worker by part (MiB)"
+NOTE = (
+    "Measured on the tensors of the first step, on the worker with the most. Gradients: kept for the update. "
+    "Activations: saved for the backward pass of a micro-batch."
+)
+OFFLOAD_NOTE = (
+    "Not offloaded: the sum without the parts that offloading moves to the host. It is what a GPU would hold."
+)
+SMALL = 0.5  # of the process memory
+
+
+def measured_groups(overview: Overview) -> list[RunGroup]:
+    """Return the completed groups whose parts were measured."""
+    return [group for group in overview.groups if group.completed and group.metric(PARTS_TOTAL)]
+
+
+def has_small_parts(overview: Overview) -> bool:
+    """Return whether the parts of a run are less than half of its peak: then the peak says little about them."""
+    name = memory_metric(overview)
+    return any(
+        (peak := group.metric(name)) is not None and (parts := group.metric(PARTS_TOTAL)) and
+        parts.mean < SMALL * peak.mean
+        for group in measured_groups(overview) if name
+    )  # fmt: skip
+
+
+def build_parts_table(overview: Overview) -> TextTable | None:
+    """Build the table with a row per training; None if no run measured its parts."""
+    groups = measured_groups(overview)
+    if not groups:
+        return None
+    names = _columns(overview, groups)
+    metrics = [METRICS_BY_NAME[name] for name in names.values()]
+    columns = [format_metric(groups, metric) for metric in metrics]
+    labels = _labels(overview, groups)
+    rows = tuple(zip(*labels.values(), *columns, strict=True))
+    note = f"{NOTE} {OFFLOAD_NOTE}" if NOT_OFFLOADED in names.values() else NOTE
+    return TextTable(TITLE, (*labels, *names), rows, note, num_labels=len(labels))
+
+
+def _labels(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, tuple[str, ...]]:
+    """Return the columns that name the rows: the run and its settings."""
+    settings = {
+        name: tuple(format_setting(group.setting(name), MAX_LENGTH) for group in groups) for name in overview.varied
+    }
+    return {"run": tuple(group.label for group in groups), **settings}
+
+
+def _columns(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, str]:
+    """Return the metric of each column, by its title."""
+    columns = {**{title: name for name, title in PARTS.items()}, "sum": PARTS_TOTAL}
+    if any(row.record.built and row.record.built.offload != "none" for group in groups for row in group.counted_rows):
+        columns["not offloaded"] = NOT_OFFLOADED
+    peak = memory_metric(overview)
+    return columns if peak is None else {**columns, PEAK_TITLES[peak]: peak}
+
+
+PEAK_TITLES = {
+    "gpu_peak_mib": "GPU peak",
+    "torch_peak_allocated_mib": "GPU peak (torch)",
+    "cpu_peak_mib": "peak of all processes",
+}
+"""Titles of the metrics in ``MEMORIES``."""

@@ -1,0 +1,49 @@
+"""Memory of one worker by part: a stacked bar per training, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from distexp.report.data.memory_parts import build_parts_table, measured_groups
+from distexp.report.data.metrics import PARTS
+from distexp.report.data.overview import Overview
+from distexp.report.figures.base import Figure, Panel
+from distexp.report.figures.theme import color, inline_data
+from distexp.report.traces import RunTrace
+
+MOST_BARS = 24
+BAR_HEIGHT = 26  # pixels
+
+
+def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure; None if no run measured its parts."""
+    table = build_parts_table(overview)
+    if table is None:
+        return None
+    panels = (Panel("", _draw(overview)),)
+    return Figure(
+        "memory_parts", "Memory by part", panels, "One worker, without Python and libraries.", tables=(table,)
+    )
+
+
+def _draw(overview: Overview) -> alt.LayerChart:
+    rows: list[dict[str, Any]] = [
+        {"run": f"run {group.label}", "part": title, "order": order, "mib": round(value.mean, 6),
+         "settings": overview.format_settings(group)}
+        for group in measured_groups(overview)[:MOST_BARS]
+        for order, (name, title) in enumerate(PARTS.items()) if (value := group.metric(name))
+    ]  # fmt: skip
+    titles = list(PARTS.values())
+    scale = alt.Scale(domain=titles, range=[color(f"c{n + 1}") for n in range(len(titles))])
+    legend = alt.Legend(title=None, direction="horizontal", columns=alt.ExprRef("width < 420 ? 2 : 4"))
+    names = list(dict.fromkeys(row["run"] for row in rows))
+    bars = alt.Chart(inline_data(rows)).mark_bar().encode(
+        x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
+        y=alt.Y("run:N", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, grid=False)),
+        color=alt.Color("part:N", scale=scale, legend=legend), order="order:Q",
+        tooltip=["run:N", "settings:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.3f")],
+    )  # fmt: skip
+    return alt.layer(bars).properties(height=BAR_HEIGHT * len(names))

@@ -1,0 +1,67 @@
+"""The tensors that a distributed model keeps on this rank, read from the live objects of any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distexp.measure.memory.parts import ModelTensors
+
+
+def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:
+    """Return the parameters, gradients and optimizer states of this rank.
+
+    Args:
+        module: The wrapped module. DeepSpeed's engine keeps flat buffers of its own.
+        optimizer: Torch's optimizer, or what wraps it; None if there is none.
+    """
+    parameters = list(module.parameters())
+    masters = list(_masters(optimizer))
+    return ModelTensors(
+        parameters=[*parameters, *_attributes(parameters, "ds_tensor")],
+        gradients=[
+            *_attributes([*parameters, *masters], "grad"),
+            *_attributes(parameters, "grad_accum"),
+            *_tensors_in(getattr(optimizer, "averaged_gradients", None)),
+            *_tensors_in(getattr(optimizer, "accumulated_grads_in_cpu", None)),
+            *_tensors_in(getattr(optimizer, "grad_partitions_flat_buffer", None)),
+        ],
+        optimizer_states=[*masters, *_tensors_in(getattr(_innermost(optimizer), "state", None))],
+    )
+
+
+MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")
+"""Parameters that DeepSpeed's optimizers update: of stages 1 and 2, of stage 3, and of fp16 at stage 0."""
+
+
+def _masters(optimizer: Any) -> Iterator[Tensor]:
+    for name in MASTERS:
+        yield from _tensors_in(getattr(optimizer, name, None))
+
+
+def _innermost(optimizer: Any) -> Any:
+    """Return the optimizer of torch inside the wrappers of DeepSpeed and accelerate."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None and inner is not optimizer:
+        optimizer = inner
+    return optimizer
+
+
+def _attributes(tensors: Iterable[Tensor], name: str) -> Iterator[Tensor]:
+    """Yield an attribute of tensors that have it."""
+    found = (getattr(tensor, name, None) for tensor in tensors)
+    return (each for each in found if isinstance(each, torch.Tensor))
+
+
+def _tensors_in(content: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists and dictionaries."""
+    if isinstance(content, torch.Tensor):
+        yield content
+    elif isinstance(content, Mapping):
+        for value in content.values():
+            yield from _tensors_in(value)
+    elif isinstance(content, (list, tuple)):
+        for value in content:
+            yield from _tensors_in(value)

@@ -1,0 +1,132 @@
+"""Parts of a rank's memory, measured on the tensors of a small model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from distexp.measure.memory.parts import ModelTensors, PartsWatch
+from distexp.measure.memory.saved_tensors import SavedTensorCounter, storage_sizes
+from distexp.strategies.model_tensors import read_model_tensors
+from distexp.system.units import MIB
+
+WIDTH, ROWS = 64, 32
+WEIGHTS = 4 * 2 * (WIDTH * WIDTH + WIDTH)  # bytes of two linear layers
+ACTIVATION = 4 * ROWS * WIDTH  # bytes of the input or output of a layer
+
+
+class Checkpointed(nn.Module):
+    """Two layers that are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the output of the layers."""
+        output: torch.Tensor = checkpoint(self.layers, inputs, use_reentrant=False)
+        return output
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH))
+
+
+def run_step(model: nn.Module, watch: PartsWatch, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> None:
+    with watch.count_activations(model):
+        for _ in range(micro_batches):
+            model(torch.ones(ROWS, WIDTH, requires_grad=True)).sum().backward()
+    watch.before_update()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def watched(model: nn.Module, optimizer: torch.optim.Optimizer, *, compiled: bool = False) -> PartsWatch:
+    watch = PartsWatch(1, compiled=compiled)
+    watch.read = lambda: read_model_tensors(model, optimizer)
+    return watch
+
+
+def test_parts_are_the_bytes_of_the_tensors() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watch = watched(model, optimizer)
+    run_step(model, watch, optimizer, micro_batches=3)
+    watch.after_update(timed=False)
+    summary = watch.summary()
+    assert summary is not None
+    assert (summary["rank"], summary["phase"]) == (1, "train")
+    assert summary["parameters_mib"] == summary["gradients_mib"] == WEIGHTS / MIB
+    assert summary["optimizer_states_mib"] == pytest.approx(2 * WEIGHTS / MIB, rel=1e-3)  # and step counters
+    # The input of each layer and the output of the sigmoid, which is the input of the second layer.
+    assert summary["activations_mib"] == 2 * ACTIVATION / MIB
+
+
+def test_later_steps_are_not_measured() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watch = watched(model, optimizer)
+    for _ in range(2):
+        run_step(model, watch, optimizer)
+        watch.after_update(timed=False)
+    first = watch.summary()
+    watch.read = None  # reading once more would fail
+    with watch.count_activations(model):
+        model(torch.ones(1000, WIDTH)).sum().backward()
+    assert watch.summary() == first
+
+
+def test_recomputed_activations_do_not_count() -> None:
+    counter, model = SavedTensorCounter(), Checkpointed()
+    with counter.count(model):
+        model(torch.ones(ROWS, WIDTH, requires_grad=True)).sum().backward()
+    assert counter.peak_bytes == ACTIVATION
+
+
+def test_counting_leaves_the_gradients_and_no_hooks() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    inputs = torch.rand(ROWS, WIDTH)
+    model(inputs).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    with SavedTensorCounter().count(model):
+        model(inputs).sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+def test_states_are_measured_again_if_the_first_update_was_skipped() -> None:
+    """With fp16 the loss scaling skips updates whose gradients overflow."""
+    weight, state = torch.zeros(256), torch.zeros(512)
+    watch = PartsWatch(0, compiled=False)
+    watch.read = lambda: ModelTensors([weight], [weight.clone()], [])
+    watch.before_update()
+    watch.after_update(timed=False)
+    watch.read = lambda: ModelTensors([weight], [], [state])
+    watch.after_update(timed=False)
+    summary = watch.summary()
+    assert summary is not None
+    assert summary["optimizer_states_mib"] == 2048 / MIB
+    assert summary["activations_mib"] is None, "no forward pass was counted"
+
+
+def test_a_compiled_model_is_not_hooked() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    watch = watched(model, optimizer, compiled=True)
+    run_step(model, watch, optimizer)
+    watch.after_update(timed=False)
+    summary = watch.summary()
+    assert summary is not None
+    assert summary["activations_mib"] is None
+    assert summary["optimizer_states_mib"] == 0.0, "SGD without momentum has none"
+
+
+def test_views_of_a_storage_count_once() -> None:
+    flat = torch.zeros(100)
+    assert sum(storage_sizes(iter([flat[:50], flat[50:], flat.view(10, 10)])).values()) == 400
