@@ -177,11 +177,12 @@ class RunRecord:
         {"gpu": [], "torch": [], "cpu": [], "parts": []},
         "Memory, sampled on each node; `torch` is the allocator of each rank, `parts` its tensors.",
         parts={
-            ".gpu[]": "GPU memory from NVML: `node`, `index`, `peak_mib`, `average_mib`, `mode_mib`, `phases`, ...",
+            ".gpu[]": "GPU memory from NVML: `node`, `index`, `peak_mib`, `average_mib`, `mode_mib`, `phases`, ...; "
+            "over the training steps alone `training_average_mib`, `training_mode_mib`.",
             ".torch[]": "`rank`, `peak_allocated_mib`, `average_allocated_mib`, `peak_reserved_mib`, `alloc_retries`.",
             ".parts[]": "Tensors of each rank: `rank`, `parameters_mib`, `gradients_mib`, `optimizer_states_mib`, "
             "`activations_mib` (saved for the backward pass of a micro-batch), `phase`.",
-            ".cpu[]": "PSS of all processes of the run: `node`, `peak_mib`, `average_mib`, `mode_mib`, `phases`, ...",
+            ".cpu[]": "PSS of all processes of the run: `node`, and the keys of `gpu[]` without `index`.",
         },
     )
     utilization: dict[str, Any] = key(

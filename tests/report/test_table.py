@@ -260,15 +260,26 @@ def test_memory_peaks_during_setup_and_few_measured_steps_are_reported() -> None
     assert "Fewer than 5 steps were measured in run 1." in unwrapped(printed(runs))
 
 
+def test_average_and_mode_of_gpu_memory_are_those_of_the_training() -> None:
+    runs = [record(0, peak=50_000.0), record(1, strategy="fsdp", peak=40_000.0)]
+    for entry in runs[0].memory["gpu"]:
+        entry |= {"mode_mib": 1177.0, "training_average_mib": 49_000.0, "training_mode_mib": 50_000.0}
+    text = printed(runs, width=240)
+    assert "1,177" not in text
+    lines = [line.split() for line in text.splitlines() if "completed" in line]
+    assert {"49,000", "50,000"} <= set(lines[0])
+    assert {"20,000", "13,333"} <= set(lines[1]), "an older record has them over the whole run only"
+
+
 def test_parts_of_the_memory_have_a_table_if_the_processes_hide_them() -> None:
     runs = [add_parts(record(n, strategy=name), parameters=0.1 / (1 + n)) for n, name in enumerate(("ddp", "fsdp"))]
     for run, peak in zip(runs, (900.0, 901.0), strict=True):
         run.memory["cpu"] = [{"node": 0, "peak_mib": peak, "average_mib": peak, "mode_mib": peak}]
-    text = printed(runs, width=80)
+    text = printed(runs, width=120)
     assert "Memory of one worker by part (MiB)" in text
     rows = [line.split() for line in text[text.index("by part") :].splitlines()]
-    assert ["0", "ddp", "-", "0.101", "0.101", "0.202", "2.000", "2.404", "900"] in rows
-    assert ["1", "fsdp", "full_shard", "0.051", "0.051", "0.101", "2.000", "2.202", "901"] in rows
+    assert ["0", "ddp", "0.101", "0.101", "0.202", "2.000", "2.404", "900"] in rows
+    assert ["1", "fsdp", "0.051", "0.051", "0.101", "2.000", "2.202", "901"] in rows
     large = [add_parts(record(n, peak=1000.0), parameters=200.0) for n in range(2)]
     assert "by part" not in printed(large), "the peak of a GPU shows them"
 

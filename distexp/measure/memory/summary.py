@@ -21,6 +21,10 @@ PROFILING_PHASE = "profile"
 """Phase that is excluded from the totals, because the profiler uses memory and time itself."""
 
 
+TRAINING_PHASES = frozenset({"warmup", "train"})
+"""Phases of the training steps. Before them a run may be small for most of its time."""
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Statistics of memory samples in MiB, as the workshop's analyze_memory defines them."""
@@ -54,7 +58,8 @@ class Summary:
 def summarize(traces: Sequence[Path], events: Path | None = None) -> Summary:
     """Summarize memory traces in the format of ``record.json``.
 
-    Each entry has ``phases``: the peak memory, or the average utilization, of each phase. ``mode_mib`` is the smallest
+    ``training_average_mib`` and ``training_mode_mib`` cover the training steps only, the others the whole run. Each
+    entry has ``phases``: the peak memory, or the average utilization, of each phase. ``mode_mib`` is the smallest
     of tied modes. ``job_peak_mib`` of a GPU covers the processes of this job only, and is None if NVML does not report
     them. ``compiler_peak_mib`` is the peak of compilers, which no other value contains. ``source`` is how memory was
     read. A trace that cannot be read adds a note, and its values are None.
@@ -118,10 +123,14 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
     # The profiler keeps its GPU memory until the process ends, so all later samples are excluded too.
     counted = list(takewhile(_is_not_profiling, samples)) if kind == GPU else list(filter(_is_not_profiling, samples))
     statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
+    steps = [sample for sample in counted if sample.phase in TRAINING_PHASES]
+    training = Statistics.of(_known(steps, lambda sample: sample.used_mib))
     entry: Entry = {
         "peak_mib": statistics.peak if statistics else None,
         "average_mib": statistics.average if statistics else None,
         "mode_mib": statistics.modes[0] if statistics else None,
+        "training_average_mib": training.average if training else None,
+        "training_mode_mib": training.modes[0] if training else None,
     }
     if kind == GPU:
         entry["job_peak_mib"] = max(_known(counted, lambda sample: sample.job_mib), default=None)

@@ -28,7 +28,7 @@ def measured_groups(overview: Overview) -> list[RunGroup]:
 
 
 def has_small_parts(overview: Overview) -> bool:
-    """Return whether the parts of a run are less than half of its peak: then the peak says little about them."""
+    """Return whether the parts of a run are less than half of its peak: then the peak hides them."""
     name = memory_metric(overview)
     return any(
         (peak := group.metric(name)) is not None and (parts := group.metric(PARTS_TOTAL)) and

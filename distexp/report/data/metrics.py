@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,21 @@ def _step_noise_percent(record: RunRecord) -> float | None:
 
 def _largest(kind: str, key: str) -> ReadMetric:
     return lambda record: max(device_values(record.memory.get(kind), key), default=None)
+
+
+def _over_training(kind: str, key: str) -> ReadMetric:
+    """Return the reader of a value over the training steps. Older records have it over the whole run only."""
+
+    def read(record: RunRecord) -> float | None:
+        entries = record.memory.get(kind) or []
+        return max((value for entry in entries if (value := training_value(entry, key)) is not None), default=None)
+
+    return read
+
+
+def training_value(entry: Mapping[str, Any], key: str) -> float | None:
+    """Return a value of a device over the training steps; of an older record over the whole run."""
+    return _number(entry.get(f"training_{key}", entry.get(key)))
 
 
 def _gpu_peak(record: RunRecord) -> float | None:
@@ -164,8 +179,8 @@ TABLE_METRICS = (
     Metric("step_time_p50_s", _step_time("p50"), "step\nms", factor=1000, importance=35),
     Metric(COMMUNICATION, _communication_percent("share"), "commu-\nnication %", "{:z.0f}", importance=65),
     Metric("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:z,.0f}", importance=90),
-    Metric("gpu_average_mib", _largest("gpu", "average_mib"), "GPU avg\nMiB", "{:z,.0f}", importance=22),
-    Metric("gpu_mode_mib", _largest("gpu", "mode_mib"), "GPU mode\nMiB", "{:z,.0f}", importance=20),
+    Metric("gpu_training_average_mib", _over_training("gpu", "average_mib"), "GPU avg\nMiB", "{:z,.0f}", importance=22),
+    Metric("gpu_training_mode_mib", _over_training("gpu", "mode_mib"), "GPU mode\nMiB", "{:z,.0f}", importance=20),
     Metric("torch_peak_allocated_mib", _largest("torch", "peak_allocated_mib"), "torch\npeak MiB", "{:z,.0f}",
            importance=45),
     Metric("model_states_mib", _largest("torch", "states_mib"), "model\nst. MiB", "{:z,.0f}", importance=28),
@@ -196,11 +211,15 @@ METRICS = (
     Metric("torch_average_allocated_mib", _largest("torch", "average_allocated_mib")),
     Metric("torch_peak_reserved_mib", _largest("torch", "peak_reserved_mib")),
     Metric("torch_alloc_retries", _largest("torch", "alloc_retries")),
+    Metric("gpu_average_mib", _largest("gpu", "average_mib")),
+    Metric("gpu_mode_mib", _largest("gpu", "mode_mib")),
+    Metric("cpu_training_average_mib", _over_training("cpu", "average_mib")),
+    Metric("cpu_training_mode_mib", _over_training("cpu", "mode_mib")),
     Metric("cpu_average_mib", _largest("cpu", "average_mib")),
     Metric("cpu_mode_mib", _largest("cpu", "mode_mib")),
-    *(Metric(name, _part(name), number_format="{:,.3f}") for name in PARTS),
-    Metric(PARTS_TOTAL, _sum_of_parts, number_format="{:,.3f}"),
-    Metric(NOT_OFFLOADED, _sum_not_offloaded, number_format="{:,.3f}"),
+    *(Metric(name, _part(name), number_format="{:z,.3f}") for name in PARTS),
+    Metric(PARTS_TOTAL, _sum_of_parts, number_format="{:z,.3f}"),
+    Metric(NOT_OFFLOADED, _sum_not_offloaded, number_format="{:z,.3f}"),
     Metric("duration_s", lambda record: _number(record.run.duration_s)),
 )
 """Memory is that of the GPU, rank or node that uses most; utilization is the mean over them."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distexp.report.data.failures import failure_reasons
+from distexp.report.data.metrics import training_value
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import format_setting
 
@@ -73,11 +74,10 @@ def _parameters(group: RunGroup) -> list[float]:
 
 
 def _first_gpu(group: RunGroup, key: str) -> list[float]:
-    """Return a memory value of the first GPU of the first node, in MiB."""
+    """Return a memory value of the first GPU of the first node, in MiB; averages and modes are of the training."""
     entries = [entry for row in group.counted_rows for entry in row.record.memory.get("gpu") or []]
-    return [
-        float(entry[key]) for entry in entries if entry["node"] == 0 and entry["index"] == 0 and entry[key] is not None
-    ]
+    values = [training_value(entry, key) for entry in entries if entry["node"] == 0 and entry["index"] == 0]
+    return [value for value in values if value is not None]
 
 
 def _after_epoch(group: RunGroup, metric: str, epoch: int) -> list[float]:

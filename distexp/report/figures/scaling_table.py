@@ -13,7 +13,7 @@ from distexp.report.data.text_table import TextTable
 
 MOST_ROWS = 40
 SHAPE = "nodes x workers per node"
-AVERAGES = {"gpu_peak_mib": "gpu_average_mib", "cpu_peak_mib": "cpu_average_mib"}
+AVERAGES = {"gpu_peak_mib": "gpu_training_average_mib", "cpu_peak_mib": "cpu_training_average_mib"}
 Read = Callable[[ScalingSeries, ScalingPoint], str]
 
 

@@ -86,6 +86,8 @@ def test_rows_of_two_gpus(tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixtu
         "peak_mib": 4000.0,
         "average_mib": 4000.0,
         "mode_mib": 4000,
+        "training_average_mib": None,
+        "training_mode_mib": None,
         "job_peak_mib": None,
         "phases": {},
         "source": "nvml",

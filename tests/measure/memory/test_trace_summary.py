@@ -54,6 +54,20 @@ def test_statistics_as_the_workshop_defines_them() -> None:
     assert Statistics.of([]) is None
 
 
+def test_average_and_mode_of_the_training_leave_out_the_long_setup(tmp_path: Path) -> None:
+    """A run that waits with 1,177 MiB for most of its time trains with 50,000 MiB."""
+    phases = [("setup", 0, 1177.0)] * 20 + [("warmup", 1, 49_000.0), ("train", 2, 50_000.0), ("train", 3, 50_000.0)]
+    samples = [
+        replace(gpu(time_s, used), phase=phase, unix_time_s=float(time_s)) for phase, time_s, used in phases
+    ] + [replace(gpu(4, 9000.0), phase="eval")]  # fmt: skip
+    (entry,) = summarize([write(tmp_path / "node0.csv", samples)]).memory["gpu"]
+    assert entry["mode_mib"] == 1177
+    assert entry["training_mode_mib"] == 50_000
+    assert entry["training_average_mib"] == pytest.approx(149_000 / 3)
+    (before,) = summarize([write(tmp_path / "node1.csv", samples[:20])]).memory["gpu"]
+    assert before["training_mode_mib"] is None
+
+
 def test_record_contains_the_smallest_of_tied_modes(tmp_path: Path) -> None:
     path = write(tmp_path / "node0.csv", [gpu(t, used) for t, used in enumerate([7.0, 5.0, 7.0, 5.0, 6.0])])
     (entry,) = summarize([path]).memory["gpu"]
