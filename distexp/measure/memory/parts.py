@@ -41,8 +41,8 @@ class PartsWatch:
 
     def count_activations(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return the context for the micro-batches of a step."""
-        is_measured = self.parameters is not None
-        return nullcontext() if is_measured or self.compiled or _gathers_on_gpu(module) else self._count(module)
+        is_due = self.read is not None and self.parameters is None
+        return self._count(module) if is_due and not self.compiled and not _gathers_on_gpu(module) else nullcontext()
 
     @contextmanager
     def _count(self, module: nn.Module) -> Iterator[None]:

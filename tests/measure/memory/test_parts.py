@@ -64,6 +64,10 @@ def test_parts_are_the_bytes_of_the_tensors() -> None:
     assert summary["activations_mib"] == 2 * ACTIVATION / MIB
 
 
+def read_again() -> ModelTensors:
+    raise AssertionError("the tensors are read once more")
+
+
 def test_later_steps_are_not_measured() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -72,9 +76,11 @@ def test_later_steps_are_not_measured() -> None:
         run_step(model, watch, optimizer)
         watch.after_update(timed=False)
     first = watch.summary()
-    watch.read = None  # reading once more would fail
+    watch.read = read_again
     with watch.count_activations(model):
         model(torch.ones(1000, WIDTH)).sum().backward()
+    watch.before_update()
+    watch.after_update(timed=False)
     assert watch.summary() == first
 
 
