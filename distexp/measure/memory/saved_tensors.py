@@ -34,7 +34,8 @@ class SavedTensorCounter:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self._saved: dict[int, int] = {}  # bytes of each storage, by its address
+        self._saved: set[int] = set()  # addresses of the storages of this forward pass
+        self._bytes = 0  # of these storages
         self._parameters: list[set[int]] = []  # storages of the parameters of each module that runs now
         self._in_backward = False
 
@@ -56,10 +57,13 @@ class SavedTensorCounter:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if self._in_backward:  # the next micro-batch, or a recomputed forward pass
-            self._saved, self._in_backward = {}, False
+            self._saved, self._bytes, self._in_backward = set(), 0, False
         sizes = storage_sizes(iter([tensor])) if tensor.layout == torch.strided else {}
-        self._saved |= {key: size for key, size in sizes.items() if not any(key in each for each in self._parameters)}
-        self.peak_bytes = max(self.peak_bytes, sum(self._saved.values()))
+        for address, size in sizes.items():
+            if address not in self._saved and not any(address in each for each in self._parameters):
+                self._saved.add(address)
+                self._bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
         return tensor
 
     def _unpack(self, tensor: Tensor) -> Tensor:
