@@ -130,6 +130,7 @@ class Screen:
             overrides: The overrides in which the run differs from the others.
         """
         self.shown += 1
+        self.sweep.start()
         if self.total == 1:
             return
         if line := self.sweep.line():

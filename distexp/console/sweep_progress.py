@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import dataclass, field
 
 from distexp.runs.record import RunRecord
@@ -20,7 +21,7 @@ class SweepProgress:
         cells: Number of cells.
         runs: Number of cells that train; the others are invalid.
         ended: Number of cells that have ended.
-        durations: Seconds of each run that has ended, by its status.
+        durations: Status and seconds of each run of this command, with the start of its processes.
     """
 
     cells: int
@@ -28,6 +29,11 @@ class SweepProgress:
     ended: int = 0
     durations: list[tuple[str, float]] = field(default_factory=list)
     ended_runs: int = 0
+    started: float | None = None
+
+    def start(self) -> None:
+        """Note the time at which a cell starts."""
+        self.started = time.monotonic()
 
     def add(self, record: RunRecord) -> None:
         """Count a cell that has ended, or was done before."""
@@ -35,8 +41,8 @@ class SweepProgress:
         if record.status == "invalid":
             return
         self.ended_runs += 1
-        if record.run.duration_s is not None:
-            self.durations.append((record.status, record.run.duration_s))
+        if self.started is not None:
+            self.durations.append((record.status, time.monotonic() - self.started))
 
     def line(self) -> str | None:
         """Return ``2 of 8 done, about 50 s left``; None for a single run and at the end."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from rich.progress import Progress
 
 from distexp.console.screen import LiveRun, Screen
 from distexp.runs.errors import ERROR_HEADING
 from distexp.runs.jsonl import Tail
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunError
 from tests.helpers.records import record
 
 EVENTS = (
@@ -125,15 +127,10 @@ def test_the_compilation_of_operators_is_announced_with_its_steps(tmp_path: Path
     assert (progress.tasks[0].description, progress.tasks[0].fields["latest"]) == ("compile", "step 1 of 3")
 
 
-def lasting(number: int, seconds: float, status: str = "completed") -> RunRecord:
-    """Return the record of a run that took some seconds."""
-    run = record(number, status=status)
-    run.run.duration_s = seconds
-    return run
-
-
-def test_a_sweep_prints_what_is_done_and_the_time_left() -> None:
+def test_a_sweep_prints_what_is_done_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, shown = plain_screen(total=5, invalid=1)
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
 
     def progress_before(number: int) -> str:
         shown.truncate(0)
@@ -141,19 +138,26 @@ def test_a_sweep_prints_what_is_done_and_the_time_left() -> None:
         screen.run_header(number, "")
         return shown.getvalue().splitlines()[0]
 
+    def end(number: int, seconds: float, status: str = "completed") -> None:
+        nonlocal now
+        now += seconds
+        run = record(number, status=status)
+        run.run.duration_s = 0.5
+        screen.show_result(run, Path(f"/sweep/{number}"))
+
     assert progress_before(0) == "0 of 5 done, time left unknown until a run has ended"
-    screen.show_result(lasting(0, 30.0), Path("/sweep/0"))
+    end(0, 30.0)
     assert progress_before(1) == "1 of 5 done, about 2 min left", "three runs are left, and one invalid cell"
-    screen.show_invalid(lasting(1, 0.0, "invalid"))
+    screen.show_invalid(record(1, status="invalid"))
     assert progress_before(2) == "2 of 5 done, about 2 min left"
-    screen.show_result(lasting(2, 1.0, "failed"), Path("/sweep/2"))
+    end(2, 1.0, "failed")
     assert progress_before(3) == "3 of 5 done, about 1 min left", "a failed run may have ended early"
-    screen.show_result(lasting(3, 10.0), Path("/sweep/3"))
+    end(3, 10.0)
     assert progress_before(4) == "4 of 5 done, about 10 s left (runs took 10 to 30 s)"
 
 
-def test_a_resumed_sweep_knows_the_time_left_from_its_finished_runs() -> None:
+def test_a_resumed_sweep_counts_its_finished_runs() -> None:
     screen, shown = plain_screen(total=3)
-    screen.show_skipped(lasting(0, 7200.0))
+    screen.show_skipped(record(0))
     screen.run_header(1, "")
-    assert "1 of 3 done, about 4 h 0 min left" in shown.getvalue()
+    assert "1 of 3 done, time left unknown until a run has ended" in shown.getvalue()
