@@ -15,6 +15,7 @@ from distexp.console.screen import LiveRun, Screen
 from distexp.runs.errors import ERROR_HEADING
 from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunError
+from distexp.runs.text import format_about
 from tests.helpers.records import record
 
 EVENTS = (
@@ -161,3 +162,11 @@ def test_a_resumed_sweep_counts_its_finished_runs() -> None:
     screen.show_skipped(record(0))
     screen.run_header(1, "")
     assert "1 of 3 done, time left unknown until a run has ended" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "5 s"), (42.0, "40 s"), (58.0, "1 min"), (95.0, "2 min"), (3590.0, "1 h 0 min"), (7800.0, "2 h 10 min")],
+)
+def test_durations_are_rounded(seconds: float, text: str) -> None:
+    assert format_about(seconds) == text
