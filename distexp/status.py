@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from distexp.config import ConfigError
-from distexp.console.sweep_table import count_states, states_table, truncated_reasons
+from distexp.console.sweep_table import Row, count_states, states_table, truncated_reasons
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
 from distexp.launch import ledger
 from distexp.launch.slurm.follow import FAST_POLL_S, follow
@@ -39,19 +39,42 @@ PLAIN_WIDTH = 160
 
 @dataclass(frozen=True)
 class SweepStates:
-    """The runs of a sweep.
+    """The runs of one sweep.
 
     Attributes:
+        directory: Directory of the sweep.
         runs: The state of each run, by number.
-        overrides: The overrides that differ between the runs, by run number; empty for a single run.
+        overrides: The overrides in which each run differs from the others, by number.
     """
 
+    directory: Path
     runs: list[RunState]
     overrides: dict[int, str]
 
-    def table(self, console: Console) -> Table:
-        """Build the table of the runs for a console."""
-        return states_table(self.runs, console.width, self.overrides)
+
+@dataclass(frozen=True)
+class FolderStates:
+    """The sweeps in a folder; usually one, in the folder itself."""
+
+    folder: Path
+    sweeps: list[SweepStates]
+
+    @property
+    def runs(self) -> list[RunState]:
+        """The states of all runs."""
+        return [run for sweep in self.sweeps for run in sweep.runs]
+
+    def rows(self) -> list[Row]:
+        """Return the rows of the table. They have the folder of the sweep if there are several."""
+        return [
+            Row(run, sweep.overrides.get(run.number, "") if len(self.runs) > 1 else "", self.name_of(sweep))
+            for sweep in self.sweeps
+            for run in sweep.runs
+        ]
+
+    def name_of(self, sweep: SweepStates) -> str:
+        """Return the path of a sweep below the folder; empty if there is only one sweep."""
+        return str(sweep.directory.relative_to(self.folder)) if len(self.sweeps) > 1 else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,16 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"distexp: {error}", file=sys.stderr)
         return 2
     console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=PLAIN_WIDTH)
-    sweep = read_sweep(directory)
-    if not sweep.runs:
+    found = read_folder(directory)
+    if not found.runs:
         print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)
         return 2
     if options.watch and ledger.read(directory):
         return _follow_slurm(directory.absolute(), console)
     if options.watch:
-        sweep = _follow_local(directory, console)
-    _print_sweep(sweep, directory, console)
-    return 1 if options.watch and any(run.state in FAILURES for run in sweep.runs) else 0
+        found = _wait_for_end(directory, console)
+    _print_states(found, console)
+    return 1 if options.watch and any(run.state in FAILURES for run in found.runs) else 0
 
 
 def _follow_slurm(directory: Path, console: Console) -> int:
@@ -92,29 +115,27 @@ def _follow_slurm(directory: Path, console: Console) -> int:
     return 0
 
 
-def _follow_local(directory: Path, console: Console) -> SweepStates:
-    """Wait until no local run is running, and return the final states.
+def _wait_for_end(directory: Path, console: Console) -> FolderStates:
+    """Wait until no run is active, and return the final states.
 
     On a terminal the table is shown while waiting.
     """
     with Live(console=console, transient=True, auto_refresh=False) as live:
         while True:
-            sweep = read_sweep(directory)
-            if not any(run.is_active for run in sweep.runs):
-                return sweep
+            found = read_folder(directory)
+            if not any(run.is_active for run in found.runs):
+                return found
             if console.is_terminal:
-                live.update(sweep.table(console), refresh=True)
+                live.update(states_table(found.rows(), console.width), refresh=True)
             time.sleep(FAST_POLL_S)
 
 
-def _print_sweep(sweep: SweepStates, directory: Path, console: Console) -> None:
-    _print_without_padding(sweep.table(console), console)
-    for line in [
-        *truncated_reasons(sweep.runs, console.width, sweep.overrides),
-        count_states(sweep.runs),
-        *not_started(directory, sweep.runs),
-    ]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+def _print_states(found: FolderStates, console: Console) -> None:
+    rows = found.rows()
+    _print_without_padding(states_table(rows, console.width), console)
+    notes = [f"{found.name_of(sweep)}: {line}" for sweep in found.sweeps for line in not_started(sweep)]
+    for line in [*truncated_reasons(rows, console.width), count_states(found.runs), *notes]:
+        console.print(line.removeprefix(": "), highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_without_padding(table: Table, console: Console) -> None:
@@ -125,36 +146,53 @@ def _print_without_padding(table: Table, console: Console) -> None:
         console.out(line.rstrip(), highlight=False)
 
 
-def read_sweep(sweep_dir: Path) -> SweepStates:
-    """Return the state of every run; ask Slurm about the runs in the ledger."""
-    existing = ExistingRuns.read(sweep_dir).runs
-    on_slurm = {run.number: run for run in poll(sweep_dir)}
+def read_folder(folder: Path) -> FolderStates:
+    """Return the state of every run of the sweeps in a folder."""
+    folder = folder.absolute()
+    sweeps: dict[Path, list[ExistingRun]] = {folder: []}
+    for run in ExistingRuns.read(folder).runs:
+        sweeps.setdefault(_sweep_of(run.directory, folder), []).append(run)
+    states = [read_sweep(directory, sweeps[directory]) for directory in sorted(sweeps)]
+    return FolderStates(folder, [sweep for sweep in states if sweep.runs])
+
+
+def _sweep_of(run_dir: Path, folder: Path) -> Path:
+    """Return the directory of a run's sweep, or the folder above if no command file is found."""
+    for directory in (run_dir, *run_dir.parents):
+        if (directory / COMMAND).is_file():
+            return directory
+        if directory == folder:
+            break
+    return folder if run_dir == folder else run_dir.parent
+
+
+def read_sweep(directory: Path, existing: Sequence[ExistingRun]) -> SweepStates:
+    """Return the state of every run of a sweep; ask Slurm about the runs in the ledger."""
+    on_slurm = {run.number: run for run in poll(directory)}
     local = [local_state(run) for run in existing if run.number not in on_slurm]
     runs = sorted([*local, *on_slurm.values()], key=lambda run: run.number)
-    return SweepStates(runs, _varied_overrides(existing))
+    return SweepStates(directory, runs, _varied_overrides(existing))
 
 
 def _varied_overrides(runs: Sequence[ExistingRun]) -> dict[int, str]:
-    """Return the overrides of each run that not all runs share."""
-    if len(runs) < 2:
-        return {}
-    shared = set.intersection(*(set(run.overrides) for run in runs))
+    """Return the overrides of each run that not all runs of its sweep share."""
+    shared = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
     return {run.number: " ".join(text for text in run.overrides if text not in shared) for run in runs}
 
 
-def not_started(sweep_dir: Path, runs: Sequence[RunState]) -> Iterator[str]:
+def not_started(sweep: SweepStates) -> Iterator[str]:
     """Yield ``8 not started`` if the sweep has more cells than runs.
 
     The line has the command that starts them, unless other runs are active.
     """
     try:
-        cells = int(read_json(sweep_dir / COMMAND)["cells"])
+        cells = int(read_json(sweep.directory / COMMAND)["cells"])
     except (OSError, ValueError, KeyError, TypeError):
         return
-    left = cells - len(runs)
+    left = cells - len(sweep.runs)
     if left > 0:
-        hint = " yet" if any(run.is_active for run in runs) else f": {suggest_command('resume', sweep_dir)}"
-        yield f"{left} not started{hint}"
+        active = any(run.is_active for run in sweep.runs)
+        yield f"{left} not started" + (" yet" if active else f": {suggest_command('resume', sweep.directory)}")
 
 
 if __name__ == "__main__":

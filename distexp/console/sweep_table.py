@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.markup import escape
 from rich.table import Table
@@ -17,59 +18,76 @@ MIN_DETAIL_WIDTH = 20
 COLUMN_GAP = 2
 
 
-def states_table(runs: Sequence[RunState], width: int, overrides: Mapping[int, str] | None = None) -> Table:
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        run: State of the run.
+        overrides: The overrides in which the run differs from the others of its sweep.
+        sweep: Folder of the sweep if the table has several; else empty.
+    """
+
+    run: RunState
+    overrides: str = ""
+    sweep: str = ""
+
+
+def states_table(rows: Sequence[Row], width: int) -> Table:
     """Build a table with one row per run.
 
     Args:
-        runs: The runs to show; at least one.
+        rows: The runs to show; at least one.
         width: Characters of the terminal.
-        overrides: The overrides that differ between the runs, by run number.
     """
-    overrides = overrides or {}
     table = Table(box=None, padding=(0, COLUMN_GAP, 0, 0))
-    widths = column_widths(runs, width, overrides)
+    widths = column_widths(rows, width)
     for name, size in widths.items():
         table.add_column(name, no_wrap=True, width=size, justify="right" if name == "run" else "left")
-    for run in runs:
-        color = _state_color(run)
+    for row in rows:
+        run, color = row.run, _state_color(row.run)
         cells = {
+            "folder": escape(_truncate_left(row.sweep, widths.get("folder", 0))),
             "run": str(run.number),
             "job": run.job or "",
             "state": f"[{color}]{run.state}[/{color}]",
-            "overrides": escape(_truncate_left(overrides.get(run.number, ""), widths.get("overrides", 0))),
+            "overrides": escape(_truncate_left(row.overrides, widths.get("overrides", 0))),
             "detail": escape(state_detail(run)),
         }
         table.add_row(*(cells[name] for name in widths))
     return table
 
 
-def column_widths(runs: Sequence[RunState], width: int, overrides: Mapping[int, str]) -> dict[str, int]:
+def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
     """Return the width of each column in characters.
 
     Empty columns are absent, and "detail" gets the remaining width.
     """
     longest = {
-        "run": max(len(str(run.number)) for run in runs),
-        "job": max(len(run.job or "") for run in runs),
-        "state": max(len(run.state) for run in runs),
-        "overrides": min(max((len(text) for text in overrides.values()), default=0), width // 3),
+        "folder": min(max(len(row.sweep) for row in rows), width // 4),
+        "run": max(len(str(row.run.number)) for row in rows),
+        "job": max(len(row.run.job or "") for row in rows),
+        "state": max(len(row.run.state) for row in rows),
+        "overrides": min(max(len(row.overrides) for row in rows), width // 3),
     }
     widths = {name: max(len(name), size) for name, size in longest.items() if size}
     detail = width - sum(widths.values()) - COLUMN_GAP * (len(widths) + 1)
     return {**widths, "detail": max(MIN_DETAIL_WIDTH, detail)}
 
 
-def truncated_reasons(runs: Sequence[RunState], width: int, overrides: Mapping[int, str]) -> list[str]:
+def truncated_reasons(rows: Sequence[Row], width: int) -> list[str]:
     """Return the full text of each reason that the table truncates.
 
-    Each text names all runs that failed for this reason.
+    Each text names all runs of a sweep that failed for this reason.
     """
-    detail_width = column_widths(runs, width, overrides)["detail"]
-    groups: dict[str, list[int]] = {}
-    for run in runs:
+    detail_width = column_widths(rows, width)["detail"]
+    groups: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        run = row.run
         if run.record is not None and run.record.error is not None and len(run.reason) > detail_width:
-            groups.setdefault(f"{run.state}: {run.reason}", []).append(run.number)
-    return [f"{format_runs(numbers)} {text}" for text, numbers in groups.items()]
+            groups.setdefault((row.sweep, f"{run.state}: {run.reason}"), []).append(run.number)
+    names = {sweep: f"{sweep}: " if sweep else "" for sweep, _ in groups}
+    return [f"{names[sweep]}{format_runs(numbers)} {text}" for (sweep, text), numbers in groups.items()]
 
 
 def count_states(runs: Sequence[RunState]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def check_trust(composed: DictConfig, allowed: Sequence[str]) -> None:
 
 def typed_overrides(arguments: Sequence[str]) -> Iterator[Override]:
     """Yield the overrides of a command line, and those inside its ``sweep.cells``."""
+    yield from _parse_once(tuple(arguments))
+
+
+@lru_cache(maxsize=2)
+def _parse_once(arguments: tuple[str, ...]) -> list[Override]:
+    """Return the overrides of a command line. They are needed for each cell of a sweep."""
+    return list(_parse_overrides(arguments))
+
+
+def _parse_overrides(arguments: Sequence[str]) -> Iterator[Override]:
     for override in parse([text for text in arguments if is_override(text)]):
         yield override
         if key_of(override) == CELLS:

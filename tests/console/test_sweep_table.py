@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distexp.console.sweep_table import count_states, states_table, truncated_reasons
+from distexp.console.sweep_table import Row, count_states, states_table, truncated_reasons
 from distexp.runs.record import RunError
 from distexp.runs.run_state import RunState
 from tests.helpers.records import record
@@ -22,25 +22,26 @@ def failed(number: int, message: str) -> RunState:
     return RunState.from_record(number, Path(str(number)), None, run)
 
 
-def draw(runs: list[RunState], width: int, overrides: dict[int, str]) -> list[str]:
+def draw(rows: list[Row], width: int) -> list[str]:
     """Return the lines of the table."""
     shown = io.StringIO()
-    Console(file=shown, width=width, color_system=None).print(states_table(runs, width, overrides))
+    Console(file=shown, width=width, color_system=None).print(states_table(rows, width))
     return shown.getvalue().splitlines()
 
 
 def test_the_table_truncates_overrides_on_the_left() -> None:
     runs = [RunState(0, Path("0"), "7_0", "pending", "Priority"), failed(1, "bad value")]
-    header, first, second = draw(runs, 75, {0: "strategy=fsdp train.seed=1", 1: "strategy=fsdp train.seed=2"})
+    rows = [Row(run, f"strategy=fsdp train.seed={run.number + 1}") for run in runs]
+    header, first, second = draw(rows, 75)
     assert header.split() == ["run", "job", "state", "overrides", "detail"]
     assert first.split() == ["0", "7_0", "pending", "…rategy=fsdp", "train.seed=1", "Priority"]
     assert second.split()[:4] == ["1", "failed", "…rategy=fsdp", "train.seed=2"]
 
 
 def test_a_truncated_reason_is_printed_once_with_all_its_runs() -> None:
-    runs = [*(failed(number, LONG) for number in (0, 1, 2, 5)), failed(6, "bad value")]
-    assert truncated_reasons(runs, 60, {}) == [f"runs 0-2, 5 failed: ValueError: {LONG}"]
-    assert truncated_reasons(runs, 160, {}) == []
+    rows = [*(Row(failed(number, LONG)) for number in (0, 1, 2, 5)), Row(failed(6, "bad value"))]
+    assert truncated_reasons(rows, 60) == [f"runs 0-2, 5 failed: ValueError: {LONG}"]
+    assert truncated_reasons(rows, 160) == []
 
 
 def test_states_are_counted() -> None:

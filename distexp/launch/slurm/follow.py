@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from distexp.console.screen import Screen
-from distexp.console.sweep_table import describe_state, state_key, states_table
+from distexp.console.sweep_table import Row, describe_state, state_key, states_table
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError
 from distexp.launch.slurm.status import FinishedRuns, poll
 from distexp.runs.record import FAILURES, load_all
@@ -50,7 +50,7 @@ def _poll_until_done(sweep_dir: Path, console: Console) -> None:
         while True:
             runs = poll(sweep_dir, finished)
             if console.is_terminal:
-                live.update(states_table(runs, console.width), refresh=True)
+                live.update(states_table([Row(run) for run in runs], console.width), refresh=True)
             else:
                 print_changes(runs, printed, console)
             if not any(run.is_active for run in runs):

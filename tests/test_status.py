@@ -1,0 +1,68 @@
+"""Tests of the status of a folder with several sweeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distexp.runs.record import RunError
+from distexp.status import main
+from tests.helpers.records import record
+
+LONG = "the value of the option is far too large for this machine and for this model, and for every other one as well"
+
+
+def write_sweep(folder: Path, *overrides: tuple[str, ...], cells: int | None = None) -> None:
+    """Write a sweep with one completed run for each list of overrides."""
+    folder.mkdir(parents=True)
+    command = {"words": [], "directory": str(folder), "cells": cells or len(overrides)}
+    (folder / "command.json").write_text(json.dumps(command))
+    for number, texts in enumerate(overrides):
+        (folder / str(number)).mkdir()
+        record(number, overrides=texts, loss=2.0 + number).write(folder / str(number))
+
+
+@pytest.fixture
+def sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with three sweeps: of two runs, of three runs, and of one run."""
+    monkeypatch.setenv("COLUMNS", "160")
+    write_sweep(tmp_path / "demo/first", ("strategy=ddp", "lr=1"), ("strategy=fsdp", "lr=1"))
+    write_sweep(tmp_path / "demo/second", *(("strategy=ddp", f"seed={seed}") for seed in (7, 8, 9)), cells=5)
+    write_sweep(tmp_path / "other", ("scale=tiny",))
+    return tmp_path
+
+
+def test_each_run_is_labeled_by_the_overrides_of_its_sweep(sweeps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(sweeps)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["folder", "run", "state", "overrides", "detail"]
+    assert [line.split()[:4] for line in lines[1:7]] == [
+        ["demo/first", "0", "completed", "strategy=ddp"],
+        ["demo/first", "1", "completed", "strategy=fsdp"],
+        ["demo/second", "0", "completed", "seed=7"],
+        ["demo/second", "1", "completed", "seed=8"],
+        ["demo/second", "2", "completed", "seed=9"],
+        ["other", "0", "completed", "scale=tiny"],
+    ]
+    resume = f"distexp resume {sweeps / 'demo/second'}"
+    assert lines[7:] == ["6 completed", f"demo/second: 2 not started: {resume}"]
+
+
+def test_one_sweep_has_no_column_for_the_folder(sweeps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, columns in (("demo/first", ["run", "state", "overrides"]), ("other", ["run", "state", "detail"])):
+        assert main([str(sweeps / folder)]) == 0
+        assert capsys.readouterr().out.split()[:3] == columns
+
+
+def test_a_truncated_reason_names_the_sweep(
+    sweeps: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for sweep in ("demo/first", "other"):
+        record(0, status="failed", error=RunError("ValueError", LONG)).write(sweeps / sweep / "0")
+    assert main([str(sweeps)]) == 0
+    shown = capsys.readouterr().out
+    for sweep in ("demo/first", "other"):
+        assert f"\n{sweep}: run 0 failed: ValueError: {LONG}\n" in shown
