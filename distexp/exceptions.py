@@ -20,6 +20,10 @@ class InterruptedRunError(BaseException):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
+class SweepInterrupted(BaseException):
+    """Ctrl-C before the runs of a sweep were started. The message reports what was done."""
+
+
 class MonitoringInterrupted(BaseException):
     """Ctrl-C while jobs were monitored. The jobs continue."""
 

@@ -20,7 +20,7 @@ from distexp.cli.arguments import normalize_arguments
 from distexp.cli.errors import explain, explain_os_error
 from distexp.config import ConfigError, register_schema
 from distexp.config.paths import conf_dir
-from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError
+from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
 from distexp.launch.config_loader import use_checked_loader
 from distexp.launch.secret_checks import check_arguments_for_secrets
 
@@ -64,6 +64,9 @@ def _run_hydra(arguments: Sequence[str]) -> int:
     except InterruptedRunError as interruption:
         print(f"distexp: {interruption}; no further run is started", file=sys.stderr)
         return 128 + interruption.number
+    except (SweepInterrupted, KeyboardInterrupt) as interruption:
+        print(f"distexp: {interruption or 'interrupted'}", file=sys.stderr)
+        return 128 + signal.SIGINT
     except MonitoringInterrupted:
         return 128 + signal.SIGINT
     return 0

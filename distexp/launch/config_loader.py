@@ -49,10 +49,18 @@ class CheckedConfigLoader(ConfigLoaderImpl):
             ConfigError: a file contains values that could run code, or the configuration contains a secret.
         """
         composed = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        self.check(composed)
+        return composed
+
+    def check(self, composed: DictConfig) -> None:
+        """Check a configuration for secrets, and for values of foreign files that could run code.
+
+        Raises:
+            ConfigError: a file contains values that could run code, or the configuration contains a secret.
+        """
         check_for_secrets(composed)
         if self._foreign:
             check_foreign(composed)
-        return composed
 
     def _process_config_searchpath(self, config_name: str | None, parsed_overrides: list[Override], repo: Any) -> None:
         """Check the search path before Hydra imports its packages."""

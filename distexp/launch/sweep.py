@@ -1,4 +1,4 @@
-"""Cells of a sweep: composed and checked before any run starts, then numbered, each with a run directory."""
+"""Numbers and directories of the runs of a sweep, and the files of the sweep itself."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from distexp.config import Config, ConfigError
+from distexp.config import ConfigError
+from distexp.launch.composition import Cell
 from distexp.launch.outcome import invalid_record
 from distexp.launch.snapshot import GitState
-from distexp.launch.trust import check_trust, packages_trusted_by_user
-from distexp.resolve import resolve, without_hydra
-from distexp.resolve.run_id import run_id
+from distexp.resolve import without_hydra
 from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
 from distexp.runs.files import write_json
 from distexp.runs.record import RunInfo, RunRecord
@@ -28,78 +26,37 @@ from distexp.runs.run_dir import COMMAND, HYDRA, MULTIRUN
 from distexp.runs.text import suggest_command
 
 
-@dataclass
-class Cell:
-    """The overrides of one run, and what Hydra and ``resolve`` made of them.
+@dataclass(frozen=True)
+class AssignedRun:
+    """A cell with the number and the directory of its run.
 
     Attributes:
-        composed: Composed configuration, with the hydra node.
-        config: Resolved configuration; None for an invalid cell.
-        decided: Configuration of an invalid cell, with the values that were decided before its errors were found.
-        errors: Why the cell is invalid.
-        varied: Overrides that not all cells share.
+        composed: Composed configuration of the cell, with the number and the directory in its hydra node.
     """
 
-    overrides: list[str]
+    cell: Cell
+    info: RunInfo
+    directory: Path
     composed: DictConfig
-    config: Config | None = None
-    decided: Config | None = None
-    errors: list[str] = field(default_factory=list)
-    varied: list[str] = field(default_factory=list)
-
-
-Adjust = Callable[[DictConfig, Sequence[str]], None]
-"""Function that changes the composed configuration of a cell before it is resolved. It may raise ConfigError."""
-
-
-def compose_cells(
-    context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], adjust: Adjust | None = None
-) -> list[Cell]:
-    """Compose and resolve every cell, before any run starts.
-
-    Raises:
-        ConfigError: if there is one cell only, and it is invalid.
-        HydraException: if Hydra cannot compose a cell.
-    """
-    cells = []
-    trusted = packages_trusted_by_user(sys.argv[1:])
-    for wanted in overrides:
-        composed = context.config_loader.load_sweep_config(master, list(wanted))
-        cell = Cell(list(wanted), composed)
-        try:
-            check_trust(composed, trusted)
-            if adjust is not None:
-                adjust(composed, cell.overrides)
-            cell.config = resolve(composed, composed.hydra.runtime.choices)
-        except ConfigError as error:
-            cell.errors, cell.decided = error.errors, error.config
-        cells.append(cell)
-    shared = set.intersection(*(set(cell.overrides) for cell in cells))
-    for cell in cells:
-        cell.varied = [text for text in cell.overrides if text not in shared]
-    if len(cells) == 1 and cells[0].errors:
-        raise ConfigError(cells[0].errors)
-    return cells
 
 
 def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
     """Return the identity of a cell's run."""
     overrides = [text.replace("'", "") for text in cell.overrides if not text.startswith("sweep.")]
     name = str(cell.composed.name) if cell.config is None else cell.config.name
-    identity = "invalid" if cell.config is None else run_id(cell.config)
-    return RunInfo(identity, name, number, overrides, git_sha=code.sha, git_dirty=code.dirty, snapshot=snapshot)
+    return RunInfo(cell.id, name, number, overrides, git_sha=code.sha, git_dirty=code.dirty, snapshot=snapshot)
 
 
-def write_invalid(cell: Cell, info: RunInfo, directory: Path) -> RunRecord:
+def write_invalid(run: AssignedRun) -> RunRecord:
     """Write the record of an invalid cell and return it."""
-    content = _composed_content(cell) if cell.decided is None else asdict(cell.decided)
-    record = invalid_record(info, content, cell.errors)
-    record.write(directory)
+    content = _composed_content(run.composed) if run.cell.decided is None else asdict(run.cell.decided)
+    record = invalid_record(run.info, content, run.cell.errors)
+    record.write(run.directory)
     return record
 
 
-def _composed_content(cell: Cell) -> dict[str, Any]:
-    composed = without_hydra(cell.composed)
+def _composed_content(config: DictConfig) -> dict[str, Any]:
+    composed = without_hydra(config)
     try:
         content: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException:  # An interpolation of a missing key may be the error.
@@ -107,18 +64,25 @@ def _composed_content(cell: Cell) -> dict[str, Any]:
     return dict(content)
 
 
-def run_dir_for(cell: Cell, sweep_dir: Path, number: int) -> Path:
+def run_dir_for(composed: DictConfig, sweep_dir: Path, number: int) -> Path:
     """Return the directory of a cell as run ``number`` of a sweep, and set both in its hydra node."""
-    with open_dict(cell.composed):
-        cell.composed.hydra.job.id = cell.composed.hydra.job.num = number
-        cell.composed.hydra.sweep.dir = str(sweep_dir)
-    return (sweep_dir / str(cell.composed.hydra.sweep.subdir)).absolute()
+    with open_dict(composed):
+        composed.hydra.job.id = composed.hydra.job.num = number
+        composed.hydra.sweep.dir = str(sweep_dir)
+    return (sweep_dir / str(composed.hydra.sweep.subdir)).absolute()
 
 
-def create_sweep_dir(master: DictConfig) -> Path:
-    """Create the directory of a sweep and return it. A resumed sweep has one already."""
+def create_sweep_dir(master: DictConfig, cells: int) -> Path:
+    """Create the directory of a sweep with its files and return it. A resumed sweep has one already.
+
+    Args:
+        master: Configuration of the command, with the hydra node.
+        cells: Number of cells.
+    """
     chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
-    return claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
+    sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
+    write_sweep_files(master, sweep_dir, cells)
+    return sweep_dir
 
 
 def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
@@ -147,7 +111,7 @@ def assign_run_dirs(
     warn: Callable[[str], None],
     snapshot: str | None = None,
     active: Collection[int] = (),
-) -> Iterator[tuple[Cell, RunInfo, Path]]:
+) -> Iterator[AssignedRun]:
     """Yield each cell to run with its number and directory, which is claimed at that moment.
 
     A cell with an existing run keeps the number and directory of that run.
@@ -157,7 +121,7 @@ def assign_run_dirs(
         sweep_dir: Directory of the sweep.
         code: Git state of the code.
         resume: Whether the sweep may have existing runs.
-        should_skip: Returns whether the existing run of a cell is kept, so that the cell does not run.
+        should_skip: Reports an existing run that is kept, and returns whether it is.
         warn: Prints a warning about existing runs that no cell matches.
         snapshot: Copy of the code that the runs use.
         active: Numbers of runs that have not ended. The warning leaves them out.
@@ -170,14 +134,15 @@ def assign_run_dirs(
         warn(warning)
     free = 0
     for cell, info, known in zip(cells, infos, matches, strict=True):
-        if known is None:
-            info.number, directory = claim_run_dir(partial(run_dir_for, cell, sweep_dir), free, resume=resume)
-            free = info.number + 1
-        elif should_skip(known):
+        if known is not None and should_skip(known):
             continue
+        composed = cell.composed
+        if known is None:
+            info.number, directory = claim_run_dir(partial(run_dir_for, composed, sweep_dir), free, resume=resume)
+            free = info.number + 1
         else:
-            info.number, directory = known.number, run_dir_for(cell, sweep_dir, known.number)
-        yield cell, info, directory
+            info.number, directory = known.number, run_dir_for(composed, sweep_dir, known.number)
+        yield AssignedRun(cell, info, directory, composed)
 
 
 def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> tuple[int, Path]:

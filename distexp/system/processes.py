@@ -67,11 +67,16 @@ def _bind_to_parent(number: signal.Signals) -> Callable[[], None]:
     return bind
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Request a signal for the death of the parent process; send it now if the parent is already dead."""
-    parent = os.getppid()
+def die_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
+    """Request a signal for the death of the parent process; send it now if the parent is already dead.
+
+    Args:
+        number: The signal.
+        parent: Id of the parent if it is known. It may be 1, as in a container.
+    """
+    expected = os.getppid() if parent is None else parent
     _libc.prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent or orphaned():
+    if os.getppid() != expected or (parent is None and orphaned()):
         os.kill(os.getpid(), number)
 
 

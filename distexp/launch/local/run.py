@@ -21,6 +21,7 @@ from distexp.runs.owner import write_launcher
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_tree, start_module
+from distexp.system.signals import handle_signals
 from distexp.tracking.process import tracked
 
 POLL_S = 0.1
@@ -100,7 +101,7 @@ def interrupts_raised() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise InterruptedRunError(number)
 
-    with _handled(stop, signal.SIGINT, signal.SIGTERM):
+    with handle_signals(stop, signal.SIGINT, signal.SIGTERM):
         yield
 
 
@@ -113,24 +114,12 @@ def stop_signals_forwarded(directory: Path) -> Iterator[list[int]]:
         received.append(number)
         stop_request.request_stop(directory, signal.Signals(number).name)
 
-    with _handled(forward, *stop_request.SIGNALS):
+    with handle_signals(forward, *stop_request.SIGNALS):
         yield received
 
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
     """Ignore Ctrl-C and SIGTERM inside the block, so that the record is written completely."""
-    with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+    with handle_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
         yield
-
-
-@contextmanager
-def _handled(
-    handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: signal.Signals
-) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

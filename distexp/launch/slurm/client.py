@@ -209,7 +209,16 @@ def _call(command: list[str], timeout_s: float, environment: dict[str, str] | No
     """Run a Slurm command and return its stdout."""
     name = command[0]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
+        # In a group of its own, so that Ctrl-C does not end sbatch between the submission and its answer.
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=environment,
+            process_group=0,
+        )
     except FileNotFoundError:
         raise UnreachableError(f"{name} is not installed on this machine") from None
     except subprocess.TimeoutExpired:

@@ -1,9 +1,8 @@
-"""Submission of a sweep to Slurm: runs with equal resources become one job array."""
+"""Slurm launcher: compose a sweep, prepare the directories of its runs, submit and follow them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,41 +13,26 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from distexp.config import ConfigError
-from distexp.launch import ledger
-from distexp.launch.outcome import failed_record
+from distexp.config import Config, ConfigError
+from distexp.console.progress import show_progress
+from distexp.exceptions import SweepInterrupted
+from distexp.launch.composition import Cell, compose_cells
 from distexp.launch.slurm import client
 from distexp.launch.slurm.follow import follow
-from distexp.launch.slurm.script import JobArray, resource_key
+from distexp.launch.slurm.script import JobArray
 from distexp.launch.slurm.status import poll
+from distexp.launch.slurm.submission import PreparedRun, group_by_resources, submit_runs
 from distexp.launch.slurm.submitit_keys import apply_submitit_options
 from distexp.launch.snapshot import GitState, take_snapshot
-from distexp.launch.sweep import (
-    Cell,
-    assign_run_dirs,
-    compose_cells,
-    create_sweep_dir,
-    write_invalid,
-    write_sweep_files,
-)
+from distexp.launch.sweep import assign_run_dirs, create_sweep_dir, write_invalid
 from distexp.runs import attempts
 from distexp.runs.existing import DONE, ExistingRun
-from distexp.runs.files import write_json
-from distexp.runs.record import RunError
-from distexp.runs.run_dir import HYDRA, SLURM, SNAPSHOT
+from distexp.runs.run_dir import HYDRA, SNAPSHOT
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import failure_text, format_count, format_runs, suggest_command
+from distexp.runs.text import failure_text, format_runs, suggest_command
 
 NOT_CONFIGURED = "configuration source"
 """Part of the error message of Slurm's commands if Slurm is installed but not configured."""
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """A run with its directory, ready to be submitted."""
-
-    spec: RunSpec
-    directory: Path
 
 
 def run_sweep(
@@ -69,10 +53,13 @@ def run_sweep(
         print_scripts(cells, Path(master.hydra.sweep.dir).absolute(), console)
         return []
     max_size = _check_slurm()
-    sweep_dir = create_sweep_dir(master).absolute()
-    write_sweep_files(master, sweep_dir, len(cells))
-    snapshot, git = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages), partial(_print, console))
-    prepared = list(prepare_runs(cells, sweep_dir, snapshot, git, console, resume=master.sweep.resume))
+    sweep_dir = create_sweep_dir(master, len(cells)).absolute()
+    try:
+        snapshot, git = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages), partial(_print, console))
+        prepared = list(prepare_runs(cells, sweep_dir, snapshot, git, console, resume=master.sweep.resume))
+    except KeyboardInterrupt:
+        hint = suggest_command("resume", sweep_dir)
+        raise SweepInterrupted(f"interrupted: nothing was submitted; to submit the runs: {hint}") from None
     submit_runs(prepared, sweep_dir, snapshot, max_size, console)
     _print(console, f"sweep: {sweep_dir}")
     if cluster.wait:
@@ -127,15 +114,12 @@ def prepare_runs(
     active = {run.number for run in poll(sweep_dir) if run.is_active} if resume else set()
 
     def should_skip(run: ExistingRun) -> bool:
-        if run.number in active:
-            _print(console, f"run {run.number}: already submitted")
-            return True
-        if run.status in DONE:
-            _print(console, f"run {run.number}: already {run.status}")
-            return True
-        return False
+        skipped = run.number in active or run.status in DONE
+        if skipped:
+            _print(console, f"run {run.number}: already {'submitted' if run.number in active else run.status}")
+        return skipped
 
-    for cell, info, directory in assign_run_dirs(
+    runs = assign_run_dirs(
         cells,
         sweep_dir,
         git,
@@ -144,24 +128,27 @@ def prepare_runs(
         warn=partial(_print, console),
         snapshot=str(snapshot.relative_to(sweep_dir)),
         active=active,
-    ):
-        write_hydra_files(cell, directory)
-        if cell.config is None:
-            record = write_invalid(cell, info, directory)
-            _print(console, f"run {info.number}: invalid: {failure_text(record)}")
-            continue
-        info.attempts = attempts.read_attempts(directory)
-        attempts.archive_previous(directory)
-        spec = RunSpec(cell.config, info)
-        spec.write(directory)
-        yield PreparedRun(spec, directory)
+    )
+    with show_progress("preparing", len(cells)) as advance:
+        for run in runs:
+            write_hydra_files(run.composed, run.directory)
+            advance()
+            if run.cell.config is None:
+                record = write_invalid(run)
+                _print(console, f"run {run.info.number}: invalid: {failure_text(record)}")
+                continue
+            run.info.attempts = attempts.read_attempts(run.directory)
+            attempts.archive_previous(run.directory)
+            spec = RunSpec(run.cell.config, run.info)
+            spec.write(run.directory)
+            yield PreparedRun(spec, run.directory)
 
 
-def write_hydra_files(cell: Cell, directory: Path) -> None:
+def write_hydra_files(composed: DictConfig, directory: Path) -> None:
     """Write ``.hydra/`` with the files that Hydra itself writes."""
     folder = directory / HYDRA
     folder.mkdir(parents=True, exist_ok=True)
-    content = OmegaConf.to_container(cell.composed, enum_to_str=True)
+    content = OmegaConf.to_container(composed, enum_to_str=True)
     assert isinstance(content, dict)
     hydra = content.pop("hydra")
     parts = {"overrides": hydra["overrides"]["task"], "hydra": {"hydra": hydra}, "config": content}
@@ -170,90 +157,17 @@ def write_hydra_files(cell: Cell, directory: Path) -> None:
         (folder / f"{name}.yaml").write_text(yaml.dump(part, Dumper=yaml.CSafeDumper, sort_keys=False))
 
 
-def submit_runs(
-    prepared: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, max_size: int, console: Console
-) -> None:
-    """Submit one array for each set of runs with equal resources.
-
-    A set with more than ``max_size`` runs is split into several arrays.
-    """
-    (sweep_dir / SLURM).mkdir(exist_ok=True)
-    for group in group_by_resources(prepared):
-        for start in range(0, len(group), max_size):
-            _submit_array(group[start : start + max_size], sweep_dir, snapshot, console)
-
-
-def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, console: Console) -> None:
-    """Submit runs as one array, and add them to the ledger at once."""
-    directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in runs)
-    array = JobArray(next_array_name(sweep_dir), runs[0].spec.config, sweep_dir, snapshot, directories)
-    write_json(array.list_path, {"directories": directories})
-    array.script_path.write_text(array.render())
-    try:
-        job = client.submit(array.script_path)
-    except client.UnreachableError as error:
-        raise OSError(
-            f"Slurm does not answer ({error}); {array.name} was not submitted: try again later with "
-            f"{suggest_command('resume', sweep_dir)}"
-        ) from None
-    except client.SlurmError as error:
-        record_refusal(runs, str(error), console)
-        return
-    entries = [
-        ledger.Entry(run.spec.run.number, run.spec.run.id, directory, f"{job}_{index}", "submitted")
-        for index, (run, directory) in enumerate(zip(runs, directories, strict=True))
-    ]
-    ledger.append(sweep_dir, entries)
-    _print(console, f"job {job}: {describe_runs(runs)}")
-
-
-def record_refusal(runs: Sequence[PreparedRun], reason: str, console: Console) -> None:
-    """Write the records of runs that Slurm refused.
-
-    The other arrays are still submitted.
-    """
-    for run in runs:
-        error = RunError("SubmissionRefused", f"sbatch: {reason}")
-        record = failed_record(run.spec, run.directory, "invalid", error, None)
-        record.write(run.directory)
-    _print(console, f"{describe_runs(runs)}: refused by Slurm: {reason}")
-
-
-def group_by_resources(prepared: Sequence[PreparedRun]) -> list[list[PreparedRun]]:
-    """Group the runs by what their jobs request, in the order of first appearance."""
-    groups: dict[str, list[PreparedRun]] = {}
-    for run in prepared:
-        groups.setdefault(resource_key(run.spec.config), []).append(run)
-    return list(groups.values())
-
-
-def next_array_name(sweep_dir: Path) -> str:
-    """Return ``array0``, or the next number that this sweep has not used."""
-    used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
-    return f"array{used}"
-
-
-def describe_runs(runs: Sequence[PreparedRun]) -> str:
-    """Describe runs of one array: ``runs 0-5, 2 nodes with 2 cpu workers each``."""
-    cluster = runs[0].spec.config.cluster
-    numbers = format_runs([run.spec.run.number for run in runs])
-    workers = format_count(cluster.workers_per_node or 1, f"{cluster.device} worker")
-    each = " each" if cluster.nodes > 1 else ""
-    return f"{numbers}, {format_count(cluster.nodes, 'node')} with {workers}{each}"
-
-
 def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
     """Print the sbatch files of a sweep without writing or submitting anything."""
-    groups: dict[str, list[tuple[int, Cell]]] = {}
+    valid: list[tuple[int, Config]] = []
     for number, cell in enumerate(cells):
         if cell.config is None:
             _print(console, f"# run {number}: invalid: {' | '.join(cell.errors)}")
         else:
-            groups.setdefault(resource_key(cell.config), []).append((number, cell))
-    for index, members in enumerate(groups.values()):
-        config = members[0][1].config
-        assert config is not None
-        directories = tuple(str(number) for number, _ in members)
-        array = JobArray(f"array{index}", replace(config), sweep_dir, sweep_dir / SNAPSHOT, directories)
-        _print(console, f"# {format_runs([number for number, _ in members])}")
+            valid.append((number, cell.config))
+    for index, members in enumerate(group_by_resources(valid, lambda member: member[1])):
+        numbers = [number for number, _ in members]
+        directories = tuple(map(str, numbers))
+        array = JobArray(f"array{index}", members[0][1], sweep_dir, sweep_dir / SNAPSHOT, directories)
+        _print(console, f"# {format_runs(numbers)}")
         _print(console, array.render())

@@ -1,0 +1,141 @@
+"""Submission of prepared runs: one job array for the runs with equal resources. Ctrl-C cancels what was submitted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from distexp.config import Config
+from distexp.exceptions import SweepInterrupted
+from distexp.launch import ledger
+from distexp.launch.outcome import failed_record
+from distexp.launch.slurm import client
+from distexp.launch.slurm.script import JobArray, resource_key
+from distexp.runs.files import write_json
+from distexp.runs.record import RunError
+from distexp.runs.run_dir import SLURM
+from distexp.runs.spec import RunSpec
+from distexp.runs.text import format_count, format_runs, suggest_command
+from distexp.system.signals import defer_interrupts
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run with its directory, ready to be submitted."""
+
+    spec: RunSpec
+    directory: Path
+
+
+def submit_runs(
+    prepared: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, max_size: int, console: Console
+) -> None:
+    """Submit one array for each set of runs with equal resources.
+
+    A set with more than ``max_size`` runs is split into several arrays.
+
+    Raises:
+        SweepInterrupted: On Ctrl-C, after the jobs submitted so far were cancelled.
+        OSError: If Slurm does not answer.
+    """
+    (sweep_dir / SLURM).mkdir(exist_ok=True)
+    submitted: list[ledger.Entry] = []
+    try:
+        for group in group_by_resources(prepared, lambda run: run.spec.config):
+            for start in range(0, len(group), max_size):
+                # The jobs of every submission that Slurm has received must be in the ledger.
+                with defer_interrupts():
+                    submitted += _submit_array(group[start : start + max_size], sweep_dir, snapshot, console)
+    except KeyboardInterrupt:
+        raise SweepInterrupted(_cancel_submitted(submitted, sweep_dir)) from None
+
+
+def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, console: Console) -> list[ledger.Entry]:
+    """Submit runs as one array, and add them to the ledger at once.
+
+    Returns:
+        The new entries of the ledger; none if Slurm refused the array.
+    """
+    directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in runs)
+    array = JobArray(next_array_name(sweep_dir), runs[0].spec.config, sweep_dir, snapshot, directories)
+    write_json(array.list_path, {"directories": directories})
+    array.script_path.write_text(array.render())
+    try:
+        job = client.submit(array.script_path)
+    except client.UnreachableError as error:
+        raise OSError(
+            f"Slurm does not answer ({error}); {array.name} was not submitted: try again later with "
+            f"{suggest_command('resume', sweep_dir)}"
+        ) from None
+    except client.SlurmError as error:
+        record_refusal(runs, str(error), console)
+        return []
+    entries = [
+        ledger.Entry(run.spec.run.number, run.spec.run.id, directory, f"{job}_{index}", "submitted")
+        for index, (run, directory) in enumerate(zip(runs, directories, strict=True))
+    ]
+    ledger.append(sweep_dir, entries)
+    console.print(f"job {job}: {describe_runs(runs)}", highlight=False, markup=False, soft_wrap=True)
+    return entries
+
+
+def _cancel_submitted(entries: Sequence[ledger.Entry], sweep_dir: Path) -> str:
+    """Cancel the arrays of an interrupted submission, and return what to print."""
+    resume = f"to submit the runs: {suggest_command('resume', sweep_dir)}"
+    if not entries:
+        return f"interrupted: nothing was submitted; {resume}"
+    jobs = format_count(len(entries), "submitted job")
+    try:
+        client.cancel(list(dict.fromkeys(str(entry.job).partition("_")[0] for entry in entries)))
+    except client.SlurmError as error:
+        return f"interrupted, but {jobs} cannot be cancelled ({error}): try {suggest_command('cancel', sweep_dir)}"
+    ledger.append(sweep_dir, [replace(entry, state="cancelled", unix_time_s=time.time()) for entry in entries])
+    return f"interrupted: {jobs} cancelled; {resume}"
+
+
+def record_refusal(runs: Sequence[PreparedRun], reason: str, console: Console) -> None:
+    """Write the records of runs that Slurm refused.
+
+    The other arrays are still submitted.
+    """
+    for run in runs:
+        error = RunError("SubmissionRefused", f"sbatch: {reason}")
+        record = failed_record(run.spec, run.directory, "invalid", error, None)
+        record.write(run.directory)
+    text = f"{describe_runs(runs)}: refused by Slurm: {reason}"
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def group_by_resources(items: Iterable[Item], config_of: Callable[[Item], Config]) -> list[list[Item]]:
+    """Group runs by what their jobs request, in the order of first appearance."""
+    keys: dict[str, str] = {}
+    groups: dict[str, list[Item]] = {}
+    for item in items:
+        config = config_of(item)
+        settings = repr((config.name, config.cluster))
+        if settings not in keys:
+            keys[settings] = resource_key(config)
+        groups.setdefault(keys[settings], []).append(item)
+    return list(groups.values())
+
+
+def next_array_name(sweep_dir: Path) -> str:
+    """Return ``array0``, or the next number that this sweep has not used."""
+    used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
+    return f"array{used}"
+
+
+def describe_runs(runs: Sequence[PreparedRun]) -> str:
+    """Describe runs of one array: ``runs 0-5, 2 nodes with 2 cpu workers each``."""
+    cluster = runs[0].spec.config.cluster
+    numbers = format_runs([run.spec.run.number for run in runs])
+    workers = format_count(cluster.workers_per_node or 1, f"{cluster.device} worker")
+    each = " each" if cluster.nodes > 1 else ""
+    return f"{numbers}, {format_count(cluster.nodes, 'node')} with {workers}{each}"

@@ -1,0 +1,73 @@
+"""Tests of the submission of a sweep with fake Slurm commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from distexp.launch import ledger
+from tests.helpers.fake_slurm import calls, fake_slurm
+
+LAUNCH = """
+import signal, sys
+from distexp.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main())
+"""
+"""``python -m distexp`` that reacts to Ctrl-C even if a shell has started the tests in the background."""
+
+
+def submit(folder: Path, *overrides: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Submit a sweep to ``folder/sweep`` without waiting for its end."""
+    arguments = ("--multirun", "cluster=slurm", "cluster.wait=false", *overrides, f"hydra.sweep.dir={folder}/sweep")
+    command = [sys.executable, "-c", LAUNCH, *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_runs_keep_their_numbers_in_arrays_of_the_largest_size(tmp_path: Path) -> None:
+    env = fake_slurm(tmp_path / "bin", max_array_size=40)
+    seeds = [str(seed) for seed in range(90, 40, -1)]
+    done = submit(tmp_path, f"train.seed={','.join(seeds)}", "precision=bf16", env=env)
+    assert done.returncode == 0, done.stderr
+    arrays = [Path(call.split()[-1]) for call in calls(tmp_path / "bin", "sbatch")]
+    assert [path.name for path in arrays] == ["array0.sbatch", "array1.sbatch"]
+    listed = [name for path in arrays for name in json.loads(path.with_suffix(".json").read_text())["directories"]]
+    assert listed == [str(number) for number in range(50)]
+    specs = [json.loads((tmp_path / "sweep" / name / "spec.json").read_text()) for name in listed]
+    assert [spec["config"]["train"]["seed"] for spec in specs] == [int(seed) for seed in seeds]
+    assert "num: 7\n" in (tmp_path / "sweep/7/.hydra/hydra.yaml").read_text()
+    overrides = (tmp_path / "sweep/7/.hydra/overrides.yaml").read_text().splitlines()
+    assert overrides == ["- cluster=slurm", "- cluster.wait=False", "- train.seed=83", "- precision='bf16'"]
+    jobs = {number: entry.job for number, entry in ledger.latest(tmp_path / "sweep").items()}
+    assert (jobs[0], jobs[39], jobs[40], jobs[49]) == ("100_0", "100_39", "101_0", "101_9")
+
+
+def test_ctrl_c_while_submitting_cancels_what_was_submitted(tmp_path: Path) -> None:
+    env = fake_slurm(tmp_path / "bin", sbatch="kill -INT $PPID")
+    done = submit(tmp_path, "cluster.nodes=1,2,3", env=env)
+    assert done.returncode == 130, done.stderr
+    assert len(calls(tmp_path / "bin", "sbatch")) == 1, "nothing is submitted after Ctrl-C"
+    assert calls(tmp_path / "bin", "scancel") == ["--quiet 100"]
+    assert [(entry.job, entry.state) for entry in ledger.read(tmp_path / "sweep")] == [
+        ("100_0", "submitted"),
+        ("100_0", "cancelled"),
+    ]
+    message = done.stderr.strip()
+    assert message == (
+        f"distexp: interrupted: 1 submitted job cancelled; to submit the runs: distexp resume {tmp_path}/sweep"
+    )
+
+
+def test_ctrl_c_before_the_submission_submits_nothing(tmp_path: Path) -> None:
+    interrupting = tmp_path / "usr" / "git"
+    env = fake_slurm(tmp_path / "bin")
+    interrupting.parent.mkdir()
+    interrupting.write_text("#!/bin/sh\nkill -INT $PPID\n")
+    interrupting.chmod(0o755)
+    env["PATH"] = f"{interrupting.parent}:{env['PATH']}"  # git is called for the snapshot of the code
+    done = submit(tmp_path, "train.seed=1,2", env=env)
+    assert done.returncode == 130, done.stderr
+    assert f"interrupted: nothing was submitted; to submit the runs: distexp resume {tmp_path}/sweep" in done.stderr
+    assert calls(tmp_path / "bin", "sbatch") == []

@@ -1,0 +1,135 @@
+"""Tests of the composition of many cells, against that of Hydra."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hydra import initialize_config_dir
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from distexp.config import register_schema
+from distexp.config.paths import conf_dir
+from distexp.exceptions import SweepInterrupted
+from distexp.launch import composition
+from distexp.launch.composition import CellComposer, compose_cells
+from distexp.launch.config_loader import CheckedConfigLoader
+from distexp.system.signals import handle_signals
+
+CELLS = [
+    [],
+    ["train.seed=3"],
+    ["strategy=fsdp", "train.micro_batch_size=2", "dataset.train_size=null"],
+    ["zero_stage='2'", "offload='true'", "deepspeed={overlap_comm: true}"],
+    ["++cluster.environment.NCCL_DEBUG=INFO", "train.betas=[0.8,0.9]", "name=${model.name}_${now:%Y}"],
+    ["~scale", "model=gpt_tiny", "+model.options.a=1"],
+    ["model={name: mine}", "scale=tiny", "hydra.job.name=other"],
+]
+"""Cells with options, values, added and deleted keys, dicts, references and keys of Hydra."""
+
+SEEDS = [["strategy=fsdp" if number % 3 else "strategy=ddp", f"train.seed={number}"] for number in range(60)]
+
+
+@pytest.fixture
+def hydra() -> Iterator[tuple[HydraContext, DictConfig]]:
+    """Return what Hydra passes to a launcher."""
+    register_schema()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        loader = CheckedConfigLoader(GlobalHydra.instance().config_loader().get_search_path())
+        overrides = ["cluster.device=cpu", "hydra.sweep.dir=somewhere"]
+        master = loader.load_configuration("config", overrides, RunMode.MULTIRUN)
+        str(master.hydra.sweep.dir)  # so that references such as ${now:} are cached, as in a command
+        yield HydraContext(config_loader=loader, callbacks=Callbacks()), master
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=" ".join)
+def test_a_cell_is_composed_as_by_hydra(cell: list[str], hydra: tuple[HydraContext, DictConfig]) -> None:
+    context, master = hydra
+    composer = CellComposer(context.config_loader, master)  # type: ignore[arg-type]
+    composer.compose(["strategy=fsdp", "train.seed=9", "zero_stage='2'"])  # leaves no trace in other cells
+    expected, found = context.config_loader.load_sweep_config(master, cell), composer.compose(cell)
+    assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(expected)
+    assert found == expected
+    assert OmegaConf.get_type(found, "train") is OmegaConf.get_type(expected, "train")
+    assert OmegaConf.is_struct(found)
+    assert OmegaConf.get_cache(found) == OmegaConf.get_cache(expected)
+
+
+@pytest.mark.parametrize(
+    "cell", [["train.sed=1"], ["strategy=fspd"], ["train.seed=x"], ["+train.seed=1"], ["~train.seed"], ["a"]]
+)
+def test_a_wrong_cell_raises_the_error_of_hydra(cell: list[str], hydra: tuple[HydraContext, DictConfig]) -> None:
+    context, master = hydra
+    with pytest.raises(HydraException) as expected:
+        context.config_loader.load_sweep_config(master, cell)
+    with pytest.raises(HydraException) as found:
+        CellComposer(context.config_loader, master).compose(cell)  # type: ignore[arg-type]
+    assert (type(found.value), str(found.value)) == (type(expected.value), str(expected.value))
+
+
+def test_processes_return_the_cells_in_order(
+    hydra: tuple[HydraContext, DictConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composition, "cpu_count", lambda: 1)
+    serial = compose_cells(*hydra, SEEDS)
+    monkeypatch.setattr(composition, "cpu_count", lambda: 2)
+    parallel = compose_cells(*hydra, SEEDS, lambda composed, _: setattr(composed, "name", f"made_by_{os.getpid()}"))
+    made_by = {int(cell.composed.name.removeprefix("made_by_")) for cell in parallel[1:]}
+    assert os.getpid() not in made_by
+    assert [cell.overrides for cell in parallel] == SEEDS
+    assert [(cell.id, cell.varied) for cell in parallel] == [(cell.id, cell.varied) for cell in serial]
+    assert len({cell.id for cell in parallel}) == 60
+    assert [cell.config and cell.config.train.seed for cell in parallel] == list(range(60))
+
+
+def test_an_error_in_a_process_keeps_its_cause(
+    hydra: tuple[HydraContext, DictConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composition, "cpu_count", lambda: 2)
+    with pytest.raises(HydraException, match=r"Error merging override train.seed=x") as found:
+        compose_cells(*hydra, [*SEEDS[:50], ["train.seed=x"], *SEEDS[50:]])
+    assert found.value.__cause__ is not None, "the message is made from the cause"
+
+
+def test_ctrl_c_while_composing_starts_nothing(
+    hydra: tuple[HydraContext, DictConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launcher = os.getpid()
+
+    def press_ctrl_c(_: DictConfig, overrides: object) -> None:
+        if overrides == SEEDS[40]:
+            os.kill(launcher, signal.SIGINT)
+
+    monkeypatch.setattr(composition, "cpu_count", lambda: 2)
+    monkeypatch.chdir(tmp_path)
+    before = set(psutil.Process().children())
+    # A shell starts background processes with SIGINT ignored, and the tests may run in the background.
+    with (
+        handle_signals(signal.default_int_handler, signal.SIGINT),
+        pytest.raises(SweepInterrupted, match="no run was started"),
+    ):
+        compose_cells(*hydra, SEEDS, press_ctrl_c)
+    assert set(psutil.Process().children()) <= before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cell_takes_less_cpu_time_than_one_composition_by_hydra(hydra: tuple[HydraContext, DictConfig]) -> None:
+    """About a quarter is usual. The bound is generous."""
+    context, master = hydra
+    before = time.process_time()
+    for cell in SEEDS[:5]:
+        context.config_loader.load_sweep_config(master, cell)
+    by_hydra = (time.process_time() - before) / 5
+    compose_cells(*hydra, SEEDS[:2])  # imports
+    before = time.process_time()
+    compose_cells(*hydra, SEEDS[:25])  # in this process, because they are few
+    assert (time.process_time() - before) / 25 < 0.7 * by_hydra
