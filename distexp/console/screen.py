@@ -225,8 +225,10 @@ class Screen:
 
         For a single run print the tables of its exercise, if it has one.
         """
-        if len(self.records) < 2:
-            if self.records and self.records[0].config.get("exercise"):
+        if not self.records:
+            return
+        if self.total < 2:
+            if self.records[0].config.get("exercise"):
                 self.console.print(build_exercise_tables(self.records))
             return
         self.console.print(build_overview_table(self.records))

@@ -6,6 +6,8 @@ once, and starts nothing before all cells are composed.
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from omegaconf import OmegaConf
 from distexp.cli.overrides import quote_choice
 from distexp.config import ConfigError
 from distexp.config.paths import config_groups
+from distexp.runs.text import format_count, join_first
 
 CELLS_KEY = "sweep.cells"
 REPEATS_KEY = "repeats"
@@ -40,7 +43,7 @@ class DistexpSweeper(BasicSweeper):
         return [self.launcher.launch(self.expand(arguments), initial_job_idx=0)]
 
     def expand(self, arguments: Sequence[str]) -> list[list[str]]:
-        """Return the overrides of each cell, without duplicates, in the order of the command line."""
+        """Return the overrides of each cell in the order of the command line. Warn about cells that are repeated."""
         given = self._parse(arguments)
         named = {override.get_key_element() for override in given}
         preset = self._parse([f"{key}={value}" for key, value in self.params.items()])
@@ -53,7 +56,7 @@ class DistexpSweeper(BasicSweeper):
         expanded = self._product(swept) if len(fixed) < len(swept) or not cells else []
         for cell in cells:
             expanded += self._product(fixed + cell)
-        return self._repeat([list(cell) for cell in dict.fromkeys(tuple(cell) for cell in expanded)])
+        return self._repeat(drop_repeated(expanded))
 
     def _repeat(self, cells: list[list[str]]) -> list[list[str]]:
         """Return each cell as often as ``repeats`` requests, with different seeds.
@@ -68,7 +71,7 @@ class DistexpSweeper(BasicSweeper):
             cell if count < 2 else _with_seed(cell, first + n)
             for n in range(max(most, 1)) for cell, count, first in planned if n < max(count, 1)
         ]  # fmt: skip
-        return [list(cell) for cell in dict.fromkeys(tuple(cell) for cell in repeated)]
+        return drop_repeated(repeated)
 
     def _parse(self, overrides: Sequence[str]) -> list[Override]:
         return self.parser.parse_overrides([quote_choice(text, config_groups()) for text in overrides])
@@ -102,6 +105,18 @@ def _split(override: str) -> tuple[str, str, str]:
 def _with_seed(cell: Sequence[str], seed: int) -> list[str]:
     kept = [text for text in cell if _split(text)[0] not in (REPEATS_KEY, SEED_KEY)]
     return [*kept, f"{SEED_KEY}={seed}"]
+
+
+def drop_repeated(cells: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return each cell once, and warn about those that are left out."""
+    counts = Counter(tuple(cell) for cell in cells)
+    repeated = [cell for cell, count in counts.items() if count > 1]
+    if repeated:
+        shared = set.intersection(*map(set, counts)) if len(counts) > 1 else set()
+        shown = join_first([" ".join(text for text in cell if text not in shared) for cell in repeated], limit=2)
+        left_out, text = format_count(len(cells) - len(counts), "repeated cell"), shown.replace("'", "")
+        print(f"distexp: warning: {left_out} left out ({text}): to repeat runs, add repeats=2", file=sys.stderr)
+    return [list(cell) for cell in counts]
 
 
 ConfigStore.instance().store(

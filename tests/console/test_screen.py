@@ -88,6 +88,13 @@ def test_an_interrupted_sweep_prints_its_table_and_the_next_commands() -> None:
     ]
 
 
+def test_a_sweep_interrupted_after_one_run_prints_its_table_too() -> None:
+    screen, shown = plain_screen(total=3)
+    screen.show_result(record(0), Path("/sweep/0"))
+    screen.show_interrupted()
+    assert shown.getvalue().splitlines()[-3:-1] == ["records: /sweep", "to draw the report: distexp report /sweep"]
+
+
 def test_a_single_run_has_no_header() -> None:
     screen, shown = plain_screen(total=1)
     screen.run_header(0, "")

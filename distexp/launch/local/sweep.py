@@ -52,7 +52,7 @@ def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell],
     try:
         found = (_run_if_free(context, run, screen) for run in runs)
         returns = [done for done in found if done is not None]
-    except InterruptedRunError:
+    except (InterruptedRunError, KeyboardInterrupt, OSError):
         screen.show_interrupted()
         raise
     screen.show_comparison()

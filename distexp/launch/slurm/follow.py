@@ -12,6 +12,7 @@ from rich.live import Live
 from distexp.console.screen import Screen
 from distexp.console.sweep_table import Row, describe_state, state_key, states_table
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError
+from distexp.launch import ledger
 from distexp.launch.slurm.status import FinishedRuns, poll
 from distexp.runs.record import FAILURES, load_all
 from distexp.runs.run_state import RunState
@@ -26,11 +27,12 @@ def follow(sweep_dir: Path, console: Console) -> None:
 
     Raises:
         SweepFailedError: If a run failed.
-        MonitoringInterrupted: On Ctrl-C; the jobs continue, and a hint is printed.
+        MonitoringInterrupted: On Ctrl-C; the jobs continue. The finished runs and a hint are printed.
     """
     try:
         _poll_until_done(sweep_dir, console)
     except KeyboardInterrupt:
+        print_finished(sweep_dir)
         console.print(
             f"\nThe jobs continue. To follow them: {suggest_command('status', sweep_dir)} --watch\n"
             f"To cancel them:               {suggest_command('cancel', sweep_dir)}",
@@ -72,6 +74,13 @@ def print_changes(runs: Sequence[RunState], printed: dict[int, str], console: Co
             printed[run.number] = key
             line = f"run {run.number} (job {run.job}): {describe_state(run)}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_finished(sweep_dir: Path) -> None:
+    """Print the table of the runs that have ended while others are active, and the command for the report."""
+    screen = Screen(total=len(ledger.latest(sweep_dir)), sweep_dir=sweep_dir)
+    screen.records.extend(record for _, record in load_all(sweep_dir)[0])
+    screen.show_comparison()
 
 
 def print_summary(sweep_dir: Path) -> None:

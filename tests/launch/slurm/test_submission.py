@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from distexp.cli.main import main
 from distexp.launch import ledger
 from tests.helpers.fake_slurm import calls, fake_slurm
+from tests.helpers.records import record
 
 LAUNCH = """
 import signal, sys
@@ -19,11 +23,16 @@ sys.exit(main())
 """``python -m distexp`` that reacts to Ctrl-C even if a shell has started the tests in the background."""
 
 
+def launch(folder: Path, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command of distexp in a folder."""
+    command = [sys.executable, "-c", LAUNCH, *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
 def submit(folder: Path, *overrides: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Submit a sweep to ``folder/sweep`` without waiting for its end."""
     arguments = ("--multirun", "cluster=slurm", "cluster.wait=false", *overrides, f"hydra.sweep.dir={folder}/sweep")
-    command = [sys.executable, "-c", LAUNCH, *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return launch(folder, *arguments, env=env)
 
 
 def test_runs_keep_their_numbers_in_arrays_of_the_largest_size(tmp_path: Path) -> None:
@@ -71,3 +80,37 @@ def test_ctrl_c_before_the_submission_submits_nothing(tmp_path: Path) -> None:
     assert done.returncode == 130, done.stderr
     assert f"interrupted: nothing was submitted; to submit the runs: distexp resume {tmp_path}/sweep" in done.stderr
     assert calls(tmp_path / "bin", "sbatch") == []
+
+
+def test_ctrl_c_while_waiting_prints_the_finished_runs_and_the_next_commands(tmp_path: Path) -> None:
+    env = fake_slurm(tmp_path / "bin", squeue="kill -INT $PPID; sleep 0.1")
+    sweep = tmp_path / "sweep"
+    for number in (0, 1):
+        (sweep / str(number)).mkdir(parents=True)
+    record(0).write(sweep / "0")
+    ledger.append(
+        sweep, [ledger.Entry(number, f"id{number}", str(number), f"100_{number}", "submitted") for number in (0, 1)]
+    )
+    done = launch(tmp_path, "status", str(sweep), "--watch", env={**env, "COLUMNS": "100"})
+    assert done.returncode == 130, done.stderr
+    assert "samples/s" in done.stdout
+    assert [line.partition("/")[0].strip() for line in done.stdout.splitlines()[-5:]] == [
+        "records:",
+        "to draw the report: distexp report",
+        "",
+        "The jobs continue. To follow them: distexp status",
+        "To cancel them:               distexp cancel",
+    ]
+
+
+def test_a_repeated_cell_is_left_out_with_a_warning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cells = 'sweep.cells=[["zero_stage=1"],["zero_stage=1"],["zero_stage=1"],["zero_stage=2"]]'
+    arguments = ("--multirun", "cluster=slurm", "cluster.dry_run=true", f"hydra.sweep.dir={tmp_path}/sweep")
+    assert main([*arguments, cells]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("# runs 0, 1\n")
+    assert shown.err == (
+        "distexp: warning: 2 repeated cells left out (cluster=slurm cluster.dry_run=true zero_stage=1): to repeat a "
+        "run, sweep train.seed\n"
+    )
+    assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
