@@ -180,7 +180,7 @@ def test_pending_runs_have_a_reason_and_can_be_cancelled(slurm: Cluster, tmp_pat
     arguments = ("--multirun", "cluster=slurm", "zero_stage=1,2", *HELD, f"hydra.sweep.dir={sweep}")
     assert run_distexp(*arguments, cwd=tmp_path, env=slurm.env).returncode == 0
     assert "JobHeldUser" in status(slurm, sweep)
-    more = run_module("distexp.resume", str(sweep), "zero_stage=3", env=slurm.env)
+    more = run_module("distexp.resume", str(sweep), "zero_stage=3", HELD[0], env=slurm.env)
     assert more.returncode == 0, more.stdout + more.stderr
     assert "not resumed" not in more.stdout, "pending runs are not resumed"
     without_slurm = run_module("distexp.status", str(sweep), env={"PATH": "/nowhere"})
@@ -194,7 +194,7 @@ def test_pending_runs_have_a_reason_and_can_be_cancelled(slurm: Cluster, tmp_pat
         assert "was cancelled before it started" in found.error.message
         assert found.run.attempts[0]["hosts"] == []
     assert "3 killed" in status(slurm, sweep)
-    other = run_module("distexp.resume", str(sweep), "zero_stage=0", env=slurm.env)
+    other = run_module("distexp.resume", str(sweep), "zero_stage=0", HELD[0], env=slurm.env)
     assert "runs 0 (killed), 1 (killed), 2 (killed) were not resumed" in " ".join(other.stdout.split())
     run_module("distexp.cancel", str(sweep), env=slurm.env)
 
