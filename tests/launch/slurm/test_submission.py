@@ -83,7 +83,9 @@ def test_ctrl_c_before_the_submission_submits_nothing(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_waiting_prints_the_finished_runs_and_the_next_commands(tmp_path: Path) -> None:
-    env = fake_slurm(tmp_path / "bin", squeue="kill -INT $PPID; sleep 0.1")
+    asked = tmp_path / "asked"
+    pending = "echo '100|1|PENDING|Priority||N/A'"
+    env = fake_slurm(tmp_path / "bin", squeue=f"[ -e {asked} ] && kill -INT $PPID; touch {asked}; {pending}")
     sweep = tmp_path / "sweep"
     for number in (0, 1):
         (sweep / str(number)).mkdir(parents=True)
