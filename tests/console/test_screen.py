@@ -90,7 +90,7 @@ def test_an_interrupted_sweep_prints_its_table_and_the_next_commands() -> None:
 
 def test_a_sweep_interrupted_after_one_run_prints_its_table_too() -> None:
     screen, shown = plain_screen(total=3)
-    screen.show_result(record(0), Path("/sweep/0"))
+    screen.show_skipped(record(0))
     screen.show_interrupted()
     assert shown.getvalue().splitlines()[-3:-1] == ["records: /sweep", "to draw the report: distexp report /sweep"]
 
