@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from distexp.launch.own_commands import remember_command
 from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
 from distexp.runs.record import RunRecord
@@ -147,6 +148,17 @@ def test_code_in_a_stored_command_must_be_repeated(
     make_command(tmp_path, *SAFE)
     assert main([str(tmp_path)]) == 0
     assert len(started) == 2
+
+
+def test_the_users_own_command_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distexp.resume.distexp", lambda arguments: 0)
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    make_command(tmp_path, "trusted_packages=[mine]")
+    remember_command(tmp_path / "command.json")
+    assert main([str(tmp_path)]) == 0
+    make_command(tmp_path, "trusted_packages=[strange]")
+    assert main([str(tmp_path)]) == 2
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from distexp.config import ConfigError
 from distexp.launch.composition import Cell
 from distexp.launch.outcome import invalid_record
+from distexp.launch.own_commands import remember_command
 from distexp.launch.snapshot import GitState
 from distexp.resolve import without_hydra
 from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
@@ -200,3 +201,4 @@ def write_sweep_files(master: DictConfig, sweep_dir: Path, cells: int) -> None:
         OmegaConf.save(master, path)
     if not (sweep_dir / COMMAND).exists():
         write_json(sweep_dir / COMMAND, {"words": sys.argv[1:], "directory": os.getcwd(), "cells": cells})
+        remember_command(sweep_dir / COMMAND)

@@ -67,7 +67,9 @@ class MetricsLogger:
         self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
         self.started = time.perf_counter()
         self.allocator = AllocatorWatch(context.device, context.rank)
-        self.parts = PartsWatch(context.rank, compiled=plan.train.compile)
+        # On a GPU, counting would keep the parameters that ZeRO-3 and FSDP gather until the backward pass.
+        eager_on_cpu = context.device.type == "cpu" and not plan.train.compile
+        self.parts = PartsWatch(context.rank, counts_activations=eager_on_cpu)
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
         self.path = context.run_dir / METRICS

@@ -58,7 +58,7 @@ def test_cluster_environment_reaches_the_workers(two_by_two: Path) -> None:
 def test_ranks_are_numbered_by_node_and_log_their_host(two_by_two: Path) -> None:
     for rank, node in ((0, 0), (1, 0), (2, 1), (3, 1)):
         first = (two_by_two / "logs" / f"node{node}" / f"rank{rank}.log").read_text().splitlines()[0]
-        assert re.fullmatch(rf"rank {rank}: \S+, cpu, head 127\.0\.0\.1:\d+", first)
+        assert re.fullmatch(rf"rank {rank} of 4: \S+, cpu, rendezvous 127\.0\.0\.1:\d+", first)
 
 
 def test_each_node_has_its_memory_in_the_record(two_by_two: Path) -> None:

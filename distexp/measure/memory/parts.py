@@ -31,8 +31,8 @@ class PartsWatch:
         read: Returns the tensors of the model. The trainer sets it.
     """
 
-    def __init__(self, rank: int, *, compiled: bool) -> None:
-        self.rank, self.compiled = rank, compiled
+    def __init__(self, rank: int, *, counts_activations: bool) -> None:
+        self.rank, self.counts_activations = rank, counts_activations
         self.read: Callable[[], ModelTensors] | None = None
         self.parameters: int | None = None  # bytes
         self.gradients: int | None = None
@@ -42,7 +42,7 @@ class PartsWatch:
     def count_activations(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return the context for the micro-batches of a step."""
         is_due = self.read is not None and self.parameters is None
-        return self._count(module) if is_due and not self.compiled and not _gathers_on_gpu(module) else nullcontext()
+        return self._count(module) if is_due and self.counts_activations else nullcontext()
 
     @contextmanager
     def _count(self, module: nn.Module) -> Iterator[None]:
@@ -85,14 +85,6 @@ class PartsWatch:
             "optimizer_states_mib": _mib(self.optimizer_states),
             "activations_mib": _mib(self.activations),
         }
-
-
-def _gathers_on_gpu(module: nn.Module) -> bool:
-    """Return whether ZeRO-3 gathers parameters on a GPU.
-
-    Counting would keep them until the backward pass, and the run may not have the memory for that.
-    """
-    return any(hasattr(parameter, "ds_id") and parameter.device.type == "cuda" for parameter in module.parameters())
 
 
 def _mib(size: int | None) -> float | None:

@@ -83,7 +83,7 @@ def test_a_sweep_over_nodes_trains_and_is_followed(slurm: Cluster, trained: tupl
     assert len(two.run.hosts) == 2
     assert [entry["node"] for entry in two.memory["cpu"]] == [0, 1]
     log = (sweep / "1/logs/node1/rank1.log").read_text()
-    assert f"rank 1: {two.run.hosts[1]}, cpu, head {two.run.hosts[0]}:" in log
+    assert f"rank 1 of 2: {two.run.hosts[1]}, cpu, rendezvous {two.run.hosts[0]}:" in log
     assert not list(sweep.rglob(".reserve"))
     for text in ("run 1 (job", "running: start on node", "completed: train loss", "records:"):
         assert text in output

@@ -44,7 +44,7 @@ def run_step(model: nn.Module, watch: PartsWatch, optimizer: torch.optim.Optimiz
 
 
 def watched(model: nn.Module, optimizer: torch.optim.Optimizer, *, compiled: bool = False) -> PartsWatch:
-    watch = PartsWatch(1, compiled=compiled)
+    watch = PartsWatch(1, counts_activations=not compiled)
     watch.read = lambda: read_model_tensors(model, optimizer)
     return watch
 
@@ -109,7 +109,7 @@ def test_counting_leaves_the_gradients_and_no_hooks() -> None:
 def test_states_are_measured_again_if_the_first_update_was_skipped() -> None:
     """With fp16 the loss scaling skips updates whose gradients overflow."""
     weight, state = torch.zeros(256), torch.zeros(512)
-    watch = PartsWatch(0, compiled=False)
+    watch = PartsWatch(0, counts_activations=True)
     watch.read = lambda: ModelTensors([weight], [weight.clone()], [])
     watch.before_update()
     watch.after_update(timed=False)
