@@ -29,7 +29,7 @@ class MonitoringInterrupted(BaseException):
 
 
 def run_until_pipe_closes(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code, or 141 if stdout was closed (as by ``head``)."""
+    """Run a command and return its exit code: 141 if stdout was closed (as by ``head``), 130 after Ctrl-C."""
     try:
         code = command()
         sys.stdout.flush()
@@ -37,4 +37,7 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
         # Python would report another BrokenPipeError when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("distexp: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -81,16 +81,26 @@ def device_errors(raw: Any, name: str) -> Iterator[str]:
 
 def matches(value: Any, hint: Any) -> bool:
     """Return whether a JSON value has the type of an annotation. A number that was not finite is null."""
+    return _check(hint)(value)
+
+
+@cache
+def _check(hint: Any) -> Callable[[Any], bool]:
+    """Return the function that checks the values of an annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(matches(value, argument) for argument in arguments)
+        checks = [_check(argument) for argument in arguments]
+        return lambda value: any(check(value) for check in checks)
     if origin is list:
-        return isinstance(value, list) and all(item is None or matches(item, arguments[0]) for item in value)
+        fits = _check(arguments[0])
+        return lambda value: isinstance(value, list) and all(item is None or fits(item) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(matches(item, arguments[1]) for item in value.values())
+        fits = _check(arguments[1])
+        return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
     if hint in (int, float):
-        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
-    return hint is Any or isinstance(value, hint)
+        numbers = int if hint is int else (int, float)
+        return lambda value: isinstance(value, numbers) and not isinstance(value, bool)
+    return lambda value: hint is Any or isinstance(value, hint)
 
 
 def _wrong_numbers(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

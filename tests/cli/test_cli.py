@@ -13,6 +13,7 @@ import pytest
 
 from distexp import __version__
 from distexp.cli.commands import COMMANDS
+from distexp.cli.main import main
 from tests.helpers.forked_cli import run_forked
 from tests.helpers.records import record, write
 from tests.helpers.runs import REPOSITORY, run_distexp, run_module
@@ -357,3 +358,14 @@ def test_renamed_option_is_accepted_with_a_warning() -> None:
     done = run_distexp("--cfg", "job", "scaling=weak_model_seed")
     assert "name: weak_model_workshop" in done.stdout
     assert done.stderr == "distexp: warning: weak_model_seed is deprecated: use weak_model_workshop\n"
+
+
+def test_ctrl_c_ends_any_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("distexp.status.read_folder", interrupt)
+    assert main(["status", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "distexp: interrupted\n"
