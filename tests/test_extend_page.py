@@ -55,11 +55,13 @@ def test_every_command_of_the_page_is_run() -> None:
     assert all(any(option in line for line in COMMANDS) for option in WORKERS)
 
 
+@pytest.mark.slow
 def test_a_custom_model_trains(folder: Path) -> None:
     (record,) = run_example("model=mine", cwd=folder)
     assert record.config["model"]["options"] == {"kernel_size": 4}
 
 
+@pytest.mark.slow
 def test_a_custom_dataset_is_trained_on(folder: Path) -> None:
     (record,) = run_example("dataset=mine", cwd=folder)
     assert record.metrics.steps_per_epoch == 32 // 8
@@ -73,6 +75,7 @@ def test_a_custom_strategy_has_the_losses_of_ddp(folder: Path) -> None:
     assert mine.metrics.eval_losses == pytest.approx(ddp.metrics.eval_losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_custom_tracker_gets_the_metrics(folder: Path) -> None:
     run_example("tracker=mine", cwd=folder)
     (path,) = folder.glob("multirun_outputs/distexp/*/0/tracker.csv")

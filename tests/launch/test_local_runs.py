@@ -127,6 +127,7 @@ def test_invalid_cells_get_records_and_the_others_run(sweep: tuple[Path, str]) -
     assert "invalid" in sweep[1]
 
 
+@pytest.mark.slow
 def test_new_cells_get_new_numbers(sweep: tuple[Path, str]) -> None:
     done = run_distexp("strategy=single", *SHORT, f"hydra.sweep.dir={sweep[0]}", "train.max_steps=1")
     assert done.returncode == 0, done.stderr
@@ -225,6 +226,7 @@ def test_training_on_images_learns(tmp_path: Path) -> None:
     assert all(0 <= accuracy <= 1 for accuracy in metrics.train_accuracies)
 
 
+@pytest.mark.slow
 def test_training_on_official_squad_files(squad_files: DatasetConfig, tmp_path: Path) -> None:
     overrides = [
         "dataset=squad",
@@ -241,6 +243,7 @@ def test_training_on_official_squad_files(squad_files: DatasetConfig, tmp_path: 
     assert "longer than dataset.max_length=512" in done.stdout
 
 
+@pytest.mark.slow
 def test_training_on_an_official_tinyimagenet_folder(tinyimagenet_folder: DatasetConfig, tmp_path: Path) -> None:
     overrides = [
         "model=resnet_tiny",

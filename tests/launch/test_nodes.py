@@ -37,6 +37,7 @@ def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_nodes_of_two_have_the_losses_of_one_worker(two_by_two: Path, tmp_path: Path) -> None:
     overrides = ("strategy=single", *COMMON, "train.micro_batch_size=8", f"hydra.run.dir={tmp_path}/single")
     assert run_distexp(*overrides).returncode == 0

@@ -28,7 +28,7 @@ def run_custom(*overrides: str, cwd: Path) -> tuple[RunRecord, subprocess.Comple
     return RunRecord.read(path), done
 
 
-@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("sharding", ["full_shard", pytest.param("shard_grad_op", marks=pytest.mark.slow)])
 def test_fsdp_shards_a_model_without_blocks_as_one_unit(sharding: str, tmp_path: Path) -> None:
     overrides = ("model._target_=flat_model.build", f"sharding={sharding}", "cluster.workers_per_node=2")
     record, done = run_custom(*overrides, cwd=tmp_path)

@@ -22,7 +22,7 @@ from distexp.runs.owner import read_agent, read_launcher
 from distexp.runs.record import RunInfo
 from distexp.runs.run_dir import EVENTS, LOGS, OWNER
 from distexp.runs.run_state import RunState
-from distexp.status import read_sweep
+from distexp.status import read_folder
 
 LAUNCHER = """
 import sys
@@ -66,7 +66,7 @@ def process_of(kind: str, *directories: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def states(sweep: Path) -> dict[int, RunState]:
-    return {run.number: run for run in read_sweep(sweep).runs}
+    return {run.number: run for run in read_folder(sweep).runs}
 
 
 def test_the_launcher_decides_whether_a_run_is_running(tmp_path: Path) -> None:

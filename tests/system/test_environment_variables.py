@@ -24,7 +24,12 @@ json.dump(before, open(sys.argv[1], "w"))
 
 
 @pytest.mark.parametrize(
-    "chosen", [{}, {"NCCL_SOCKET_IFNAME": "lo"}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_ALGO": "Ring"}]
+    "chosen",
+    [
+        {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_ALGO": "Ring"},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"NCCL_SOCKET_IFNAME": "lo"}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_worker_of_torchrun_records_the_users_variables_only(chosen: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
