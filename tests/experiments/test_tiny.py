@@ -93,4 +93,5 @@ def test_command_prints_the_table_of_its_exercise(tmp_path: Path) -> None:
     offloaded, pinned = (line for line in table.splitlines() if line.startswith("ZeRO Stage 2"))
     assert offloaded.split()[5:9] == ["no", "GPU", "no", "GPU"]
     assert float(offloaded.split()[-1].replace(",", "")) > 0, "samples/s"
-    assert "invalid: offload=pinned needs a GPU" in pinned
+    assert "invalid [1]" in pinned
+    assert "[1] offload=pinned needs a GPU" in " ".join(table.split())
