@@ -128,7 +128,7 @@ def test_a_failed_allocation_is_oom_host_and_the_sweep_continues(tmp_path: Path)
     for record in records[1::2]:
         assert record.error is not None
         assert record.error.phase in ("warmup", "train")
-        assert record.memory["cpu"][0]["peak_mib"] > 500
+        assert record.memory["cpu"][0]["peak_mib"] > 100, "sampled until the allocation"
     assert done.returncode == 0, "running out of memory is a result"
 
 
