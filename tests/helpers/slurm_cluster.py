@@ -25,6 +25,9 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "slurmdbd", "munged", "mariadbd", "
 NODES, CPUS, GPUS, MEMORY_MB = 4, 8, 4, 16000
 MAX_CLUSTERS = 32
 """Test clusters that may run on one machine at the same time."""
+LONGEST_ROOT = 70
+"""Characters of the path of a cluster. The sockets of Slurm's steps add 35, and a socket's path has at most 107."""
+
 SBIN = "/usr/sbin:/sbin"
 
 
@@ -77,6 +80,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start all daemons in order, and wait until all nodes are idle."""
+        assert len(str(self.root)) <= LONGEST_ROOT, f"{self.root} is too long for the sockets of Slurm's steps"
         for name in ("etc", "run", "log", "state", "spool", "dev", "db"):
             (self.root / name).mkdir(parents=True)
         self.slot = self._claim_network()

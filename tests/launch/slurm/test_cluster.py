@@ -16,8 +16,8 @@ from tests.helpers.slurm_sweeps import wait_for
 pytestmark = pytest.mark.slurm
 
 
-def test_the_cluster_starts_and_leaves_nothing(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "cluster")
+def test_the_cluster_starts_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
     try:
         cluster.start()
         cluster.command("sbatch", "-N4", "-o", "/dev/null", "--wrap", "trap '' TERM; srun sleep 600")

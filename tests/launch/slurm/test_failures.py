@@ -204,13 +204,15 @@ def test_the_head_requeues_the_job_if_an_agent_dies(slurm: Cluster, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("slurm")  # fails with the reason if no cluster can be started
-def test_a_disconnected_node_stops_when_a_new_attempt_has_started(tmp_path: Path) -> None:
+def test_a_disconnected_node_stops_when_a_new_attempt_has_started(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Both attempts would otherwise write into the same directory.
 
     The test breaks a node for good, so it starts a separate cluster.
     """
     sweep = tmp_path / "sweep"
-    with running_cluster(tmp_path / "cluster") as cluster:
+    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         submit(cluster, sweep, "train.max_steps=900", "train.checkpoint_every=20")
         wait_for(lambda: logged_steps(sweep) > 30)
         (node,) = hosts(sweep)
