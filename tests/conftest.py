@@ -19,6 +19,12 @@ def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("DISTEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_terminal_width() -> None:
+    """Remove the width that pytest-xdist sets, so that output is as in a pipe."""
+    os.environ.pop("COLUMNS", None)
+
+
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Start a Slurm cluster on this machine; fail with the reason, instead of skipping, if that is not possible."""

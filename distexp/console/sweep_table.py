@@ -78,13 +78,13 @@ def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
 def truncated_reasons(rows: Sequence[Row], width: int) -> list[str]:
     """Return the full text of each reason that the table truncates.
 
-    Each text names all runs of a sweep that failed for this reason.
+    Each text names all runs of a sweep that failed, or wait, for this reason.
     """
     detail_width = column_widths(rows, width)["detail"]
     groups: dict[tuple[str, str], list[int]] = {}
     for row in rows:
         run = row.run
-        if run.record is not None and run.record.error is not None and len(run.reason) > detail_width:
+        if state_detail(run) == run.reason and len(run.reason) > detail_width:
             groups.setdefault((row.sweep, f"{run.state}: {run.reason}"), []).append(run.number)
     names = {sweep: f"{sweep}: " if sweep else "" for sweep, _ in groups}
     return [f"{names[sweep]}{format_runs(numbers)} {text}" for (sweep, text), numbers in groups.items()]
