@@ -78,7 +78,7 @@ def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
 def truncated_reasons(rows: Sequence[Row], width: int) -> list[str]:
     """Return the full text of each reason that the table truncates.
 
-    Each text names all runs of a sweep that failed, or wait, for this reason.
+    Each text names all runs of a sweep with this reason, failed or waiting.
     """
     detail_width = column_widths(rows, width)["detail"]
     groups: dict[tuple[str, str], list[int]] = {}
