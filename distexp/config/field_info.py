@@ -34,7 +34,7 @@ class FieldInfo:
 
     @property
     def limits(self) -> str:
-        """The accepted values, as in ``at least 1``; empty if any value of the type is accepted."""
+        """Return the accepted values, as in ``at least 1``; empty if any value of the type is accepted."""
         if self.at_least is not None and self.below is not None:
             text = f"from {self.at_least:g} to below {self.below:g}"
         elif self.at_least is not None:

@@ -23,7 +23,7 @@ class CommandResult:
 
     @property
     def error_line(self) -> str:
-        """The last line of stderr, or of stdout if stderr is empty: most likely the reason for a failure."""
+        """Return the last line of stderr, or of stdout if stderr is empty: the likely reason of a failure."""
         lines = [line.strip() for line in (self.errors or self.output).splitlines() if line.strip()]
         return lines[-1] if lines else "no output"
 

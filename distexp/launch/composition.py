@@ -69,7 +69,7 @@ class Cell:
 
     @property
     def composed(self) -> DictConfig:
-        """A new copy of the composed configuration, with the hydra node."""
+        """Return a new copy of the composed configuration, with the hydra node."""
         return cast(DictConfig, pickle.loads(zlib.decompress(self.packed)))
 
 

@@ -79,7 +79,7 @@ class StepProfiler:
 
     @property
     def has_started(self) -> bool:
-        """Whether the profiler has started; it may have finished."""
+        """Return whether the profiler has started; it may have finished."""
         return self._profile is not None
 
     def start(self) -> None:

@@ -91,7 +91,7 @@ class RunGroup:
 
     @property
     def has_several_seeds(self) -> bool:
-        """Whether the seeds of the runs differ."""
+        """Return whether the seeds of the runs differ."""
         return len({row.settings.get(SEED) for row in self.rows}) > 1
 
     def setting(self, name: str) -> Any:

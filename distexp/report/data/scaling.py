@@ -82,7 +82,7 @@ class ScalingSeries:
 
     @property
     def baseline(self) -> ScalingPoint:
-        """The point with the fewest workers."""
+        """Return the point with the fewest workers."""
         return self.points[0]
 
     @property
@@ -94,7 +94,7 @@ class ScalingSeries:
 
     @property
     def has_several_sizes(self) -> bool:
-        """Whether the numbers of workers differ, and not only those of nodes."""
+        """Return whether the numbers of workers differ, and not only those of nodes."""
         return self.points[-1].workers > self.baseline.workers
 
     @property
