@@ -22,7 +22,7 @@ expected = (
 print([name for name in expected if name not in sys.modules], torch.cuda.is_initialized())
 """
 
-GROUP = """
+GROUP = r"""
 import os, signal, sys, time
 from pathlib import Path
 from distexp.worker import group
@@ -35,7 +35,7 @@ def fail_and_crash(run_dir, *, launched):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 def sleep(run_dir, *, launched):
-    print("started", flush=True)
+    os.write(1, b"started\n")  # One call: print writes the line and its end apart, and both workers write.
     time.sleep(60)
 
 group.run_worker = {"crash": fail_and_crash, "sleep": sleep}[sys.argv[1]]
