@@ -23,6 +23,18 @@ from distexp.exceptions import run_until_pipe_closes
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.runs.run_dir import OUTPUTS
 
+USAGE = """usage: distexp experiments [PATTERN ...] [KEY=VALUE ...]
+
+List the presets, or those that match a PATTERN, as in 'fsdp/*'.
+With an override, as in scale=tiny, run them one after another. Each preset is
+a sweep of its own.
+
+exit codes:
+  0      success
+  1      a run failed
+  2      an override is wrong, or no preset matches
+  128+n  signal n"""
+
 INDENT = 4 * " "
 
 
@@ -32,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     patterns = [text for text in given if not is_override(text)]
     overrides = [text for text in given if is_override(text)]
     if any(pattern.startswith("-") for pattern in patterns):
-        print(__doc__)
+        print(USAGE)
         return 0 if patterns in (["-h"], ["--help"]) else 2
     names = options_of("experiment")
     chosen = [name for name in names if not patterns or any(fnmatch(name, pattern) for pattern in patterns)]

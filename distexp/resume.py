@@ -25,9 +25,11 @@ from distexp.runs.run_dir import COMMAND
 
 USAGE = """usage: distexp resume DIR [KEY=VALUE ...]
 
-Run the failed and missing runs of a sweep in their directories. Finished runs are kept.
-A KEY=VALUE replaces that of the original command, as in zero_stage=1,2,3,0: new values add runs.
-cluster=slurm or cluster=local may be given as well."""
+Run the failed and missing runs of a sweep in their directories. Finished runs
+are kept.
+
+A KEY=VALUE replaces that of the original command. New values add runs, as in
+zero_stage=1,2,3,0. cluster=slurm and cluster=local are possible too."""
 
 RESUME_KEYS = ("hydra.sweep.dir", "sweep.resume")
 """Keys that this command sets."""

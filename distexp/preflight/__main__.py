@@ -7,12 +7,21 @@ from collections.abc import Sequence
 
 from distexp.cli.run import main as run
 
+USAGE = """usage: distexp preflight [KEY=VALUE ...]
+
+Measure the bandwidth between the workers that a run with the same overrides
+would have, as in cluster.nodes=2 cluster.workers_per_node=4."""
+
 FORCED = ("preflight.enabled=true", "preflight.only=true", "name=preflight", "measure.enabled=false")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the test and return the exit code."""
-    return run([*FORCED, *(sys.argv[1:] if arguments is None else arguments)])
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(given):
+        print(USAGE)
+        return 0
+    return run([*FORCED, *given])
 
 
 if __name__ == "__main__":

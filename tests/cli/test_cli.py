@@ -337,11 +337,20 @@ def test_version_is_that_of_the_package() -> None:
     assert run_distexp("--version").stdout == f"distexp {__version__}\n"
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "preflight")])
-def test_subcommand_prints_its_usage(name: str) -> None:
-    done = run_distexp(name, "--help")
-    assert done.returncode == 0, done.stderr
-    assert f"distexp {name}" in done.stdout.replace("`", "")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_subcommand_prints_its_usage_in_80_columns(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    try:
+        code: object = main([name, "--help"])
+    except SystemExit as end:  # argparse
+        code = end.code
+    printed = capsys.readouterr()
+    assert (code, printed.err) == (0, "")
+    assert f"distexp {'[run]' if name == 'run' else name}" in printed.out
+    assert "usage: distexp " in printed.out
+    assert [line for line in printed.out.splitlines() if len(line) > 80] == []
 
 
 def test_run_is_optional() -> None:
