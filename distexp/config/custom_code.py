@@ -13,20 +13,34 @@ PAGE = "https://distexp.github.io/distexp/how-to/extend/"
 TRACEBACK_HINT = "HYDRA_FULL_ERROR=1 prints the traceback"
 
 
+def check_callable(found: object, source: str) -> None:
+    """Check that the object that a ``_target_`` names can be called.
+
+    Raises:
+        ConfigError: it is no function or class.
+    """
+    if not callable(found):
+        raise ConfigError(
+            f"{source} is {describe_type(found)}, which cannot be called: name a function or class, as in {PAGE}"
+        )
+
+
 def check_members(found: object, protocol: type, source: str) -> None:
-    """Check that an object has all methods and properties of a protocol.
+    """Check that a returned object has all methods and properties of a protocol.
 
     Args:
         found: the object.
         protocol: the protocol or base class.
-        source: where the object is from, as in ``engine._target_=my_package.Engine``.
+        source: what returned the object, as in ``engine._target_=my_package.Engine``.
 
     Raises:
-        ConfigError: with the missing names.
+        ConfigError: it is None or a class, or with the missing names.
     """
+    if found is None or isinstance(found, type):
+        raise ConfigError(_unexpected(found, protocol, source))
     missing = [name for name in _members(protocol) if not _has(found, name)]
     if missing:
-        raise ConfigError(f"{source} lacks {_shown(missing, protocol)}")
+        raise ConfigError(f"{source} returned {describe_type(found)}, which lacks {_shown(missing, protocol)}")
 
 
 def check_not_abstract(kind: object, base: type, source: str) -> None:
@@ -52,10 +66,7 @@ def check_returned(found: object, kind: type, source: str) -> None:
         ConfigError: it is of another class.
     """
     if not isinstance(found, kind):
-        raise ConfigError(
-            f"{source} returned {type(found).__name__} and not {kind.__module__}.{kind.__qualname__}: "
-            f"return one, as in {PAGE}"
-        )
+        raise ConfigError(_unexpected(found, kind, source))
 
 
 @contextmanager
@@ -78,6 +89,30 @@ def one_sentence(target: str, call: str) -> Iterator[None]:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         raise ConfigError(f"{target}: {call} raised {reason} ({place}): correct the code. {TRACEBACK_HINT}") from error
+
+
+def _unexpected(found: object, kind: type, source: str) -> str:
+    """Return the message for a returned object of the wrong class."""
+    expected = _with_article(_public_name(kind))
+    return f"{source} returned {describe_type(found)} instead of {expected}: return one, as in {PAGE}"
+
+
+def _public_name(kind: type) -> str:
+    """Return the name of a class under which users import it."""
+    if kind.__module__ in ("builtins", "collections.abc"):
+        return kind.__qualname__
+    return f"{kind.__module__.removesuffix('.modules.module')}.{kind.__qualname__}"
+
+
+def describe_type(found: object) -> str:
+    """Return what an object is, in a few words."""
+    if found is None:
+        return "None"
+    return f"the class {found.__qualname__}" if isinstance(found, type) else _with_article(type(found).__qualname__)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _members(protocol: type) -> list[str]:

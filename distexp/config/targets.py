@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distexp.config import ConfigError
-from distexp.config.custom_code import one_sentence
+from distexp.config.custom_code import check_callable, one_sentence
 
 
 def check_target(target: str, trusted: Sequence[str]) -> str | None:
@@ -19,21 +19,23 @@ def check_target(target: str, trusted: Sequence[str]) -> str | None:
 
 
 def locate(target: str) -> Any:
-    """Import a dotted name and return the object.
+    """Import a dotted name and return the function or class.
 
     Raises:
-        ConfigError: the name cannot be imported.
+        ConfigError: the name cannot be imported, or names something else.
     """
     module, _, name = target.rpartition(".")
     try:
         with one_sentence(target, "its import"):
-            return getattr(importlib.import_module(module), name)
+            found = getattr(importlib.import_module(module), name)
     except ConfigError as error:
         if isinstance(error.__cause__, (ImportError, AttributeError, ValueError)):
             raise _import_error(target, error.__cause__) from error.__cause__
         raise
     except (ImportError, AttributeError, ValueError) as error:
         raise _import_error(target, error) from error
+    check_callable(found, f"_target_={target}")
+    return found
 
 
 def _import_error(target: str, error: BaseException) -> ConfigError:

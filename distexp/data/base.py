@@ -9,6 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+COLLATE = "collate of the dataset"
+"""Name of the collate function in messages."""
+
 IGNORE = -100
 """Label that the loss ignores: prompts, padding tokens and padding samples have it."""
 

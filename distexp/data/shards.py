@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from distexp.data.base import IGNORE, Batch, Sample, Samples, TaskData
+from distexp.config.custom_code import check_returned
+from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData
 from distexp.distributed.process_group import sum_over_ranks
 
 
@@ -214,6 +215,7 @@ class ShardedLoader:
         stop = StopFlag(self.device)
         for batch in batches:
             self.on_batch()
+            check_returned(batch, Batch, COLLATE)
             micro_batches.append(batch)
             if len(micro_batches) == self.sharding.accumulation:
                 stop.check()

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.config.custom_code import check_returned
 from distexp.config.size_checks import check_sequence_length
-from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, Sample
+from distexp.data.base import COLLATE, IGNORE, LOGITS_TO_KEEP, Batch, Sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +94,7 @@ class TargetLogits:
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Collate samples, and reduce their labels to the kept positions."""
         batch = self.collate(samples)
+        check_returned(batch, Batch, COLLATE)
         predicting = (batch.labels[:, 1:] != IGNORE).any(dim=0).nonzero().flatten()
         last = batch.labels.shape[1] - 1
         return replace(

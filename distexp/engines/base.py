@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from distexp.config import Config
-from distexp.config.custom_code import check_members, one_sentence
+from distexp.config.custom_code import check_members, check_returned, one_sentence
 from distexp.config.targets import locate
 from distexp.distributed.context import Context
 from distexp.runs.record import Built
@@ -60,6 +60,8 @@ def load_trainer(config: Config) -> Trainer:
 
 def check_built(built: Built, expected: Mapping[str, Any]) -> None:
     """Raise RuntimeError if what was built differs from the requested configuration."""
+    check_returned(built, Built, "describe() of the distributed model")
+    check_returned(expected, Mapping, "expected_build() of the strategy")
     wrong = [
         f"{name} is {getattr(built, name)!r}, not {value!r}"
         for name, value in expected.items()

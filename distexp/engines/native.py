@@ -39,8 +39,7 @@ class Native:
 
         strategy = load_strategy(config)
         model = strategy.setup(build_model(), config, context)
-        source = f"strategy._target_={config.strategy._target_}: the object that setup() returned"
-        check_members(model, DistributedModel, source)
+        check_members(model, DistributedModel, f"strategy._target_={config.strategy._target_}: setup()")
         # Each rank needs its own random state from here on, or all ranks would drop the same units.
         seed_everything(config.train.seed + context.rank)
         built = model.describe()

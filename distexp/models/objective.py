@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from distexp.config import ConfigError
+from distexp.config.custom_code import PAGE, describe_type
 from distexp.data.base import IGNORE, Batch
 
 
@@ -78,8 +80,17 @@ def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normali
 
 
 def get_logits(outputs: Any) -> Tensor:
-    """Return the outputs of a model if they are a tensor, otherwise their ``logits``."""
-    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
+    """Return the outputs of a model if they are a tensor, otherwise their ``logits``.
+
+    Raises:
+        ConfigError: they are neither.
+    """
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ConfigError(
+            f"forward() of the model returned {describe_type(outputs)}: return the logits, or an object with the "
+            f"attribute logits, as in {PAGE}"
+        )
     return logits
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distexp.config import Config, ConfigError
-from distexp.config.custom_code import one_sentence
+from distexp.config.custom_code import check_returned, one_sentence
 from distexp.engines.base import load_trainer
 from distexp.strategies.base import COMMUNICATION, load_strategy
 
@@ -23,7 +23,8 @@ def check_strategy(config: Config) -> list[str]:
     """Return an error for each thing that the strategy cannot do."""
     strategy = load_strategy(config)
     with one_sentence(config.strategy._target_, "main_option()"):
-        strategy.main_option(config)  # the screen shows it
+        option = strategy.main_option(config)  # the screen shows it
+    check_returned(option, str, f"strategy._target_={config.strategy._target_}: main_option()")
     with one_sentence(config.strategy._target_, "validate()"):
         return _as_messages(strategy.validate(config), config.strategy._target_)
 

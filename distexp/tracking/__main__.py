@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from distexp.config.custom_code import check_members
+from distexp.config.custom_code import check_members, check_returned
 from distexp.config.targets import locate
 from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunRecord
@@ -31,7 +31,9 @@ def main() -> None:
         target = spec.config.tracker._target_ or ""
         tracker = locate(target)(spec, directory)
         check_members(tracker, Tracker, f"tracker._target_={target}")
-        for message in follow(tracker, directory, over):
+        messages = follow(tracker, directory, over)
+        check_returned(messages, list, f"tracker._target_={target}: finish()")
+        for message in messages:
             print(f"{name}: {message}")
     except Exception as error:
         print(f"warning: tracker={name} failed, and the run continued without it: {type(error).__name__}: {error}")

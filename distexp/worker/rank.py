@@ -22,6 +22,7 @@ from distexp.config.custom_code import PAGE, check_returned
 from distexp.config.size_checks import check_samples_per_rank
 from distexp.config.targets import locate
 from distexp.data.base import MODEL_INPUTS, TaskData
+from distexp.data.checks import check_task_data
 from distexp.data.shards import BatchSharding, ShardedLoader
 from distexp.data.text import TargetLogits
 from distexp.data.tokenization import Tokenizer
@@ -111,7 +112,9 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     logger = MetricsLogger(plan, context, events)
     inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)
     build = partial(build_model, config, data, context)
-    model, built = load_trainer(config).train(build, config, context, inputs)
+    returned = load_trainer(config).train(build, config, context, inputs)
+    check_returned(returned, tuple, f"engine._target_={config.engine._target_}: train()")
+    model, built = returned
     built.tokenizer = data.tokenizer_name
     attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
     if config.train.save_model and logger.stopped is None:
@@ -173,6 +176,7 @@ def load_data(config: Config, context: Context) -> TaskData:
     target = config.dataset._target_
     data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
     check_returned(data, TaskData, f"dataset._target_={target}")
+    check_task_data(data, config.model.task, f"dataset._target_={target}")
     if config.train.logits == "targets":
         data = replace(data, collate=TargetLogits(data.collate))
     if config.train.score_answers:

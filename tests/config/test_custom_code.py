@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from distexp.config import Config, ConfigError
 from distexp.config.custom_code import PAGE
 from distexp.config.targets import locate
+from distexp.data.base import TaskData
+from distexp.data.shards import BatchSharding, ShardedLoader
+from distexp.data.text import TargetLogits
+from distexp.engines.base import check_built
 from distexp.engines.native import Native
+from distexp.models.objective import get_logits
+from distexp.runs.record import Built
 from distexp.worker.rank import load_data, model_factory
 from tests.helpers.runs import resolve_cell
 
@@ -24,7 +33,11 @@ IN_LAUNCHER = {  # targets, with a part of the message
     "strategy._target_=RaisingOption": "RaisingOption: main_option() raised RuntimeError: no option (",
     "strategy._target_=RaisingConstructor": "RaisingConstructor: the constructor raised OSError: no license (",
     "strategy._target_=ReturnsText": "ReturnsText: validate() returned 'not supported': return a list of messages",
-    "engine._target_=NoTrain": f"NoTrain lacks train of distexp.engines.base.Trainer: add it, as in {PAGE}",
+    "strategy._target_=ReturnsNoOption": "ReturnsNoOption: main_option() returned None instead of a str: return one",
+    "strategy._target_=NUMBER": "_target_=tests.helpers.incomplete.NUMBER is an int, which cannot be called: name a",
+    "engine._target_=return_none": "return_none returned None instead of a distexp.engines.base.Trainer: return one",
+    "engine._target_=return_class": "return_class returned the class NoTrain instead of a distexp.engines.base.Trainer",
+    "engine._target_=NoTrain": f"a NoTrain, which lacks train of distexp.engines.base.Trainer: add it, as in {PAGE}",
 }
 
 
@@ -61,7 +74,7 @@ def test_a_worker_names_what_the_object_of_a_strategy_lacks() -> None:
     with pytest.raises(ConfigError) as caught:
         Native().train(lambda: unused, config, unused, unused)
     (message,) = caught.value.errors
-    assert "the object that setup() returned lacks " in message
+    assert "setup() returned a Linear, which lacks " in message
     assert "checkpoint_format, describe, forward_backward, load, module, save, step, weights" in message
     assert f"of {BASE}.DistributedModel: add them, as in {PAGE}" in message
 
@@ -69,19 +82,69 @@ def test_a_worker_names_what_the_object_of_a_strategy_lacks() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("build_text", "build_text returned str and not torch.nn.modules.module.Module"),
+        ("build_text", f"build_text returned a str instead of a torch.nn.Module: return one, as in {PAGE}"),
+        ("return_none", "return_none returned None instead of a torch.nn.Module: return one"),
+        ("return_class", "return_class returned the class NoTrain instead of a torch.nn.Module: return one"),
+        ("NUMBER", "NUMBER is an int, which cannot be called: name a function or class"),
         ("build_no_forward", "build_no_forward returned a module without forward()"),
     ],
 )
 def test_a_worker_names_what_is_wrong_with_a_model(name: str, expected: str) -> None:
     config = make_config("model._target_", name)
     data: Any = SimpleNamespace(num_classes=3)
-    with pytest.raises(ConfigError, match=expected.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         model_factory(config, data)()
 
 
-def test_a_worker_names_what_is_wrong_with_a_dataset() -> None:
-    config = make_config("dataset._target_", "load_list")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("load_list", ["load_list returned a list instead of a distexp.data.base.TaskData: return one"]),
+        ("return_none", ["return_none returned None instead of a distexp.data.base.TaskData: return one"]),
+        (
+            "load_wrong_fields",
+            [
+                "load_wrong_fields returned a TaskData whose train is None without __len__ or __getitem__: correct it",
+                "load_wrong_fields returned a TaskData whose evaluation is a generator without __len__ or __getitem__",
+                "load_wrong_fields returned a TaskData whose collate is a str, which cannot be called: correct it",
+                "load_wrong_fields returned a TaskData whose num_classes is None and not an int: correct it",
+                "whose task is 'image_classification', but the task of the model is 'causal_lm': correct it",
+            ],
+        ),
+    ],
+)
+def test_a_worker_names_what_is_wrong_with_a_dataset(name: str, expected: list[str]) -> None:
+    config = make_config("dataset._target_", name)
     unused: Any = None
-    with pytest.raises(ConfigError, match=r"load_list returned list and not distexp.data.base.TaskData: return one"):
+    with pytest.raises(ConfigError) as caught:
         load_data(config, unused)
+    assert len(caught.value.errors) == len(expected)
+    for message, part in zip(caught.value.errors, expected, strict=True):
+        assert part in message
+        assert message.endswith(f"as in {PAGE}")
+
+
+@pytest.mark.parametrize("targets", [False, True], ids=["all logits", "logits of targets"])
+def test_a_collate_that_returns_no_batch_is_named(targets: bool) -> None:
+    data = TaskData("causal_lm", [{}], [{}], lambda samples: {"input_ids": samples}, num_classes=3)  # type: ignore[arg-type, return-value]
+    data = replace(data, collate=TargetLogits(data.collate)) if targets else data
+    sharding, cpu = BatchSharding(0, 1, micro_batch_size=1), torch.device("cpu")
+    loader = ShardedLoader(data.train, data, sharding, cpu, seed=0, shuffle=False, num_workers=0)
+    with pytest.raises(
+        ConfigError, match=r"collate of the dataset returned a dict instead of a distexp.data.base.Batch"
+    ):
+        next(loader.iter_steps(0))
+
+
+@pytest.mark.parametrize(("outputs", "described"), [(None, "None"), ({"logits": torch.ones(1)}, "a dict")])
+def test_a_forward_that_returns_no_logits_is_named(outputs: Any, described: str) -> None:
+    with pytest.raises(ConfigError, match=rf"forward\(\) of the model returned {described}: return the logits, or an "):
+        get_logits(outputs)
+
+
+def test_a_strategy_that_describes_nothing_is_named() -> None:
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=r"describe\(\) of the distributed model returned None instead of a .*Built"):
+        check_built(nothing, {})
+    with pytest.raises(ConfigError, match=r"expected_build\(\) of the strategy returned None instead of a Mapping"):
+        check_built(object.__new__(Built), nothing)

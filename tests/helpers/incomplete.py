@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from distexp.config import Config
+from distexp.data.base import TaskData
 from distexp.strategies.base import Strategy
 from distexp.strategies.ddp import DDP
 
@@ -63,6 +64,14 @@ class ReturnsText(DDP):
         return "not supported"
 
 
+class ReturnsNoOption(DDP):
+    """A strategy whose main option is None."""
+
+    def main_option(self, config: Config) -> Any:
+        """Return nothing."""
+        return None
+
+
 class ReturnsModule(DDP):
     """A strategy whose ``setup`` returns a plain module."""
 
@@ -83,6 +92,20 @@ class NoForward(nn.Module):
     """A module without ``forward``."""
 
 
+NUMBER = 3
+"""An object that cannot be called."""
+
+
+def return_none(*arguments: Any) -> Any:
+    """Return nothing."""
+    return None
+
+
+def return_class(*arguments: Any) -> Any:
+    """Return a class and no object of it."""
+    return NoTrain
+
+
 def build_text(model: Any, num_classes: int) -> Any:
     """Return no module."""
     return "model"
@@ -96,3 +119,9 @@ def build_no_forward(model: Any, num_classes: int) -> nn.Module:
 def load_list(dataset: Any, model: Any, seed: int) -> Any:
     """Return no TaskData."""
     return []
+
+
+def load_wrong_fields(dataset: Any, model: Any, seed: int) -> Any:
+    """Return a TaskData with a wrong value in each field."""
+    nothing: Any = None
+    return TaskData("image_classification", nothing, (index for index in range(3)), "collate", nothing)  # type: ignore[arg-type]
