@@ -16,7 +16,7 @@ from distexp.measure.memory.sampler import Sampler
 from distexp.runs.memory_trace import MemorySample, read_memory_trace
 
 INTERVAL_S = 0.05
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 # Only the standard library: shared pages of NumPy count more in this process when other Python processes end.
 CHILD = """

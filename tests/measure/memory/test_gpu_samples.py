@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from distexp.measure.memory import sampler as sampler_module
 from distexp.measure.memory.sampler import Sampler
 from distexp.measure.memory.summary import summarize
 from distexp.runs.memory_trace import MemorySample
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import MIB
-from tests.measure.memory.sampled_process import INTERVAL_S, read_samples, wait_until
+from tests.measure.memory.sampled_process import INTERVAL_S, descendants, read_samples, started, wait_until
 
 
 class NVMLError(Exception):
@@ -29,15 +30,24 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 
 @pytest.fixture
-def worker() -> Iterator[int]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    yield process.pid
-    process.kill()
-    process.wait()
+def job() -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process with one child, the worker of a job."""
+    with started("import time; print(flush=True); time.sleep(600)") as shell:
+        assert shell.stdout is not None
+        shell.stdout.readline()
+        yield shell
+
+
+@pytest.fixture
+def worker(job: subprocess.Popen[bytes]) -> int:
+    """Return the pid of the worker."""
+    (process,) = descendants(job)
+    return process.pid
 
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sampler_module, "SAMPLING_SHARE", float("inf"))  # no warning about the cost on a slow machine
     module: Any = ModuleType("pynvml")
     module.NVMLError, module.nvmlMemory_v2 = NVMLError, 0x02000028
     module.nvmlInit = module.nvmlShutdown = lambda: None
@@ -57,20 +67,21 @@ def process(pid: int, mib: int | None) -> SimpleNamespace:
     return SimpleNamespace(pid=pid, usedGpuMemory=None if mib is None else mib * MIB)
 
 
-def gpu_rows(directory: Path, indices: list[int]) -> list[MemorySample]:
+def gpu_rows(directory: Path, indices: list[int], job: subprocess.Popen[bytes] | None = None) -> list[MemorySample]:
+    """Sample GPUs at least twice, next to the processes of a job or of this test; return the samples."""
     path = directory / "memory/node0.csv"
 
     def rows() -> list[MemorySample]:
         return [sample for sample in read_samples(path) if sample.kind == "gpu"]
 
-    with Sampler(path=path, gpu_indices=indices, interval_s=INTERVAL_S):
+    with Sampler(path=path, gpu_indices=indices, interval_s=INTERVAL_S, root_pid=job.pid if job else None):
         wait_until(lambda: len(rows()) >= 2 * len(indices), "two samples of each GPU")
     return rows()
 
 
-@pytest.mark.usefixtures("worker")
-def test_rows_of_two_gpus(tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = gpu_rows(tmp_path, [2, 3])
+@pytest.mark.usefixtures("nvml")
+def test_rows_of_two_gpus(tmp_path: Path, job: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = gpu_rows(tmp_path, [2, 3], job)
     assert [row.index for row in rows[:4]] == [2, 3, 2, 3]
     first = rows[0]
     assert (first.used_mib, first.total_mib, first.source) == (3000.0, 143771.0, "nvml")
@@ -95,11 +106,11 @@ def test_rows_of_two_gpus(tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixtu
     assert summary.utilization["gpu"][0] == {"node": 0, "index": 2, "average_pct": 87.0, "phases": {}}
 
 
-def test_memory_of_this_job(tmp_path: Path, nvml: Any, worker: int) -> None:
-    other = os.getpid()  # not a descendant of itself
+def test_memory_of_this_job(tmp_path: Path, nvml: Any, job: subprocess.Popen[bytes], worker: int) -> None:
+    other = os.getpid()
     listed = {0: [process(worker, 700), process(other, 200)], 1: [process(other, 900)]}
     nvml.nvmlDeviceGetComputeRunningProcesses = listed.__getitem__
-    rows = gpu_rows(tmp_path, [0, 1])
+    rows = gpu_rows(tmp_path, [0, 1], job)
     assert [row.job_mib for row in rows[:2]] == [700.0, 0.0]
 
 
@@ -108,21 +119,24 @@ def test_memory_of_this_job(tmp_path: Path, nvml: Any, worker: int) -> None:
     [[], [(1_999_999_999, 700)], [("worker", None)]],
     ids=["nothing listed", "pids of another namespace", "memory not reported"],
 )
-def test_unknown_memory_of_this_job_is_empty(tmp_path: Path, nvml: Any, worker: int, listed: list[Any]) -> None:
+def test_unknown_memory_of_this_job_is_empty(
+    tmp_path: Path, nvml: Any, job: subprocess.Popen[bytes], worker: int, listed: list[Any]
+) -> None:
     found = [process(worker if pid == "worker" else pid, mib) for pid, mib in listed]
     nvml.nvmlDeviceGetComputeRunningProcesses = lambda handle: found
-    assert {row.job_mib for row in gpu_rows(tmp_path, [0])} == {None}
+    assert {row.job_mib for row in gpu_rows(tmp_path, [0], job)} == {None}
 
 
-@pytest.mark.usefixtures("worker")
-def test_old_nvml_counts_the_reserve_and_warns(tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_nvml_counts_the_reserve_and_warns(
+    tmp_path: Path, nvml: Any, job: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
     def memory(handle: int, version: int | None = None) -> SimpleNamespace:
         if version is not None:
             raise NVMLError("Function Not Found")
         return SimpleNamespace(used=1600 * MIB, total=143771 * MIB)
 
     nvml.nvmlDeviceGetMemoryInfo = memory
-    rows = gpu_rows(tmp_path, [0])
+    rows = gpu_rows(tmp_path, [0], job)
     assert (rows[0].used_mib, rows[0].source) == (1600.0, "nvml_with_reserve")
     assert "memory without the driver's reserve of GPU 0" in capsys.readouterr().err
 

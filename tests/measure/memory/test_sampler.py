@@ -7,13 +7,15 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from distexp.measure.memory import pss
+from distexp.measure.memory import cost_limit, pss
 from distexp.measure.memory import sampler as sampler_module
 from distexp.measure.memory.cost_limit import CostLimit
 from distexp.measure.memory.process_tree import ProcessTree
@@ -33,17 +35,19 @@ from tests.measure.memory.sampled_process import (
 
 @pytest.fixture(scope="module")
 def known_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run a process that holds 800 MiB in the phase train, and 400 MiB in the phase eval."""
+    """Run a process that holds 800 MiB in the phase train, and 400 MiB in the phase eval.
+
+    A sample belongs to the phase in which it starts. So the memory changes only between two samples of one phase.
+    """
     run_dir = tmp_path_factory.mktemp("known")
     with sampled(run_dir) as child:
-        child.run('enter("setup")')
-        child.settle()
-        child.run('enter("train"); block = hold(800)')
-        child.settle()
-        child.run('del block; enter("eval"); block = hold(400)')
-        child.settle()
-        child.run('del block; enter("save")')
-        child.settle()
+        for phase, mib in (("setup", 0), ("train", 800), ("eval", 400), ("save", 0)):
+            child.run(f"enter({phase!r})")
+            child.settle()
+            child.run(f"block = hold({mib})")
+            child.settle()
+            child.run("del block")
+            child.settle()
     return run_dir
 
 
@@ -105,6 +109,7 @@ def test_shared_pages_count_once(tmp_path: Path) -> None:
 
 
 def test_growth_during_a_reading_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pss, "PSS_SHARE", 1e-9)  # no second reading of PSS
     blocks: list[bytes] = []
     read = pss.read_proc
 
@@ -123,12 +128,13 @@ def test_growth_during_a_reading_is_counted_once(monkeypatch: pytest.MonkeyPatch
 
 
 START_COMPILER = """
-parent, (wait_end, ready_end) = os.getpid(), os.pipe()
+parent, (wait_end, ready_end), (compile_end, start_end) = os.getpid(), os.pipe(), os.pipe()
 if os.fork() == 0:
     with open("/proc/self/comm", "w") as name:
         name.write("cc1plus")
-    block = hold(300)
     os.write(ready_end, b"1")
+    os.read(compile_end, 1)
+    block = hold(300)
     while os.getppid() == parent:
         time.sleep(0.05)
     os._exit(0)
@@ -140,6 +146,8 @@ def test_memory_of_compilers_is_not_in_the_peak(tmp_path: Path) -> None:
     with sampled(tmp_path) as child:
         before = child.settle()
         child.run('enter("setup")\n' + START_COMPILER)
+        wait_until(lambda: read_samples(child.trace)[-1].compiler_mib is not None, "the name of the compiler")
+        child.run('os.write(start_end, b"1")')
         wait_until(lambda: (read_samples(child.trace)[-1].compiler_mib or 0) > 300, "the memory of the compiler")
     (entry,) = summarize_run(tmp_path, nodes=1).memory["cpu"]
     assert entry["peak_mib"] < before + 50
@@ -149,8 +157,8 @@ def test_memory_of_compilers_is_not_in_the_peak(tmp_path: Path) -> None:
 def test_process_is_followed_after_its_parent_is_killed(tmp_path: Path) -> None:
     parent = (
         "import subprocess, sys, time\n"
-        "print(subprocess.Popen([sys.executable, '-c', "
-        "'x = bytearray(100 * 2**20); import time; time.sleep(600)']).pid, flush=True)\n"
+        "subprocess.Popen([sys.executable, '-c', "
+        "'import os, time; x = bytearray(100 * 2**20); print(os.getpid(), flush=True); time.sleep(600)'])\n"
         "time.sleep(600)"
     )
     path = tmp_path / "memory/node0.csv"
@@ -167,14 +175,12 @@ def test_process_is_followed_after_its_parent_is_killed(tmp_path: Path) -> None:
             wait_until(lambda: used() > 100, "the memory of the tree")
             process.kill()
             process.wait()
-            killed, count = time.time(), len(read_samples(path))
+            count = len(read_samples(path))
             wait_until(lambda: len(read_samples(path)) > count + 5, "samples of the orphan")
-            ended = time.time()
+            alone = [sample.used_mib for sample in read_samples(path)[count + 1 :]]  # the first may be from before
         finally:
             os.kill(orphan, signal.SIGKILL)
         wait_until(lambda: used() < 50, "the end of the orphan")
-    alone = [s.used_mib for s in read_samples(path) if killed < s.unix_time_s < ended - INTERVAL_S]
-    assert alone
     assert all(mib is not None and mib > 100 for mib in alone)
 
 
@@ -185,111 +191,146 @@ def test_killed_agent_leaves_its_trace_without_its_own_memory(tmp_path: Path) ->
         "from pathlib import Path\n"
         "from distexp.measure.memory.sampler import Sampler\n"
         f"with Sampler(path=Path({str(path)!r}), interval_s=0.05):\n"
-        "    subprocess.Popen([sys.executable, '-c', 'import os, time; p = os.getppid()\\n"
-        "while os.getppid() == p: time.sleep(0.05)'])\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'], stdin=subprocess.PIPE)\n"
         "    block = bytearray(200 * 2**20)\n"  # after the child: until it runs its own program, it shares all memory
         "    time.sleep(600)\n"
     )
     process = start(agent)
-    wait_until(lambda: len(read_samples(path)) > 5 and read_samples(path)[-1].used_mib is not None, "six samples")
-    process.kill()
-    process.wait()
+    try:
+        wait_until(lambda: len(read_samples(path)) > 5 and read_samples(path)[-1].used_mib is not None, "six samples")
+    finally:
+        process.kill()
+        process.wait()
     trace = read_memory_trace(path)
     assert trace.notes == []
     assert trace.samples[-1].used_mib is not None
     assert all(sample.used_mib is None or sample.used_mib < 100 for sample in trace.samples)
 
 
-def test_timestamps_do_not_drift_and_the_file_stays_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, clock, lengths = tmp_path / "memory/node0.csv", SimpleNamespace(now=1000.0), []
-    sampler = Sampler(path=path, interval_s=0.5)
-    read = sampler._tree.read
+def run_on_fake_clock(
+    sampler: Sampler,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    cost_s: Callable[[float], float],
+    on_wait: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Run a sampler for some seconds of a clock that only its waits and readings move.
+
+    Args:
+        sampler: The sampler.
+        monkeypatch: The fixture of the test.
+        seconds: When the sampler is stopped.
+        cost_s: Returns the CPU time of a reading that starts at some second.
+        on_wait: Called before each wait.
+
+    Returns:
+        The seconds at which its samples started.
+    """
+    start, read = 1000.0, sampler._tree.read
+    clock = SimpleNamespace(now=start)
+    fake_time = SimpleNamespace(**dict.fromkeys(("time", "monotonic", "thread_time"), lambda: clock.now))
 
     def wait(timeout_s: float) -> bool:
+        on_wait()
+        clock.now += max(timeout_s, 0)
+        return bool(clock.now > start + seconds - 1e-6)
+
+    def slow_read() -> object:
+        clock.now += cost_s(clock.now - start)
+        return read()
+
+    monkeypatch.setattr(sampler_module, "time", fake_time)
+    monkeypatch.setattr(cost_limit, "time", fake_time)
+    monkeypatch.setattr(sampler, "_stopped", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(sampler._tree, "read", slow_read)
+    sampler._run()
+    return [sample.unix_time_s - start for sample in read_samples(sampler.path)]
+
+
+def test_timestamps_do_not_drift_and_the_file_stays_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, lengths = tmp_path / "memory/node0.csv", []
+    sampler = Sampler(path=path, interval_s=0.5)
+    monkeypatch.setattr(sampler, "_limit", CostLimit(float("inf")))
+
+    def read_trace() -> None:
         trace = read_memory_trace(path)
         assert trace.notes == []
         lengths.append(len(trace.samples))
-        clock.now += max(timeout_s, 0)
-        return len(lengths) > 8
 
-    def slow_read() -> object:
-        clock.now += 1.2 if len(lengths) == 4 else 0.2
-        return read()
-
-    monkeypatch.setattr(sampler_module, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
-    monkeypatch.setattr(sampler, "_stopped", SimpleNamespace(wait=wait))
-    monkeypatch.setattr(sampler, "_limit", CostLimit(float("inf")))
-    monkeypatch.setattr(sampler._tree, "read", slow_read)
-    sampler._run()
-    times = [sample.unix_time_s - 1000 for sample in read_samples(path)]
+    times = run_on_fake_clock(sampler, monkeypatch, 5.0, lambda second: 1.2 if 1.4 < second < 1.6 else 0.2, read_trace)
     # The slow sample at 1.5 s misses those at 2.0 and 2.5 s. The last one is taken at the end.
     assert times == pytest.approx([0.0, 0.5, 1.0, 1.5, 3.0, 3.5, 4.0, 4.5, 5.0])
     assert lengths == list(range(9))
 
 
-def test_utilization_is_relative_to_all_cores(tmp_path: Path) -> None:
+def test_utilization_is_relative_to_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cores = tmp_path / "memory/node0.csv", 4
-    busy = "print(flush=True)\nwhile True: pass"
+    monkeypatch.setattr(sampler_module, "time", SimpleNamespace(time=time.monotonic, monotonic=time.monotonic))
+    busy = "import sys\nprint(flush=True)\nsys.stdin.readline()\nwhile True: pass"
     with started(busy) as shell, Sampler(path=path, interval_s=0.2, cores=cores, root_pid=shell.pid):
+        assert shell.stdin is not None
         assert shell.stdout is not None
         shell.stdout.readline()
         (process,) = descendants(shell)
-        wait_until(lambda: process.cpu_times().user > 0.5, "half a second of CPU time")
-        least, count = process.cpu_times().user, len(read_samples(path))
-        wait_until(lambda: len(read_samples(path)) > count + 1, "two more samples")
-        samples = read_samples(path)
-        most = process.cpu_times().user + process.cpu_times().system
+        idle, first = sum(process.cpu_times()[:2]), wait_for_samples(path, 2)
+        shell.stdin.write(b"\n")
+        shell.stdin.flush()
+        wait_until(lambda: sum(process.cpu_times()[:2]) > idle + 0.5, "half a second of CPU time")
+        least = sum(process.cpu_times()[:2]) - idle
+        last = wait_for_samples(path, 2)
+        most = sum(process.cpu_times()[:2]) - idle
     cpu_s = sum(
         (sample.utilization_pct or 0.0) / 100 * cores * (sample.unix_time_s - before.unix_time_s)
-        for before, sample in pairwise(samples)
+        for before, sample in pairwise(read_samples(path)[first - 1 : last])
     )
     assert 0.95 * least - 0.05 <= cpu_s <= 1.05 * most + 0.05
 
 
-def test_reading_costs_less_than_pss_of_all_processes() -> None:
-    held = "import numpy as np, time; x = np.ones(4 * 2**20); print(flush=True); time.sleep(600)"
-    readings, spent_s = 20, 0.0
-    with started(held, count=6) as shell:
+def wait_for_samples(path: Path, count: int) -> int:
+    """Wait for further samples; return the number of all. The first of them may have started before."""
+    before = len(read_samples(path))
+    wait_until(lambda: len(read_samples(path)) >= before + count, f"{count} more samples")
+    return len(read_samples(path))
+
+
+def test_pss_is_read_for_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel walks all page tables for it. Here each process takes 10 ms of a clock that stands for CPU time."""
+    held = "import time; x = b'1' * (32 * 2**20); print(flush=True); time.sleep(600)"
+    clock, names, read = SimpleNamespace(now=0.0), Counter[str](), pss.read_proc
+
+    def slow_read(name: str) -> bytes:
+        names[Path(name).name] += 1
+        clock.now += 0.01 if name.endswith("smaps_rollup") else 0.0
+        return read(name)
+
+    fake_time = SimpleNamespace(monotonic=lambda: clock.now, thread_time=lambda: clock.now)
+    monkeypatch.setattr(cost_limit, "time", fake_time)
+    monkeypatch.setattr(pss, "read_proc", slow_read)
+    readings = []
+    with started(held, count=3) as shell:
         assert shell.stdout is not None
-        for _ in range(6):
+        for _ in range(3):
             shell.stdout.readline()
         tree = ProcessTree(shell.pid)
-        started_s = time.thread_time()
-        for process in descendants(shell):
-            process.memory_full_info()
-        pss_s = time.thread_time() - started_s
-        for _ in range(readings):
-            time.sleep(INTERVAL_S)
-            started_s = time.thread_time()
-            memory = tree.read().memory
-            spent_s += time.thread_time() - started_s
-    assert spent_s / readings < pss_s / 2
-    assert memory is not None
-    assert memory.mib > 6 * 32
+        for _ in range(100):
+            readings.append(tree.read().memory)
+            clock.now += 0.5
+    assert all(memory is not None and memory.mib > 3 * 32 for memory in readings)
+    exact = [number for number, memory in enumerate(readings) if memory is not None and memory.source == "pss"]
+    assert exact == list(range(0, 100, 6)), "30 ms every 3 s"
+    assert names == {"statm": 3 * 100, "smaps_rollup": 3 * len(exact)}
 
 
 def test_expensive_samples_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, cost_s = tmp_path / "memory/node0.csv", 0.02
-    sampler = Sampler(path=path, interval_s=INTERVAL_S)
-    read = sampler._tree.read
-
-    def slow_read() -> object:
-        until = time.thread_time() + cost_s
-        while time.thread_time() < until:
-            pass
-        return read()
-
-    monkeypatch.setattr(sampler._tree, "read", slow_read)
-    started = time.monotonic()
-    with sampler:
-        wait_until(lambda: len(read_samples(path)) >= 8, "eight samples")
-    elapsed = time.monotonic() - started
-    assert len(read_samples(path)) * cost_s < 0.1 * elapsed + 4 * cost_s  # three fill the window, one is at the end
+    sampler = Sampler(path=tmp_path / "memory/node0.csv", interval_s=0.05)
+    times = run_on_fake_clock(sampler, monkeypatch, 1.0, lambda second: 0.018)
+    # After three samples the cost is known, and 18 ms are 10 % of 180 ms. The last sample is taken at the end.
+    assert times == pytest.approx([0.0, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "of CPU time, more than 10% of 0.05 s: some samples are skipped" in message
+    assert "a sample costs 18 ms of CPU time, more than 10% of 0.05 s: some samples are skipped" in message
 
 
 def test_failure_is_reported_once_and_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
