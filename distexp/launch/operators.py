@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from distexp.runs.files import write_json
@@ -25,6 +25,7 @@ from distexp.system.processes import end_tree, start_module
 BUILDER = "distexp.strategies.ds_operators"
 MESSAGE = re.compile(r"distexp: (compiling|built|skipped|waiting for) (\S+) ?(.*)")
 STEP = re.compile(r"\[(\d+)/(\d+)\] ")
+NINJA_FILE = "build.ninja"
 ERROR = re.compile(r"\b(fatal )?error:|^\w*Error\b|not found", re.IGNORECASE)
 
 TIMEOUT_S = 25 * 60.0
@@ -46,17 +47,30 @@ def missing_operators(names: Iterable[str], environment: Mapping[str, str]) -> l
         names: Names of DeepSpeed's operators.
         environment: Environment of the workers.
     """
-    if not _version("deepspeed"):
+    if not _installation("deepspeed"):
         return []
     return [name for name in names if not _is_built(_mark_path(name, environment))]
 
 
 def _is_built(mark: Path) -> bool:
+    """Return whether the library is the one that was built when the mark was written.
+
+    Environments with other paths share the cache. Ninja compiles again after another one has built.
+    """
     try:
-        library = json.loads(mark.read_text())["library"]
+        entry = json.loads(mark.read_text())
+        library, plan = entry["library"], entry["plan"]
     except (OSError, ValueError, KeyError):
         return False
-    return library is None or Path(library).exists()
+    return library is None or (Path(library).exists() and _plan(library) == plan)
+
+
+def _plan(library: str) -> str | None:
+    """Return the hash of Ninja's file next to a library; None if there is none."""
+    try:
+        return hashlib.sha256(Path(library).with_name(NINJA_FILE).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _mark_path(name: str, environment: Mapping[str, str]) -> Path:
@@ -64,17 +78,19 @@ def _mark_path(name: str, environment: Mapping[str, str]) -> Path:
     root = environment.get("TORCH_EXTENSIONS_DIR")
     cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(root) if root else Path(cache).expanduser() / "torch_extensions"
-    settings = [platform.python_version(), platform.machine(), _version("torch"), _version("deepspeed")]
+    settings = [platform.python_version(), platform.machine(), _installation("torch"), _installation("deepspeed")]
     settings += [environment.get(variable, "") for variable in STEERING]
     key = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:12]
     return folder / f"distexp-{name}-{key}.json"
 
 
-def _version(package: str) -> str:
+def _installation(package: str) -> str:
+    """Return the version and the folder of an installed package; empty if it is not installed."""
     try:
-        return version(package)
+        found = distribution(package)
     except PackageNotFoundError:
         return ""
+    return f"{found.version} {found.locate_file('')}"
 
 
 def build_operators(
@@ -134,6 +150,7 @@ class _Build:
             if message := MESSAGE.match(line):
                 self._handle(*message.groups())
             elif step := STEP.match(line):
+                self.compiles = True
                 self.report({"step": int(step[1]), "steps": int(step[2]), "elapsed_s": round(self.elapsed_s)})
 
     def _handle(self, kind: str, name: str, rest: str) -> None:
@@ -144,7 +161,8 @@ class _Build:
             self.report({"waiting": f"{name} {rest}".strip()})
         else:
             with suppress(OSError):  # Without a mark, the next run checks again.
-                write_json(_mark_path(name, self.environment), {"library": rest or None})
+                plan = _plan(rest) if rest else None
+                write_json(_mark_path(name, self.environment), {"library": rest or None, "plan": plan})
 
     def _failure(self, reason: str) -> str:
         return (

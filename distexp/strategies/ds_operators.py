@@ -25,6 +25,9 @@ USUAL = {"cpu": (SHARED_MEMORY,), "cuda": (CPU_ADAM,)}
 PREFIX = "distexp:"
 """Start of the lines that this program prints for the process that started it."""
 
+NINJA_FILE = "build.ninja"
+"""File with the compiler's commands. It has the paths of the installed DeepSpeed."""
+
 BATON = "lock"
 """File with which PyTorch locks the build of an extension. A killed build leaves it, and all later builds wait."""
 
@@ -62,9 +65,17 @@ def _load(name: str, builder: Any) -> Any:
 
     folder = extension_build_dir(name)
     with _locked(folder):
-        if not (folder / f"{name}.so").exists():
+        if not (folder / f"{name}.so").exists() or _built_elsewhere(folder):
             _print("compiling", name)
         return builder.load(verbose=True)  # prints the lines of ninja
+
+
+def _built_elsewhere(folder: Path) -> bool:
+    """Return whether another environment built last: then Ninja compiles again."""
+    import deepspeed
+
+    plan = folder / NINJA_FILE
+    return plan.exists() and str(Path(deepspeed.__file__).parent) not in plan.read_text()
 
 
 @contextmanager

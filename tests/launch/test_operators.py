@@ -36,6 +36,7 @@ class Operator:
     def __init__(self, name):
         self.folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / name
         self.library = self.folder / (name + ".so")
+        self.plan = self.folder / "build.ninja"
 
     def is_compatible(self):
         return True
@@ -43,7 +44,9 @@ class Operator:
     def load(self, verbose):
         assert verbose
         assert not (self.folder / "lock").exists(), "torch would wait for the lock of a killed build"
-        if not self.library.exists():
+        plan = "build one.o: compile " + str(Path(__file__).parents[2] / "one.cpp") + "\\n"
+        if not self.library.exists() or self.plan.read_text() != plan:
+            self.plan.write_text(plan)
             print("[1/2] c++ one.cpp")
             print("[2/2] c++ -shared one.o", flush=True)
             self.library.write_text("")
@@ -93,6 +96,19 @@ def test_operators_are_built_once_and_each_step_is_reported(tmp_path: Path, envi
     assert missing_operators(names, {**environment, "CXX": "clang++"}) == names
     (folder / "adam.so").unlink()
     assert missing_operators(names, environment) == ["adam"]
+
+
+def test_operators_are_built_again_after_another_environment_built(tmp_path: Path, environment: dict[str, str]) -> None:
+    build_operators(["adam"], environment, tmp_path / "log", lambda _: None)
+    assert missing_operators(["adam"], environment) == []
+    plan = tmp_path / "extensions/adam/build.ninja"
+    plan.write_text("build one.o: compile /other/site-packages/deepspeed/one.cpp\n")
+    assert missing_operators(["adam"], environment) == ["adam"]
+    entries: list[dict[str, Any]] = []
+    build_operators(["adam"], environment, tmp_path / "log", entries.append)
+    assert entries[0] == {"compiling": "adam"}
+    assert str(tmp_path / "fake/deepspeed") in plan.read_text()
+    assert missing_operators(["adam"], environment) == []
 
 
 def test_a_failed_build_names_the_error_of_the_compiler(tmp_path: Path, environment: dict[str, str]) -> None:
