@@ -58,7 +58,7 @@ def test_the_environment_sets_the_cache_directory(monkeypatch: pytest.MonkeyPatc
 def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     target, log = tmp_path / "deep" / "result", tmp_path / "log"
     builders = [start_builder(target, log, 0.5) for _ in range(4)]
-    outputs = [builder.communicate(timeout=60)[0] for builder in builders]
+    outputs = [builder.communicate(timeout=300)[0] for builder in builders]
     assert all(builder.returncode == 0 for builder in builders)
     assert log.read_text() == "built\n"
     assert all(output.endswith("['first', 'second']\n") for output in outputs)
@@ -71,7 +71,7 @@ def test_a_waiting_process_builds_if_the_builder_is_killed(tmp_path: Path) -> No
     wait_until_halfway(killed)
     waiting = start_builder(target, log, 0)
     killed.send_signal(signal.SIGKILL)
-    output, _ = waiting.communicate(timeout=60)
+    output, _ = waiting.communicate(timeout=300)
     killed.communicate()
     assert output.endswith("['first', 'second']\n")
     assert log.read_text() == "built\n" * 2

@@ -69,7 +69,7 @@ class CountingSamples:
         self.reads[index] += 1
         return {"images": torch.zeros(3, 2, 2, dtype=torch.uint8), "labels": torch.tensor(index)}
 
-    def wait_for_reads(self, seconds: float = 20.0) -> bool:
+    def wait_for_reads(self, seconds: float = 300.0) -> bool:
         """Return whether a sample is read within some seconds."""
         deadline = time.monotonic() + seconds
         while not self.reads.any() and time.monotonic() < deadline:
@@ -113,7 +113,7 @@ def test_the_next_epoch_is_prefetched_during_evaluation() -> None:
 
         def forward(self, batch: Batch) -> Tensor:
             # Wait only once if nothing should be read.
-            seen.append(samples.wait_for_reads(20.0 if waits else 0.0 if seen else 1.0))
+            seen.append(samples.wait_for_reads(300.0 if waits else 0.0 if seen else 1.0))
             return torch.zeros(len(batch.labels), 12)
 
     for waits, steps in ((True, 6), (False, 12)):
