@@ -28,9 +28,15 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Build the wheel and the source distribution with ``uv build``."""
+    """Build the wheel and the source distribution with ``uv build``.
+
+    uv has cached the build backend since it installed distexp. A package index is asked only if it has not.
+    """
     folder = tmp_path_factory.mktemp("dist")
-    run(UV, "build", "--quiet", "--wheel", "--sdist", "--out-dir", str(folder), str(REPOSITORY), cwd=folder)
+    command = ("build", "--quiet", "--wheel", "--sdist", "--out-dir", str(folder), str(REPOSITORY))
+    offline = subprocess.run([UV, *command, "--offline"], cwd=folder, capture_output=True, check=False)
+    if offline.returncode != 0:
+        run(UV, *command, cwd=folder)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
 

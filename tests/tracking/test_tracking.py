@@ -12,10 +12,18 @@ import pytest
 from distexp.config import TrackerConfig
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
+from distexp.tracking import process
 from distexp.tracking.process import tracked
 from tests.helpers.runs import run_distexp
 
 SETTINGS = ("model=gpt_tiny", "strategy=single", "train.max_steps=12", "train.num_epochs=1", "train.log_every=4")
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for slow imports on a busy machine."""
+    monkeypatch.setattr(process, "FINISH_TIMEOUT_S", 300.0)
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")
 
 
 @pytest.fixture(scope="module")
