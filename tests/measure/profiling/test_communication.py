@@ -204,7 +204,8 @@ def assert_measured(run_dir: Path, *kinds: str) -> None:
     assert 0 < found["share"] < 1
     assert set(found["by_collective"]) == set(kinds)
     assert all(0 < seconds < found["step_s"] for seconds in found["by_collective"].values())
-    assert max(found["by_collective"].values()) <= found["share"] * found["step_s"] * 1.5, "means over two ranks"
+    largest = max(rank["share"] for rank in found["ranks"])  # the other values are means over both ranks
+    assert max(found["by_collective"].values()) <= largest * found["step_s"] * 1.000001
     assert found["exposed_share"] is None, "only known on a GPU"
     assert (found["profiled_steps"], found["first_step"], found["note"]) == (3, 13, None)
     assert found["share"] == pytest.approx(sum(rank["share"] for rank in found["ranks"]) / 2)
