@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from distexp.report.data.metrics import MEMORIES, SPEED
+from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP
 from distexp.report.data.noise import SINGLE_CPU_RUN, distinct_ratio
-from distexp.report.data.overview import Overview
+from distexp.report.data.overview import NOISE_MARK, Overview
 from distexp.report.data.ranking import equal_to_best, group_by_task, memory_metric, rank_by_metric
 from distexp.report.data.repeats import RunGroup, Spread, difference_noise
 from distexp.report.data.rows import Row
@@ -23,8 +23,13 @@ CPU_SPEEDS = "Speeds on CPU vary with other programs"
 HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
 
 
-def summarize(overview: Overview) -> Iterator[str]:
-    """Yield the sentences below a table of runs."""
+def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[str]:
+    """Yield the sentences below a table of runs.
+
+    Args:
+        overview: The runs.
+        hidden: Titles of the columns that the table does not show. They are not explained.
+    """
     yield from _stand_ins(overview)
     yield from explain_cpu_speeds(overview)
     yield from _fastest(overview)
@@ -33,7 +38,7 @@ def summarize(overview: Overview) -> Iterator[str]:
     yield from remark_on_scaling(overview)
     yield from _few_steps(overview)
     yield from _global_batches(overview)
-    yield from _definitions(overview)
+    yield from _definitions(overview, hidden)
     yield from _repeats(overview)
     yield from _incomplete_runs(overview)
 
@@ -163,14 +168,14 @@ def _labels_by_batch(groups: Sequence[RunGroup]) -> dict[int, list[str]]:
     return batches
 
 
-def _definitions(overview: Overview) -> Iterator[str]:
-    if overview.baseline is not None:
+def _definitions(overview: Overview, hidden: Collection[str]) -> Iterator[str]:
+    if overview.baseline is not None and METRICS_BY_NAME[SPEEDUP].title not in hidden:
         several = len(group_by_task([group for group in overview.groups if group.completed])) > 1
         only = f" Only runs of {overview.baseline.task} have one." if several else ""
         yield f"Speedup: samples/s relative to {overview.describe(overview.baseline)}.{only}"
         if any(map(overview.equals_baseline, overview.groups)):
-            yield "~: equal to this run within the noise."
-    if overview.series:
+            yield f"{NOISE_MARK}: equal to this run within the noise."
+    if overview.series and METRICS_BY_NAME[EFFICIENCY].title not in hidden:
         yield "Efficiency: ideal time / real time, relative to the fewest workers of the same configuration."
 
 

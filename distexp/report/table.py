@@ -31,7 +31,6 @@ from distexp.runs.record import FAILURES, RunRecord
 
 MAX_ROWS = 200  # on a terminal
 MAX_NOTES = 20
-NOISE_MARK = "~"
 SETTING_IMPORTANCE = (ALWAYS - 2, 94, 92, 88)
 """Importance of the first settings, relative to the metrics; the others are hidden before any metric."""
 
@@ -60,7 +59,7 @@ class OverviewTable:
         if hidden:
             yield hidden_columns_note(hidden, f"All columns are in {self.results}." if self.results else "")
         yield from _notes(overview)
-        for sentence in summarize(overview):
+        for sentence in summarize(overview, hidden={column.title for column in hidden}):
             yield Text(sentence)
         yield ExerciseTables(overview)
         parts = build_parts_table(overview) if has_small_parts(overview) else None
@@ -93,13 +92,8 @@ def overview_columns(overview: Overview) -> Iterator[Column]:
     for metric in overview.metrics():
         cells = format_metric(groups, metric)
         if metric.name == SPEEDUP:
-            cells = tuple(cell + _noise_mark(overview, group) for cell, group in zip(cells, groups, strict=True))
+            cells = tuple(cell + overview.noise_mark(group) for cell, group in zip(cells, groups, strict=True))
         yield Column(metric.title, cells, ALWAYS if metric.name in quiz else metric.importance)
-
-
-def _noise_mark(overview: Overview, group: RunGroup) -> str:
-    """Return a mark if the speed of a group equals that of the baseline within the noise."""
-    return NOISE_MARK if overview.equals_baseline(group) else ""
 
 
 def status_style(group: RunGroup) -> str:

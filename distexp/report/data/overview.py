@@ -17,6 +17,7 @@ from distexp.report.data.varying import varying_settings
 from distexp.runs.record import RunRecord
 
 MAX_SETTINGS = 4  # in a description of a run
+NOISE_MARK = "~"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,10 @@ class Overview:
             return False
         speed, other = group.metric(SPEED), self.baseline.metric(SPEED)
         return bool(group.completed and speed and other and is_within_noise(speed, other))
+
+    def noise_mark(self, group: RunGroup) -> str:
+        """Return the mark behind a speedup, if it equals that of the baseline within the noise."""
+        return NOISE_MARK if self.equals_baseline(group) else ""
 
     def notes(self) -> Iterator[str]:
         """Yield why runs did not complete, one line for each reason."""

@@ -54,9 +54,9 @@ function filesCell([folder, ...names]) {
 const RENDER = {
   // DataTables reads a text as HTML, an element not.
   text: () => (value, kind) => (kind === "display" ? element("span", value ?? "–") : value ?? ""),
-  number: ({ digits }) => (value, kind) => {
+  number: ({ digits, marks }) => (value, kind, _row, { row }) => {
     if (kind !== "display") return value;
-    return value === null ? "–" : formatNumber(value, digits);
+    return value === null ? "–" : formatNumber(value, digits) + (marks?.[row] ?? "");
   },
   "setting-number": () => (value, kind) => (value === null && kind === "display" ? "–" : value),
   status: () => (value, kind) => (kind === "display" ? statusCell(value) : kind === "filter" ? value.join(" ") : value[0]),

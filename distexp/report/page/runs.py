@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from distexp.report.data.failures import failure_reason
-from distexp.report.data.metrics import Metric
+from distexp.report.data.metrics import SPEEDUP, Metric
 from distexp.report.data.overview import Overview
 from distexp.report.data.result_rows import result_row
 from distexp.report.data.rows import Row
@@ -24,15 +24,18 @@ COMPARED_KEYS = ("overrides", "git_sha")
 
 
 def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
-    """Return columns and rows. Links are relative to the directory of the page."""
-    metrics = list(overview.metrics())
+    """Return columns and rows. Links are relative to the directory of the page.
+
+    The most important metrics come first, because a narrow window shows only the first columns.
+    """
+    metrics = sorted(overview.metrics(), key=lambda metric: -metric.importance)
     names = list(overview.varied)
     numbered = all(row.label.isdigit() for row in overview.rows)
     columns = [
         {"title": "run", "kind": "setting-number" if numbered else "text"},
         *(_setting_column(overview, name) for name in names),
         {"title": "status", "kind": "status"},
-        *(_metric_column(metric) for metric in metrics),
+        *(_metric_column(overview, metric) for metric in metrics),
         {"title": "files", "kind": "files"},
     ]
     rows = [
@@ -61,9 +64,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _metric_column(metric: Metric) -> dict[str, Any]:
+def _metric_column(overview: Overview, metric: Metric) -> dict[str, Any]:
     title = metric.title.replace("-\n", "").replace("\n", " ")
-    return {"title": title, "kind": "number", "digits": _digits(metric)}
+    column = {"title": title, "kind": "number", "digits": _digits(metric)}
+    return column | {"marks": _noise_marks(overview)} if metric.name == SPEEDUP else column
+
+
+def _noise_marks(overview: Overview) -> list[str]:
+    """Return the mark behind the speedup of each run."""
+    marks = {id(row): overview.noise_mark(group) for group in overview.groups for row in group.rows}
+    return [marks[id(row)] for row in overview.rows]
 
 
 def _digits(metric: Metric) -> int:

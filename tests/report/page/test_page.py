@@ -115,10 +115,21 @@ def test_it_makes_no_requests_logs_nothing_and_fits_the_window(
         assert _computed(seen.page, ".chart svg .mark-text.role-axis-title text", "fill") == _rgb(palette["muted"])
         assert _computed(seen.page, "#runs-table tbody td", "color") == _rgb(palette["ink"])
         assert _labels_that_overlap(seen.page) == []
+        assert _right_end(seen.page, "samples/s") < _right_end(seen.page, "speedup")
+        assert "Speedup: samples/s relative to run 0" in seen.page.locator("#runs .sentences").inner_text()
+        if viewport is DESK:
+            assert _right_end(seen.page, "speedup") <= viewport["width"], "the page explains a column that is not seen"
         titles = seen.page.locator("h2, h3, figcaption, .subtitle").evaluate_all(RIGHT_ENDS)
         assert len(titles) > 8
         assert max(titles) <= viewport["width"], "a title is cut"
         seen.page.context.close()
+
+
+def _right_end(page: Page, title: str) -> float:
+    """Return the right end of a column of the table of runs, in pixels."""
+    box = page.locator("#runs-table thead th", has_text=title).first.bounding_box()
+    assert box is not None
+    return box["x"] + box["width"]
 
 
 def _labels_that_overlap(page: Page) -> list[str]:
@@ -169,6 +180,12 @@ def test_tiles_rank_runs_of_one_task_only(browser: Browser, tmp_path: Path) -> N
         assert ("runs 1, 2: equal within the noise of ±57%" in tiles) == ranked
         compared = [page.input_value(f"#run-{side}").split()[0] for side in "ab"]
         assert compared == ["1", "2"], "the comparison opens with completed runs"
+        sentences = page.locator("#runs .sentences").inner_text()
+        explained = ["Speedup: samples/s relative to" in sentences, "~: equal to this run within" in sentences]
+        assert explained == [ranked, ranked]
+        assert ("speedup" in page.locator("#runs-table thead").inner_text()) == ranked
+        if ranked:
+            assert _column(page, "speedup") == [MISSING, "1.00", "1.00~"]
         page.context.close()
 
 
