@@ -5,13 +5,18 @@ The limits are declared in ``distexp.config.schema``. Checks of several keys tog
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 from distexp.config import Config
-from distexp.config.field_info import info_of
+from distexp.config.field_info import FieldInfo, info_of
 from distexp.config.key_info import sections
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""Control characters. A line break would end an option of sbatch, and start a shell line."""
 
 
 def check_values(config: Config) -> Iterator[str]:
@@ -30,7 +35,16 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
     """Yield an error for each field of a section whose value is outside its own limits."""
     for spec in fields(section):
         value = getattr(section, spec.name)
-        error = None if value is None else info_of(spec).find_error(value)
+        if isinstance(value, str) and CONTROL.search(value):
+            yield f"{name}.{spec.name}={value!r} contains a control character: leave it out"
+            continue
+        error = None if value is None else _error(info_of(spec), value)
         if error is not None:
             shown = f"{value:g}" if isinstance(value, float) else value
             yield f"{name}.{spec.name}={shown} {error}"
+
+
+def _error(info: FieldInfo, value: Any) -> str | None:
+    error = info.find_error(value)
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    return "must be a finite number" if error is None and is_infinite else error

@@ -163,3 +163,16 @@ def test_resolve_names_no_strategy() -> None:
         names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         assert names & strategies == set(), path.name
+
+
+@pytest.mark.parametrize("key", ["cluster.partition", "cluster.account", "cluster.name", "model.name"])
+def test_a_text_with_a_line_break_is_refused(key: str) -> None:
+    """A line break would start a shell line in the sbatch file."""
+    with pytest.raises(ConfigError, match=rf"{key}='a\\ntouch b' contains a control character: leave it out"):
+        resolve_cell("cluster=slurm", f'{key}="a\ntouch b"')
+
+
+@pytest.mark.parametrize("key", ["cluster.timeout_min", "cluster.hang_timeout_min", "train.learning_rate"])
+def test_infinite_numbers_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=inf must be a finite number"):
+        resolve_cell(f"{key}=inf")
