@@ -17,12 +17,19 @@ def cache_dir() -> Path:
     """Return the cache directory.
 
     ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``.
+
+    Raises:
+        ConfigError: the user has no home directory, as in some containers.
     """
     configured = os.environ.get("DISTEXP_CACHE")
-    if configured:
-        return Path(configured).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "distexp"
+    try:
+        return Path(configured).expanduser().absolute() if configured else Path(base, "distexp").expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(
+            "this user has no home directory for the cache: set the environment variable DISTEXP_CACHE to a writable "
+            "directory"
+        ) from None
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:

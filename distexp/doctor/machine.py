@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
 from distexp.doctor.check_result import CheckResult, missing, ok, warning
 from distexp.system.cgroups import usable_memory
@@ -113,10 +114,13 @@ def folder_size(folder: Path, limit_s: float) -> tuple[int, bool]:
 
 def check_distexp_cache() -> CheckResult:
     """Check that the cache of generated samples and tokenized texts is writable."""
-    folder = cache_dir()
+    hint = "set DISTEXP_CACHE to a writable folder"
+    try:
+        folder = cache_dir()
+    except ConfigError:
+        return missing("distexp cache", "this user has no home directory", hint)
     error = write_error(folder)
     if error:
-        hint = "set DISTEXP_CACHE to a writable folder"
         return missing("distexp cache", f"cannot write to {folder}: {error}", hint)
     return ok("distexp cache", str(folder))
 

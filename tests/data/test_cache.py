@@ -34,6 +34,13 @@ print(sorted(file.name for file in target.iterdir()), flush=True)
 """
 
 
+def test_a_user_without_a_home_directory_gets_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISTEXP_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user/cache")
+    with pytest.raises(ConfigError, match="set the environment variable DISTEXP_CACHE"):
+        cache_dir()
+
+
 def start_builder(target: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", BUILDER, str(target), str(log), str(seconds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
