@@ -17,7 +17,8 @@ from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
 from distexp.cli.overrides import is_override
 from distexp.config import ConfigError
-from distexp.launch.own_commands import is_own_command
+from distexp.launch.foreign_sweep import check_files, check_working_directory
+from distexp.launch.own_files import is_own_file
 from distexp.launch.stored_command import check_stored_command
 from distexp.runs.existing import not_a_sweep
 from distexp.runs.files import read_json
@@ -44,8 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sweep_dir, new = Path(arguments[0]).absolute(), arguments[1:]
     try:
         original, directory = read_command(sweep_dir)
-        if not is_own_command(sweep_dir / COMMAND):
+        if not is_own_file(sweep_dir / COMMAND):
             check_stored_command(sweep_dir / COMMAND, original, new)
+            check_working_directory(sweep_dir / COMMAND, directory)
+            check_files(sweep_dir)
     except (ConfigError, HydraException) as error:
         for message in explain(error):
             print(f"distexp: {message}", file=sys.stderr)

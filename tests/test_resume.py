@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
-from distexp.launch.own_commands import remember_command
+from distexp.cli.main import main as cli
+from distexp.launch.own_files import remember_file
 from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
 from distexp.runs.record import RunRecord
@@ -126,7 +128,7 @@ SAFE = ("cluster=slurm", "++cluster.environment.NCCL_ALGO=Tree", "hydra.launcher
 
 
 def make_command(folder: Path, *arguments: str) -> None:
-    (folder / "command.json").write_text(json.dumps({"words": arguments, "directory": "/", "cells": 1}))
+    (folder / "command.json").write_text(json.dumps({"words": arguments, "directory": str(folder), "cells": 1}))
 
 
 @pytest.mark.parametrize("argument", UNSAFE)
@@ -155,10 +157,55 @@ def test_the_users_own_command_is_not_repeated(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     make_command(tmp_path, "trusted_packages=[mine]")
-    remember_command(tmp_path / "command.json")
+    remember_file(tmp_path / "command.json")
     assert main([str(tmp_path)]) == 0
     make_command(tmp_path, "trusted_packages=[strange]")
     assert main([str(tmp_path)]) == 2
+
+
+def test_a_foreign_command_runs_only_in_the_users_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python imports packages from the current folder, so a file must not choose it."""
+    theirs, mine = tmp_path / "their code", tmp_path / "mine"
+    theirs.mkdir()
+    mine.mkdir()
+    (theirs / "command.json").write_text(json.dumps({"words": SMALL, "directory": str(theirs), "cells": 1}))
+    started: list[Path] = []
+    monkeypatch.setattr("distexp.resume.distexp", lambda arguments: started.append(Path.cwd()) or 0)
+    monkeypatch.chdir(mine)
+    assert main([str(theirs)]) == 2
+    assert f"run cd '{theirs}' and resume again" in capsys.readouterr().err
+    assert started == []
+    monkeypatch.chdir(theirs)
+    assert main(["."]) == 0
+    monkeypatch.chdir(mine)
+    remember_file(theirs / "command.json")
+    assert main([str(theirs)]) == 0
+    assert started == [theirs, theirs]
+
+
+@pytest.mark.parametrize("command", ["resume {}", "hydra.sweep.dir={} sweep.resume=true"])
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_a_foreign_sweep_with_links_out_of_it_is_refused(
+    kind: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, outside = tmp_path / "sweep", tmp_path / "outside"
+    (sweep / "0").mkdir(parents=True)
+    (sweep / "latest").symlink_to("0")
+    outside.mkdir()
+    make_command(sweep, *SMALL)
+    strange = sweep / "0" / ".running"
+    if kind == "pipe":
+        os.mkfifo(strange)
+    else:
+        strange.symlink_to(outside / "file" if kind == "link" else outside)
+    monkeypatch.chdir(sweep)
+    assert cli([*command.format(sweep).split(), *SMALL]) == 2
+    message = capsys.readouterr().err
+    assert f"contains {strange}, which are not files of the sweep" in message
+    assert "latest" not in message
+    assert list(outside.iterdir()) == []
 
 
 @pytest.mark.parametrize(

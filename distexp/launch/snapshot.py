@@ -21,6 +21,7 @@ from pathlib import Path
 
 from distexp.config import ConfigError
 from distexp.config.paths import PACKAGE
+from distexp.launch.own_files import is_own_file, remember_file
 from distexp.launch.snapshot_filter import describe_left_out, left_out
 from distexp.runs.files import create_atomically, write_json
 from distexp.runs.run_dir import SNAPSHOT, SNAPSHOT_MARKER
@@ -65,6 +66,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str], None]) -> tuple[Path, GitState]:
     """Copy the code to the sweep directory, or find an existing snapshot of the same code.
 
+    A snapshot of another user is never taken, because its files may differ from what its marker states.
     Files that may be secrets and large files are left out.
 
     Args:
@@ -88,12 +90,13 @@ def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str],
         folder = sweep_dir / (SNAPSHOT if number == 1 else f"{SNAPSHOT}_{number}")
         marker = folder / SNAPSHOT_MARKER
         if marker.exists():
-            if json.loads(marker.read_text())["digest"] == digest:
+            if is_own_file(marker) and json.loads(marker.read_text())["digest"] == digest:
                 return folder, state
         elif not folder.exists():
             if omitted:
                 warn(describe_left_out(omitted))
             _copy(files, folder, {"digest": digest, **asdict(state), "taken_at": time.time(), "left_out": omitted})
+            remember_file(marker)
             _write_info(root, state, folder, omitted)
             return folder, state
     raise AssertionError("unreachable")

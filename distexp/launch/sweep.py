@@ -16,8 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import ConfigError
 from distexp.launch.composition import Cell
+from distexp.launch.foreign_sweep import check_files
 from distexp.launch.outcome import invalid_record
-from distexp.launch.own_commands import remember_command
+from distexp.launch.own_files import remember_file
 from distexp.launch.snapshot import GitState
 from distexp.resolve import without_hydra
 from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
@@ -79,8 +80,13 @@ def create_sweep_dir(master: DictConfig, cells: int) -> Path:
     Args:
         master: Configuration of the command, with the hydra node.
         cells: Number of cells.
+
+    Raises:
+        ConfigError: a foreign sweep contains links that lead out of it.
     """
     chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
+    if master.sweep.resume:
+        check_files(Path(master.hydra.sweep.dir))
     sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
     write_sweep_files(master, sweep_dir, cells)
     return sweep_dir
@@ -201,4 +207,4 @@ def write_sweep_files(master: DictConfig, sweep_dir: Path, cells: int) -> None:
         OmegaConf.save(master, path)
     if not (sweep_dir / COMMAND).exists():
         write_json(sweep_dir / COMMAND, {"words": sys.argv[1:], "directory": os.getcwd(), "cells": cells})
-        remember_command(sweep_dir / COMMAND)
+        remember_file(sweep_dir / COMMAND)

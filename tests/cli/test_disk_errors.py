@@ -44,7 +44,7 @@ def test_a_read_only_sweep_can_be_looked_at_but_not_continued(disk: Path, capsys
     sweep = disk / "sweep"
     write(sweep, record(0))
     (sweep / "command.json").write_text(
-        '{"words": ["strategy=single", "model=gpt_tiny"], "directory": "/", "cells": 1}'
+        '{"words": ["strategy=single", "model=gpt_tiny"], "directory": "/gone", "cells": 1}'
     )
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     assert main(["status", str(sweep)]) == 0

@@ -55,6 +55,21 @@ def test_secrets_and_large_files_are_left_out_with_a_note(project: Path, tmp_pat
     assert len(notes) == 1, "the same code is not copied again"
 
 
+def test_the_snapshot_of_another_user_is_not_used(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    theirs, _ = snapshot.take_snapshot(sweep, [], print)
+    (theirs / "distexp" / "keys.py").write_text("changed by a stranger\n")
+    marker = json.loads((theirs / ".complete.json").read_text())
+    (theirs / ".complete.json").write_text(json.dumps(marker))
+    mine, _ = snapshot.take_snapshot(sweep, [], print)
+    assert mine != theirs
+    assert (mine / "distexp" / "keys.py").read_text() == "changed = 1\n"
+
+
 def test_other_users_can_write_no_copied_file(project: Path, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     before = os.umask(0o022)
