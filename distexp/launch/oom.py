@@ -16,9 +16,13 @@ def save_counters(directory: Path) -> None:
 
 
 def oom_killed(directory: Path) -> bool:
-    """Return whether an OOM counter has increased since ``save_counters``."""
+    """Return whether the OOM counter of this cgroup has increased since ``save_counters``.
+
+    Without a cgroup, the machine's counter decides. It also counts the processes of other runs.
+    """
     path = directory / OOM_KILLS
     if not path.exists():
         return False
-    before = json.loads(path.read_text())
-    return any(count > before.get(name, count) for name, count in oom_kills().items())
+    before, now = json.loads(path.read_text()), oom_kills()
+    name = "cgroup" if "cgroup" in before and "cgroup" in now else "machine"
+    return bool(now.get(name, 0) > before.get(name, now.get(name, 0)))

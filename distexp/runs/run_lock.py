@@ -24,7 +24,7 @@ def run_lock(directory: Path) -> Iterator[str | None]:
     path = directory / LOCK
     descriptor = _open_locked(path)
     if descriptor is None:
-        yield path.read_text() if path.exists() else "another process"
+        yield _read_owner(path) or "another process"
         return
     try:
         os.ftruncate(descriptor, 0)
@@ -33,6 +33,14 @@ def run_lock(directory: Path) -> Iterator[str | None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _read_owner(path: Path) -> str:
+    """Return which process has a lock; empty if it has not written it yet, or has just removed the file."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def _open_locked(path: Path) -> int | None:

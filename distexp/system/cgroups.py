@@ -9,6 +9,9 @@ from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
+OOM_FILES = {1: ("memory.oom_control",), 2: ("memory.events.local", "memory.events")}
+"""Files with the number of killed processes, by version. ``memory.events`` also counts those of cgroups below."""
+
 
 @dataclass(frozen=True)
 class MemoryCgroup:
@@ -68,10 +71,9 @@ def oom_kills() -> dict[str, int]:
     Returns:
         Counters ``machine`` and ``cgroup`` since boot; one that cannot be read is absent.
     """
-    counters = {"machine": _read_counter(Path("/proc/vmstat"))}
-    for cgroup in memory_cgroups():
-        name = "memory.events" if cgroup.version == 2 else "memory.oom_control"
-        counters["cgroup"] = _read_counter(cgroup.folder / name)
+    files = [cgroup.folder / name for cgroup in memory_cgroups() for name in OOM_FILES[cgroup.version]]
+    in_cgroup = next((count for path in files if (count := _read_counter(path)) is not None), None)
+    counters = {"machine": _read_counter(Path("/proc/vmstat")), "cgroup": in_cgroup}
     return {name: count for name, count in counters.items() if count is not None}
 
 

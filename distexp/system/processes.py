@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +21,9 @@ from distexp.config.paths import PACKAGE
 PR_SET_PDEATHSIG = 1
 NOTICE_SIGNAL = signal.SIGUSR2
 """Signal that Slurm sends before it ends a job; submitit requests this one."""
+
+KILL_S = 10.0
+"""Longest time to wait for the end of a killed process. One that waits for a file system may take forever."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -113,7 +117,7 @@ def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
 
 
 def end_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End a child process and all its descendants.
+    """End a child process and all its descendants, and wait for their end.
 
     Args:
         process: The child.
@@ -126,12 +130,16 @@ def end_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
     while time.monotonic() < deadline and (process.poll() is None or any(map(_is_alive, family.values()))):
         family |= {member.pid: member for member in descendants(process.pid)}
         time.sleep(0.05)
-    for member in family.values():
-        if _is_alive(member):
+    left = [member for member in family.values() if _is_alive(member)]
+    for member in left:
+        with suppress(psutil.NoSuchProcess):  # It may have ended by itself meanwhile.
             member.kill()
     if process.poll() is None:
         process.kill()
     process.wait()
+    deadline = time.monotonic() + KILL_S
+    while any(map(_is_alive, left)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -23,6 +23,8 @@ from distexp.runs.spec import RunSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELPERS = REPOSITORY / "tests" / "helpers"
+TIMEOUT_S = 900.0
+"""Time for a command. Only a broken one needs it, also on a busy machine."""
 IMAGE_FOLDER = HELPERS / "image_folder"
 """A folder in the layout of TinyImageNet without images, for configurations that are composed and not run."""
 
@@ -60,7 +62,7 @@ def make_spec(*overrides: str) -> RunSpec:
 
 
 def run_distexp(
-    *arguments: str, cwd: Path = REPOSITORY, timeout: float = 300, env: dict[str, str] | None = None
+    *arguments: str, cwd: Path = REPOSITORY, timeout: float = TIMEOUT_S, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m distexp`` as a user does."""
     return run_module("distexp", *arguments, cwd=cwd, timeout=timeout, env=env)
@@ -70,7 +72,7 @@ def run_module(
     module: str,
     *arguments: str,
     cwd: Path = REPOSITORY,
-    timeout: float = 300,
+    timeout: float = TIMEOUT_S,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module`` in a directory."""
@@ -85,7 +87,7 @@ def run_module(
     )
 
 
-def torchrun(workers: int, script: Path, *arguments: str, timeout: float = 900) -> None:
+def torchrun(workers: int, script: Path, *arguments: str, timeout: float = TIMEOUT_S) -> None:
     """Run a script on local gloo workers; the assertion shows its output if it fails."""
     command: Sequence[str] = [
         sys.executable,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -125,11 +127,15 @@ def test_ctrl_c_while_composing_starts_nothing(
 def test_a_cell_takes_less_cpu_time_than_one_composition_by_hydra(hydra: tuple[HydraContext, DictConfig]) -> None:
     """About a quarter is usual. The bound is generous."""
     context, master = hydra
-    before = time.process_time()
-    for cell in SEEDS[:5]:
-        context.config_loader.load_sweep_config(master, cell)
-    by_hydra = (time.process_time() - before) / 5
     compose_cells(*hydra, SEEDS[:2])  # imports
+    by_hydra = [cpu_time(partial(context.config_loader.load_sweep_config, master, cell)) for cell in SEEDS[:5]]
+    # Each is composed in this process, because they are few.
+    ours = [cpu_time(partial(compose_cells, *hydra, SEEDS[:9])) for _ in range(3)]
+    assert min(ours) / 9 < 0.7 * statistics.median(by_hydra)
+
+
+def cpu_time(work: Callable[[], object]) -> float:
+    """Return the CPU seconds that this process takes for some work."""
     before = time.process_time()
-    compose_cells(*hydra, SEEDS[:25])  # in this process, because they are few
-    assert (time.process_time() - before) / 25 < 0.7 * by_hydra
+    work()
+    return time.process_time() - before

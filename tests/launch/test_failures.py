@@ -17,6 +17,7 @@ import pytest
 from distexp.launch.failures import signal_deaths
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import worker_exits_path
+from tests.helpers.processes import find_processes, have_ended
 from tests.helpers.runs import HELPERS, REPOSITORY, run_distexp
 
 QUICK = (
@@ -30,6 +31,8 @@ QUICK = (
     "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options]",
 )
 ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HELPERS)])}
+DEADLINE_S = 120.0
+"""A time that only a broken program misses. Hung workers sleep for ten minutes."""
 REPEATS = int(os.environ.get("DISTEXP_KILL_REPEATS", "1"))
 """Repetitions of each kill. Use 10 before a release."""
 
@@ -46,16 +49,11 @@ def only_record(folder: Path) -> RunRecord:
 
 def remaining_processes(folder: Path) -> list[list[str]]:
     """Return the command lines of processes that have a folder among their arguments."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if any(str(folder) in argument for argument in command):
-            found.append(command)
-    return found
+    return [process.info["cmdline"] for process in find_processes(str(folder))]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         if condition():
             return True
@@ -65,8 +63,8 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_exception_on_one_rank_is_the_cause_and_ends_the_other_ranks(rank: int, tmp_path: Path) -> None:
+    """The other rank would wait for 30 minutes, which is longer than the time of the command."""
     done = run_distexp(*sabotage("fails", rank), *QUICK, cwd=tmp_path, env=ENV)
-    ended = time.time()
     assert done.returncode == 1
     record = only_record(tmp_path)
     assert record.status == "failed"
@@ -80,8 +78,6 @@ def test_an_exception_on_one_rank_is_the_cause_and_ends_the_other_ranks(rank: in
     assert "Traceback" not in done.stdout
     (log,) = tmp_path.rglob(record.error.log)
     assert "Traceback" in log.read_text()
-    (error_file,) = tmp_path.rglob(f"rank{rank}.error.json")
-    assert ended - error_file.stat().st_mtime < 60, "the other rank did not wait for a timeout of 30 minutes"
     assert remaining_processes(tmp_path) == []
 
 
@@ -134,8 +130,8 @@ def test_a_failed_allocation_is_oom_host_and_the_sweep_continues(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_hang_is_detected_and_all_stacks_are_in_the_logs(tmp_path: Path) -> None:
-    overrides = (*sabotage("hangs", rank=1), *QUICK, "cluster.hang_timeout_min=0.4")
-    done = run_distexp(*overrides, cwd=tmp_path, env=ENV, timeout=120)
+    overrides = (*sabotage("hangs", rank=1), *QUICK, "cluster.hang_timeout_min=1")
+    done = run_distexp(*overrides, cwd=tmp_path, env=ENV)
     assert done.returncode == 1
     record = only_record(tmp_path)
     assert record.error is not None
@@ -150,7 +146,7 @@ def test_a_hang_is_detected_and_all_stacks_are_in_the_logs(tmp_path: Path) -> No
 
 def test_a_run_that_exceeds_its_time_is_a_timeout(tmp_path: Path) -> None:
     overrides = (*sabotage("hangs"), *QUICK, "cluster.timeout_min=0.3")
-    done = run_distexp(*overrides, cwd=tmp_path, env=ENV, timeout=120)
+    done = run_distexp(*overrides, cwd=tmp_path, env=ENV)
     assert done.returncode == 1
     record = only_record(tmp_path)
     assert record.status == "timeout"
@@ -208,17 +204,13 @@ class Started:
 
     def until_training(self) -> Path:
         """Wait for the first steps and return the run directory."""
-        assert wait_for(lambda: any(p.stat().st_size for p in self.folder.rglob("metrics.jsonl")), 90)
+        assert wait_for(lambda: any(p.stat().st_size for p in self.folder.rglob("metrics.jsonl")))
         (found,) = self.folder.rglob("metrics.jsonl")
         return found.parent
 
 
 def tree_of(pid: int) -> list[psutil.Process]:
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
 @pytest.mark.parametrize("attempt", range(REPEATS))
@@ -234,9 +226,9 @@ def test_a_stopped_launcher_leaves_a_record_and_no_process(
         family = tree_of(command.process.pid)
         assert len(family) >= 4
         command.process.send_signal(number)
-        assert wait_for(lambda: gone(family[1:]), 10), "workers outlived their launcher"
-        assert wait_for((run_dir / "record.json").exists, 10)
-        command.process.wait(10)
+        assert wait_for(lambda: have_ended(family[1:])), "workers outlived their launcher"
+        assert wait_for((run_dir / "record.json").exists)
+        command.process.wait(DEADLINE_S)
     record = only_record(tmp_path)
     assert record.status == "killed"
     assert record.error is not None
@@ -253,8 +245,8 @@ def test_a_killed_agent_ends_its_workers(attempt: int, tmp_path: Path) -> None:
         family = tree_of(command.process.pid)
         (agent,) = [p for p in family if "distexp.launch.agent" in p.cmdline()]
         agent.kill()
-        assert command.process.wait(20) == 1
-        assert wait_for(lambda: gone(family[1:]), 10)
+        assert command.process.wait(DEADLINE_S) == 1
+        assert wait_for(lambda: have_ended(family[1:]))
     record = only_record(tmp_path)
     assert (record.status, record.error and record.error.type) == ("killed", "SIGKILL")
     assert record.error is not None
@@ -267,8 +259,8 @@ def test_the_killed_parent_of_the_workers_is_named(tmp_path: Path) -> None:
         family = tree_of(command.process.pid)
         parent = next(process for process in family if "distexp.worker.group" in process.cmdline())
         parent.kill()
-        assert command.process.wait(20) == 1
-        assert wait_for(lambda: gone(family[1:]), 10)
+        assert command.process.wait(DEADLINE_S) == 1
+        assert wait_for(lambda: have_ended(family[1:]))
     record = only_record(tmp_path)
     assert (record.status, record.error and record.error.type) == ("killed", "SIGKILL")
     assert record.error is not None
@@ -297,10 +289,10 @@ def test_the_record_is_written_to_a_full_disk(small_disk: Path, tmp_path: Path) 
             except OSError:
                 return True
 
-    overrides = (*QUICK, "strategy=single", "train.num_epochs=400", f"hydra.sweep.dir={small_disk}/sweep")
+    overrides = (*QUICK, "strategy=single", "train.num_epochs=100000", f"hydra.sweep.dir={small_disk}/sweep")
     with Started(tmp_path, *overrides) as command:
-        assert wait_for(fill, 90)
-        assert command.process.wait(90) == 1
+        assert wait_for(fill)
+        assert command.process.wait(DEADLINE_S) == 1
     record = RunRecord.read(small_disk / "sweep" / "0" / "record.json")
     assert record.status == "failed"
     assert record.error is not None
@@ -335,10 +327,20 @@ def test_a_worker_killed_by_the_kernel_for_memory_is_oom_host(tmp_path: Path) ->
             (*sabotage("eats_until_killed"), *QUICK, "strategy=single")
         )
         env = {**os.environ, **ENV}
-        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, check=False)
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, timeout=900, check=False
+        )
         record = only_record(tmp_path)
         assert (record.status, record.error and record.error.type) == ("oom_host", "OutOfMemoryKilled")
         assert done.returncode == 0
     finally:
-        assert wait_for(lambda: not (group / "cgroup.procs").read_text().strip(), 10)
+        assert wait_for(lambda: removed(group)), "a process is left in the cgroup"
+
+
+def removed(group: Path) -> bool:
+    """Remove a cgroup, and return whether that was possible. Its processes may still be ending."""
+    try:
         group.rmdir()
+    except OSError:
+        return False
+    return True

@@ -25,14 +25,17 @@ import os, signal, sys, time
 from pathlib import Path
 from distexp.runs.rank_progress import ProgressWriter
 run_dir = Path(sys.argv[1])
+reader, writer = os.pipe()
 for rank in range(2):
-    if os.fork() == 0:
+    if (pid := os.fork()) == 0:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         ProgressWriter(run_dir, 0, rank).advance("train", 7)
+        os.write(writer, b"1")
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(600)
-os.waitpid(-1, os.WUNTRACED)
+    os.read(reader, 1)
+os.waitpid(pid, os.WUNTRACED)
 print("stopped", flush=True)
 time.sleep(600)
 """

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from distexp.config import DatasetConfig
+from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
-from tests.helpers.runs import run_distexp, run_module
+from tests.helpers.runs import TIMEOUT_S, run_distexp, run_module
 
 SHORT = ("dataset.train_size=64", "dataset.eval_size=16", "train.num_epochs=1", "cluster.device=cpu")
 
@@ -63,7 +64,13 @@ def test_the_demo_records_its_metrics(demo: tuple[Path, str]) -> None:
     assert (metrics.steps_per_epoch, metrics.total_steps) == (32, 160)
     assert metrics.train_samples_per_second is not None
     assert metrics.train_samples_per_second_overall is not None
-    assert metrics.train_samples_per_second > metrics.train_samples_per_second_overall > 0
+    assert metrics.train_runtime is not None
+    samples = 5 * record.config["dataset"]["train_size"]
+    assert metrics.train_samples_per_second_overall == pytest.approx(samples / metrics.train_runtime)
+    measured = last_value(demo[0], "measured_samples")
+    assert measured is not None
+    assert measured < samples, "without the warm-up"
+    assert measured / metrics.train_samples_per_second < metrics.train_runtime, "without the evaluations"
     assert metrics.step_time_s is not None
     assert 0 < metrics.step_time_s["p50"] <= metrics.step_time_s["p90"] <= metrics.step_time_s["max"]
     assert metrics.tflops_per_device is not None
@@ -97,9 +104,9 @@ def test_the_demo_prints_its_progress(demo: tuple[Path, str]) -> None:
 def test_torchrun_repeats_a_run_from_a_copy_of_its_spec(demo: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     shutil.copy(demo[0] / "spec.json", tmp_path / "copy")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "distexp.worker", "copy"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
     again, first = (RunRecord.read(p / "record.json") for p in (tmp_path / "copy", demo[0]))
     assert again.metrics.train_losses == pytest.approx(first.metrics.train_losses, rel=1e-6)
@@ -207,7 +214,9 @@ def test_a_custom_strategy_needs_a_yaml_file_and_a_module(tmp_path: Path) -> Non
     (tmp_path / "my_package.py").write_text(CUSTOM_STRATEGY)
     overrides = ["--config-dir", "conf", "strategy=mine", "trusted_packages=[my_package]", *SHORT, "train.max_steps=2"]
     script = Path(sys.executable).with_name("distexp")
-    done = subprocess.run([script, *overrides], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [script, *overrides], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     built = RunRecord.read(only_run(tmp_path) / "record.json").built
     assert built is not None

@@ -35,6 +35,12 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take files as new for ten minutes, because a busy machine may stop a test for seconds."""
+    monkeypatch.setattr(local_state, "MAX_IDLE_S", 600.0)
+
+
 def make_run(sweep: Path, number: int) -> Path:
     """Write the directory of a run that has not ended."""
     directory = sweep / str(number)

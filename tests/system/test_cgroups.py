@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distexp.launch import oom
 from distexp.system import cgroups
 from distexp.system.cgroups import MemoryCgroup, memory_limits, oom_kills, usable_memory
 
@@ -34,5 +35,18 @@ def test_limits_of_all_parents_count(
 def test_oom_kills_of_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, name: str) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / name).write_text("oom 3\noom_kill 2\n")
-    monkeypatch.setattr(cgroups, "memory_cgroups", lambda: [MemoryCgroup(tmp_path, "job", version)])
+    found = [MemoryCgroup(tmp_path, "job", version), MemoryCgroup(tmp_path, "", 2)]  # the other version, without memory
+    monkeypatch.setattr(cgroups, "memory_cgroups", lambda: found)
     assert oom_kills()["cgroup"] == 2
+
+
+def test_kills_of_other_cgroups_are_not_those_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = {"machine": 5, "cgroup": 1}
+    monkeypatch.setattr(oom, "oom_kills", lambda: dict(counters))
+    oom.save_counters(tmp_path)
+    counters["machine"] += 1
+    assert not oom.oom_killed(tmp_path)
+    counters["cgroup"] += 1
+    assert oom.oom_killed(tmp_path)
+    del counters["cgroup"]
+    assert oom.oom_killed(tmp_path), "the machine decides if the cgroup is unknown"

@@ -27,11 +27,15 @@ import os, signal, sys, time
 from pathlib import Path
 from distexp.worker import group
 
+reader, writer = os.pipe()
+
 def fail_and_crash(run_dir, *, launched):
     if os.environ["RANK"] == "0":
+        os.read(reader, 1)
         os._exit(1)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(0.5)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    os.write(writer, b"1")
+    signal.sigwait({signal.SIGTERM})
     os.kill(os.getpid(), signal.SIGSEGV)
 
 def sleep(run_dir, *, launched):
@@ -54,7 +58,7 @@ def start(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_the_libraries_are_imported_before_the_fork_and_cuda_is_not_initialized() -> None:
-    output, _ = start(PRELOADS).communicate(timeout=120)
+    output, _ = start(PRELOADS).communicate(timeout=600)
     assert output.splitlines()[-1] == "[] False"
 
 
@@ -62,7 +66,7 @@ def test_a_worker_that_crashes_after_the_first_failure_was_not_stopped(tmp_path:
     """The first failure may be a consequence of a crash whose process ends later."""
     path = tmp_path / "workers.json"
     group = start(GROUP, "crash", str(path))
-    assert group.wait(60) == 1
+    assert group.wait(600) == 1
     ends = {end["rank"]: (end["code"], end["stopped"]) for end in json.loads(path.read_text())}
     assert ends == {0: (1, False), 1: (-11, False)}
 
