@@ -19,9 +19,12 @@ import pytest
 from distexp.checkpoints import folder as disk
 from distexp.config import ConfigError
 from distexp.resolve.run_id import run_id
+from distexp.runs.jsonl import read_entries
 from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import STOP_REQUEST
 from tests.helpers.runs import HELPERS, REPOSITORY, make_spec, resolve_cell, run_distexp, run_module
 
+TIMEOUT_S = 300.0
 ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HELPERS)])}
 QUICK = (
     "model=gpt_tiny",
@@ -41,7 +44,7 @@ def run_again(run_dir: Path, workers: int) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     command += ["-m", "distexp.worker", str(run_dir)]
     env = {**os.environ, **ENV, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     output = (run_dir / "logs" / "node0" / "rank0.log").read_text()
     assert done.returncode == 0, output + done.stderr
     return output
@@ -55,8 +58,8 @@ def attempts(record: RunRecord) -> list[tuple[int | None, str]]:
     return [(attempt["resumed_from_step"], attempt["reason"]) for attempt in record.run.attempts]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -111,12 +114,14 @@ def test_a_killed_run_resumes_from_its_newest_valid_checkpoint(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_signal_to_the_command_stops_the_run_after_a_checkpoint(tmp_path: Path) -> None:
-    run_dir = tmp_path / "a"
+    """The workers wait in step 4 until the request to stop is written. The other steps take 100 ms each."""
+    run_dir, until = tmp_path / "a", tmp_path / "until"
     overrides = (
         *QUICK,
         "strategy=ddp",
         "train.num_epochs=8",
-        "dataset._target_=failing_runs.slow",
+        "dataset._target_=failing_runs.held",
+        f"+dataset.options.until={until}",
         f"hydra.run.dir={run_dir}",
     )
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -124,11 +129,13 @@ def test_a_signal_to_the_command_stops_the_run_after_a_checkpoint(tmp_path: Path
         [sys.executable, "-m", "distexp", *overrides], cwd=tmp_path, env={**os.environ, **ENV}, **pipes
     )
     try:
-        wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(lines(run_dir)) >= 2, 120)
+        wait_for(lambda: len(read_entries(run_dir / "metrics.jsonl")) >= 2)
         shown = run_module("distexp.status", str(run_dir)).stdout
         assert re.search(r"0 +running +\w+ step \d+/40, loss", shown), shown
         command.send_signal(signal.SIGUSR1)
-        assert command.wait(60) == 128 + signal.SIGUSR1
+        wait_for((run_dir / STOP_REQUEST).exists)
+        until.touch()
+        assert command.wait(TIMEOUT_S) == 128 + signal.SIGUSR1
         assert command.stderr is not None
         assert command.stderr.read() == "distexp: stopped by SIGUSR1; no further run is started\n"
         watched = run_module("distexp.status", str(run_dir), "--watch")
@@ -136,7 +143,7 @@ def test_a_signal_to_the_command_stops_the_run_after_a_checkpoint(tmp_path: Path
     finally:
         if command.poll() is None:
             command.terminate()
-            command.wait(30)
+            command.wait(TIMEOUT_S)
     record = RunRecord.read(run_dir / "record.json")
     assert record.status == "preempted"
     stopped_at = lines(run_dir)[-1]["step"]
