@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distexp.runs.record import RunRecord
-from tests.helpers.runs import REPOSITORY
+from tests.helpers.runs import REPOSITORY, TIMEOUT_S
 
 PAGE = (REPOSITORY / "docs" / "how-to" / "extend.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -43,7 +43,7 @@ def run_example(option: str, *overrides: str, cwd: Path) -> list[RunRecord]:
     (command,) = (shlex.split(line) for line in COMMANDS if option in line)
     script = Path(sys.executable).with_name(command[0])
     arguments = [*command[1:], *SHORT, *WORKERS[option], *overrides]
-    done = subprocess.run([script, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([script, *arguments], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [RunRecord.read(path) for path in sorted(cwd.glob("multirun_outputs/distexp/*/*/record.json"))]
     assert {record.status for record in records} == {"completed"}, done.stdout

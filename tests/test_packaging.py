@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from distexp.runs.record import RunRecord
-from tests.helpers.runs import REPOSITORY
+from tests.helpers.runs import REPOSITORY, TIMEOUT_S
 
 UV = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
 SHORT = (
@@ -58,7 +58,7 @@ def run(program: str, *arguments: str, cwd: Path) -> str:
     """Run a command that cannot import from the checkout, and return its output."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
-        [program, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [program, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

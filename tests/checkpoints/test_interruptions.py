@@ -22,9 +22,8 @@ from distexp.resolve.run_id import run_id
 from distexp.runs.jsonl import read_entries
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import STOP_REQUEST
-from tests.helpers.runs import HELPERS, REPOSITORY, make_spec, resolve_cell, run_distexp, run_module
+from tests.helpers.runs import HELPERS, REPOSITORY, TIMEOUT_S, make_spec, resolve_cell, run_distexp, run_module
 
-TIMEOUT_S = 300.0
 ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HELPERS)])}
 QUICK = (
     "model=gpt_tiny",

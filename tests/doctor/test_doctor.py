@@ -17,6 +17,7 @@ from distexp.doctor.check_result import CheckResult
 from distexp.doctor.software import TorchInfo
 from distexp.doctor.verdict import REQUIRED_CHECKS, Verdict, make_verdict, strategy_requirements
 from distexp.system.units import GIB
+from tests.helpers.runs import TIMEOUT_S
 
 
 def write_script(folder: Path, name: str, body: str) -> Path:
@@ -30,7 +31,7 @@ def write_script(folder: Path, name: str, body: str) -> Path:
 def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "distexp.doctor", *arguments],
-        capture_output=True, text=True, env={**os.environ, **environment}, timeout=300, check=False,
+        capture_output=True, text=True, env={**os.environ, **environment}, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def test_broken_torch_is_reported_with_exit_code_1(tmp_path: Path) -> None:
 def test_torch_that_crashes_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str) -> None:
     (tmp_path / "torch.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    torch = software.probe_torch(timeout_s=1 if "sleep" in body else 60)
+    torch = software.probe_torch(timeout_s=1 if "sleep" in body else TIMEOUT_S)
     assert torch.import_error is not None
     assert message in torch.import_error
     assert software.check_torch(torch, 0).state == "missing"
@@ -89,7 +90,7 @@ def test_broken_libraries_are_reported(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "transformers.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (tmp_path / "deepspeed.py").write_text("import os; os.abort()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = {result.name: result for result in software.check_libraries(60)}
+    found = {result.name: result for result in software.check_libraries(TIMEOUT_S)}
     assert found["torchvision"].state == found["datasets"].state == "ok"
     assert "operator torchvision::nms" in found["transformers"].found
     assert found["deepspeed"].state == "warning"

@@ -87,7 +87,7 @@ def run_module(
     )
 
 
-def torchrun(workers: int, script: Path, *arguments: str, timeout: float = TIMEOUT_S) -> None:
+def torchrun(workers: int, script: Path, *arguments: str, timeout: float = 2 * TIMEOUT_S) -> None:
     """Run a script on local gloo workers; the assertion shows its output if it fails."""
     command: Sequence[str] = [
         sys.executable,

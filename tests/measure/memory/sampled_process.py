@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -63,7 +63,8 @@ def started(code: str, *arguments: str, count: int = 1) -> Iterator[subprocess.P
         yield shell
     finally:
         for process in descendants(shell):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it ends by itself when its parent is killed
+                process.kill()
         shell.communicate()
 
 
