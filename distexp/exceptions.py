@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -28,16 +29,53 @@ class MonitoringInterrupted(BaseException):
     """Ctrl-C while jobs were monitored. The jobs continue."""
 
 
+TRACE_VARIABLE = "HYDRA_FULL_ERROR"
+"""Environment variable with which errors are shown with their traceback."""
+
+
 def run_until_pipe_closes(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code: 141 if stdout was closed (as by ``head``), 130 after Ctrl-C."""
+    """Run a command and return its exit code.
+
+    The code is 141 if stdout was closed (as by ``head``), 130 after Ctrl-C, and 1 if a file cannot be read or written.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # A terminal without UTF-8 shows escape codes.
     try:
         code = command()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as after >&-
+            sys.stdout.flush()
     except BrokenPipeError:
-        # Python would report another BrokenPipeError when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if os.environ.get(TRACE_VARIABLE) == "1":
+            raise
+        _flush_or_discard_output()
+        print(f"distexp: {_describe(error)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("distexp: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
+
+
+def _flush_or_discard_output() -> None:
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Send the rest of the output nowhere, because Python would fail again when it exits."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _describe(error: OSError) -> str:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the current folder was deleted: change to another one"
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)

@@ -20,11 +20,15 @@ from distexp.cli.arguments import normalize_arguments
 from distexp.cli.errors import explain, explain_os_error
 from distexp.config import ConfigError, register_schema
 from distexp.config.paths import conf_dir
-from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
+from distexp.exceptions import (
+    TRACE_VARIABLE,
+    InterruptedRunError,
+    MonitoringInterrupted,
+    SweepFailedError,
+    SweepInterrupted,
+)
 from distexp.launch.config_loader import use_checked_loader
 from distexp.launch.secret_checks import check_arguments_for_secrets
-
-TRACE_VARIABLE = "HYDRA_FULL_ERROR"
 
 
 def main(arguments: Sequence[str]) -> int:

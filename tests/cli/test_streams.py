@@ -1,0 +1,57 @@
+"""Output that cannot be written: closed, full or without Unicode."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from distexp import status
+from distexp.cli.main import main
+from tests.helpers.records import record, write
+
+
+def test_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["--version"]) == 0
+
+
+def test_a_full_output_is_an_error_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, record(0))
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["status", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "distexp: No space left on device\n"
+
+
+def test_an_output_without_unicode_gets_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, record(0, overrides=("name=ü",)), record(1))
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["status", str(tmp_path)]) == 0
+    output.seek(0)
+    assert "name=\\xfc" in output.read()
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, record(0))
+    (tmp_path / "ledger.jsonl").mkdir()
+    assert main(["status", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"distexp: {tmp_path}/ledger.jsonl: it is not a regular file\n"
+    with pytest.raises(OSError, match="not a regular file"):
+        status.main([str(tmp_path)])
+
+
+def test_a_deleted_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    os.rmdir(tmp_path / "gone")
+    assert main(["resume", "."]) == 1
+    assert capsys.readouterr().err == "distexp: the current folder was deleted: change to another one\n"
