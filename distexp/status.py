@@ -30,6 +30,7 @@ from distexp.runs.record import FAILURES
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.run_state import RunState
 from distexp.runs.text import suggest_command
+from distexp.runs.typed_values import matches
 
 DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"
 
@@ -186,8 +187,10 @@ def not_started(sweep: SweepStates) -> Iterator[str]:
     The line has the command that starts them, unless other runs are active.
     """
     try:
-        cells = int(read_json(sweep.directory / COMMAND)["cells"])
+        cells = read_json(sweep.directory / COMMAND)["cells"]
     except (OSError, ValueError, KeyError, TypeError):
+        return
+    if not matches(cells, int):
         return
     left = cells - len(sweep.runs)
     if left > 0:

@@ -9,13 +9,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
 
 from distexp.runs.jsonl import read_entries
 from distexp.runs.run_dir import LEDGER
+from distexp.runs.typed_values import typed
+
+JOB = re.compile(r"[0-9]+(_[0-9]+)?")
+"""A Slurm job as ARRAY_INDEX. Anything else could be an option of Slurm's commands."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,29 @@ def append(sweep_dir: Path, entries: Iterable[Entry]) -> None:
 
 
 def read(sweep_dir: Path) -> list[Entry]:
-    """Read all entries, the oldest first; a sweep that ran on one machine has none."""
-    known = {spec.name for spec in fields(Entry)}
+    """Read all entries, the oldest first; a sweep that ran on one machine has none.
+
+    Entries that no distexp writes are left out, because another program may have written them.
+    """
     found = []
     for raw in read_entries(sweep_dir / LEDGER):
         try:
-            found.append(Entry(**{key: value for key, value in raw.items() if key in known}))
-        except TypeError:
+            entry = typed(Entry, raw)
+        except (TypeError, ValueError):
             continue
+        if _is_valid(sweep_dir, entry):
+            found.append(entry)
     return found
+
+
+def _is_valid(sweep_dir: Path, entry: Entry) -> bool:
+    """Return whether an entry names a job of Slurm and a directory inside the sweep."""
+    directory = PurePosixPath(entry.directory)
+    if directory.is_absolute() or ".." in directory.parts:
+        return False
+    if entry.job is not None and JOB.fullmatch(entry.job) is None:
+        return False
+    return (sweep_dir / directory).resolve().is_relative_to(sweep_dir.resolve())
 
 
 def latest(sweep_dir: Path) -> dict[int, Entry]:

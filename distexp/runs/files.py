@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that change the state of a terminal or the direction of a text."""
+from distexp.system.units import MIB
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that change the state of a terminal or the direction of a text, or that no file can contain."""
+
+MAX_JSON_MB = 256
+"""Size of the largest JSON file that is read. A record with thousands of ranks has a few MB."""
 
 MOST_DIGITS = 18
 """Digits of an integer. More may not fit into the columns of a report."""
@@ -84,9 +91,26 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is not JSON, or contains a number that no distexp writes.
+        ValueError: if it is not JSON, or contains a number that no distexp writes, or is larger than MAX_JSON_MB.
     """
-    return parse_json(path.read_text())
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size / MIB
+        if size > MAX_JSON_MB:
+            raise ValueError(f"it has {size:,.0f} MB, more than {MAX_JSON_MB}")
+        return parse_json(file.read().decode())
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading that another program may have made. A pipe or a device might never end.
+
+    Raises:
+        OSError: if the file cannot be opened, or is a folder, a pipe or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def parse_json(text: str) -> Any:

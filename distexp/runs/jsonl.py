@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from distexp.runs.files import nan_to_none, parse_json
+from distexp.runs.files import nan_to_none, open_file, parse_json
 
 END_BYTES = 4096
 
@@ -30,7 +30,8 @@ def read_entries(path: Path) -> list[Entry]:
         OSError: if the file exists and cannot be read.
     """
     try:
-        text = path.read_text(errors="replace")
+        with open_file(path) as file:
+            text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
     return _parse(text.splitlines())
@@ -39,7 +40,7 @@ def read_entries(path: Path) -> list[Entry]:
 def read_last_entry(path: Path) -> Entry:
     """Read the last whole line of a file from its end, because the file may be large; empty if there is none."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
             whole = file.read().rpartition(b"\n")[0]
     except OSError:
@@ -73,7 +74,7 @@ class Tail:
             OSError: if the file exists and cannot be read.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 size = file.seek(0, os.SEEK_END)
                 if size < self._offset:
                     self._offset, self.restarts = 0, self.restarts + 1

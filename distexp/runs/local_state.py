@@ -39,8 +39,9 @@ def _finished_state(run: ExistingRun) -> RunState:
 
 
 def _state_by_activity(run: ExistingRun) -> RunState:
-    idle_s = time.time() - last_activity(run.directory)
+    active_at = last_activity(run.directory)
+    idle_s = time.time() - active_at
     if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":
         return RunState(run.number, run.directory, None, "running")
-    reason = f"last activity {idle_s:,.0f} s ago (process probably killed)"
+    reason = f"last activity {idle_s:,.0f} s ago (process probably killed)" if active_at else "its record is damaged"
     return RunState(run.number, run.directory, None, "no record", reason)

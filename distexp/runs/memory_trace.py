@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from distexp.runs.files import open_file
+
 CPU = "cpu"
 GPU = "gpu"
 
@@ -97,7 +99,8 @@ def _format_cell(value: str | float | None) -> str:
 
 def read_whole_lines(path: Path, notes: list[str]) -> list[str]:
     """Return the lines of a file without a torn last one, which gets a note."""
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    with open_file(path) as file:
+        text = file.read().decode("utf-8-sig", errors="replace")
     lines = text.splitlines()
     if lines and not text.endswith("\n"):
         lines.pop()

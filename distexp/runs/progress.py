@@ -28,7 +28,14 @@ class Progress:
 
 
 def read_progress(directory: Path) -> Progress:
-    """Read the progress of a run from its metrics and events."""
+    """Read the progress of a run from its metrics and events. A file that cannot be read is named as the phase."""
+    try:
+        return _read_progress(directory)
+    except OSError as error:
+        return Progress(phase=f"unknown ({error.filename}: {error.strerror})")
+
+
+def _read_progress(directory: Path) -> Progress:
     events = read_phase_events(directory / EVENTS)
     last = read_last_entry(directory / METRICS)
     return Progress(

@@ -284,7 +284,7 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 def _by_number(path: Path) -> tuple[str, int, str]:
     number = path.parent.name
-    return str(path.parent.parent), int(number) if number.isdigit() else -1, number
+    return str(path.parent.parent), int(number) if number.isdecimal() else -1, number
 
 
 def load_all(*roots: Path) -> tuple[list[tuple[Path, RunRecord]], list[str]]:

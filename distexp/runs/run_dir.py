@@ -174,7 +174,7 @@ def memory_trace_path(run_dir: Path, node: int) -> Path:
 def memory_traces(run_dir: Path) -> Iterator[tuple[int, Path]]:
     """Yield (node, path) of each memory trace of a run, in the order of the nodes."""
     found = {path.stem.removeprefix("node"): path for path in (run_dir / MEMORY).glob("node*.csv")}
-    yield from sorted((int(node), path) for node, path in found.items() if node.isdigit())
+    yield from sorted((int(node), path) for node, path in found.items() if node.isdecimal())
 
 
 def profile_trace_path(run_dir: Path) -> Path:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config
-from distexp.runs.files import write_json
+from distexp.runs.files import open_file, write_json
 from distexp.runs.record import RunInfo
 from distexp.runs.run_dir import SPEC
+from distexp.runs.typed_values import typed
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,19 @@ class RunSpec:
 
     @classmethod
     def read(cls, directory: Path) -> RunSpec:
-        """Read the ``spec.json`` of a run directory."""
-        raw = json.loads((directory / SPEC).read_text())
-        return cls(config=typed_config(raw["config"]), run=RunInfo(**raw["run"]))
+        """Read the ``spec.json`` of a run directory.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if it is not the specification of a run.
+        """
+        try:
+            with open_file(directory / SPEC) as file:
+                raw = json.load(file)
+            return cls(config=typed_config(raw["config"]), run=typed(RunInfo, raw["run"]))
+        except (KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise ValueError(f"{directory / SPEC} is damaged ({reason})") from error
 
 
 def typed_config(values: Any) -> Config:

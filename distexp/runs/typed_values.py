@@ -94,8 +94,9 @@ def _check(hint: Any) -> Callable[[Any], bool]:
         checks = [_check(argument) for argument in arguments]
         return partial(_fits_one, checks)
     if origin is list:
-        fits = _check(arguments[0])
-        return lambda value: isinstance(value, list) and all(item is None or fits(item) for item in value)
+        item = arguments[0]
+        fits = _check(item | None if item in (int, float) else item)
+        return lambda value: isinstance(value, list) and all(map(fits, value))
     if origin is dict:
         fits = _check(arguments[1])
         return lambda value: isinstance(value, dict) and all(map(fits, value.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 
 from distexp import status
+from distexp.launch import ledger
+from distexp.launch.slurm import client
+from distexp.launch.slurm.status import poll
 from distexp.report.data.rows import load_rows
 from distexp.runs.existing import ExistingRuns
 from distexp.runs.progress import read_progress
 from distexp.runs.record import RunError, RunRecord
+from distexp.runs.run_dir import memory_traces
 from tests.helpers.records import record, write
 
 HUGE = 10**400
@@ -39,6 +44,7 @@ WRONG: dict[str, Any] = {  # values of single keys
     "run.number": "one",
     "run.overrides": "strategy=ddp",
     "run.attempts": [3],
+    "run.hosts": [None],
     "run.duration_s": HUGE,
     "config": [],
     "config.cluster": None,
@@ -164,3 +170,81 @@ def test_control_characters_in_a_record_are_shown_and_not_obeyed(
     shown = capsys.readouterr().out
     assert "\\x1b]0;owned" in shown
     assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(shown)
+
+
+def test_a_number_in_another_script_is_no_number(sweep: Path) -> None:
+    """``'²'.isdigit()`` is true, but ``int('²')`` fails."""
+    (sweep / "1").rename(sweep / "²")
+    (sweep / "²" / "record.json").write_text(change("run.number", 7))
+    (sweep / "0" / "memory").mkdir()
+    (sweep / "0" / "memory" / "node².csv").touch()
+    assert {row.label for row in load_rows([sweep])[0]} == {"0", "2", "²"}
+    assert list(memory_traces(sweep / "0")) == []
+
+
+def test_half_a_character_in_a_record_is_shown_as_a_code(sweep: Path) -> None:
+    """No file and no terminal can contain the half of a surrogate pair, but JSON can."""
+    (sweep / "1" / "record.json").write_text(change("run.name", "\ud800"))
+    assert RunRecord.read(sweep / "1" / "record.json").run.name == "\\ud800"
+
+
+@pytest.mark.parametrize("name", ["record.json", "spec.json", "events.jsonl", "metrics.jsonl", "owner.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_a_file_that_never_ends_is_not_read(
+    kind: str, name: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {"id": "a", "name": "b", "number": 1, "overrides": []}
+    (sweep / "1" / "spec.json").write_text(json.dumps({"run": run}))
+    strange = sweep / "1" / name
+    strange.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(strange)
+    elif kind == "folder":
+        strange.mkdir()
+    else:
+        strange.symlink_to("/dev/zero")
+    assert status.main([str(sweep)]) == 0
+    assert "2 completed" in capsys.readouterr().out
+    assert [row.label for row in load_rows([sweep])[0]] == ["0", "2"]
+
+
+def test_a_huge_record_is_not_read(sweep: Path) -> None:
+    with (sweep / "1" / "record.json").open("wb") as file:
+        file.truncate(2**40)  # It takes no space on disk.
+    assert "it has 1,048,576 MB, more than 256" in load_rows([sweep])[1][0]
+
+
+ENTRY = {"run": 1, "id": "a", "directory": "1", "job": "5_0", "state": "submitted", "unix_time_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run": [1]},
+        {"run": None},
+        {"id": 3},
+        {"directory": 3},
+        {"directory": "/etc"},
+        {"directory": "../.."},
+        {"directory": "outside"},
+        {"job": "--user=me"},
+        {"job": "5_0,6_0"},
+        {"job": "5_0\n"},
+        {"job": 5},
+        {"state": []},
+    ],
+    ids=str,
+)
+def test_entries_of_the_ledger_that_no_distexp_writes_are_left_out(changes: dict[str, Any], tmp_path: Path) -> None:
+    """A command would write into their directories, and pass their jobs to Slurm."""
+    (tmp_path / "outside").symlink_to("/etc")
+    (tmp_path / "ledger.jsonl").write_text(f"{json.dumps(ENTRY | changes)}\n{json.dumps(ENTRY | {'run': 2})}\n")
+    assert list(ledger.latest(tmp_path)) == [2]
+
+
+def test_a_run_directory_that_was_deleted_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "query_jobs", lambda jobs: {})
+    (tmp_path / "ledger.jsonl").write_text(f"{json.dumps(ENTRY)}\n")
+    (state,) = poll(tmp_path)
+    assert (state.state, state.job) == ("no record", "5_0")
+    assert "1/spec.json" in state.reason

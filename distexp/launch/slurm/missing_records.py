@@ -48,7 +48,7 @@ def has_started(directory: Path, job: str | None) -> bool:
         registered = RunSpec.read(directory).run.attempts
     except (OSError, ValueError):
         return False
-    return bool(registered) and registered[-1]["job_id"] == job and registered[-1]["reason"] is None
+    return bool(registered) and registered[-1].get("job_id") == job and registered[-1].get("reason") is None
 
 
 def _find_cause(

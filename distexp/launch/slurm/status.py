@@ -131,7 +131,7 @@ def _read_record(directory: Path) -> RunRecord | None:
     except ValueError:
         return None
     # A job of version 0.1.0 writes its record before it is complete.
-    unfinished = record.run.attempts and record.run.attempts[-1]["reason"] is None
+    unfinished = record.run.attempts and record.run.attempts[-1].get("reason") is None
     return None if unfinished else record
 
 
@@ -143,8 +143,12 @@ def _write_missing_records(
     states = []
     for entry in dead:
         directory = sweep_dir / entry.directory
-        record = _read_record(directory) or write_missing_record(sweep_dir, entry, jobs.get(entry.job or ""))
-        states.append(RunState.from_record(entry.run, directory, entry.job, record))
+        try:
+            record = _read_record(directory) or write_missing_record(sweep_dir, entry, jobs.get(entry.job or ""))
+        except (OSError, ValueError) as error:  # as after the run directory was deleted
+            states.append(RunState(entry.run, directory, entry.job, "no record", str(error)))
+        else:
+            states.append(RunState.from_record(entry.run, directory, entry.job, record))
     return states
 
 
