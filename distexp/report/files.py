@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PAGE = "report.html"
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def write_files(
@@ -61,11 +62,18 @@ def write_files(
 
 
 def write_csv(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
-    """Write comma-separated values. A value that was not measured is empty."""
+    """Write comma-separated values. A value that was not measured is empty.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe.
+    """
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, restval=None)
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({name: _as_text(value) for name, value in row.items()} for row in rows)
+
+
+def _as_text(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
 
 
 def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distexp.report.__main__ import main
+from distexp.report.files import write_csv
 from distexp.runs.record import RunError, RunRecord
 from tests.helpers.records import record, write
 from tests.helpers.report_sweeps import enrich, with_traces
@@ -332,3 +333,13 @@ def test_settings_changed_in_all_runs_are_listed(tmp_path: Path) -> None:
     nothing = tmp_path / "empty"
     nothing.mkdir()
     assert report("--compare", before, nothing).returncode == 2
+
+
+def test_a_text_is_no_formula_of_a_spreadsheet(tmp_path: Path) -> None:
+    texts = ('=HYPERLINK("http://a.b","c")', "+1", "-1", "@SUM(1)", "name==1")
+    path = tmp_path / "results.csv"
+    write_csv([{"name": text, "train_loss": -1.5} for text in texts], ["name", "train_loss"], path)
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == [*(f"'{text}" for text in texts[:4]), "name==1"]
+    assert {row["train_loss"] for row in rows} == {"-1.5"}
