@@ -94,6 +94,11 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
         )
     errors += [f"{key} cannot be set: {hint}" for key, hint in RESERVED_KEYS.items() if key in by_key]
+    errors += [
+        f"{override.input_line} is not an option: leave it out"
+        for key, override in by_key.items()
+        if (key == "hydra" or key.startswith("hydra/")) and override.value() is None
+    ]
     if errors:
         raise ConfigError(errors)
 

@@ -20,6 +20,9 @@ NULLABLE_KEYS = ("path", "tokenizer", "vocab_size", "dropout")
 def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[str]:
     """Return an error for each key that is set and that the chosen option does not have."""
     unset = type(section)()
+    unknown = [key for key in section.keys if not isinstance(key, str) or key not in vars(unset)]
+    if unknown:
+        return [f"{group}.keys contains {unknown[0]!r}, which is not a key of {group}: leave it out"]
     available = ", ".join(key for key in section.keys if key != "options") or "none"
     return [
         f"{group}.{key}={getattr(section, key)} is not a key of {group}={section.name}: leave it out. "
@@ -82,7 +85,7 @@ def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:
 
 def _missing_values(model: ModelConfig) -> Iterator[str]:
     for key in model.keys:
-        if key not in NULLABLE_KEYS and getattr(model, key) is None:
+        if key in vars(model) and key not in NULLABLE_KEYS and getattr(model, key) is None:
             yield f"model.{key} is null, but model={model.name} needs a value: set it"
 
 

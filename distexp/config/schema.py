@@ -203,7 +203,7 @@ class TrainConfig:
     measure_after_step: int = key(5, "First steps to exclude from speed and step times.", at_least=0)
     profile_steps: int = key(0, "Last steps to profile. They are excluded from speed and memory. 0: none.", at_least=0)
     log_every: int = key(10, "Steps between two lines of `metrics.jsonl`.", at_least=1)
-    seed: int = key(42, "Seed of weights, dropout and sample order.", at_least=0)
+    seed: int = key(42, "Seed of weights, dropout and sample order.", at_least=0, below=2**32)
     on_nan: str = key(
         "stop", "When the loss is not finite: stop the run as failed, or record it and continue.",
         choices=("stop", "record"),

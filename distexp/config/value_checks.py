@@ -19,6 +19,10 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Control characters. A line break would end an option of sbatch, and start a shell line."""
 
 
+MOST_DIGITS = 18
+"""Digits of an integer. More may not fit into the columns of a report, and a record with more is not read."""
+
+
 def check_values(config: Config) -> Iterator[str]:
     """Yield an error for each value that is wrong regardless of all other values."""
     for section in sections():
@@ -46,5 +50,8 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
 
 def _error(info: FieldInfo, value: Any) -> str | None:
     error = info.find_error(value)
-    is_infinite = isinstance(value, float) and not math.isfinite(value)
-    return "must be a finite number" if error is None and is_infinite else error
+    if error is None and isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if error is None and isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+        return f"has more than {MOST_DIGITS} digits: lower it"
+    return error

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from distexp.config.value_checks import MOST_DIGITS
 from distexp.system.units import MIB
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -21,9 +22,6 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 MAX_JSON_MB = 256
 """Size of the largest JSON file that is read. A record with thousands of ranks has a few MB."""
-
-MOST_DIGITS = 18
-"""Digits of an integer. More may not fit into the columns of a report."""
 
 
 @contextmanager

@@ -26,6 +26,9 @@ CELLS_KEY = "sweep.cells"
 REPEATS_KEY = "repeats"
 SEED_KEY = "train.seed"
 
+MAX_CELLS = 100_000
+"""Cells of the largest sweep. More would fill the memory before the first one starts."""
+
 
 class DistexpSweeper(BasicSweeper):
     """Hydra's basic sweeper with lists of cells and repeats. The command line replaces the sweep of a preset."""
@@ -66,6 +69,9 @@ class DistexpSweeper(BasicSweeper):
         assert self.config is not None
         seed, repeats = int(self.config.train.seed), int(self.config.repeats)
         planned = [(cell, _integer(cell, REPEATS_KEY, repeats), _integer(cell, SEED_KEY, seed)) for cell in cells]
+        total = sum(max(count, 1) for _, count, _ in planned)
+        if not 0 < total <= MAX_CELLS:
+            raise ConfigError(f"the sweep has {total:,} cells: start one with 1 to {MAX_CELLS:,} cells")
         most = max((count for _, count, _ in planned), default=1)
         repeated = [
             cell if count < 2 else _with_seed(cell, first + n)
