@@ -6,7 +6,11 @@ import os
 import re
 from collections.abc import Mapping
 
-SECRET_NAME = re.compile(r"(^|_)(\w*(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?|(API|ACCESS|PRIVATE)?KEYS?)(_|$)", re.I)
+SECRET_NAME = re.compile(
+    r"(^|_)(\w*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?|(API|ACCESS|PRIVATE)?KEYS?|PASS|PAT)(_|$)"
+    r"|_(PWD|AUTH)$",
+    re.I,
+)
 
 MIN_LETTERS = 8
 """Shorter values are not searched in texts, because they may be there by coincidence."""

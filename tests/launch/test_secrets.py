@@ -74,7 +74,17 @@ def test_secrets_are_not_recorded() -> None:
     assert found == {"NCCL_ALGO": "Ring"}
 
 
-@pytest.mark.parametrize("name", ["OPENAI_KEY_2", "GITHUB_TOKEN", "MYSECRET", "apikey", "DB_PASSWD", "X_CREDENTIALS"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("OPENAI_KEY_2", "GITHUB_TOKEN", "MYSECRET", "apikey", "DB_PASSWD", "X_CREDENTIALS"),
+        *("MYSQL_PWD", "DB_PASS", "GITHUB_PAT", "SSH_PASSPHRASE", "NPM_AUTH"),
+    ],
+)
 def test_names_of_secrets(name: str) -> None:
     assert looks_secret(name)
-    assert not looks_secret("MONKEY")
+
+
+@pytest.mark.parametrize("name", ["MONKEY", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "SSH_AUTH_SOCK", "BYPASS", "AUTHOR"])
+def test_names_of_other_variables(name: str) -> None:
+    assert not looks_secret(name)
