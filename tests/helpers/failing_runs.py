@@ -76,23 +76,29 @@ def _eat_memory(sample: Sample) -> Sample:
 
 
 def _eat_until_killed(sample: Sample) -> Sample:
+    """Allocate 8 GiB, at 1 GiB a second, and wait for the kill, which may come late on a busy machine."""
     held = []
-    while True:
+    for _ in range(256):
         held.append(torch.ones(8 << 20))
-        time.sleep(0.01)
+        time.sleep(0.03)
+    time.sleep(600)
+    return sample
 
 
 class Slow:
-    """Samples that take 25 ms each."""
+    """Samples that take some time each. After a number of them, the rank waits until a file exists, the gate."""
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
+    def __init__(self, samples: Samples, *, delay: float = 0.025, at: int = 0, gate: str = os.devnull) -> None:
+        self.samples, self.delay, self.left, self.gate = samples, delay, at, Path(gate)
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        time.sleep(0.025)
+        time.sleep(self.delay)
+        self.left -= 1
+        while self.left < 0 and not self.gate.exists():
+            time.sleep(0.05)
         return self.samples[index]
 
 
@@ -112,7 +118,7 @@ class Held(Slow):
 
 def slow(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     data = squad_sample.load(replace(dataset, options={}), model, seed)
-    return replace(data, train=Slow(data.train))
+    return replace(data, train=Slow(data.train, **dataset.options))
 
 
 def held(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:

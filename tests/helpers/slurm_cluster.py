@@ -7,15 +7,17 @@ not used or changed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -25,6 +27,8 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "slurmdbd", "munged", "mariadbd", "
 NODES, CPUS, GPUS, MEMORY_MB = 4, 8, 4, 16000
 MAX_CLUSTERS = 32
 """Test clusters that may run on one machine at the same time."""
+DEADLINE_S = 300.0
+"""A time that only a broken cluster misses, also on a busy machine."""
 LONGEST_ROOT = 70
 """Characters of the path of a cluster. The sockets of Slurm's steps add 35, and a socket's path has at most 107."""
 
@@ -64,6 +68,7 @@ class Cluster:
     Attributes:
         root: Folder of configuration, logs and state.
         slot: Number of the cluster on this machine; -1 before the start.
+        claim: Open lock file of the slot; -1 before the start and after the end.
         daemons: The started daemons by name.
         nodes: Names of the compute nodes.
         env: Environment variables for Slurm's commands.
@@ -71,7 +76,7 @@ class Cluster:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.slot = -1
+        self.slot = self.claim = -1
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.nodes = [f"node{number}" for number in range(1, NODES + 1)]
         self.env = {**os.environ, "PATH": f"{os.environ['PATH']}:{SBIN}", "SLURM_CONF": str(root / "etc/slurm.conf")}
@@ -83,7 +88,7 @@ class Cluster:
         assert len(str(self.root)) <= LONGEST_ROOT, f"{self.root} is too long for the sockets of Slurm's steps"
         for name in ("etc", "run", "log", "state", "spool", "dev", "db"):
             (self.root / name).mkdir(parents=True)
-        self.slot = self._claim_network()
+        self._claim_slot()
         self._write_configuration()
         self._make_network()
         self._start_munge()
@@ -93,7 +98,7 @@ class Cluster:
         self.start_controller("-c")
         for node in self.nodes:
             self.start_node(node)
-        self._wait_for("idle nodes", lambda: self.count_idle() == NODES, seconds=30)
+        self._wait_for("idle nodes", lambda: self.count_idle() == NODES)
 
     def start_controller(self, *options: str) -> None:
         """Start the controller; with ``-c`` it forgets all jobs."""
@@ -103,7 +108,7 @@ class Cluster:
         """Stop the controller as for a restart."""
         controller = self.daemons.pop("slurmctld")
         controller.terminate()
-        controller.wait(timeout=30)
+        controller.wait(DEADLINE_S)
 
     def start_node(self, node: str) -> None:
         """Start the daemon of a node."""
@@ -111,9 +116,8 @@ class Cluster:
 
     def crash_node(self, node: str) -> None:
         """Kill the daemon of a node and all processes on it at once."""
-        for process in self.processes(node):
-            process.kill()
-        self.daemons.pop(f"slurmd-{node}").wait(timeout=30)
+        self._kill_all(node)
+        self.daemons.pop(f"slurmd-{node}").wait(DEADLINE_S)
 
     def disconnect_node(self, node: str) -> None:
         """Disconnect a node for good; its processes continue on the shared file system."""
@@ -131,28 +135,33 @@ class Cluster:
                 self._succeeds("scontrol", "update", f"nodename={node}", "state=resume")
             return found == "idle"
 
-        self._wait_for(f"{node} to be idle", idle, seconds=60)
+        self._wait_for(f"{node} to be idle", idle)
 
     def stop(self) -> None:
         """Kill all processes of the cluster, and remove its network."""
-        for process in self.processes():
-            process.kill()
+        if self.claim < 0:
+            return
+        self._kill_all()
         for daemon in reversed(self.daemons.values()):
             if daemon.poll() is None:
                 daemon.send_signal(signal.SIGKILL)
             daemon.wait()
-        if self.slot >= 0:
-            self._remove_network()
+        self._remove_network()
+        os.close(self.claim)
+        self.claim = -1
 
     def processes(self, *hosts: str) -> list[psutil.Process]:
-        """Return the processes on the given hosts, or on the whole cluster."""
+        """Return the processes on the given hosts, or on the whole cluster, without zombies.
+
+        Each has its command line as ``info["cmdline"]``.
+        """
         namespaces = set()
         for host in hosts or ("head", *self.nodes):
             name = Path(f"/run/netns/{self._namespace(host)}")
             if name.exists():
                 namespaces.add(name.stat().st_ino)
         found = []
-        for process in psutil.process_iter():
+        for process in psutil.process_iter(["cmdline"]):
             try:
                 if os.stat(f"/proc/{process.pid}/ns/net").st_ino in namespaces:
                     found.append(process)
@@ -162,9 +171,9 @@ class Cluster:
 
     # Queries of tests
 
-    def command(self, *arguments: str, timeout: float = 30) -> str:
+    def command(self, *arguments: str) -> str:
         """Run a Slurm command and return its output."""
-        done = subprocess.run(arguments, env=self.env, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(arguments, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return done.stdout
 
@@ -186,7 +195,7 @@ class Cluster:
             found = found.strip()
             return bool(state) and state.split()[0] not in ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")
 
-        self._wait_for(f"{job} to end", has_ended, seconds=60)
+        self._wait_for(f"{job} to end", has_ended)
         return found
 
     def restarts(self, job: str) -> int:
@@ -197,12 +206,20 @@ class Cluster:
     def cancel_all(self) -> None:
         """Cancel all jobs, and wait until the queue is empty."""
         self.command("scancel", "-u", "root")
-        self._wait_for("an empty queue", lambda: not self.command("squeue", "-h"), seconds=60)
+        self._wait_for("an empty queue", lambda: not self.command("squeue", "-h"))
 
     # Implementation
 
-    def _wait_for(self, what: str, condition: Callable[[], bool], seconds: float = 20) -> None:
-        deadline = time.monotonic() + seconds
+    def _kill_all(self, *hosts: str) -> None:
+        """Kill all processes on the given hosts, or on the whole cluster, also those that start meanwhile."""
+        while found := self.processes(*hosts):
+            for process in found:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.05)
+
+    def _wait_for(self, what: str, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             if condition():
                 return
@@ -211,10 +228,11 @@ class Cluster:
             f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}"
             for path in sorted((self.root / "log").glob("*.log"))
         )
-        raise RuntimeError(f"the test cluster waited {seconds:g} s for {what}\n{logs}")
+        raise RuntimeError(f"the test cluster waited {DEADLINE_S:g} s for {what}\n{logs}")
 
     def _succeeds(self, *arguments: str) -> bool:
-        return subprocess.run(arguments, env=self.env, capture_output=True, check=False, timeout=20).returncode == 0
+        done = subprocess.run(arguments, env=self.env, capture_output=True, check=False, timeout=DEADLINE_S)
+        return done.returncode == 0
 
     def _start(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         with (self.root / "log" / f"{name}.log").open("ab") as log:
@@ -238,23 +256,30 @@ class Cluster:
     def _ip(self, *arguments: str) -> None:
         subprocess.run(("ip", *arguments), env=self.env, check=True, capture_output=True)
 
-    def _claim_network(self) -> int:
-        """Create a bridge with a free number, and return the number.
-
-        A bridge whose owner has died is replaced.
-        """
+    def _claim_slot(self) -> None:
+        """Lock a free slot until the end of this process, and remove what a killed owner left there."""
         for self.slot in range(MAX_CLUSTERS):
+            claim = os.open(f"/run/distexp-test-cluster{self.slot}.lock", os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                self._ip("link", "add", self._bridge, "type", "bridge")
-            except subprocess.CalledProcessError:
-                owner = Path(f"/sys/class/net/{self._bridge}/ifalias").read_text().strip()
-                if not owner or psutil.pid_exists(int(owner)):
-                    continue
-                self._remove_network()
-                self._ip("link", "add", self._bridge, "type", "bridge")
-            self._ip("link", "set", self._bridge, "alias", str(os.getpid()))
-            return self.slot
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(claim)
+                continue
+            if self._is_in_use():
+                os.close(claim)
+                continue
+            self.claim = claim
+            self._remove_network()
+            return
         raise RuntimeError(f"{MAX_CLUSTERS} test clusters are already running on this machine")
+
+    def _is_in_use(self) -> bool:
+        """Return whether the bridge of the slot belongs to a living process that did not see the lock."""
+        try:
+            owner = Path(f"/sys/class/net/{self._bridge}/ifalias").read_text().strip()
+        except OSError:
+            return False
+        return owner.isdigit() and psutil.pid_exists(int(owner))
 
     @property
     def _bridge(self) -> str:
@@ -267,6 +292,8 @@ class Cluster:
         return f"10.213.{self.slot}.{self._number(host)}"
 
     def _make_network(self) -> None:
+        self._ip("link", "add", self._bridge, "type", "bridge")
+        self._ip("link", "set", self._bridge, "alias", str(os.getpid()))
         self._ip("addr", "add", f"10.213.{self.slot}.254/24", "dev", self._bridge)
         self._ip("link", "set", self._bridge, "up")
         for number, host in enumerate(("head", *self.nodes)):
@@ -295,18 +322,18 @@ class Cluster:
         run = self.root / "run"
         files = (f"--key-file={key}", f"--pid-file={run}/munge.pid", f"--seed-file={run}/munge.seed")
         self._start("munged", "munged", "-F", "--force", f"--socket={run}/munge.sock", *files)
-        self._wait_for("munge", (run / "munge.sock").exists)
+        self._wait_for("munge", lambda: _listens(run / "munge.sock"))
 
     def _start_database(self) -> None:
-        db, socket = self.root / "db", self.root / "run/mysql.sock"
+        db, path = self.root / "db", self.root / "run/mysql.sock"
         install = ("mariadb-install-db", "--no-defaults", f"--datadir={db}", "--user=root")
         quiet = ("--auth-root-authentication-method=normal", "--skip-test-db")
-        subprocess.run((*install, *quiet), env=self.env, check=True, capture_output=True, timeout=60)
+        subprocess.run((*install, *quiet), env=self.env, check=True, capture_output=True, timeout=DEADLINE_S)
         small = ("--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=0", "--performance-schema=OFF")
-        where = (f"--datadir={db}", f"--socket={socket}", "--user=root", "--skip-networking", "--skip-log-bin")
+        where = (f"--datadir={db}", f"--socket={path}", "--user=root", "--skip-networking", "--skip-log-bin")
         self._start("mariadbd", "mariadbd", "--no-defaults", *where, *small)
-        self._wait_for("the database", socket.exists)
-        self.env["MYSQL_UNIX_PORT"] = str(socket)
+        self._wait_for("the database", lambda: _listens(path))
+        self.env["MYSQL_UNIX_PORT"] = str(path)
 
     def _write_configuration(self) -> None:
         etc, lines = self.root / "etc", [f"{self._address(name)} {name}" for name in ("head", *self.nodes)]
@@ -366,8 +393,8 @@ class Cluster:
             SlurmdSpoolDir={root}/spool/%n
             SlurmctldPidFile={root}/run/slurmctld.pid
             SlurmdPidFile={root}/run/slurmd-%n.pid
-            SlurmdTimeout=10
-            KillWait=10
+            SlurmdTimeout=30
+            KillWait=30
             InactiveLimit=0
             MinJobAge=300
             ReturnToService=1
@@ -382,6 +409,16 @@ class Cluster:
             AccountingStoragePass={root}/run/munge.sock
             AccountingStorageTRES=gres/gpu
             NodeName=DEFAULT CPUs={CPUS} RealMemory={MEMORY_MB} Gres=gpu:{GPUS}
-            PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=20 MaxTime=INFINITE
+            PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE
             PartitionName=high Nodes=ALL PriorityTier=100 PreemptMode=OFF MaxTime=INFINITE
             """).replace("PartitionName=low", f"{addresses}\nPartitionName=low")
+
+
+def _listens(path: Path) -> bool:
+    """Return whether a process accepts connections to a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(str(path))
+        except OSError:
+            return False
+    return True

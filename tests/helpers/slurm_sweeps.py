@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import psutil
 
 from distexp.launch import ledger
 from distexp.runs.record import RunRecord
-from tests.helpers.runs import REPOSITORY, run_module
+from tests.helpers.processes import find_processes
+from tests.helpers.runs import HELPERS, REPOSITORY, run_module
 from tests.helpers.slurm_cluster import Cluster
 
 
@@ -40,8 +42,13 @@ def status(slurm: Cluster, sweep: Path, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
-    """Wait until a condition is true, and fail after the given time."""
+def user_environment(slurm: Cluster) -> dict[str, str]:
+    """Return the environment of a user with the custom data sets of ``failing_runs``."""
+    return {**slurm.env, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HELPERS)])}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
+    """Wait until a condition is true, and fail after a time that only a broken program needs."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -52,25 +59,52 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 def all_ended(slurm: Cluster, sweep: Path) -> Callable[[], bool]:
     """Return a condition: status shows no run that may still be active."""
-    return lambda: not any(state in status(slurm, sweep) for state in ("pending", "running", "ending", "unknown"))
+
+    def ended() -> bool:
+        shown = status(slurm, sweep)  # once, because a run may change its state between two commands
+        return not any(state in shown for state in ("pending", "running", "ending", "unknown"))
+
+    return ended
+
+
+def wait_requeued(slurm: Cluster, job: str) -> None:
+    """Wait until Slurm has requeued a job. Slurm starts it two minutes later."""
+    query = f"squeue -h -j {job} -o %T:%r".split()
+    wait_for(lambda: slurm.command(*query).strip() == "PENDING:BeginTime")
 
 
 def restart_now(slurm: Cluster, job: str) -> None:
-    """Wait until Slurm has requeued a job, and start it at once.
+    """Wait until Slurm has requeued a job, and start it at once."""
+    wait_requeued(slurm, job)
+    start_now(slurm, job)
 
-    Slurm itself would wait for two minutes.
-    """
-    query = f"squeue -h -j {job} -o %T:%r".split()
-    wait_for(lambda: slurm.command(*query).strip() == "PENDING:BeginTime", 240)
+
+def start_now(slurm: Cluster, job: str) -> None:
+    """Start a requeued job at once."""
     slurm.command("scontrol", "update", f"jobid={job}", "StartTime=now")
 
 
 def node_tasks(sweep: Path, node: str) -> list[psutil.Process]:
     """Return the running node tasks of a sweep on one node of their job."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        is_task = "distexp.launch.slurm.node_task" in command and any(str(sweep) in argument for argument in command)
-        if is_task and "srun" not in command[0] and process.environ().get("SLURM_PROCID") == node:
-            found.append(process)
-    return found
+    found = [
+        process
+        for process in find_processes("distexp.launch.slurm.node_task", str(sweep))
+        if "srun" not in process.info["cmdline"][0] and _variable(process, "SLURM_PROCID") == node
+    ]
+    # A task that starts a program is copied, with its command line, until the copy becomes the program.
+    ids = {process.pid for process in found}
+    return [process for process in found if _parent(process) not in ids]
+
+
+def _variable(process: psutil.Process, name: str) -> str | None:
+    try:
+        return process.environ().get(name)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None

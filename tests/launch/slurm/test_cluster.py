@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 
 from distexp.runs.record import RunRecord
+from tests.helpers.processes import have_ended
 from tests.helpers.runs import run_module
 from tests.helpers.slurm_cluster import Cluster
 from tests.helpers.slurm_sweeps import wait_for
@@ -18,19 +20,24 @@ pytestmark = pytest.mark.slurm
 
 def test_the_cluster_starts_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+
+    def sleeps() -> int:
+        return sum((process.info["cmdline"] or [])[1:] == ["600"] for process in cluster.processes(*cluster.nodes))
+
     try:
         cluster.start()
+        claim = os.dup(cluster.claim)  # so that no other cluster takes the slot before the checks
         cluster.command("sbatch", "-N4", "-o", "/dev/null", "--wrap", "trap '' TERM; srun sleep 600")
-        wait_for(lambda: cluster.command("squeue", "-h", "-t", "RUNNING") != "")
+        wait_for(lambda: sleeps() == len(cluster.nodes))
         inside = cluster.processes()
-        assert len(inside) > 2 + len(cluster.nodes), "two daemons on the head, one on each node, and the job"
     finally:
         cluster.stop()
-    assert psutil.wait_procs(inside, timeout=5)[1] == []
+    wait_for(lambda: have_ended(inside))
     assert all(daemon.poll() is not None for daemon in cluster.daemons.values())
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-    assert f"dxbr{cluster.slot}" not in links
-    assert not list(Path("/run/netns").glob(f"dx{cluster.slot}*"))
+    assert not re.search(rf"\bdx(br{cluster.slot}\b|{cluster.slot}v)", links)
+    assert not list(Path("/run/netns").glob(f"dx{cluster.slot}[hn]*"))
+    os.close(claim)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tests of lost nodes, time limits, preemption and closed shells.
 
-The data sets are slow on purpose: each test has time to interrupt the run, at little CPU load.
+The data sets are slow on purpose: each test has time to interrupt the run, at little CPU load. If the time might not be
+enough on a busy machine, the workers wait after 40 steps until a file exists, the gate.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from distexp.checkpoints.folder import list_checkpoints, step_of
+from distexp.runs.run_dir import STOP_REQUEST
 from distexp.runs.spec import RunSpec
-from tests.helpers.runs import HELPERS, REPOSITORY, run_distexp
+from tests.helpers.processes import have_ended
+from tests.helpers.runs import run_distexp
 from tests.helpers.slurm_cluster import Cluster, running_cluster
 from tests.helpers.slurm_sweeps import (
     all_ended,
@@ -24,8 +28,11 @@ from tests.helpers.slurm_sweeps import (
     read_lines,
     read_record,
     restart_now,
+    start_now,
     status,
+    user_environment,
     wait_for,
+    wait_requeued,
 )
 
 pytestmark = pytest.mark.slurm
@@ -45,12 +52,13 @@ SLOW = (
     "train.num_epochs=10000",
     "train.log_every=1",
 )
+STEPS_BEFORE_THE_GATE = 40
 NO_WAIT = ("--multirun", "cluster=slurm", "cluster.wait=false")
 
 
-def user_environment(slurm: Cluster) -> dict[str, str]:
-    """Return the environment of a user with custom data sets."""
-    return {**slurm.env, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HELPERS)])}
+def gated(*gates: Path, steps: int = STEPS_BEFORE_THE_GATE) -> tuple[str, ...]:
+    """Return overrides of runs that wait after some steps of each attempt until their gate exists."""
+    return f"+dataset.options.gate={','.join(map(str, gates))}", f"+dataset.options.at={4 * steps}"
 
 
 def submit(slurm: Cluster, sweep: Path, *overrides: str) -> None:
@@ -100,13 +108,14 @@ def test_a_failing_run_does_not_affect_the_others(slurm: Cluster, tmp_path: Path
 
 @pytest.mark.slow
 def test_jobs_survive_a_closed_shell_and_a_restarted_controller(slurm: Cluster, tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep"
+    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
     arguments = (
         "--multirun",
         "cluster=slurm",
         *SLOW,
+        *gated(gate),
         "train.seed=1,2",
-        "train.max_steps=400",
+        "train.max_steps=200",
         f"hydra.sweep.dir={sweep}",
     )
     shell = subprocess.Popen(
@@ -120,14 +129,14 @@ def test_jobs_survive_a_closed_shell_and_a_restarted_controller(slurm: Cluster, 
     slurm.stop_controller()
     try:
         assert "unknown" in status(slurm, sweep), "the state is unknown while the controller is down"
-        before = logged_steps(sweep, 0)
-        wait_for(lambda: logged_steps(sweep, 0) > before + 10)
+        gate.touch()
+        wait_for(lambda: logged_steps(sweep, 0) > STEPS_BEFORE_THE_GATE + 10)
     finally:
         slurm.start_controller()
     wait_for(all_ended(slurm, sweep))
     assert "2 completed" in status(slurm, sweep)
     for number in (0, 1):
-        assert_all_steps(sweep, number, 400)
+        assert_all_steps(sweep, number, 200)
         assert len(read_record(sweep, number).run.attempts) == 1
         assert slurm.wait_accounted(latest_jobs(sweep)[number], "State") == "COMPLETED"
 
@@ -136,18 +145,18 @@ def test_jobs_survive_a_closed_shell_and_a_restarted_controller(slurm: Cluster, 
 def test_a_run_resumes_from_its_last_checkpoint_after_lost_nodes(slurm: Cluster, tmp_path: Path) -> None:
     """An administrator sets a node down, then the head node crashes.
 
-    A second run with the same training is not interrupted.
+    A second run with the same training is not interrupted. The first one waits in each attempt until it is.
     """
-    sweep = tmp_path / "sweep"
+    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
     two = ("cluster.nodes=2", "cluster.workers_per_node=1", "cluster.exclusive=true", "strategy=fsdp")
     submit(
         slurm,
         sweep,
         *two,
         "model.dropout=0.1",
-        "train.max_steps=200",
+        "train.max_steps=120",
         "train.checkpoint_every=20",
-        "train.on_nan=stop,record",
+        *gated(gate, Path(os.devnull), steps=45),
     )
     job, lost = latest_jobs(sweep)[0], []
     try:
@@ -155,11 +164,13 @@ def test_a_run_resumes_from_its_last_checkpoint_after_lost_nodes(slurm: Cluster,
         lost.append(hosts(sweep)[1])
         slurm.command("scontrol", "update", f"nodename={lost[0]}", "state=down", "reason=test")
         restart_now(slurm, job)
-        wait_for(lambda: logged_steps(sweep, 1) == 200 and logged_steps(sweep) > 80, 240)
+        # The second attempt resumes from step 20 or 40, and waits 45 steps later.
+        wait_for(lambda: any((step_of(path) or 0) >= 60 for path in list_checkpoints(sweep / "0")))
         lost.append(hosts(sweep)[0])
         slurm.crash_node(lost[1])
+        gate.touch()
         restart_now(slurm, job)
-        wait_for(all_ended(slurm, sweep), 240)
+        wait_for(all_ended(slurm, sweep))
     finally:
         for node in lost:
             slurm.restore_node(node)
@@ -170,10 +181,10 @@ def test_a_run_resumes_from_its_last_checkpoint_after_lost_nodes(slurm: Cluster,
     assert [attempt["reason"] for attempt in attempts] == ["killed", "ended without a record", "completed"]
     first, second, third = (attempt["resumed_from_step"] for attempt in attempts)
     assert first is None
-    assert 20 <= second < third < 200
+    assert 20 <= second < third < 120
     assert lost[0] not in attempts[1]["hosts"]
     assert not set(lost) & set(attempts[2]["hosts"])
-    assert_all_steps(sweep, 0, 200)
+    assert_all_steps(sweep, 0, 120)
     for line, other in zip(read_lines(sweep / "0/metrics.jsonl"), read_lines(sweep / "1/metrics.jsonl"), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-6), line["step"]
     assert interrupted.metrics.eval_loss == pytest.approx(uninterrupted.metrics.eval_loss, rel=1e-6)
@@ -188,14 +199,16 @@ def hosts(sweep: Path) -> list[str]:
 @pytest.mark.slow
 def test_the_head_requeues_the_job_if_an_agent_dies(slurm: Cluster, tmp_path: Path) -> None:
     """The head may notice a lost node before Slurm does."""
-    sweep = tmp_path / "sweep"
+    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
     two = ("cluster.nodes=2", "cluster.workers_per_node=1", "strategy=ddp")
-    submit(slurm, sweep, *two, "train.max_steps=100", "train.checkpoint_every=10")
+    submit(slurm, sweep, *two, *gated(gate), "train.max_steps=100", "train.checkpoint_every=10")
     wait_for(lambda: logged_steps(sweep) > 20)
     (task,) = node_tasks(sweep, "1")
     task.kill()
-    restart_now(slurm, latest_jobs(sweep)[0])
-    wait_for(all_ended(slurm, sweep), 240)
+    wait_requeued(slurm, latest_jobs(sweep)[0])
+    gate.touch()
+    start_now(slurm, latest_jobs(sweep)[0])
+    wait_for(all_ended(slurm, sweep))
     assert_all_steps(sweep, 0, 100)
     first, second = read_record(sweep, 0).run.attempts
     assert (first["reason"], second["reason"]) == ("killed", "completed")
@@ -211,21 +224,23 @@ def test_a_disconnected_node_stops_when_a_new_attempt_has_started(
 
     The test breaks a node for good, so it starts a separate cluster.
     """
-    sweep = tmp_path / "sweep"
+    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
     with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
-        submit(cluster, sweep, "train.max_steps=900", "train.checkpoint_every=20")
+        submit(cluster, sweep, *gated(gate), "train.max_steps=150", "train.checkpoint_every=20")
         wait_for(lambda: logged_steps(sweep) > 30)
         (node,) = hosts(sweep)
-        workers = [process for process in cluster.processes(node) if "distexp.worker" in " ".join(process.cmdline())]
+        inside = cluster.processes(node)
+        workers = [process for process in inside if "distexp.worker" in " ".join(process.info["cmdline"] or [])]
         assert workers
         cluster.disconnect_node(node)
         restart_now(cluster, latest_jobs(sweep)[0])
         wait_for(lambda: hosts(sweep) != [node])
-        wait_for(lambda: not any(worker.is_running() for worker in workers), 60)
-        assert read_lines(sweep / "0/attempts/0/metrics.jsonl")[-1]["step"] < 900, "the first attempt did not complete"
+        wait_for(lambda: have_ended(workers))
+        assert read_lines(sweep / "0/attempts/0/metrics.jsonl")[-1]["step"] < 150, "the first attempt did not complete"
         assert not (sweep / "0/record.json").exists(), "the run is still active"
-        wait_for(all_ended(cluster, sweep), 240)
-    assert_all_steps(sweep, 0, 900)
+        gate.touch()
+        wait_for(all_ended(cluster, sweep))
+    assert_all_steps(sweep, 0, 150)
     attempts = read_record(sweep, 0).run.attempts
     assert [attempt["reason"] for attempt in attempts] == ["ended without a record", "completed"]
     assert attempts[1]["resumed_from_step"] >= 20
@@ -235,13 +250,13 @@ def test_a_disconnected_node_stops_when_a_new_attempt_has_started(
 def test_a_run_continues_after_the_time_limit_of_its_job(slurm: Cluster, tmp_path: Path) -> None:
     """Slurm sends its signal 30 to 60 s before the limit of two minutes.
 
-    The run needs 85 s and the time to start.
+    The run needs 100 s and the time to start.
     """
     sweep = tmp_path / "sweep"
-    submit(slurm, sweep, "train.max_steps=850", "cluster.timeout_min=2", "cluster.signal_delay_s=30")
+    submit(slurm, sweep, "train.max_steps=1000", "cluster.timeout_min=2", "cluster.signal_delay_s=30")
     job = latest_jobs(sweep)[0]
     restarts = 0
-    deadline = time.monotonic() + 500
+    deadline = time.monotonic() + 2000
     while "completed" not in status(slurm, sweep):
         assert time.monotonic() < deadline
         if slurm.restarts(job) > restarts:  # a pending job may not have started at all
@@ -252,17 +267,19 @@ def test_a_run_continues_after_the_time_limit_of_its_job(slurm: Cluster, tmp_pat
     attempts = read_record(sweep, 0).run.attempts
     assert len(attempts) == restarts + 1 > 1
     assert {attempt["reason"] for attempt in attempts[:-1]} == {"preempted"}
-    assert_all_steps(sweep, 0, 850)
+    assert_all_steps(sweep, 0, 1000)
 
 
 @pytest.mark.slow
 def test_a_preempted_run_resumes(slurm: Cluster, tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep"
-    submit(slurm, sweep, "train.max_steps=150", "cluster.partition=low")
+    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
+    submit(slurm, sweep, *gated(gate), "train.max_steps=150", "cluster.partition=low")
     wait_for(lambda: logged_steps(sweep) > 20)
     (node,) = hosts(sweep)
     urgent = f"sbatch --parsable -p high -w {node} --exclusive -o /dev/null --wrap true".split()
     interrupting = slurm.command(*urgent).strip()
+    wait_for((sweep / "0" / STOP_REQUEST).exists)
+    gate.touch()
     assert slurm.wait_accounted(interrupting, "State") == "COMPLETED"
     assert "(preemption): the run can be resumed from the checkpoint" in str(read_record(sweep, 0).error)
     restart_now(slurm, latest_jobs(sweep)[0])

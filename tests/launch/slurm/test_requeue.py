@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from distexp.runs.run_dir import STOP_REQUEST
 from tests.helpers.runs import run_distexp
 from tests.helpers.slurm_cluster import Cluster
-from tests.helpers.slurm_sweeps import all_ended, latest_jobs, read_lines, read_record, restart_now, status, wait_for
+from tests.helpers.slurm_sweeps import (
+    all_ended,
+    latest_jobs,
+    read_lines,
+    read_record,
+    start_now,
+    status,
+    user_environment,
+    wait_for,
+    wait_requeued,
+)
 
 pytestmark = pytest.mark.slurm
 
@@ -19,20 +31,29 @@ LONG_TRAINING = (
     "cluster.device=cpu",
     "cluster.cpus_per_worker=1",
     "cluster.wait=false",
-    "train.on_nan=stop,record",  # two equal trainings; only the first is interrupted
     "train.max_steps=800",
     "train.num_epochs=10000",
     "train.log_every=10",
     "train.checkpoint_every=25",
+    "train.micro_batch_size=4",
+    "train.gradient_accumulation_steps=1",
+    "dataset._target_=failing_runs.slow",
+    "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options]",
+    "trusted_packages=[failing_runs]",
     "dataset.train_size=64",
     "dataset.eval_size=8",
+    "+dataset.options.delay=0.002",
+    "+dataset.options.at=400",  # a rank waits after 100 steps until the gate exists
 )
 
 
 @pytest.mark.slow
 def test_a_requeued_run_resumes_with_the_same_losses(slurm: Cluster, tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep"
-    done = run_distexp("--multirun", "cluster=slurm", *LONG_TRAINING, f"hydra.sweep.dir={sweep}", env=slurm.env)
+    """Two equal trainings; only the first is interrupted. It waits after step 100 until it was asked to stop."""
+    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
+    gates = f"+dataset.options.gate={gate},{os.devnull}"
+    arguments = ("--multirun", "cluster=slurm", *LONG_TRAINING, gates, f"hydra.sweep.dir={sweep}")
+    done = run_distexp(*arguments, env=user_environment(slurm))
     assert done.returncode == 0, done.stdout + done.stderr
     job = latest_jobs(sweep)[0]
     metrics = sweep / "0/metrics.jsonl"
@@ -40,11 +61,14 @@ def test_a_requeued_run_resumes_with_the_same_losses(slurm: Cluster, tmp_path: P
     wait_for(lambda: len(read_lines(metrics)) > 2)
     # Slurm sends the same signal before a time limit. scancel may retry and then report that the job is ending.
     subprocess.run(["scancel", "--signal=USR2", job], env=slurm.env, check=False)
-    restart_now(slurm, job)
+    wait_for((sweep / "0" / STOP_REQUEST).exists)
+    gate.touch()
+    wait_requeued(slurm, job)
     assert read_record(sweep, 0).status == "preempted"
-    assert "pending" in status(slurm, sweep) or "running" in status(slurm, sweep)
+    assert "pending" in status(slurm, sweep)
+    start_now(slurm, job)
 
-    wait_for(all_ended(slurm, sweep), 240)
+    wait_for(all_ended(slurm, sweep))
     resumed, uninterrupted = read_record(sweep, 0), read_record(sweep, 1)
     assert (resumed.status, uninterrupted.status) == ("completed", "completed")
     assert [attempt["job_id"] for attempt in resumed.run.attempts] == [job] * 2

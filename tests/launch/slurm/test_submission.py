@@ -13,6 +13,7 @@ from distexp.cli.main import main
 from distexp.launch import ledger
 from tests.helpers.fake_slurm import calls, fake_slurm
 from tests.helpers.records import record
+from tests.helpers.runs import TIMEOUT_S
 
 LAUNCH = """
 import signal, sys
@@ -26,7 +27,7 @@ sys.exit(main())
 def launch(folder: Path, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a command of distexp in a folder."""
     command = [sys.executable, "-c", LAUNCH, *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def submit(folder: Path, *overrides: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -21,8 +21,8 @@ import pytest
 from distexp.launch import ledger
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import REPOSITORY, run_distexp, run_module
-from tests.helpers.slurm_cluster import Cluster
-from tests.helpers.slurm_sweeps import all_ended, latest_jobs, node_tasks, read_record, status, wait_for
+from tests.helpers.slurm_cluster import NODES, Cluster
+from tests.helpers.slurm_sweeps import all_ended, latest_jobs, node_tasks, read_record, start_now, status, wait_for
 
 pytestmark = pytest.mark.slurm
 
@@ -39,27 +39,28 @@ TRAINING = (
 )
 ENDLESS = ("train.max_steps=null", "train.num_epochs=100000")
 MEASURED_COMMAND = """
+import statistics
 import sys
 import time
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from distexp.cli.main import main
 
-composing, load = 0.0, ConfigLoaderImpl.load_sweep_config
+load, compositions = ConfigLoaderImpl.load_sweep_config, []
 
 def measured(*arguments):
-    global composing
-    before = time.process_time()
-    try:
-        return load(*arguments)
-    finally:
-        composing += time.process_time() - before
+    for _ in range(5):
+        before = time.process_time()
+        composed = load(*arguments)
+        compositions.append(time.process_time() - before)
+    return composed
 
 ConfigLoaderImpl.load_sweep_config = measured
 code = main()
-print(f"without composing: {time.process_time() - composing} s")
+others = time.process_time() - sum(compositions)
+print(f"without composing: {others / statistics.median(compositions)} compositions")
 sys.exit(code)
 """
-"""``python -m distexp`` that prints its CPU seconds, without those of Hydra's composition of the cells."""
+"""``python -m distexp`` that prints its CPU time without Hydra's compositions, in units of one composition."""
 HELD = ("+cluster.sbatch.hold=true", "cluster.wait=false")
 
 
@@ -85,8 +86,9 @@ def test_a_sweep_over_nodes_trains_and_is_followed(slurm: Cluster, trained: tupl
     log = (sweep / "1/logs/node1/rank1.log").read_text()
     assert f"rank 1 of 2: {two.run.hosts[1]}, cpu, rendezvous {two.run.hosts[0]}:" in log
     assert not list(sweep.rglob(".reserve"))
-    for text in ("run 1 (job", "running: start on node", "completed: train loss", "records:"):
+    for text in ("run 1 (job", "completed: train loss", "records:"):
         assert text in output
+    assert re.search(r"running: \w.* on node", output), "in the phase that the first query has met"
 
 
 def test_runs_with_different_resources_are_different_arrays(slurm: Cluster, trained: tuple[Path, str]) -> None:
@@ -167,10 +169,11 @@ def test_status_follows_a_sweep_submitted_without_waiting(slurm: Cluster, tmp_pa
     assert watched.returncode == 1
 
     # A run that is requeued by hand after its end is active again.
+    wait_for(lambda: slurm.count_idle() == NODES)
     slurm.command("scontrol", "requeue", f"{array}_5")
     (sweep / "5/record.json").unlink()
     assert "pending" in status(slurm, sweep)
-    slurm.command("scontrol", "update", f"jobid={array}_5", "StartTime=now")
+    start_now(slurm, f"{array}_5")
     wait_for(all_ended(slurm, sweep))
     assert [attempt["job_id"] for attempt in read_record(sweep, 5).run.attempts] == [f"{array}_5"] * 2
 
@@ -214,11 +217,10 @@ def test_jobs_continue_after_ctrl_c_and_running_jobs_can_be_cancelled(slurm: Clu
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,  # noqa: PLW1509
     )
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
-    shown = status(slurm, sweep)
-    assert "loss" in shown
-    assert "JobArrayTaskLimit: limited by cluster.array_parallelism" in shown
+    assert "loss" in status(slurm, sweep)
+    wait_for(lambda: "JobArrayTaskLimit: limited by cluster.array_parallelism" in status(slurm, sweep))
     command.send_signal(signal.SIGINT)
-    output, _ = command.communicate(timeout=30)
+    output, _ = command.communicate(timeout=600)
     assert command.returncode == 130
     assert f"distexp cancel {sweep}" in output
     assert slurm.command("squeue", "-h", "-r", "-t", "RUNNING"), "the job is still running"
@@ -262,6 +264,7 @@ def test_a_killed_agent_stops_the_run_on_every_node(slurm: Cluster, tmp_path: Pa
     done = run_distexp(*overrides, *ENDLESS, "--multirun", f"hydra.sweep.dir={sweep}", cwd=tmp_path, env=slurm.env)
     assert done.returncode == 0, done.stderr
     wait_for((sweep / "0/logs/node1/workers.log").exists)
+    wait_for(lambda: len(node_tasks(sweep, "1")) == 1)
     (task,) = node_tasks(sweep, "1")
     task.kill()
     wait_for(all_ended(slurm, sweep))
@@ -269,7 +272,7 @@ def test_a_killed_agent_stops_the_run_on_every_node(slurm: Cluster, tmp_path: Pa
     assert found.status == "killed"
     assert found.error is not None
     assert "node 1" in found.error.message
-    wait_for(lambda: not node_tasks(sweep, "0"), seconds=30)
+    wait_for(lambda: not node_tasks(sweep, "0"))
 
 
 def test_jobs_run_the_code_as_it_was_at_submission(slurm: Cluster, tmp_path: Path) -> None:
@@ -320,7 +323,7 @@ def edit(checkout: Path, old: str, new: str) -> None:
 
 @pytest.mark.slow
 def test_two_hundred_runs_are_one_array(slurm: Cluster, tmp_path: Path) -> None:
-    """Each run takes less than 20 ms of CPU time, without composing its cell."""
+    """Each run takes less CPU time than half of a composition by Hydra, without composing its cell."""
     calls = tmp_path / "bin" / "sbatch"
     calls.parent.mkdir()
     real = shutil.which("sbatch", path=slurm.env["PATH"])
@@ -329,11 +332,11 @@ def test_two_hundred_runs_are_one_array(slurm: Cluster, tmp_path: Path) -> None:
     env = {**slurm.env, "PATH": f"{calls.parent}:{slurm.env['PATH']}"}
 
     def submit(runs: int) -> float:
-        """Submit a sweep and return its CPU seconds, without those of Hydra's composition."""
+        """Submit a sweep; return its CPU time without Hydra's compositions, in units of one composition."""
         arguments = ("--multirun", "cluster=slurm", f"train.seed=range(0,{runs})", *HELD)
         command = [sys.executable, "-c", MEASURED_COMMAND, *arguments, f"hydra.sweep.dir={tmp_path / str(runs)}"]
         output = subprocess.check_output(command, cwd=tmp_path, env=env, text=True)
-        found = re.search(r"without composing: (\S+) s", output)
+        found = re.search(r"without composing: (\S+) compositions", output)
         assert found is not None
         return float(found[1])
 
@@ -344,7 +347,7 @@ def test_two_hundred_runs_are_one_array(slurm: Cluster, tmp_path: Path) -> None:
         return os.times().children_user - before
 
     sweep = tmp_path / "200"
-    assert (submit(200) - submit(1)) / 199 < 0.02
+    assert (submit(200) - submit(1)) / 199 < 0.5
     assert len((tmp_path / "calls").read_text().splitlines()) == 2, "one submission for each sweep"
     assert len(latest_jobs(sweep)) == 200
     assert run_module("distexp.cancel", str(sweep), env=slurm.env).returncode == 0
