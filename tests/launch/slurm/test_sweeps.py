@@ -323,7 +323,7 @@ def edit(checkout: Path, old: str, new: str) -> None:
 
 @pytest.mark.slow
 def test_two_hundred_runs_are_one_array(slurm: Cluster, tmp_path: Path) -> None:
-    """Each run takes less CPU time than half of a composition by Hydra, without composing its cell."""
+    """Each run takes less CPU time than 30 % of a composition by Hydra, without composing its cell. 12 % is usual."""
     calls = tmp_path / "bin" / "sbatch"
     calls.parent.mkdir()
     real = shutil.which("sbatch", path=slurm.env["PATH"])
@@ -347,7 +347,7 @@ def test_two_hundred_runs_are_one_array(slurm: Cluster, tmp_path: Path) -> None:
         return os.times().children_user - before
 
     sweep = tmp_path / "200"
-    assert (submit(200) - submit(1)) / 199 < 0.5
+    assert (submit(200) - submit(1)) / 199 < 0.3
     assert len((tmp_path / "calls").read_text().splitlines()) == 2, "one submission for each sweep"
     assert len(latest_jobs(sweep)) == 200
     assert run_module("distexp.cancel", str(sweep), env=slurm.env).returncode == 0
