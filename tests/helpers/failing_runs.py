@@ -102,29 +102,14 @@ class Slow:
         return self.samples[index]
 
 
-class Held(Slow):
-    """Slow samples. After the first twelve, a rank waits for a file."""
-
-    def __init__(self, samples: Samples, file: Path) -> None:
-        super().__init__(samples)
-        self.reads, self.file = 0, file
-
-    def __getitem__(self, index: int) -> Sample:
-        self.reads += 1
-        while self.reads > 12 and not self.file.exists():
-            time.sleep(0.01)
-        return super().__getitem__(index)
-
-
 def slow(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     data = squad_sample.load(replace(dataset, options={}), model, seed)
     return replace(data, train=Slow(data.train, **dataset.options))
 
 
 def held(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Load samples that wait for the file ``options.until``."""
-    data = squad_sample.load(replace(dataset, options={}), model, seed)
-    return replace(data, train=Held(data.train, Path(dataset.options["until"])))
+    """Load slow samples. After the first twelve, a rank waits for the file ``options.until``."""
+    return slow(replace(dataset, options={"at": 12, "gate": dataset.options["until"]}), model, seed)
 
 
 fails = failing(_raise)
