@@ -18,6 +18,9 @@ MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's channels, for pixels from 0 to 1."""
 
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+"""Formats that are read. Pillow passes others, such as EPS, to an interpreter, also in a file with another ending."""
+
 MAX_16_BIT = 2**16 - 1
 
 CROP_PADDING_DIVISOR = 8
@@ -90,7 +93,7 @@ def decode_image(path: Path, size: int) -> np.ndarray[tuple[int, ...], np.dtype[
         DataError: the file is missing, damaged or not an image.
     """
     try:
-        with Image.open(path) as file:
+        with Image.open(path, formats=FORMATS) as file:
             image = _with_eight_bits(file).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode {path} as an image ({error}): restore the file") from error

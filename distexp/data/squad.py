@@ -86,9 +86,12 @@ def read_json(path: Path) -> list[Example]:
     """
     try:
         with path.open(encoding="utf-8") as file:
-            return list(_from_articles(json.load(file)))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read {path} as JSON ({error}): use a SQuAD v1.1 file") from error
+            content = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]
+        raise ConfigError(f"cannot read {path} as JSON ({reason}): use a SQuAD v1.1 file") from error
+    try:
+        return list(_from_articles(content))
     except KeyError as error:
         raise ConfigError(f"{path} lacks the key {error} of SQuAD v1.1: {JSON_LAYOUT}") from error
     except (TypeError, AttributeError) as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data.base import TaskData
-from distexp.data.images import ImageFiles, collate_images, decode_image
+from distexp.data.images import FORMATS, ImageFiles, collate_images, decode_image
 
 LabeledFiles = list[tuple[str, int]]
 """Paths relative to the root, with their class."""
@@ -131,5 +131,5 @@ def _image_size(path: Path) -> int:
     from PIL import Image
 
     decode_image(path, 1)  # raises DataError with the path if the file is damaged
-    with Image.open(path) as image:
+    with Image.open(path, formats=FORMATS) as image:
         return int(image.size[0])

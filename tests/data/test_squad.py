@@ -270,6 +270,8 @@ def test_one_file_alone_is_refused(tmp_path: Path, given: str) -> None:
         (None, r"cannot read .*train.json as JSON \(.*No such file.*\): use a SQuAD v1.1 file"),
         ("{", r"cannot read .*train.json as JSON"),
         (b"\xff\xfe\x00", r"cannot read .*train.json as JSON"),
+        ("[" * 100_000, r"cannot read .*train.json as JSON"),
+        ("1" * 5_000, r"cannot read .*train.json as JSON"),
         ("{}", r"train.json lacks the key 'data' of SQuAD v1.1: expected data\[\]"),
         ('{"data": [{"title": "x"}]}', r"train.json lacks the key 'paragraphs'"),
         ("[1]", r"train.json is not in the format of SQuAD v1.1"),

@@ -92,6 +92,13 @@ def test_images_of_every_mode_become_rgb(tmp_path: Path, mode: str) -> None:
     assert np.abs(pixels.astype(int) - 120).max() <= 4
 
 
+def test_a_file_of_another_format_is_not_interpreted(tmp_path: Path) -> None:
+    """Pillow passes EPS to Ghostscript, which runs it."""
+    (tmp_path / "x.JPEG").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
+    with pytest.raises(DataError, match="cannot identify image file"):
+        decode_image(tmp_path / "x.JPEG", 8)
+
+
 def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
     values = np.array([[0, 256], [32_768, 65_535]], dtype=np.uint16)
     Image.fromarray(values).save(tmp_path / "x.png")
