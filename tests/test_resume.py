@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from distexp.launch.own_files import remember_file
 from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
 from distexp.runs.record import RunRecord
-from tests.helpers.runs import run_distexp, run_module
+from tests.helpers.runs import REPOSITORY, run_distexp, run_module
 
 SMALL = (
     "model=gpt_tiny",
@@ -61,6 +64,36 @@ def test_a_resumed_sweep_runs_what_is_missing(tmp_path: Path) -> None:
     assert (sweep / "1/attempts/0/metrics.jsonl").exists()
     assert sorted(path.parent.name for path in sweep.rglob("record.json")) == ["0", "1", "2", "3"]
     assert json.loads((sweep / "2/record.json").read_text())["status"] == "invalid"
+
+
+@pytest.mark.slow
+def test_of_two_commands_for_one_directory_one_trains(tmp_path: Path) -> None:
+    """The second is refused; after the first is killed, it trains all runs to their end."""
+    sweep = tmp_path / "sweep"
+    overrides = ("--multirun", "train.seed=1,2", "strategy=single", *SMALL, "train.checkpoint_every=1")
+    command = [sys.executable, "-m", "distexp", *overrides, "train.max_steps=40", f"hydra.sweep.dir={sweep}"]
+    both = [subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.1)
+    loser, winner = sorted(both, key=lambda process: process.poll() is None)
+    message = loser.communicate()[1]
+    assert loser.returncode == 2
+    assert message.startswith((f"distexp: process {winner.pid} on ", "distexp: another process "))
+    assert f"runs the sweep in {sweep}: follow it with 'distexp status {sweep} --watch'" in message
+    while not any(sweep.glob("*/checkpoints/step-*")):
+        assert winner.poll() is None
+        time.sleep(0.1)
+    winner.kill()
+    winner.communicate()
+    done = run_module("distexp.resume", str(sweep), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [RunRecord.read(path) for path in sorted(sweep.glob("*/record.json"))]
+    assert [(each.status, each.config["train"]["seed"]) for each in records] == [("completed", 1), ("completed", 2)]
+    assert [attempt["reason"] for attempt in records[0].run.attempts] == ["killed", "completed"]
+    for each in "01":
+        lines = [json.loads(line)["step"] for line in (sweep / each / "metrics.jsonl").read_text().splitlines()]
+        assert lines == sorted(set(lines))
+        assert lines[-1] == 40
 
 
 def test_cells_with_the_same_id_keep_their_runs(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,7 @@ class CheckpointManager:
         """
         found = self._newest_valid(disk.list_checkpoints(self.context.run_dir), own=True)
         if found is None and self.train.resume is not None:
-            found = self._newest_valid(disk.candidates(Path(self.train.resume)), own=False)
+            found = self._newest_valid_of(Path(self.train.resume))
             if found is None:
                 raise ConfigError(f"train.resume={self.train.resume} has no valid checkpoint: choose another folder")
             self._check_compatible(found[1])
@@ -97,7 +99,7 @@ class CheckpointManager:
             return None
         folder, meta = found
         self._note(f"resuming from step {meta.step} of {folder}")
-        with weights_only_loading(folder):
+        with weights_only_loading(folder), _deletion_explained(folder):
             self._restore(folder, meta)
         self._note_changes(folder)
         self.newest = meta.step if folder.parent == disk.checkpoints_root(self.context.run_dir) else None
@@ -111,6 +113,18 @@ class CheckpointManager:
             self._note(f"the checkpoint has {meta.world_size} ranks, this run has {ranks}: the RNG state is reset")
             return
         rng.restore_rng(_read_state(folder, self.context.rank)["rng_state"], self.context.device)
+
+    def _newest_valid_of(self, folder: Path) -> tuple[Path, CheckpointMeta] | None:
+        """Return the newest valid checkpoint that ``train.resume=folder`` may mean.
+
+        If a run still trains there, it may delete the checkpoints of the list. Then the list is read again.
+        """
+        known: list[Path] = []
+        while (listed := gather_to_all(disk.candidates(folder))[0]) != known:
+            known = listed
+            if (found := self._newest_valid(known, own=False)) is not None:
+                return found
+        return None
 
     def _newest_valid(self, candidates: list[Path], *, own: bool) -> tuple[Path, CheckpointMeta] | None:
         """Return the first valid checkpoint and log the ones skipped.
@@ -188,6 +202,21 @@ class CheckpointManager:
     def _note(self, text: str) -> None:
         if self.context.rank == 0:
             print(f"note: {text}", flush=True)
+
+
+@contextmanager
+def _deletion_explained(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for an error in the block, if files of the checkpoint have been deleted meanwhile."""
+    try:
+        yield
+    except Exception as error:
+        manifest = disk.read_manifest(folder)
+        if manifest is not None and all((folder / name).exists() for name in manifest[1]):
+            raise
+        raise ConfigError(
+            f"train.resume: {folder} was deleted while it was read, because a run still trains in that "
+            "directory: wait for its end, or start again"
+        ) from error
 
 
 def _read_state(folder: Path, rank: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -13,6 +12,7 @@ from distexp.cli.suggestions import suggest, suggest_key
 from distexp.config import ConfigError
 from distexp.config.key_info import describe_values, known_keys
 from distexp.config.paths import options_of
+from distexp.runs.full_disk import FULL, NOT_WRITABLE
 
 NEEDS_QUOTES = frozenset("~()&;")
 """Characters that Hydra's grammar accepts only in quotes."""
@@ -42,9 +42,9 @@ def explain(error: Exception) -> list[str]:
 def explain_os_error(error: OSError) -> str:
     """Return the message of an error of the file system, with a hint if a directory cannot be written."""
     place = f" ({error.filename})" if error.filename else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in FULL:
         return f"{error.strerror}{place}: free space, or choose another directory with hydra.sweep.dir=DIR"
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+    if error.errno in NOT_WRITABLE:
         return f"{error.strerror}{place}: choose a directory that you can write with hydra.sweep.dir=DIR"
     return str(error)
 

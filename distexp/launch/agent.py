@@ -26,6 +26,7 @@ from distexp.launch.timeouts import watch
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
 from distexp.runs.errors import write_error
+from distexp.runs.full_disk import ERROR_TYPE, free_bytes, full_disk_message, is_full_disk, release_reserve
 from distexp.runs.jsonl import append_line
 from distexp.runs.owner import write_agent
 from distexp.runs.record import RunError
@@ -65,10 +66,22 @@ def main() -> None:
         code = run_node(spec, run_dir, NodeContext(node), started)
     except StoppedError:
         code = STOPPED_CODE
+    except OSError as error:
+        code = 1
+        write_start_error(run_dir, node, error)
     if code == STOPPED_CODE and node == 0 and orphaned():
         # The launcher is dead, so the head's agent writes the record.
         finalize_run(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, so the agent ended the workers")
     sys.exit(code)
+
+
+def write_start_error(run_dir: Path, node: int, error: OSError) -> None:
+    """Write why the agent could not start the workers, for example because the disk is full."""
+    found = RunError(type(error).__name__, str(error), "setup")
+    if is_full_disk(error):
+        found = RunError(ERROR_TYPE, full_disk_message(error, run_dir, free_bytes(run_dir)), "setup")
+    release_reserve(run_dir)
+    write_error(agent_error_path(run_dir, node), found)
 
 
 def raise_stopped(number: int, frame: FrameType | None) -> None:

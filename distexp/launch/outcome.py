@@ -11,17 +11,20 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from distexp.checkpoints.folder import remove_unfinished
 from distexp.launch.failures import classify_failure, current_phase
 from distexp.launch.node import worker_environment
 from distexp.measure.memory.summary import energy_j, run_traces, summarize_run
 from distexp.runs import attempts
 from distexp.runs.environment import make_environment
 from distexp.runs.events import last_value, resume_changes
+from distexp.runs.full_disk import name_folder, release_reserve
 from distexp.runs.record import RunError, RunInfo, RunRecord
 from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
 from distexp.runs.spec import RunSpec
@@ -35,7 +38,8 @@ def start_attempt(spec: RunSpec, directory: Path, job_id: str | None = None, hos
     """Register an attempt, write the spec for its workers, and reserve disk space for the record."""
     attempts.register_attempt(spec.run, directory, job_id, list(hosts) or [socket.gethostname()])
     spec.write(directory)
-    (directory / DISK_RESERVE).write_bytes(b"\0" * DISK_RESERVE_BYTES)
+    with name_folder(directory):
+        (directory / DISK_RESERVE).write_bytes(b"\0" * DISK_RESERVE_BYTES)
 
 
 def finalize_run(
@@ -57,7 +61,9 @@ def finalize_run(
         stopped: Why the run was stopped from outside, if it was.
         stopped_status: Status of a run that was stopped.
     """
-    (directory / DISK_RESERVE).unlink(missing_ok=True)
+    release_reserve(directory)
+    with suppress(OSError):  # Nothing needs the rest of a checkpoint, but it may fill the disk.
+        remove_unfinished(directory)
     result = read_result(directory) if all(code == 0 for code in codes.values()) else None
     if result is not None:
         record = result

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,10 @@ from distexp.launch.snapshot import GitState
 from distexp.resolve import without_hydra
 from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
 from distexp.runs.files import write_json
+from distexp.runs.full_disk import name_folder
 from distexp.runs.record import RunInfo, RunRecord
 from distexp.runs.run_dir import COMMAND, HYDRA, MULTIRUN
+from distexp.runs.run_lock import sweep_lock
 from distexp.runs.text import suggest_command
 
 
@@ -74,22 +77,26 @@ def run_dir_for(composed: DictConfig, sweep_dir: Path, number: int) -> Path:
     return (sweep_dir / str(composed.hydra.sweep.subdir)).absolute()
 
 
-def create_sweep_dir(master: DictConfig, cells: int) -> Path:
-    """Create the directory of a sweep with its files and return it. A resumed sweep has one already.
+@contextmanager
+def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
+    """Create the directory of a sweep with its files, and lock it during the block.
+
+    A resumed sweep has a directory already.
 
     Args:
         master: Configuration of the command, with the hydra node.
         cells: Number of cells.
 
     Raises:
-        ConfigError: a foreign sweep contains links that lead out of it.
+        ConfigError: a foreign sweep contains links that lead out of it, or another command runs a sweep there.
     """
     chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
     if master.sweep.resume:
         check_files(Path(master.hydra.sweep.dir))
     sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
-    write_sweep_files(master, sweep_dir, cells)
-    return sweep_dir
+    with name_folder(sweep_dir), sweep_lock(sweep_dir):
+        write_sweep_files(master, sweep_dir, cells)
+        yield sweep_dir
 
 
 def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:

@@ -26,6 +26,7 @@ from distexp.report.data.rows import Row, load_rows
 from distexp.report.files import PAGE, write_files
 from distexp.report.table import OverviewTable
 from distexp.runs.existing import choose_newest_sweep
+from distexp.runs.full_disk import describe_disk_error
 from distexp.runs.run_dir import RECORD, REPORT
 
 DIRECTORY_HELP = "directory of a run or a sweep (default: the newest sweep below multirun_outputs)"
@@ -87,7 +88,7 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     try:
         written = write_files(overview, target, traced_runs, skipped)
     except OSError as error:
-        print(f"distexp: cannot write to {target}: {error.strerror}", file=sys.stderr)
+        print(f"distexp: cannot write to {target}: {describe_disk_error(error)}", file=sys.stderr)
         return 1
     names = sorted({_first_part(path, target) for path in written})
     print(f"written: {target}, {len(written)} files:", ", ".join(names))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from distexp.runs.files import read_json, write_json
 from distexp.runs.run_dir import OWNER, agent_owner_path
 from distexp.runs.typed_values import typed
 from distexp.system.processes import machine_id, start_ticks
+
+AGENT_TIMEOUT_S, POLL_S = 30.0, 0.1
+"""An agent needs a few seconds to end its workers and to write the record."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,19 @@ def read_launcher(run_dir: Path) -> Owner | None:
 def read_agent(run_dir: Path) -> Owner | None:
     """Return the agent of a run's first node; None if it is not known."""
     return _read(agent_owner_path(run_dir))
+
+
+def wait_for_agent(run_dir: Path) -> str | None:
+    """Wait for the agent of a launcher that was killed; return which process it is if it does not end.
+
+    It ends its workers and writes the record of its attempt.
+    """
+    deadline = time.monotonic() + AGENT_TIMEOUT_S
+    while (agent := read_agent(run_dir)) is not None and agent.is_alive:
+        if time.monotonic() > deadline:
+            return f"process {agent.pid} on {agent.host}"
+        time.sleep(POLL_S)
+    return None
 
 
 def _read(path: Path) -> Owner | None:

@@ -1,4 +1,4 @@
-"""Lock of a run directory, so that two commands never run the same run at the same time."""
+"""Locks of runs and sweeps, so that two commands never write to the same directory at the same time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distexp.runs.run_dir import LOCK
+from distexp.config import ConfigError
+from distexp.runs.run_dir import LOCK, SWEEP_LOCK
+from distexp.runs.text import suggest_command
 
 
 @contextmanager
@@ -21,7 +23,30 @@ def run_lock(directory: Path) -> Iterator[str | None]:
     Yields:
         None, or which process has the lock.
     """
-    path = directory / LOCK
+    with _locked(directory / LOCK) as owner:
+        yield owner
+
+
+@contextmanager
+def sweep_lock(sweep_dir: Path) -> Iterator[None]:
+    """Hold the lock of a sweep directory during the block.
+
+    Raises:
+        ConfigError: if another command holds it.
+    """
+    with _locked(sweep_dir / SWEEP_LOCK) as owner:
+        if owner is not None:
+            raise ConfigError(
+                f"{owner} runs the sweep in {sweep_dir}: follow it with '{suggest_command('status', sweep_dir)} "
+                f"--watch', end it with '{suggest_command('cancel', sweep_dir)}', or choose another directory with "
+                "hydra.sweep.dir=DIR"
+            )
+        yield
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[str | None]:
+    """Hold a lock file during the block; yield None, or the process that holds it."""
     descriptor = _open_locked(path)
     if descriptor is None:
         yield _read_owner(path) or "another process"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from distexp.runs.run_dir import tracker_end_path, tracker_log_path
@@ -38,7 +38,8 @@ def tracked(spec: RunSpec, directory: Path) -> Iterator[Tracking]:
     try:
         yield tracking
     finally:
-        tracker_end_path(directory).touch()
+        with suppress(OSError):  # On a full disk, the tracker is stopped after the time limit.
+            tracker_end_path(directory).touch()
         try:
             process.wait(FINISH_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
-import shutil
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,14 +22,19 @@ from distexp.config import ConfigError
 from distexp.runs.errors import ERROR_HEADING, write_error
 from distexp.runs.events import Events
 from distexp.runs.files import write_json
+from distexp.runs.full_disk import (
+    ERROR_TYPE,
+    FULL_BYTES,
+    free_bytes,
+    full_disk_message,
+    is_full_disk,
+    release_reserve,
+)
 from distexp.runs.rank_progress import ProgressWriter
 from distexp.runs.record import RunError
-from distexp.runs.run_dir import DISK_RESERVE, allocator_path, error_path, log_path
+from distexp.runs.run_dir import allocator_path, error_path, log_path
 from distexp.system.environment_variables import captured_environment
 from distexp.system.processes import die_with_parent
-
-FULL_DISK_BYTES = 512 * 1024
-"""A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
 
 USAGE = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
 
@@ -53,21 +58,25 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     die_with_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
-    events = Events(run_dir, enabled=rank == 0, progress=ProgressWriter(run_dir, node, rank))
+    events = None
     try:
+        events = Events(run_dir, enabled=rank == 0, progress=ProgressWriter(run_dir, node, rank))
         from distexp.worker.rank import run_rank
 
         run_rank(run_dir, events, started, launched=launched)
     except BaseException as error:
-        print_error(error)
-        cause = describe_error(error, run_dir, events.phase, rank)
-        (run_dir / DISK_RESERVE).unlink(missing_ok=True)  # The disk may be full, and what follows needs space.
-        write_error(error_path(run_dir, node, rank), cause)
-        _write_allocator_peaks(run_dir, node, rank)
-        # Other ranks may hang in a collective, and an orderly exit would hang too.
-        os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        try:
+            cause = describe_error(error, run_dir, events.phase if events else "setup", rank)
+            release_reserve(run_dir)  # The disk may be full, and what follows needs space.
+            write_error(error_path(run_dir, node, rank), cause)
+            print_error(error)
+            _write_allocator_peaks(run_dir, node, rank)
+        finally:
+            # Other ranks may hang in a collective, and an orderly exit would hang too.
+            os._exit(1)
+    with suppress(OSError):  # The log may be on a full disk.
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Everything is written, and every rank knows. An orderly exit aborts now and then, on threads that gloo's and
     # DDP's static objects still hold.
     os._exit(0)
@@ -110,15 +119,10 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
 
     Libraries do not always name a full disk, so the free space is checked after a failed save.
     """
-    message = str(error).strip() or repr(error)
-    free = shutil.disk_usage(run_dir).free
-    if phase == "save" and free < FULL_DISK_BYTES and "No space left" not in message:
-        message = (
-            f"the disk of {run_dir} is full ({free // 1024:,} KiB free): make room, or choose a folder on another disk "
-            "with hydra.sweep.dir"
-        )
-        return RunError("DiskFull", message, phase, rank)
-    return RunError(type(error).__name__, message, phase, rank)
+    free = free_bytes(run_dir)
+    if is_full_disk(error) or (phase == "save" and free < FULL_BYTES):
+        return RunError(ERROR_TYPE, full_disk_message(error, run_dir, free), phase, rank)
+    return RunError(type(error).__name__, str(error).strip() or repr(error), phase, rank)
 
 
 def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:

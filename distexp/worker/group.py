@@ -24,6 +24,7 @@ from pathlib import Path
 
 from distexp.config import Config
 from distexp.runs.files import write_json
+from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.run_dir import worker_exits_path
 from distexp.runs.spec import RunSpec
 from distexp.system.environment_variables import captured_environment
@@ -193,7 +194,7 @@ class WorkerGroup:
         try:
             write_json(self._path, [asdict(worker) for worker in self._exits])
         except OSError as error:  # A full disk must not keep the group from stopping its workers.
-            print(f"{self._path} cannot be written: {error}", file=sys.stderr)
+            print_despite_full_disk(f"{self._path} cannot be written: {error}")
 
 
 if __name__ == "__main__":

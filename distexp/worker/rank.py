@@ -39,6 +39,7 @@ from distexp.runs import attempts
 from distexp.runs.environment import make_environment
 from distexp.runs.events import Events
 from distexp.runs.files import write_json
+from distexp.runs.full_disk import write_despite_full_disk
 from distexp.runs.record import Environment, RunRecord
 from distexp.runs.run_dir import PREDICTIONS
 from distexp.runs.spec import RunSpec
@@ -82,7 +83,7 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
     record.run.hosts = list(dict.fromkeys(gather_to_all(socket.gethostname())))
     if context.rank == 0:
         write_outcome(record, run_dir, launched=launched)
-    events.set_phase("done")
+    write_despite_full_disk(run_dir, lambda: events.set_phase("done"))
     gc.collect()  # It ends the processes of the loaders.
     dist.destroy_process_group()
 
@@ -90,7 +91,7 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
 def write_outcome(record: RunRecord, run_dir: Path, *, launched: bool) -> None:
     """Write the result for the launcher, or the record if there is no launcher."""
     if launched:
-        record.write_result(run_dir)
+        write_despite_full_disk(run_dir, lambda: record.write_result(run_dir))
     else:
         attempts.finalize(record)
         record.write(run_dir)

@@ -11,6 +11,7 @@ import pytest
 
 from distexp.cli.main import main
 from tests.helpers.records import record, write
+from tests.helpers.small_disk import fill, small_disk
 
 SMALL = ("strategy=single", "model=gpt_tiny", "dataset=synthetic", "cluster.device=cpu", "train.max_steps=1")
 
@@ -18,26 +19,34 @@ SMALL = ("strategy=single", "model=gpt_tiny", "dataset=synthetic", "cluster.devi
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a disk of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["distexp"])
     monkeypatch.setattr(sys, "path", [*sys.path])
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_disk(tmp_path / "disk", "64k") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("key", ["hydra.sweep.dir", "hydra.run.dir"])
 def test_a_full_disk_stops_a_sweep_before_its_first_run(
     key: str, disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (disk / "filler").write_bytes(b"x" * 64 * 1024)
+    fill(disk)
     assert main([f"{key}={disk}/sweep", *SMALL]) == 1
     assert capsys.readouterr().err == (
-        "distexp: the sweep stops: No space left on device: free space, or choose another directory with "
-        "hydra.sweep.dir=DIR\n"
+        f"distexp: the sweep stops: No space left on device ({disk}/sweep): free space, or choose another directory "
+        "with hydra.sweep.dir=DIR\n"
     )
+
+
+def test_a_report_on_a_full_disk_leaves_no_partial_file(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = disk / "sweep"
+    write(sweep, record(0))
+    fill(disk)
+    assert main(["report", str(sweep)]) == 1
+    assert capsys.readouterr().err == (
+        f"distexp: cannot write to {sweep}/report: No space left on device. Free space and repeat the command\n"
+    )
+    assert [path for path in (sweep / "report").rglob("*") if path.is_file()] == []
 
 
 def test_a_read_only_sweep_can_be_looked_at_but_not_continued(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +59,8 @@ def test_a_read_only_sweep_can_be_looked_at_but_not_continued(disk: Path, capsys
     assert main(["status", str(sweep)]) == 0
     assert "1 completed" in capsys.readouterr().out
     assert main(["report", str(sweep)]) == 1
-    assert f"cannot write to {sweep}/report: Read-only file system" in capsys.readouterr().err
+    message = f"cannot write to {sweep}/report: Read-only file system. Copy the folder to a place that you can write"
+    assert message in capsys.readouterr().err
     for arguments in (["resume", str(sweep)], [f"hydra.sweep.dir={disk}/other", *SMALL]):
         assert main(arguments) == 1
         message = capsys.readouterr().err

@@ -19,6 +19,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import worker_exits_path
 from tests.helpers.processes import find_processes, have_ended
 from tests.helpers.runs import HELPERS, REPOSITORY, run_distexp
+from tests.helpers.small_disk import fill, small_disk
 
 QUICK = (
     "model=gpt_tiny",  # does not import transformers, which takes seconds
@@ -268,36 +269,23 @@ def test_the_killed_parent_of_the_workers_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "1m") as folder:
+        yield folder
 
 
-def test_the_record_is_written_to_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
-    filler = small_disk / "filler"
-
-    def fill() -> bool:
-        if not any(small_disk.rglob("metrics.jsonl")):
-            return False
-        with filler.open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(b"x" * 4096)
-            except OSError:
-                return True
-
-    overrides = (*QUICK, "strategy=single", "train.num_epochs=100000", f"hydra.sweep.dir={small_disk}/sweep")
+def test_the_record_is_written_to_a_full_disk(disk: Path, tmp_path: Path) -> None:
+    overrides = (*QUICK, "strategy=single", "train.num_epochs=100000", f"hydra.sweep.dir={disk}/sweep")
     with Started(tmp_path, *overrides) as command:
-        assert wait_for(fill)
+        assert wait_for(lambda: any(disk.rglob("metrics.jsonl")))
+        fill(disk)
         assert command.process.wait(DEADLINE_S) == 1
-    record = RunRecord.read(small_disk / "sweep" / "0" / "record.json")
+    record = RunRecord.read(disk / "sweep" / "0" / "record.json")
     assert record.status == "failed"
     assert record.error is not None
-    assert "No space left on device" in record.error.message
-    assert list(small_disk.rglob("*.json.*")) == [], "a torn file was left"
+    assert record.error.type == "DiskFull"
+    assert record.error.message.startswith(f"the disk of {disk}/sweep/0 is full (")
+    assert list(disk.rglob("*.json.*")) == [], "a torn file was left"
 
 
 def cgroup_with_memory_limit(mib: int) -> Path | None:

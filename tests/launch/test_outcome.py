@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distexp.checkpoints.folder import checkpoint_dir, tmp_dir
 from distexp.launch import ledger
 from distexp.launch.failures import HANG_CODE, STOPPED_CODE
 from distexp.launch.outcome import finalize_run, invalid_record, start_attempt
@@ -20,7 +21,9 @@ from distexp.runs.environment import package_version
 from distexp.runs.record import Metrics, RunRecord
 from distexp.runs.run_dir import DISK_RESERVE, RECORD, RESULT
 from distexp.runs.spec import RunSpec
+from distexp.worker.rank import write_outcome
 from tests.helpers.runs import make_spec
+from tests.helpers.small_disk import fill, small_disk
 
 
 @pytest.fixture
@@ -75,6 +78,31 @@ def test_the_result_of_an_earlier_attempt_is_archived(spec: RunSpec, tmp_path: P
     assert record.status == "failed"
     assert [attempt["reason"] for attempt in record.run.attempts] == [NO_RECORD, "failed"]
     assert (tmp_path / "attempts" / "0" / RESULT).exists()
+
+
+def test_a_completed_training_survives_a_full_disk(spec: RunSpec, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        run_dir = disk / "run"
+        run_dir.mkdir()
+        start_attempt(spec, run_dir)
+        fill(disk)
+        trained = RunRecord("completed", spec.run, asdict(spec.config), metrics=Metrics(train_loss=1.5))
+        write_outcome(trained, run_dir, launched=True)
+        assert not (run_dir / DISK_RESERVE).exists(), "its space is used"
+        record = finalize_run(spec, run_dir, {0: 0}, time.time())
+        assert RunRecord.read(run_dir / RECORD) == record
+        assert (record.status, record.metrics.train_loss) == ("completed", 1.5)
+        assert {path.name for path in run_dir.iterdir()} == {"spec.json", RECORD}
+
+
+def test_an_unfinished_checkpoint_is_removed_and_an_older_one_stays(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    for folder in (checkpoint_dir(tmp_path, 1), tmp_dir(tmp_path, 2)):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text("weights")
+    finalize_run(spec, tmp_path, {0: 1}, time.time())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert (checkpoint_dir(tmp_path, 1) / "weights").exists()
 
 
 def test_failed_and_invalid_runs_have_the_versions_of_the_software(spec: RunSpec, tmp_path: Path) -> None:

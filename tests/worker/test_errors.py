@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,22 +14,50 @@ import pytest
 from distexp.worker.__main__ import describe_error
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+WRAPPED = RuntimeError("CheckpointException\nTraceback\nOSError: [Errno 28] No space left on device")
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+QUOTA = OSError(errno.EDQUOT, "Disk quota exceeded")
+LOW, HIGH = 300 * 1024, 1 << 30  # free bytes
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        ("save", 300 * 1024, TORCH_ERROR, "DiskFull"),
-        ("save", 300 * 1024, OSError(28, "No space left on device"), "OSError"),
-        ("save", 1 << 30, TORCH_ERROR, "RuntimeError"),
-        ("train", 0, TORCH_ERROR, "RuntimeError"),
+        (
+            "save",
+            LOW,
+            TORCH_ERROR,
+            "the disk of {run} is full (300 KiB free): make room, or choose a folder on another",
+        ),
+        ("save", LOW, WRAPPED, "the disk of {run} is full (300 KiB free): make room, or choose a folder on another"),
+        ("eval", LOW, NO_SPACE, "the disk of {run} is full (300 KiB free): make room, or choose a folder on another"),
+        ("train", HIGH, QUOTA, "the disk quota of {run} is full (1,048,576 KiB free): make room, or choose a folder"),
+        ("train", HIGH, NO_SPACE, "a disk is full, but not that of {run} (1,024 MiB free): make room in "),
+        ("train", HIGH, OSError(errno.ENOSPC, "No space", "/dev/shm/x"), "the disk of /dev/shm is full ("),
     ],
 )
-def test_a_failed_save_on_a_full_disk_names_the_disk(
+def test_a_full_disk_is_named(
     case: tuple[str, int, Exception, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    phase, free, error, name = case
+    phase, free, error, message = case
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     found = describe_error(error, tmp_path, phase, rank=1)
-    assert (found.type, found.phase, found.rank) == (name, phase, 1)
-    assert found.message.startswith(f"the disk of {tmp_path} is full (300 KiB free): make room") == (name == "DiskFull")
+    assert (found.type, found.phase, found.rank) == ("DiskFull", phase, 1)
+    assert found.message.startswith(message.format(run=tmp_path))
+    assert "\n" not in found.message
+
+
+@pytest.mark.parametrize(("phase", "free"), [("save", HIGH), ("train", 0)])
+def test_another_error_is_kept(phase: str, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    found = describe_error(TORCH_ERROR, tmp_path, phase, rank=1)
+    assert (found.type, found.message) == ("RuntimeError", str(TORCH_ERROR))
+
+
+def test_a_log_on_a_full_disk_does_not_fail_a_run() -> None:
+    """``print`` raises an error here, and a second one makes the exit code 120."""
+    program = "from distexp.runs.full_disk import print_despite_full_disk; print_despite_full_disk('note')"
+    with Path("/dev/full").open("w") as full:
+        assert subprocess.run([sys.executable, "-c", program], stderr=full, check=False).returncode == 0
+        failing = "import sys; print('note', file=sys.stderr)"
+        assert subprocess.run([sys.executable, "-c", failing], stderr=full, check=False).returncode != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from distexp.launch.composition import Cell, compose_cells
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.run import run_locally
 from distexp.launch.snapshot import git_root, git_state
-from distexp.launch.sweep import AssignedRun, assign_run_dirs, create_sweep_dir, write_invalid
+from distexp.launch.sweep import AssignedRun, assign_run_dirs, locked_sweep_dir, write_invalid
 from distexp.runs.existing import DONE
+from distexp.runs.full_disk import name_folder, release_reserve
+from distexp.runs.owner import wait_for_agent
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.run_lock import run_lock
@@ -33,8 +36,7 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
         InterruptedRunError: if a run was interrupted. The cells after it are not started.
     """
     cells = compose_cells(context, master, overrides)
-    sweep_dir = create_sweep_dir(master, len(cells))
-    with continue_after_hangup(sweep_dir):
+    with locked_sweep_dir(master, len(cells)) as sweep_dir, continue_after_hangup(sweep_dir):
         return _run_cells(context, master, cells, sweep_dir)
 
 
@@ -74,7 +76,8 @@ def _show_if_done(screen: Screen, directory: Path) -> bool:
 
 def _run_if_free(context: HydraContext, run: AssignedRun, screen: Screen) -> JobReturn | None:
     """Run a cell, unless another command runs it or has just finished it."""
-    with run_lock(run.directory) as owner:
+    with run_lock(run.directory) as other:
+        owner = other or wait_for_agent(run.directory)
         if owner is not None:
             screen.show_busy(run.info.number, owner)
             return None
@@ -85,19 +88,29 @@ def _run_if_free(context: HydraContext, run: AssignedRun, screen: Screen) -> Job
 
 def _as_job(context: HydraContext, run: AssignedRun, screen: Screen) -> JobReturn:
     """Run one cell as a Hydra job, with Hydra's callbacks and its ``.hydra/`` folder."""
+    failures: list[OSError] = []
 
-    def task(_: Any) -> str:
+    def task(_: Any) -> str | None:
         screen.run_header(run.info.number, " ".join(run.cell.varied).replace("'", ""))
-        return _run(run, screen).status
+        try:
+            return _run(run, screen).status
+        except OSError as error:  # Hydra would print a line about it.
+            failures.append(error)
+            return None
 
-    done = run_job(
-        hydra_context=context,
-        task_function=task,
-        config=run.composed,
-        job_dir_key="hydra.sweep.dir",
-        job_subdir_key="hydra.sweep.subdir",
-    )
-    done.return_value  # noqa: B018  # It raises what the task raised.
+    with name_folder(run.directory):
+        done = run_job(
+            hydra_context=context,
+            task_function=task,
+            config=run.composed,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
+        if failures:
+            with suppress(OSError):  # The first error matters.
+                release_reserve(run.directory)
+            raise failures[0]
+        done.return_value  # noqa: B018  # It raises what the task raised.
     done.cfg = done.hydra_cfg = None  # Thousands of configurations would fill the memory.
     return done
 

@@ -24,7 +24,7 @@ from distexp.launch.slurm.status import poll
 from distexp.launch.slurm.submission import PreparedRun, group_by_resources, submit_runs
 from distexp.launch.slurm.submitit_keys import apply_submitit_options
 from distexp.launch.snapshot import GitState, take_snapshot
-from distexp.launch.sweep import assign_run_dirs, create_sweep_dir, write_invalid
+from distexp.launch.sweep import assign_run_dirs, locked_sweep_dir, write_invalid
 from distexp.runs import attempts
 from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.run_dir import HYDRA, SNAPSHOT
@@ -53,14 +53,15 @@ def run_sweep(
         print_scripts(cells, Path(master.hydra.sweep.dir).absolute(), console)
         return []
     max_size = _check_slurm()
-    sweep_dir = create_sweep_dir(master, len(cells)).absolute()
-    try:
-        snapshot, git = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages), partial(_print, console))
-        prepared = list(prepare_runs(cells, sweep_dir, snapshot, git, console, resume=master.sweep.resume))
-    except KeyboardInterrupt:
-        hint = suggest_command("resume", sweep_dir)
-        raise SweepInterrupted(f"interrupted: nothing was submitted; to submit the runs: {hint}") from None
-    submit_runs(prepared, sweep_dir, snapshot, max_size, console)
+    with locked_sweep_dir(master, len(cells)) as claimed:
+        sweep_dir = claimed.absolute()
+        try:
+            snapshot, git = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages), partial(_print, console))
+            prepared = list(prepare_runs(cells, sweep_dir, snapshot, git, console, resume=master.sweep.resume))
+        except KeyboardInterrupt:
+            hint = suggest_command("resume", sweep_dir)
+            raise SweepInterrupted(f"interrupted: nothing was submitted; to submit the runs: {hint}") from None
+        submit_runs(prepared, sweep_dir, snapshot, max_size, console)
     _print(console, f"sweep: {sweep_dir}")
     if cluster.wait:
         follow(sweep_dir, console)
