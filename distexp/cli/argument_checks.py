@@ -12,6 +12,7 @@ from distexp.cli.overrides import is_override
 from distexp.cli.suggestions import ALIASES, suggest
 from distexp.config import ConfigError
 from distexp.config.key_info import known_keys
+from distexp.config.paths import config_groups, options_of
 
 ACTIONS = ("run", "multirun", "cfg", "info")
 """Options of Hydra that exclude each other."""
@@ -94,7 +95,15 @@ def _raise_error(message: str) -> NoReturn:
 
 
 def _explain_command(argument: str) -> str:
-    return f"{argument} is neither a command nor KEY=VALUE{suggest(argument, COMMANDS) or ': see distexp --help'}"
+    """Return the error for a first argument without ``=``, such as ``strategy`` or ``deepspeed/zero_stages``."""
+    groups = [group for group in config_groups() if argument in options_of(group)]
+    if argument in config_groups():
+        hint = f": write {argument}=OPTION, with one of {', '.join(options_of(argument))}"
+    elif groups:
+        hint = f": write {' or '.join(f'{group}={argument}' for group in groups)}"
+    else:
+        hint = suggest(argument, COMMANDS) or ": see distexp --help"
+    return f"{argument} is neither a command nor KEY=VALUE{hint}"
 
 
 def _explain_option(argument: str, arguments: Sequence[str]) -> str:

@@ -91,7 +91,7 @@ def _quote_cells(override: str) -> str | None:
 
 def _explain_missing_option(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").partition("/")
-    if not option:
+    if not group:
         return _first_line(error)
     options = sorted({*options_of(group), *(error.options or [])})
     return f"{group}={option} is not an option{suggest(option, options) or '.'} Options: {', '.join(options)}"

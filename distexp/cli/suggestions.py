@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 ALIASES = {
     "lr": "train.learning_rate",
     "epochs": "train.num_epochs",
+    "epoch": "train.num_epochs",
     "batch_size": "train.micro_batch_size",
     "steps": "train.max_steps",
     "gpus": "cluster.workers_per_node",
+    "num_gpus": "cluster.workers_per_node",
     "workers": "cluster.workers_per_node",
     "nproc_per_node": "cluster.workers_per_node",
     "nnodes": "cluster.nodes",
@@ -29,6 +31,8 @@ def suggest_key(wrong: str, known: Iterable[str]) -> str:
     Only the last part of a key is compared, because the right name in a wrong section is a common error.
     """
     section, _, name = wrong.rpartition(".")
+    if name in ALIASES:
+        return _question([ALIASES[name]])
     by_name: dict[str, list[str]] = {}
     for key in sorted(key for key in known if "/" not in key):
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
