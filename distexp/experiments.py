@@ -18,6 +18,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from distexp.cli.overrides import is_override
+from distexp.cli.suggestions import suggest
 from distexp.config.paths import conf_dir, options_of
 from distexp.exceptions import run_until_pipe_closes
 from distexp.launch.local.hangup import continue_after_hangup
@@ -25,7 +26,7 @@ from distexp.runs.run_dir import OUTPUTS
 
 USAGE = """usage: distexp experiments [PATTERN ...] [KEY=VALUE ...]
 
-List the presets, or those that match a PATTERN, as in 'fsdp/*'.
+List the presets, or those that match a PATTERN, as in fsdp or '*/baseline'.
 With an override, as in scale=tiny, run them one after another. Each preset is
 a sweep of its own.
 
@@ -47,16 +48,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0 if patterns in (["-h"], ["--help"]) else 2
     names = options_of("experiment")
-    chosen = [name for name in names if not patterns or any(fnmatch(name, pattern) for pattern in patterns)]
+    chosen = [name for name in names if not patterns or any(_matches(name, pattern) for pattern in patterns)]
     if not chosen:
-        print(f"distexp: no preset matches {' '.join(patterns)}: choose from {', '.join(names)}", file=sys.stderr)
+        near = suggest(patterns[0], names) or ": distexp experiments lists them"
+        print(f"distexp: no preset matches {' '.join(patterns)}{near}", file=sys.stderr)
         return 2
     if overrides:
+        if code := _check(chosen[0], overrides):
+            return code
         with continue_after_hangup(Path(OUTPUTS)):
             return _run_all(chosen, overrides)
     for name in chosen:
         print(f"experiment={name}\n{_indent(first_sentence(name))}")
     return 0
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a preset matches a pattern, or is in the folder of that name."""
+    return fnmatch(name, pattern) or fnmatch(name, f"{pattern.rstrip('/')}/*")
+
+
+def _check(name: str, overrides: Sequence[str]) -> int:
+    """Compose one preset, so that a misspelled override is reported once and not for each preset.
+
+    Sweeps are left out, because ``--cfg`` prints one run.
+    """
+    single = [text for text in overrides if "," not in text]
+    command = [sys.executable, "-m", "distexp", "--cfg", "job", f"experiment={name}", *single]
+    return subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
 
 
 def first_sentence(name: str) -> str:

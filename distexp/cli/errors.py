@@ -94,4 +94,5 @@ def _explain_missing_option(error: MissingConfigException) -> str:
     if not group:
         return _first_line(error)
     options = sorted({*options_of(group), *(error.options or [])})
-    return f"{group}={option} is not an option{suggest(option, options) or '.'} Options: {', '.join(options)}"
+    known = "distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"
+    return f"{group}={option} is not an option{suggest(option, options) or '.'} {known}"

@@ -202,7 +202,18 @@ def test_experiments_lists_presets_with_their_first_sentence(tmp_path: Path) -> 
     assert "Memory and speed of each sharding" in done.stdout
     none = run_module("distexp.experiments", "nothing/*", cwd=tmp_path)
     assert none.returncode == 2
-    assert none.stderr.startswith("distexp: no preset matches nothing/*: choose from ")
+    assert none.stderr == "distexp: no preset matches nothing/*: distexp experiments lists them\n"
+    near = run_module("distexp.experiments", "zero_stages", cwd=tmp_path)
+    assert near.stderr == "distexp: no preset matches zero_stages. Did you mean deepspeed/zero_stages?\n"
+    folder = run_module("distexp.experiments", "fsdp", cwd=tmp_path)
+    assert set(re.findall(r"experiment=(\w+)/", folder.stdout)) == {"fsdp"}
+
+
+def test_experiments_report_a_misspelled_override_once(tmp_path: Path) -> None:
+    done = run_module("distexp.experiments", "ddp", "scale=tiny", "strategy=foo", "zero_stage=1,2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "distexp: strategy=foo is not an option. Options: ddp, deepspeed, fsdp, single\n"
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("columns", [50, 120])
