@@ -25,7 +25,7 @@ from distexp.resolve.implied_strategy import Choices, check_implied_strategy
 from distexp.resolve.option_checks import check_cluster_keys, check_dataset_keys, check_model_keys, check_targets
 from distexp.resolve.resources import decide_resources
 from distexp.resolve.scaling import apply_scaling
-from distexp.resolve.shrink import shrink_to_scale
+from distexp.resolve.shrink import check_exercise_device, shrink_to_scale
 from distexp.resolve.strategy_steps import check_strategy, check_trainer, set_strategy_defaults
 
 Step = Callable[[Config], Iterable[str]]
@@ -77,7 +77,11 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     """
     config = to_dataclasses(composed)
     run_steps(config, (*SECTION_CHECKS, partial(check_implied_strategy, choices=choices)))
-    run_steps(config, (*DECISIONS, *CROSS_CHECKS))
+    try:
+        run_steps(config, (*DECISIONS, *CROSS_CHECKS))
+    except ConfigError:
+        run_steps(config, (check_exercise_device,))  # scale=tiny also sets the precision and the data
+        raise
     return config
 
 

@@ -35,7 +35,13 @@ def check_worker_limit(config: Config) -> list[str]:
             f"{cluster.world_size} workers, but scale={config.scale.name} allows {limit}: raise scale.workers, or "
             "leave scale out"
         ]
-    if config.exercise and config.scale.name == "full" and cluster.device == "cpu" and config.precision.name == "fp16":
+    return []
+
+
+def check_exercise_device(config: Config) -> list[str]:
+    """Return an error if an exercise of full size is on a machine without a GPU."""
+    on_cpu = config.scale.name == "full" and config.cluster.device == "cpu"
+    if config.exercise and on_cpu and config.precision.name == "fp16":
         return [
             f"experiment={config.exercise} needs GPUs, but this run is on cpu: add scale=tiny to run it on CPUs, or "
             "cluster=slurm to run it on a cluster"

@@ -159,6 +159,15 @@ def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 3
 
 
+def test_an_exercise_without_a_gpu_is_one_error(tmp_path: Path) -> None:
+    done = run_forked("experiment=ddp/baseline", "dataset.root=nowhere", "cluster.device=cpu", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "distexp: experiment=ddp/baseline needs GPUs, but this run is on cpu: add scale=tiny to run it on CPUs, or "
+        "cluster=slurm to run it on a cluster\n"
+    )
+
+
 def test_a_dataset_of_another_task_is_one_error(tmp_path: Path) -> None:
     done = run_distexp("dataset=tinyimagenet", "model=gpt_tiny", cwd=tmp_path)
     (message,) = done.stderr.splitlines()
