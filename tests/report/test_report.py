@@ -195,7 +195,10 @@ def test_open_shows_the_page_and_trace_chooses_the_drawn_runs(tmp_path: Path) ->
         shown: list[str] = []
         patch.setattr("webbrowser.open", lambda address: shown.append(address) or True)
         assert report(tmp_path / "sweep", "--open").returncode == 0
+        patch.setattr("webbrowser.open", lambda address: False)
+        hinted = report(tmp_path / "sweep", "--open").stdout
     assert shown == [page.as_uri()]
+    assert f"no browser on this machine: copy {page} to yours, and open it there" in hinted
     text = (page.parent / "results.md").read_text()
     assert "Drawn: 8 of 10 rows of the table." in text
     assert report(tmp_path / "sweep", "--trace", 3, 9).returncode == 0
