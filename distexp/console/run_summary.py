@@ -58,8 +58,8 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if built is not None:
         yield (
             "built",
-            f"{built.wrapper}{_replicas_and_shards(built.mesh)}, {built.parameters:,} parameters{_stand_in(record)}, "
-            f"{built.optimizer}",
+            f"{_wrapper(built.wrapper)}{_replicas_and_shards(built.mesh)}, "
+            f"{built.parameters:,} parameters{_stand_in(record)}, {built.optimizer}",
         )
     yield from _quality(record)
     yield from _speed(record)
@@ -76,6 +76,10 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
             "runtime",
             f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s total",
         )
+
+
+def _wrapper(name: str) -> str:
+    return "no wrapper" if name == "none" else name
 
 
 def _stand_in(record: RunRecord) -> str:

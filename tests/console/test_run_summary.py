@@ -66,6 +66,14 @@ def test_the_panel_has_replicas_and_shards(mesh: list[int], text: str) -> None:
     assert dict(summary_lines(run))["built"].startswith(text)
 
 
+def test_the_panel_shows_that_a_single_run_has_no_wrapper() -> None:
+    run = record(0)
+    run.run.duration_s = 4.0
+    assert run.built is not None
+    run.built.wrapper, run.built.mesh = "none", [1, 1]
+    assert dict(summary_lines(run))["built"].startswith("no wrapper, 1,000 parameters")
+
+
 def test_the_panel_names_a_small_model_as_stand_in() -> None:
     run = record(0, model__name="bloom_560m", scale__name="tiny")
     run.run.duration_s = 4.0
