@@ -17,6 +17,7 @@ from distexp.report.exercises.fill import PRINTED
 from distexp.report.exercises.layout import load_layouts
 from distexp.runs.record import RunError, RunRecord
 from tests.helpers.presets import cells_of, finished
+from tests.helpers.records import add_parts
 from tests.helpers.runs import IMAGE_FOLDER, resolve_cell, run_module
 
 ONE = [(1, 1)]
@@ -193,6 +194,17 @@ def test_note_names_the_lowest_peak_of_each_size() -> None:
     records[1].memory["gpu"][0]["peak_mib"] = 10.0
     (table,) = exercise_tables(Overview.from_records(records))
     assert "stage 2 on bloom_560m (10 MiB), stage 1 on bloom_1b1 (20,003 MiB)" in table.note
+
+
+def test_note_names_the_lowest_parts_of_each_size_without_a_gpu() -> None:
+    configs = [resolve_or_error(cell) for cell in cells_of("deepspeed/model_sizes")]
+    records = [finished(each, n) for n, each in enumerate(configs) if isinstance(each, Config)]
+    for each in records:
+        each.memory["gpu"] = []
+        add_parts(each, parameters=1.0, ranks=1)
+    add_parts(records[2], parameters=0.1, ranks=1)
+    (table,) = exercise_tables(Overview.from_records(records))
+    assert "Lowest memory that a GPU would hold: stage 3 on bloom_560m (" in table.note
 
 
 def test_experiments_lists_presets_with_their_first_sentence(tmp_path: Path) -> None:

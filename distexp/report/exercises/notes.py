@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from distexp.report.data.metrics import NOT_OFFLOADED
 from distexp.report.data.repeats import RunGroup
 from distexp.report.exercises.layout import Layout
 
@@ -21,7 +22,9 @@ def describe_scale(groups: Groups) -> str:
     """Warn if the runs were made small with ``scale``."""
     scales = {(group.rows[0].record.config.get("scale") or {}).get("name", "full") for group in groups}
     small = sorted(scales - {"full"})
-    return f"scale={small[0]}: small model, few samples. Only the layout of this table is meaningful." if small else ""
+    if not small:
+        return ""
+    return f"scale={small[0]}: small model, few samples. Do not compare this table with the workshop's numbers."
 
 
 def _speed_with_evaluation(groups: Groups) -> str:
@@ -39,14 +42,27 @@ def _random_weights(groups: Groups) -> str:
 
 
 def _lowest_memory_by_model(groups: Groups) -> str:
-    """Find the ZeRO stage with the lowest peak GPU memory for each model: a question of the workshop."""
+    """Name the ZeRO stage with the lowest memory for each model: a question of the workshop.
+
+    Without a GPU these are the parts of a worker's memory that are not offloaded.
+    """
+    if best := _lowest_by_model(groups, "gpu_peak_mib"):
+        found = [f"stage {stage} on {model} ({peak:,.0f} MiB)" for model, (peak, stage) in best.items()]
+        return f"Lowest peak GPU memory: {', '.join(found)}."
+    if best := _lowest_by_model(groups, NOT_OFFLOADED):
+        found = [f"stage {stage} on {model} ({size:,.3f} MiB)" for model, (size, stage) in best.items()]
+        return f"Lowest memory that a GPU would hold: {', '.join(found)}."
+    return ""
+
+
+def _lowest_by_model(groups: Groups, metric: str) -> dict[str, tuple[float, object]]:
+    """Return the lowest value of a metric for each model, with its ZeRO stage."""
     best: dict[str, tuple[float, object]] = {}
     for group in groups:
-        peak, model = group.metric("gpu_peak_mib"), str(group.setting("model"))
-        if group.completed and peak and (model not in best or peak.mean < best[model][0]):
-            best[model] = peak.mean, group.setting("zero_stage")
-    found = [f"stage {stage} on {model} ({peak:,.0f} MiB)" for model, (peak, stage) in best.items()]
-    return f"Lowest peak GPU memory: {', '.join(found)}." if found else ""
+        size, model = group.metric(metric), str(group.setting("model"))
+        if group.completed and size and (model not in best or size.mean < best[model][0]):
+            best[model] = size.mean, group.setting("zero_stage")
+    return best
 
 
 COMPUTED: dict[str, Callable[[Groups], str]] = {
