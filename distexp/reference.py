@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
-from pathlib import Path
+from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
-import omegaconf
-
 from distexp.cli.help import describe_groups
+from distexp.cli.topics import describe_default, describe_meaning, describe_range, head_comment
 from distexp.config import Config
-from distexp.config.field_info import FieldInfo, info_of
+from distexp.config.field_info import info_of
 from distexp.config.key_info import sections
 from distexp.config.paths import conf_dir
 from distexp.exceptions import run_until_pipe_closes
@@ -73,19 +70,6 @@ def record_page() -> str:
 PAGES: dict[str, Callable[[], str]] = {"configuration": configuration_page, "record": record_page}
 
 
-def head_comment(path: Path) -> tuple[str, list[str]]:
-    """Return the sentences of the comment at the top of a YAML file, and its indented commands."""
-    sentences: list[str] = []
-    commands: list[str] = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith("# @package"):
-            text = line.removeprefix("#")
-            (commands if text.startswith("   ") else sentences).append(text.strip())
-    return " ".join(sentences), commands
-
-
 def _option_lines(group: str) -> Iterator[str]:
     """Yield the description and the commands of each option of a group."""
     folder = conf_dir() / group
@@ -105,8 +89,8 @@ def _key_table(section: type[Any], *, skip: Collection[str] = ()) -> Iterator[st
     for spec in fields(section):
         if spec.name not in skip:
             info = info_of(spec)
-            cells = (f"`{spec.name}`", f"`{spec.type}`", f"`{_default(spec)}`", _values(info), _meaning(spec))
-            yield _row(cells)
+            names = (f"`{spec.name}`", f"`{spec.type}`", f"`{describe_default(spec)}`")
+            yield _row((*names, describe_range(info), describe_meaning(spec)))
 
 
 def _field_table(section: type[Any]) -> Iterator[str]:
@@ -116,32 +100,13 @@ def _field_table(section: type[Any]) -> Iterator[str]:
     for spec in fields(section):
         info = info_of(spec)
         choices = f" One of {info.limits}." if info.choices else ""
-        yield _row((f"`{spec.name}`", f"`{spec.type}`", info.unit, _meaning(spec) + choices))
+        yield _row((f"`{spec.name}`", f"`{spec.type}`", info.unit, describe_meaning(spec) + choices))
         for inner, meaning in (info.parts or {}).items():
             yield _row((f"`{spec.name}{inner}`", "", "", meaning))
 
 
 def _row(cells: Sequence[str]) -> str:
     return "|" + "|".join(f" {cell.replace('|', chr(92) + '|')} " if cell else " " for cell in cells) + "|"
-
-
-def _values(info: FieldInfo) -> str:
-    return ", in ".join(filter(None, (info.limits, info.unit)))
-
-
-def _meaning(spec: Field[Any]) -> str:
-    info = info_of(spec)
-    null = f" Null: {info.null}." if info.null else ""
-    slurm = " Slurm only." if info.slurm_only else ""
-    return f"{info.help}{null}{slurm}"
-
-
-def _default(spec: Field[Any]) -> str:
-    """Return a default as a user would type it."""
-    value = spec.default if spec.default_factory is MISSING else spec.default_factory()
-    if value == omegaconf.MISSING or isinstance(value, str):
-        return str(value)
-    return json.dumps(value) if isinstance(value, (bool, type(None), list, dict)) else str(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

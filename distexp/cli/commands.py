@@ -24,7 +24,7 @@ COMMANDS = {
     "doctor": Command("check this machine", "distexp.doctor.__main__"),
     "preflight": Command("measure the bandwidth between workers", "distexp.preflight.__main__"),
     "memory": Command("summarize nvidia-smi and psrecord logs", "distexp.memory"),
-    "help": Command("print this text, or the usage of a command", "distexp.help"),
+    "help": Command("print this text, or help on a command, a group or a key", "distexp.help"),
     "reference": Command("print a generated reference page", "distexp.reference"),
 }
 """Sub-commands by name. Each module has a ``main(arguments)`` that returns the exit code."""

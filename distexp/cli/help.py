@@ -63,27 +63,27 @@ def help_text() -> str:
         "",
         "usage: distexp [run] [--multirun] [GROUP=OPTION ...] [KEY=VALUE ...]",
         "       distexp COMMAND [ARGUMENT ...]",
-        "       distexp help [COMMAND]",
+        "       distexp help [COMMAND | GROUP | KEY]",
         "",
         "commands:",
     ]
     lines += [_entry(name, command.help) for name, command in COMMANDS.items()]
     lines += ["", "groups:"]
     for group, meaning in describe_groups():
-        lines += [_entry(group, meaning), _wrap(", ".join(options_of(group)), INDENT)]
+        lines += [_entry(group, meaning), wrap(", ".join(options_of(group)), INDENT)]
     lines += ["", "examples:"]
     lines += [f"  {command}\n      {meaning}" for command, meaning in EXAMPLES.items()]
-    lines += ["", _wrap("options of Hydra: --cfg job, --info, --config-dir DIR, --hydra-help, --shell-completion")]
+    lines += ["", wrap("options of Hydra: --cfg job, --info, --config-dir DIR, --hydra-help, --shell-completion")]
     lines += ["options: --help, --version"]
     return "\n".join(lines)
 
 
 def _entry(name: str, meaning: str) -> str:
     """Return a name with its meaning in a second column."""
-    return f"  {name:<12} " + _wrap(meaning, INDENT[2:]).lstrip()
+    return f"  {name:<12} " + wrap(meaning, INDENT[2:]).lstrip()
 
 
-def _wrap(text: str, indent: str = "") -> str:
+def wrap(text: str, indent: str = "") -> str:
     """Wrap a text at the width of the terminal."""
     width = min(max(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MIN_WIDTH), MAX_WIDTH)
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

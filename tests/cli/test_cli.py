@@ -14,6 +14,7 @@ import pytest
 from distexp import __version__
 from distexp.cli.commands import COMMANDS
 from distexp.cli.main import main
+from distexp.help import main as help_main
 from tests.helpers.forked_cli import run_forked
 from tests.helpers.records import record, write
 from tests.helpers.runs import REPOSITORY, run_distexp, run_module
@@ -194,7 +195,41 @@ def test_help_is_a_command_too() -> None:
     assert run_module("distexp.help", env={"COLUMNS": "80"}).stdout == text
     assert run_distexp("help", "status").stdout == run_distexp("status", "--help").stdout
     wrong = run_distexp("help", "statsu")
-    assert (wrong.returncode, wrong.stderr) == (2, "distexp: statsu is not a command. Did you mean status?\n")
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "distexp: statsu is not a command, a group or a key. Did you mean status?\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        (
+            "zero_stage",
+            ("zero_stage: what DeepSpeed partitions", "zero_stage=2\n", "Optimizer states and gradients are"),
+        ),
+        (
+            "deepspeed/zero_stages",
+            ("experiment=deepspeed/zero_stages\n", "  distexp experiment=deepspeed/zero_stages cl"),
+        ),
+        ("strategy=fsdp", ("strategy=fsdp\n", "FSDP2")),
+        ("train", ("  train.num_epochs\n", "Passes over the training set.")),
+        ("lr", ("train.learning_rate\n", "Values: at least 0.", "Default: 5e-05.")),
+        ("cluster.nodes", ("cluster.nodes\n", "distexp cluster.nodes=VALUE")),
+    ],
+)
+def test_help_explains_groups_options_and_keys(
+    name: str, texts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert help_main([name]) == 0
+    shown = capsys.readouterr().out
+    for text in texts:
+        assert text in shown
+
+
+def test_help_suggests_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_main(["zero_stge"]) == 2
+    assert capsys.readouterr().err.endswith("is not a command, a group or a key. Did you mean zero_stage?\n")
 
 
 @pytest.mark.parametrize("module", ["distexp.experiments", "distexp"])
