@@ -31,6 +31,7 @@ $(VENV)/.uv:
 	touch $@
 
 $(VENV)/.setup: $(VENV)/.uv requirements.txt pyproject.toml
+	@echo "Installing PyTorch, DeepSpeed and distexp into $(VENV). The first download has several GB, and shows no progress."
 	$(INSTALL) $(FIRST)
 	$(INSTALL) $(PROJECT) .
 	touch $@
