@@ -6,6 +6,7 @@ therefore draw nothing, and a run on another machine can be followed in the same
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, log_path
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import failure_text, format_count, suggest_command
 
+OPERATOR_LOADED = re.compile(r"DeepSpeed \S+_op built successfully")
+"""Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log."""
+
 
 @dataclass
 class LiveRun:
@@ -51,7 +55,7 @@ class LiveRun:
         """Show what the run has written since the last call."""
         for line in self.log.read_lines():
             self.failed = self.failed or line == ERROR_HEADING
-            if not self.failed:
+            if not self.failed and not OPERATOR_LOADED.fullmatch(line):
                 self._print(f"[dim]{escape(line)}[/dim]")
         for entry in self.operators.read_entries() if self.operators else []:
             self._show_build(entry)

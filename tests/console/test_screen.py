@@ -65,6 +65,13 @@ def plain_screen(total: int, invalid: int = 0) -> tuple[Screen, io.StringIO]:
     return screen, shown
 
 
+def test_a_loaded_operator_is_not_announced_as_built(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully\nnote: kept\n")
+    screen, shown = plain_screen(total=1)
+    LiveRun(screen.console, Tail(tmp_path / "none"), Tail(tmp_path / "none"), Tail(tmp_path / "log")).refresh()
+    assert shown.getvalue().splitlines() == ["note: kept"]
+
+
 def test_run_header_has_the_number_of_the_directory() -> None:
     screen, shown = plain_screen(total=3)
     screen.show_skipped(record(0))
