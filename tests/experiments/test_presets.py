@@ -186,6 +186,7 @@ def test_table_has_the_figures_of_the_workshop() -> None:
     assert rows["Train Samples/sec"][1] == "11.26"
     assert "With it, this run has 9.00 samples/s." in table.note
     assert "random weights" in table.note
+    assert "The train loss is the mean over all steps" in table.note
 
 
 def test_note_names_the_lowest_peak_of_each_size() -> None:
