@@ -35,7 +35,8 @@ def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure 
     phases = [phase for phase in PHASES if any(phase == each.phase for run in sampled for each in run.phases)]
     highest = max(mib for each in sampled for curve in each.curves(kind) for _, mib in curve.points)
     panels = tuple(Panel(_title(each), _draw(each, kind, highest, nodes, phases)) for each in sampled)
-    caption = f"Line: {LINES[kind]}. Shades: phases of the run. {describe_selection(overview, traces)}".strip()
+    shades = "Shades: phases of the run. White: its processes start or end."
+    caption = f"Line: {LINES[kind]}. {shades} {describe_selection(overview, traces)}".strip()
     sentences = (_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
     title = f"{DEVICES[kind]} memory over time"
     return Figure(f"{kind}_memory", title, panels, caption, sentences, legend=_legend(nodes, phases))

@@ -344,6 +344,7 @@ def test_the_highest_peak_and_its_phase_are_those_of_the_trace(tmp_path: Path) -
     runs = [enrich(record(0, peak=5000.0)), enrich(record(1, strategy="fsdp", peak=4000.0))]
     text = text_of(with_traces(tmp_path, runs), "gpu_memory")
     assert "Highest peak: 5,000 MiB in phase train, run 0 (strategy=ddp)." in text
+    assert "Shades: phases of the run. White: its processes start or end." in text
 
 
 def test_nodes_with_different_peaks_are_reported(tmp_path: Path) -> None:
