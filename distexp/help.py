@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _print_topic(name: str) -> int:
     text = topic_text(name)
     if text is None:
-        hint = suggest(name, [*COMMANDS, *topic_names()]) or ": see distexp help"
+        hint = suggest(name, COMMANDS) or suggest(name, topic_names()) or ": see distexp help"
         print(f"distexp: {name} is not a command, a group or a key{hint}", file=sys.stderr)
         return 2
     print(text)
