@@ -26,9 +26,9 @@ from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
 from distexp.runs.files import write_json
 from distexp.runs.full_disk import name_folder
 from distexp.runs.record import RunInfo, RunRecord
-from distexp.runs.run_dir import COMMAND, HYDRA, MULTIRUN
+from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, MULTIRUN
 from distexp.runs.run_lock import sweep_lock
-from distexp.runs.text import suggest_command
+from distexp.runs.text import join_first, suggest_command
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,8 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bo
         The number and its directory.
 
     Raises:
-        ConfigError: if every number has the same directory (``hydra.run.dir``), and it is taken.
+        ConfigError: if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory
+            contains files of something else.
     """
     for number in itertools.count(first):
         directory = directory_of(number)
@@ -184,8 +185,24 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bo
             if directory == directory_of(number + 1):
                 raise ConfigError(_taken_message(directory, resume=resume)) from None
             continue
+        _check_no_foreign_files(directory)
         return number, directory
     raise AssertionError("unreachable")
+
+
+def _check_no_foreign_files(directory: Path) -> None:
+    """Check that a new run directory has no files that the run would move to ``attempts/``.
+
+    Raises:
+        ConfigError: with their names.
+    """
+    found = [name for name in ATTEMPT_FILES if (directory / name).exists()]
+    if found:
+        (directory / HYDRA).rmdir()
+        raise ConfigError(
+            f"{directory} contains {join_first(found)}, which belong to no run, and a run writes files with these "
+            "names: choose another directory"
+        )
 
 
 def _taken_message(directory: Path, *, resume: bool) -> str:

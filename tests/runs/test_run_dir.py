@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
+from distexp.cli.main import main
 from distexp.runs import run_dir
 from tests.helpers.runs import REPOSITORY
 
@@ -30,3 +33,15 @@ def test_memory_traces_are_in_the_order_of_the_nodes(tmp_path: Path) -> None:
         path.touch()
     (tmp_path / run_dir.MEMORY / "nodes.csv").touch()
     assert [node for node, _ in run_dir.memory_traces(tmp_path)] == [0, 9, 10]
+
+
+@pytest.mark.parametrize("name", ["logs", "model", "metrics.jsonl"])
+def test_a_run_does_not_start_in_a_folder_with_files_of_something_else(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run moves the files of an earlier attempt to ``attempts/``."""
+    (tmp_path / name).mkdir()
+    assert main(["model=gpt_tiny", "dataset=synthetic", "cluster.device=cpu", f"hydra.run.dir={tmp_path}"]) == 2
+    assert f"{tmp_path} contains {name}, which belong to no run" in capsys.readouterr().err
+    assert (tmp_path / name).is_dir()
+    assert not (tmp_path / ".hydra").exists()
