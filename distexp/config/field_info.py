@@ -36,7 +36,7 @@ class FieldInfo:
     def limits(self) -> str:
         """Return the accepted values, as in ``at least 1``; empty if any value of the type is accepted."""
         if self.at_least is not None and self.below is not None:
-            text = f"from {self.at_least:g} to below {self.below:g}"
+            text = f"from {self.at_least:g} to below {self.below:.10g}"
         elif self.at_least is not None:
             text = f"at least {self.at_least:g}"
         else:
