@@ -70,7 +70,14 @@ def test_a_resumed_sweep_runs_what_is_missing(tmp_path: Path) -> None:
 def test_of_two_commands_for_one_directory_one_trains(tmp_path: Path) -> None:
     """The second is refused; after the first is killed, it trains all runs to their end."""
     sweep = tmp_path / "sweep"
-    overrides = ("--multirun", "train.seed=1,2", "strategy=single", *SMALL, "train.checkpoint_every=1")
+    overrides = (
+        "--multirun",
+        "train.seed=1,2",
+        "strategy=single",
+        *SMALL,
+        "train.num_epochs=100",
+        "train.checkpoint_every=1",
+    )
     command = [sys.executable, "-m", "distexp", *overrides, "train.max_steps=40", f"hydra.sweep.dir={sweep}"]
     both = [subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     while all(process.poll() is None for process in both):
