@@ -55,7 +55,7 @@ def test_checks_of_all_trainers_and_strategies_do_not_import_torch() -> None:
 
 def test_report_knows_nothing_of_the_worker() -> None:
     own = {"distexp.runs", "distexp.report", "distexp.config"}
-    allowed = own | {"distexp.exceptions", "distexp.plan.model_states", "distexp.system.units"}
+    allowed = own | {"distexp.exceptions", "distexp.plan.predicted_memory", "distexp.system.units"}
     for path in (REPOSITORY / "distexp" / "report").rglob("*.py"):
         for name in imports(path):
             if name.startswith("distexp"):

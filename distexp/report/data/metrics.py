@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.plan.model_states import ideal_states_mib
+from distexp.plan.predicted_memory import ideal_states_mib
 from distexp.report.data.noise import step_noise
 from distexp.runs.devices import device_values, mean_or_none
 from distexp.runs.record import RunRecord

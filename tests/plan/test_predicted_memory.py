@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from distexp.plan.model_states import bytes_per_parameter, ideal_states_mib
+from distexp.plan.predicted_memory import bytes_per_parameter, ideal_states_mib
 from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.runs.record import Built, RunInfo, RunRecord
 
