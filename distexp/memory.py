@@ -1,7 +1,8 @@
 """The command ``distexp memory FILE... [--gpu-only | --cpu-only]``: summarize nvidia-smi and psrecord logs.
 
 It prints peak, average and mode of each log, in the format of the workshop's analyze_memory. It also reads
-``memory/node<k>.csv`` of a run. MB on the CPU is 2**20 bytes, as in psrecord, and equals MiB.
+``memory/node<k>.csv`` of a run. MB on the CPU is 2**20 bytes, as in psrecord, and equals MiB. Memory is predicted in
+``distexp.plan``, not here.
 """
 
 from __future__ import annotations
