@@ -83,7 +83,7 @@ def test_unreadable_files_are_reported_and_others_printed(
     missing, format_error, folder = captured.err.splitlines()
     assert "missing.csv cannot be read (No such file or directory): expected a memory/node<k>.csv" in missing
     assert f"{unknown} has an unknown format" in format_error
-    assert "Is a directory" in folder
+    assert f"{tmp_path} cannot be read (it is not a regular file)" in folder
 
 
 def test_incomplete_last_line_is_skipped(gpu_log: Path, capsys: pytest.CaptureFixture[str]) -> None:

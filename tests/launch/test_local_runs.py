@@ -65,7 +65,8 @@ def test_the_demo_records_its_metrics(demo: tuple[Path, str]) -> None:
     assert metrics.train_samples_per_second is not None
     assert metrics.train_samples_per_second_overall is not None
     assert metrics.train_runtime is not None
-    samples = 5 * record.config["dataset"]["train_size"]
+    train = record.config["train"]
+    samples = 160 * 2 * train["micro_batch_size"] * train["gradient_accumulation_steps"]
     assert metrics.train_samples_per_second_overall == pytest.approx(samples / metrics.train_runtime)
     measured = last_value(demo[0], "measured_samples")
     assert measured is not None
