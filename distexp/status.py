@@ -1,6 +1,6 @@
 """Command ``distexp status [DIR]``: the state of every run of a sweep.
 
-The sweep may be local or on Slurm.
+The sweep may be local or on Slurm. The columns of the table are in ``distexp.console.sweep_table``.
 """
 
 from __future__ import annotations

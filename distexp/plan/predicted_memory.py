@@ -6,7 +6,8 @@ With Adam a parameter costs 16 bytes. In fp32 these are 4 of weight, 4 of gradie
 other copy. With 16-bit weights, ZeRO keeps a master copy in fp32: 2 of weight, 2 of gradient and 12 of states.
 Sharded states are divided by the number of workers that share them. Activations and buffers are not included.
 
-Everything is read from ``built``, never from the name of a strategy, so that custom strategies are treated alike.
+Everything is read from the ``built`` of a record, never from the name of a strategy, so that custom
+strategies are treated alike.
 """
 
 from __future__ import annotations
