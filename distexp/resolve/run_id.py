@@ -41,12 +41,25 @@ def run_id(config: Config) -> str:
             if path is not None and os.path.exists(path):
                 content[section][name] = fingerprint(path)
     _identify_model(config, content["model"])
+    _remove_unchanged(content)
     for key in ("checkpoint_every", "profile_steps"):
         del content["train"][key]
     if content["train"]["resume"] is not None:
         content["train"]["resume"] = checkpoint_fingerprint(Path(content["train"]["resume"]))
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _remove_unchanged(content: dict[str, Any]) -> None:
+    """Remove the keys that were added later, if they have their default. So the ids of older runs stay."""
+    for key, spec in schema_fields():
+        if not info_of(spec).id_if_changed:
+            continue
+        section, _, name = key.rpartition(".")
+        if content[section][name] == spec.default:
+            del content[section][name]
+        if name in content[section].get("keys", ()):
+            content[section]["keys"] = [each for each in content[section]["keys"] if each != name]
 
 
 def _identify_model(config: Config, content: dict[str, Any]) -> None:
