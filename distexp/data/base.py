@@ -52,6 +52,12 @@ class Batch:
     num_targets: int
     num_tokens: int
 
+    @property
+    def num_positions(self) -> int:
+        """Input positions with padding; 0 if there are no tokens, as for images."""
+        tokens = self.inputs.get("input_ids")
+        return 0 if tokens is None else tokens.numel()
+
     def to(self, device: torch.device) -> Batch:
         """Return a copy on ``device``. The copy is asynchronous if the batch is pinned."""
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}

@@ -126,6 +126,9 @@ class Metrics:
     steps_per_epoch: int | None = key(None, "Optimizer steps per epoch.")
     total_steps: int | None = key(None, "Optimizer steps of the training.")
     tokens_per_second: float | None = key(None, "Training speed in tokens without padding.", unit="tokens/s")
+    padding_share: float | None = key(
+        None, "Fraction of the positions of the training batches that is padding. Padding samples count as padding."
+    )
     step_time_s: dict[str, float] | None = key(
         None,
         "Duration of a step.",

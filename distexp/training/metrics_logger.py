@@ -55,6 +55,7 @@ class MetricsLogger:
         self.plan, self.device, self.events = plan, context.device, events
         self.clock = StepClock(context.device)
         self.steps = self.samples = self.measured_steps = self.measured_samples = self.measured_tokens = 0
+        self.tokens = self.positions = 0  # of this rank in this attempt, without and with padding
         self.stopped: RunError | None = None  # why the training ended before its last step
         self.resumed_at = 0  # the step that this attempt resumed from
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
@@ -154,11 +155,14 @@ class MetricsLogger:
         self.steps += 1
         self.events.advance(self.steps)
         self.samples += step.num_samples
+        tokens = sum(batch.num_tokens for batch in step.micro_batches)
+        self.tokens += tokens
+        self.positions += sum(batch.num_positions for batch in step.micro_batches)
         self.window.append(contribution)
         if measured:
             self.measured_steps += 1
             self.measured_samples += step.num_samples
-            self.measured_tokens += sum(batch.num_tokens for batch in step.micro_batches)
+            self.measured_tokens += tokens
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._write_line(step, norm, rate)
         if self.profiler.window is not None and self.steps == self.profiler.window.steps_before:
@@ -201,7 +205,8 @@ class MetricsLogger:
         first = self.plan.train.measure_after_step
         durations = self.clock.durations()[first : first + self.measured_steps]
         self.events.emit(measured_samples=self.measured_samples)
-        tokens = sum_over_ranks(torch.tensor(self.measured_tokens, device=self.device)).item()
+        counts = torch.tensor([self.measured_tokens, self.tokens, self.positions], device=self.device)
+        measured_tokens, tokens, positions = sum_over_ranks(counts).tolist()
         metrics = self.metrics
         self._reduce_window()
         metrics.train_loss = sum(self.losses) / len(self.losses)
@@ -210,10 +215,11 @@ class MetricsLogger:
         metrics.step_time_s = quantiles(durations)
         metrics.speed_error = speed_error(durations)
         metrics.data_wait_s = self.data_wait_s
+        metrics.padding_share = 1 - tokens / positions if positions else None
         if durations:
             metrics.train_samples_per_second = self.measured_samples / sum(durations)
             metrics.train_steps_per_second = len(durations) / sum(durations)
-            metrics.tokens_per_second = tokens / sum(durations) if tokens else None
+            metrics.tokens_per_second = measured_tokens / sum(durations) if measured_tokens else None
         if self._file is not None:
             self._file.close()
         if self.profiler.has_started:

@@ -110,6 +110,16 @@ def test_columns_without_values_are_not_shown() -> None:
         assert title not in text
 
 
+@pytest.mark.parametrize(("shares", "shown"), [((0.0, 0.0), False), ((0.0, 0.61), True), ((None, None), False)])
+def test_padding_is_a_column_if_a_run_has_any(shares: tuple[float | None, ...], shown: bool) -> None:
+    records = [record(number, train__seed=number, overrides=(f"train.seed={number}",)) for number in range(2)]
+    for each, share in zip(records, shares, strict=True):
+        each.metrics.padding_share = share
+    text = printed(records)
+    assert ("ding %" in header(text)) == shown
+    assert not shown or "30.5 ± " in text
+
+
 def test_notes_below_the_table_explain_failures() -> None:
     pinned = "offload=pinned needs a GPU: choose offload=true"
     records = [

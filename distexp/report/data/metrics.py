@@ -25,6 +25,7 @@ class Metric:
         number_format: Format of the value in tables; ``z`` avoids ``-0.0000``.
         factor: Converts from the unit of the files to that of the tables.
         importance: In a narrow terminal, columns of low importance are hidden first.
+        hides_zero: Whether tables leave the metric out if no run has more than 0.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Metric:
     number_format: str = "{:z,.1f}"
     factor: float = 1.0
     importance: int = 0
+    hides_zero: bool = False
 
     def format_value(self, value: float, deviation: float | None = None) -> str:
         """Return a value in the unit of the tables, with its standard deviation if known."""
@@ -67,6 +69,11 @@ def _communication_percent(name: str) -> ReadMetric:
 def _step_noise_percent(record: RunRecord) -> float | None:
     noise = step_noise(record.metrics.speed_error)
     return None if noise is None else 100 * noise
+
+
+def _padding_percent(record: RunRecord) -> float | None:
+    share = _number(record.metrics.padding_share)
+    return None if share is None else 100 * share
 
 
 def _largest(kind: str, key: str) -> ReadMetric:
@@ -176,6 +183,7 @@ TABLE_METRICS = (
     Metric("f1_pct", _metric("f1"), "F1 %", importance=52),
     Metric(SPEED, _metric(SPEED), "samples/s", importance=95),
     Metric("tokens_per_second", _metric("tokens_per_second"), "tokens/s", "{:z,.0f}", importance=40),
+    Metric("padding_share_pct", _padding_percent, "pad-\nding %", importance=18, hides_zero=True),
     Metric("step_time_p50_s", _step_time("p50"), "step\nms", factor=1000, importance=35),
     Metric(COMMUNICATION, _communication_percent("share"), "commu-\nnication %", "{:z.0f}", importance=65),
     Metric("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:z,.0f}", importance=90),

@@ -56,7 +56,8 @@ class Overview:
     def metrics(self) -> Iterator[Metric]:
         """Yield the metrics for tables that any run has."""
         for metric in TABLE_METRICS:
-            if any(row.metrics[metric.name] is not None for row in self.rows):
+            values = [value for row in self.rows if (value := row.metrics[metric.name]) is not None]
+            if any(values) if metric.hides_zero else values:
                 yield metric
 
     def describe(self, group: RunGroup) -> str:
