@@ -209,9 +209,16 @@ class TrainConfig:
         choices=("stop", "record"),
     )  # fmt: skip
     logits: str = key(
-        "all", "Positions whose logits a causal LM computes. `targets`: the same loss with less work.",
+        "all", "Tokens whose logits a causal LM computes. `targets`: the same loss with less work.",
         choices=("all", "targets"),
     )  # fmt: skip
+    loss: str = key(
+        "full", "Loss of a causal LM. `chunked`: the same loss, with the logits of one chunk in memory at a time.",
+        choices=("full", "chunked"), id_if_changed=True,
+    )  # fmt: skip
+    loss_chunk_tokens: int = key(
+        1024, "Size of a chunk of `loss=chunked`.", unit="tokens", at_least=1, id_if_changed=True
+    )
     activation_checkpointing: bool = key(False, "Recompute the activations of each block in the backward pass.")
     compile: bool = key(False, "Use `torch.compile`.")
     checkpoint_every: int | str | None = key(

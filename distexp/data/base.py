@@ -18,6 +18,12 @@ IGNORE = -100
 LOGITS_TO_KEEP = "logits_to_keep"
 """Input name of causal LMs in transformers: the positions to compute logits for, shape (kept,)."""
 
+TARGET_POSITIONS = "target_positions"
+"""Input name of a model with ``train.logits=targets``: indices into batch x length, shape (kept,)."""
+
+TARGET_LABELS = "target_labels"
+"""Input name of a model with ``train.loss=chunked``: the labels of the batch."""
+
 MODEL_INPUTS = {"causal_lm": ("input_ids", "attention_mask"), "image_classification": ("images",)}
 """Names of the inputs that the datasets of distexp have, by task. A custom dataset may have others."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.config.custom_code import check_returned
 from distexp.config.size_checks import check_sequence_length
-from distexp.data.base import COLLATE, IGNORE, LOGITS_TO_KEEP, Batch, Sample
+from distexp.data.base import IGNORE, Batch, Sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,32 +74,6 @@ class TextCollate:
             num_samples=int(has_target.sum()),
             num_targets=int(is_target.sum()),
             num_tokens=int(mask[has_target].sum()),
-        )
-
-
-@dataclass(frozen=True)
-class TargetLogits:
-    """Collate function for ``train.logits=targets``.
-
-    The model computes only the logits of targets.
-
-    A position is kept if any sample of the batch has a target there. The batch gets an input
-    ``logits_to_keep`` of shape (kept,), and its labels have shape (batch, kept). The last position is
-    always kept, and its logits predict nothing, as with all logits.
-    """
-
-    collate: Callable[[Sequence[Sample]], Batch]
-
-    def __call__(self, samples: Sequence[Sample]) -> Batch:
-        """Collate samples, and reduce their labels to the kept positions."""
-        batch = self.collate(samples)
-        check_returned(batch, Batch, COLLATE)
-        predicting = (batch.labels[:, 1:] != IGNORE).any(dim=0).nonzero().flatten()
-        last = batch.labels.shape[1] - 1
-        return replace(
-            batch,
-            inputs={**batch.inputs, LOGITS_TO_KEEP: pad(predicting, (0, 1), value=last)},
-            labels=batch.labels[:, pad(predicting + 1, (1, 0), value=0)],
         )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from distexp.config import Config
 from distexp.config.targets import locate
-from distexp.data.base import TaskData
+from distexp.data.base import TARGET_LABELS, TaskData
 from distexp.models.introspection import count_forward_flops
 
 BACKWARD_FACTOR = 2
@@ -39,7 +39,8 @@ def training_flops(config: Config, data: TaskData) -> float | None:
     with torch.device("meta"):
         model = locate(config.model._target_)(config.model, data.num_classes).eval()
     batch = data.collate([data.train[0]]).to(torch.device("meta"))
-    return float((1 + BACKWARD_FACTOR) * count_forward_flops(model, batch.inputs))
+    inputs = {name: tensor for name, tensor in batch.inputs.items() if name != TARGET_LABELS}
+    return float((1 + BACKWARD_FACTOR) * count_forward_flops(model, inputs))
 
 
 def peak_tflops(gpu_name: str | None, precision: str) -> float | None:

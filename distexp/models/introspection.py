@@ -99,15 +99,6 @@ def supports_logits_to_keep(model: nn.Module) -> bool:
     return LOGITS_TO_KEEP in signature(getattr(model, "module", model).forward).parameters
 
 
-def check_supports_logits_to_keep(model: nn.Module) -> None:
-    """Raise ConfigError if a model cannot compute a part of its logits."""
-    if not supports_logits_to_keep(model):
-        raise ConfigError(
-            f"train.logits=targets needs a model whose forward has the argument {LOGITS_TO_KEEP}, which "
-            f"{type(model).__name__} lacks: use train.logits=all"
-        )
-
-
 def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
     """Raise ConfigError if the ``forward`` of a model cannot be called with these keyword arguments."""
     names = list(inputs)

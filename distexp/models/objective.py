@@ -15,14 +15,17 @@ from distexp.config import ConfigError
 from distexp.config.custom_code import PAGE, describe_type
 from distexp.data.base import IGNORE, Batch
 
+LOSS_SUM = "loss_sum"
+"""Key of the loss in the outputs of a model that computes it in its head, see ``distexp.models.head``."""
+
 
 def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
     """Return the cross entropy in nats, summed over the targets, in fp32.
 
     Args:
         task: causal_lm (the logits at a position predict the next label) or image_classification.
-        outputs: logits of shape (batch, length, vocabulary) or (batch, classes), or an object with
-            such ``logits``.
+        outputs: logits of shape (batch, length, vocabulary) or (batch, classes), an object with such
+            ``logits``, or a dict with LOSS_SUM.
         batch: the batch; labels with the value IGNORE do not count.
 
     Returns:
@@ -31,6 +34,9 @@ def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
     Raises:
         ValueError: the task is unknown.
     """
+    if isinstance(outputs, dict) and LOSS_SUM in outputs:
+        loss: Tensor = outputs[LOSS_SUM]
+        return loss
     logits, labels = _align(task, outputs, batch)
     return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
 

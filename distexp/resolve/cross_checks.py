@@ -33,8 +33,10 @@ def check_task(config: Config) -> Iterator[str]:
             f"dataset={dataset.name} is for {dataset.task}, but model={model.name} is for {model.task}: "
             f"{models}dataset={DATASET_HINTS[model.task]}"
         )
-    if config.train.logits == "targets" and model.task != "causal_lm":
-        yield f"train.logits=targets is for causal_lm, but model={model.name} is for {model.task}: leave it out"
+    for setting in ("train.logits=targets", "train.loss=chunked"):
+        is_set = setting in (f"train.logits={config.train.logits}", f"train.loss={config.train.loss}")
+        if is_set and model.task != "causal_lm":
+            yield f"{setting} is for causal_lm, but model={model.name} is for {model.task}: leave it out"
     if config.train.score_answers and "answer_tokens" not in dataset.keys:
         yield (
             f"train.score_answers=true needs reference answers, but dataset={dataset.name} has none: "

@@ -83,6 +83,8 @@ class Built:
     optimizer: str = field(metadata=describe("Class of the optimizer."))
     parameters: int = field(metadata=describe("Number of trained parameters. Shared weights count once."))
     tokenizer: str | None = key(None, "Tokenizer of a text model.")
+    logits: str | None = key(None, "Tokens whose logits a text model computes: `all` or `targets`.")
+    loss: str | None = key(None, "Loss of a text model: `full`, or `chunked` with the tokens of a chunk.")
 
 
 @dataclass

@@ -24,7 +24,7 @@ from distexp.config.targets import locate
 from distexp.data.base import MODEL_INPUTS, TaskData
 from distexp.data.checks import check_task_data
 from distexp.data.shards import BatchSharding, ShardedLoader
-from distexp.data.text import TargetLogits
+from distexp.data.targets import LabelsForHead, TargetTokens
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
@@ -32,7 +32,8 @@ from distexp.engines.base import load_trainer
 from distexp.measure.flops import peak_tflops, training_flops
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
-from distexp.models.introspection import check_forward_arguments, check_supports_logits_to_keep
+from distexp.models.head import adapt_head, describe_head
+from distexp.models.introspection import check_forward_arguments
 from distexp.models.transforms import transform_blocks
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
@@ -117,6 +118,8 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     check_returned(returned, tuple, f"engine._target_={config.engine._target_}: train()")
     model, built = returned
     built.tokenizer = data.tokenizer_name
+    if data.task == "causal_lm":
+        built.logits, built.loss = describe_head(model.module)
     attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
     if config.train.save_model and logger.stopped is None:
         events.set_phase("save")
@@ -179,7 +182,9 @@ def load_data(config: Config, context: Context) -> TaskData:
     check_returned(data, TaskData, f"dataset._target_={target}")
     check_task_data(data, config.model.task, f"dataset._target_={target}")
     if config.train.logits == "targets":
-        data = replace(data, collate=TargetLogits(data.collate))
+        data = replace(data, collate=TargetTokens(data.collate))
+    if config.train.loss == "chunked":
+        data = replace(data, collate=LabelsForHead(data.collate))
     if config.train.score_answers:
         check_has_references(data)
     if context.rank == 0:
@@ -210,8 +215,7 @@ def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
         check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
     if config.train.save_model:
         check_exportable(blueprint.model)
-    if config.train.logits == "targets":
-        check_supports_logits_to_keep(blueprint.model)
+    adapt_head(blueprint.model, config.train)
     transform_blocks(blueprint.model, config)
     return blueprint
 

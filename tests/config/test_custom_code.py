@@ -15,7 +15,7 @@ from distexp.config.custom_code import PAGE
 from distexp.config.targets import locate
 from distexp.data.base import TaskData
 from distexp.data.shards import BatchSharding, ShardedLoader
-from distexp.data.text import TargetLogits
+from distexp.data.targets import TargetTokens
 from distexp.engines.base import check_built
 from distexp.engines.native import Native
 from distexp.models.objective import get_logits
@@ -127,7 +127,7 @@ def test_a_worker_names_what_is_wrong_with_a_dataset(name: str, expected: list[s
 @pytest.mark.parametrize("targets", [False, True], ids=["all logits", "logits of targets"])
 def test_a_collate_that_returns_no_batch_is_named(targets: bool) -> None:
     data = TaskData("causal_lm", [{}], [{}], lambda samples: {"input_ids": samples}, num_classes=3)  # type: ignore[arg-type, return-value]
-    data = replace(data, collate=TargetLogits(data.collate)) if targets else data
+    data = replace(data, collate=TargetTokens(data.collate)) if targets else data
     sharding, cpu = BatchSharding(0, 1, micro_batch_size=1), torch.device("cpu")
     loader = ShardedLoader(data.train, data, sharding, cpu, seed=0, shuffle=False, num_workers=0)
     with pytest.raises(

@@ -6,17 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from distexp.config import ConfigError
-from distexp.config.targets import locate
-from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, Sample
+from distexp.data.base import IGNORE, Batch, Sample
 from distexp.data.images import collate_images
-from distexp.data.text import TargetLogits, TextCollate
-from distexp.models.introspection import check_supports_logits_to_keep
+from distexp.data.text import TextCollate
 from distexp.models.objective import count_correct, evaluation_sums, loss_sum
-from tests.helpers.runs import resolve_cell
 
 VOCABULARY = 13
 COLLATE = TextCollate(pad_id=0, length=10)
@@ -63,50 +59,6 @@ def test_language_loss_predicts_the_next_token() -> None:
     for outputs in (logits, SimpleNamespace(logits=logits)):
         assert float(loss_sum("causal_lm", outputs, batch)) == pytest.approx(expected, rel=1e-6)
         assert int(count_correct(outputs, batch)) == hits
-
-
-@pytest.mark.parametrize("name", ["bloom_tiny", "gpt_tiny"])
-def test_target_logits_give_the_same_loss_and_gradients(name: str) -> None:
-    config = resolve_cell(f"model={name}", "model.vocab_size=13")
-    torch.manual_seed(0)
-    model: nn.Module = locate(config.model._target_)(config.model, VOCABULARY).eval()
-    found = []
-    for batch in (text_batch(), TargetLogits(COLLATE)(text_samples())):
-        outputs = model(**batch.inputs)
-        loss = loss_sum("causal_lm", outputs, batch)
-        model.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append((outputs if isinstance(outputs, Tensor) else outputs.logits, loss, gradients, batch))
-    (_, loss, gradients, whole), (logits, target_loss, target_gradients, batch) = found
-    # The second sample has targets 1 to 8, which include 3 to 5 of the first. The last position is always kept.
-    assert batch.inputs[LOGITS_TO_KEEP].tolist() == [*range(8), 9]
-    assert logits.shape == (3, 9, VOCABULARY)
-    assert (batch.num_samples, batch.num_targets, batch.num_tokens) == (
-        whole.num_samples,
-        whole.num_targets,
-        whole.num_tokens,
-    )
-    torch.testing.assert_close(target_loss, loss)
-    torch.testing.assert_close(target_gradients, gradients)
-
-
-def test_a_batch_without_targets_keeps_one_position() -> None:
-    batch = TargetLogits(COLLATE)(text_samples()[2:])
-    assert (batch.num_targets, batch.inputs[LOGITS_TO_KEEP].tolist()) == (0, [9])
-    logits = logits_for(1, 1, VOCABULARY).requires_grad_()
-    loss = loss_sum("causal_lm", logits, batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert loss == 0
-    assert logits.grad is not None
-    assert not logits.grad.any()
-
-
-def test_a_model_without_logits_to_keep_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"argument logits_to_keep, which Linear lacks: use train.logits=all"):
-        check_supports_logits_to_keep(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"train.logits=targets is for causal_lm"):
-        resolve_cell("model=resnet_tiny", "dataset=tinyimagenet_sample", "train.logits=targets")
 
 
 def test_image_loss_is_the_cross_entropy() -> None:

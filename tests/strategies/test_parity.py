@@ -45,6 +45,7 @@ COMMON = (
 )
 HF = "engine=hf_trainer"
 TARGETS = "train.logits=targets"
+CHUNKED = ("train.loss=chunked", "train.loss_chunk_tokens=37")
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
 CELLS: dict[
     tuple[str, int], dict[str, tuple[str, ...]]
@@ -54,6 +55,7 @@ CELLS: dict[
         "full_shard": ("sharding=full_shard",),
         "shard_grad_op_offload": ("sharding=shard_grad_op", "offload=true"),
         "hybrid_shard": ("sharding=hybrid_shard",),
+        "chunked_gpt_full_shard": (*CHUNKED, TARGETS, "sharding=full_shard", "model=gpt_tiny"),
     },
     ("torch_options", 2): {
         "no_shard": ("sharding=no_shard",),
@@ -72,6 +74,14 @@ CELLS: dict[
         "gpt_ddp_compiled": ("strategy=ddp", "model=gpt_tiny", "train.compile=true"),
         "targets_ddp": (TARGETS, "strategy=ddp"),
         "targets_gpt_full_shard": (TARGETS, "sharding=full_shard", "model=gpt_tiny"),
+        "chunked_ddp": (*CHUNKED, "strategy=ddp"),
+        "chunked_full_shard": (*CHUNKED, "sharding=full_shard"),
+        "chunked_hybrid_shard_offload": (*CHUNKED, "sharding=hybrid_shard", "offload=true"),
+        "chunked_gpt_shard_grad_op": (*CHUNKED, "sharding=shard_grad_op", "model=gpt_tiny"),
+        "chunked_ddp_checkpointed": (*CHUNKED, "strategy=ddp", "train.activation_checkpointing=true"),
+        "chunked_gpt_ddp_compiled": (*CHUNKED, TARGETS, "strategy=ddp", "model=gpt_tiny", "train.compile=true"),
+        "bf16_chunked_ddp": (*CHUNKED, "strategy=ddp", "precision=bf16"),
+        "bf16_chunked_full_shard": (*CHUNKED, TARGETS, "sharding=full_shard", "precision=bf16"),
         "hf_ddp": (HF, "strategy=ddp"),
     },
     ("deepspeed_trainer", 2): {
@@ -82,6 +92,10 @@ CELLS: dict[
         "hf_gpt_hybrid_shard": (HF, "sharding=hybrid_shard", "model=gpt_tiny"),
         "hf_bf16_full_shard": (HF, "sharding=full_shard", "precision=bf16"),
         "hf_targets_zero2": (HF, TARGETS, "zero_stage=2"),
+        "hf_chunked_ddp": (HF, *CHUNKED, "strategy=ddp"),
+        "hf_chunked_gpt_full_shard": (HF, *CHUNKED, "sharding=full_shard", "model=gpt_tiny"),
+        "hf_bf16_chunked_full_shard": (HF, *CHUNKED, "sharding=full_shard", "precision=bf16"),
+        "hf_chunked_zero3": (HF, *CHUNKED, TARGETS, "zero_stage=3"),
         "hf_zero0": (HF, "zero_stage=0"),
         "hf_gpt_zero1": (HF, "zero_stage=1", "model=gpt_tiny"),
         "hf_zero2_offload": (HF, "zero_stage=2", "offload=true"),
@@ -98,6 +112,7 @@ CELLS: dict[
         "zero1": ("zero_stage=1",),
         "zero2_offload": ("zero_stage=2", "offload=true"),
         "zero3": ("zero_stage=3",),
+        "chunked_zero3": (*CHUNKED, TARGETS, "zero_stage=3"),
     },
     ("deepspeed_options", 2): {
         "zero0": ("zero_stage=0",),
@@ -110,6 +125,12 @@ CELLS: dict[
         "bf16_zero2": ("zero_stage=2", "precision=bf16"),
         "bf16_zero3": ("zero_stage=3", "precision=bf16"),
         "targets_zero3": (TARGETS, "zero_stage=3"),
+        "chunked_zero0": (*CHUNKED, "zero_stage=0"),
+        "chunked_zero1": (*CHUNKED, TARGETS, "zero_stage=1"),
+        "chunked_zero2_offload": (*CHUNKED, "zero_stage=2", "offload=true"),
+        "chunked_gpt_zero3": (*CHUNKED, "zero_stage=3", "model=gpt_tiny"),
+        "bf16_chunked_zero2": (*CHUNKED, "zero_stage=2", "precision=bf16"),
+        "bf16_chunked_zero3": (*CHUNKED, "zero_stage=3", "precision=bf16"),
         "hf_zero3_offload": (HF, "zero_stage=3", "offload=true"),
     },
     ("deepspeed", 3): {
