@@ -14,6 +14,12 @@ from distexp.config.value_checks import value_errors
 COMMON_KEYS = frozenset({"_target_", "name", "task", "init", "keys"})
 """Keys of every option."""
 
+ATTENTIONS = {
+    "distexp.models.bloom.build": ("auto", "eager", "sdpa", "flex"),
+    "distexp.models.gpt.build": ("auto", "sdpa", "flex"),
+}
+"""Values of ``model.attention`` for models that do not support all."""
+
 NULLABLE_KEYS = ("path", "tokenizer", "vocab_size", "dropout")
 
 
@@ -34,7 +40,13 @@ def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[
 
 def model_errors(model: ModelConfig) -> list[str]:
     """Return an error for each unused key, missing value and impossible combination of a model."""
-    return [*unused_key_errors("model", model), *_missing_values(model), *_source_errors(model), *_head_errors(model)]
+    return [
+        *unused_key_errors("model", model),
+        *_missing_values(model),
+        *_source_errors(model),
+        *_head_errors(model),
+        *_attention_errors(model),
+    ]
 
 
 def validate_model(model: ModelConfig) -> None:
@@ -96,6 +108,20 @@ def _source_errors(model: ModelConfig) -> Iterator[str]:
         yield f"model.init={model.init} is not supported by model={model.name}: use model.init=random"
     elif weights_source(model) is None:
         yield "model.path is null, but model.init=pretrained loads weights from it: set a hub id or a folder"
+
+
+def _attention_errors(model: ModelConfig) -> Iterator[str]:
+    supported = ATTENTIONS.get(model._target_)
+    if supported is not None and model.attention not in supported:
+        yield (
+            f"model.attention={model.attention} is not supported by model={model.name}: use one of "
+            f"{', '.join(supported)}"
+        )
+    if model.attention == "flex" and model.dropout:
+        yield (
+            f"model.attention=flex has no dropout, but model.dropout={model.dropout}: use model.dropout=0, or "
+            "model.attention=sdpa"
+        )
 
 
 def _head_errors(model: ModelConfig) -> Iterator[str]:

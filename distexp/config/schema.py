@@ -57,6 +57,10 @@ class ModelConfig:
     bottleneck: bool | None = key(None, "Whether a ResNet uses bottleneck blocks.")
     tie_embeddings: bool | None = key(None, "Whether embedding and output head share one weight.")
     dropout: float | None = key(0.0, "Dropout probability.", at_least=0, below=1, null="default of the architecture")
+    attention: str = key(
+        "auto", "Implementation of the attention. `auto`: the default of the model. `flash`: only for `model=hf`.",
+        choices=("auto", "eager", "sdpa", "flex", "flash"), id_if_changed=True,
+    )  # fmt: skip
     keys: list[str] = key([], "Keys that this model has. Any other key of this section is an error.")
     options: dict[str, Any] = key({}, "Keys of a custom model.")
 

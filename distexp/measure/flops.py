@@ -6,6 +6,8 @@ See also ``distexp.models.introspection``, which counts the operations of a forw
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from distexp.config import Config
@@ -36,8 +38,10 @@ def training_flops(config: Config, data: TaskData) -> float | None:
     fixed = config.dataset.padding == "max_length" and config.train.logits == "all"
     if config.model.task == "causal_lm" and not fixed:
         return None
+    # Flex attention does not run without memory, and all implementations count the same.
+    counted = replace(config.model, attention="auto")
     with torch.device("meta"):
-        model = locate(config.model._target_)(config.model, data.num_classes).eval()
+        model = locate(config.model._target_)(counted, data.num_classes).eval()
     batch = data.collate([data.train[0]]).to(torch.device("meta"))
     inputs = {name: tensor for name, tensor in batch.inputs.items() if name != TARGET_LABELS}
     return float((1 + BACKWARD_FACTOR) * count_forward_flops(model, inputs))

@@ -22,7 +22,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     On the meta device, no weights are read.
 
     Args:
-        model: init; path of the weights if init=pretrained; hidden_size, num_layers, num_heads, dropout;
+        model: init; path of the weights if init=pretrained; hidden_size, num_layers, num_heads, dropout, attention;
             vocab_size, where null means the size of the tokenizer or of the pretrained weights.
         num_classes: entries of the tokenizer.
 
@@ -44,9 +44,15 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     config.use_cache = False  # training never uses cached keys and values, which take memory
     if model.dropout is not None:
         config.hidden_dropout = config.attention_dropout = model.dropout
+    bloom: nn.Module
     if model.init == "pretrained" and model.path is not None and not on_meta_device():
-        return read_weights(BloomForCausalLM, "model.path", model.path, config)
-    bloom: nn.Module = BloomForCausalLM(config)
+        bloom = read_weights(BloomForCausalLM, "model.path", model.path, config)
+    else:
+        bloom = BloomForCausalLM(config)
+    if model.attention in ("sdpa", "flex"):
+        from distexp.models.bloom_attention import use_attention
+
+        use_attention(bloom, model.attention)
     return bloom
 
 

@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
 from distexp.config import ModelConfig
 from distexp.config.model_checks import resolve_vocab_size, validate_model
+from distexp.models.attention import attend_flex, block_mask, causal_mask, number_documents
+
+Mask = Tensor | BlockMask | None
+"""A mask of SDPA, which is True if a query may attend to a key; a mask of flex attention; None: causal."""
 
 INIT_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with an attention mask."""
+    """Multi-head causal self-attention."""
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -25,21 +30,25 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(hidden, 3 * hidden)
         self.output = nn.Linear(hidden, hidden)
 
-    def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, mask: Mask) -> Tensor:
         """Return the attention output, shape (batch, length, hidden).
 
         Args:
             hidden: shape (batch, length, hidden).
-            allowed: shape (batch, 1, length, length); True if a query may attend to a key.
+            mask: of shape (batch, 1, length, length) if it is a tensor.
         """
         samples, length, width = hidden.shape
         shape = (samples, length, self.heads, width // self.heads)
         query, key, value = (
             part.view(shape).transpose(1, 2) for part in self.query_key_value(hidden).split(width, dim=-1)
         )
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed, dropout_p=self.dropout if self.training else 0.0
-        )
+        if isinstance(mask, BlockMask):
+            mixed = attend_flex(query, key, value, mask)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            mixed = functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+            )
         projected: Tensor = self.output(mixed.transpose(1, 2).reshape(samples, length, width))
         return projected
 
@@ -69,20 +78,36 @@ class Block(nn.Module):
         self.mlp = MLP(hidden, inner)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
-        """Map (batch, length, hidden) to the same shape; ``allowed`` as in Attention."""
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), allowed))
+    def forward(self, hidden: Tensor, mask: Mask) -> Tensor:
+        """Map (batch, length, hidden) to the same shape; ``mask`` as in Attention."""
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), mask))
         output: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
         return output
 
 
 class GPT(nn.Module):
-    """A causal language model that returns the logits of each next token."""
+    """A causal language model that returns the logits of each next token.
+
+    Args:
+        attention: auto: SDPA with a mask, which allows padding on the left. sdpa: SDPA without a mask, unless rows
+            have several documents. flex: flex attention.
+    """
 
     def __init__(
-        self, *, vocab: int, hidden: int, layers: int, heads: int, inner: int, length: int, dropout: float, tie: bool
+        self,
+        *,
+        vocab: int,
+        hidden: int,
+        layers: int,
+        heads: int,
+        inner: int,
+        length: int,
+        dropout: float,
+        tie: bool,
+        attention: str = "auto",
     ) -> None:
         super().__init__()
+        self.attention = attention
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = nn.Embedding(length, hidden)
         self.dropout = nn.Dropout(dropout)
@@ -97,14 +122,26 @@ class GPT(nn.Module):
         if tie:
             self.head.weight = self.tokens.weight
 
+    @property
+    def attention_implementation(self) -> str:
+        """Return sdpa or flex."""
+        return "flex" if self.attention == "flex" else "sdpa"
+
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, logits_to_keep: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        logits_to_keep: Tensor | None = None,
     ) -> Tensor:
         """Return logits of shape (batch, length or kept, vocabulary).
 
         Args:
             input_ids: shape (batch, length); at most seq_length tokens.
-            attention_mask: shape (batch, length); 0 for padding, which may be on either side. None: no padding.
+            attention_mask: shape (batch, length); 0 for padding, which may be on either side with attention=auto, and
+                only on the right otherwise. None: no padding.
+            position_ids: positions in the documents, shape (batch, length), each from 0; then the attention mask is
+                not used. None: each row is one document.
             logits_to_keep: positions to compute logits for, shape (kept,). None: all.
 
         Raises:
@@ -118,15 +155,24 @@ class GPT(nn.Module):
             )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        documents = None if position_ids is None else number_documents(position_ids)
+        positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0) if position_ids is None else position_ids
         hidden = self.dropout(self.tokens(input_ids) + self.positions(positions))
-        allowed = _causal_mask(attention_mask)
+        mask = self._mask(attention_mask, documents)
         for block in self.blocks:
-            hidden = block(hidden, allowed)
+            hidden = block(hidden, mask)
         if logits_to_keep is not None:
             hidden = hidden[:, logits_to_keep]
         logits: Tensor = self.head(self.norm(hidden))
         return logits
+
+    def _mask(self, attention_mask: Tensor, documents: Tensor | None) -> Mask:
+        length, device = attention_mask.shape[1], attention_mask.device
+        if self.attention == "flex":
+            return block_mask(length, device, documents)
+        if documents is not None:
+            return causal_mask(length, device, documents)
+        return None if self.attention == "sdpa" else _padded_causal_mask(attention_mask)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding; the method has the name used by transformers."""
@@ -202,11 +248,15 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         "length": model.seq_length,
     }
     known: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-    rest: dict[str, Any] = {"dropout": model.dropout or 0.0, "tie": bool(model.tie_embeddings)}
+    rest: dict[str, Any] = {
+        "dropout": model.dropout or 0.0,
+        "tie": bool(model.tie_embeddings),
+        "attention": model.attention,
+    }
     return GPT(vocab=resolve_vocab_size(model, num_classes), **known, **rest)
 
 
-def _causal_mask(attention_mask: Tensor) -> Tensor:
+def _padded_causal_mask(attention_mask: Tensor) -> Tensor:
     """Return a causal mask without padding, shape (batch, 1, length, length)."""
     length = attention_mask.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)

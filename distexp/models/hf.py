@@ -15,6 +15,13 @@ PRELOAD = ("transformers",)
 """Imported once for all workers of a node."""
 
 
+IMPLEMENTATIONS = {"flex": "flex_attention", "flash": "flash_attention_2"}
+"""Names in transformers of the values of ``model.attention``, if they differ."""
+
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
+"""Names of the dropout of the attention weights in configurations of transformers."""
+
+
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build a causal LM.
 
@@ -23,7 +30,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
 
     Args:
         model: name, a hub id or a folder; init, pretrained or random; dropout, where null means the
-            architecture's default.
+            architecture's default; attention.
         num_classes: entries of the tokenizer.
 
     Raises:
@@ -46,13 +53,49 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     config.use_cache = False  # training never uses cached keys and values, which take memory
     if model.dropout is not None:
         _set_dropout(config, model)
+    replaces_attention = config.model_type == "bloom" and model.attention in ("sdpa", "flex")
+    if model.attention != "auto" and not replaces_attention:
+        _set_attention(config, model)
     if model.init == "pretrained" and not on_meta_device():
         built = read_weights(AutoModelForCausalLM, "model.name", model.name, config)
     else:
         built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     if _is_bidirectional(built):
         raise ConfigError(_not_causal_message(model, config))
+    if replaces_attention:
+        from distexp.models.bloom_attention import use_attention
+
+        use_attention(built, model.attention)
     return built
+
+
+def _set_attention(config: Any, model: ModelConfig) -> None:
+    """Set the implementation of the attention, after a model without weights was built with it.
+
+    Raises:
+        ConfigError: the architecture or the machine does not support it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    dropout = {name: value for name in ATTENTION_DROPOUTS if (value := getattr(text, name, 0))}
+    if model.attention == "flex" and dropout:
+        name, value = next(iter(dropout.items()))
+        raise ConfigError(
+            f"model.attention=flex has no dropout, but {name}={value} in model.name={model.name}: set model.dropout=0, "
+            "or use model.attention=sdpa"
+        )
+    implementation = IMPLEMENTATIONS.get(model.attention, model.attention)
+    try:
+        config._attn_implementation = implementation
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, ImportError) as error:
+        reason = str(error).split(". ")[0].splitlines()[0]
+        raise ConfigError(
+            f"model.attention={model.attention} is not supported by model.name={model.name} ({reason}): use "
+            "model.attention=auto"
+        ) from error
 
 
 def _set_dropout(config: Any, model: ModelConfig) -> None:

@@ -90,6 +90,20 @@ def max_positions(model: nn.Module) -> int | None:
     return None if limit is None else int(limit)
 
 
+def read_attention(model: nn.Module) -> str | None:
+    """Return the implementation of the attention, for example ``sdpa``; None if the model does not declare it.
+
+    Args:
+        model: a model of distexp or transformers. It may be wrapped, with the model as ``module``.
+    """
+    bare = getattr(model, "module", model)
+    declared = getattr(bare, "attention_implementation", None)
+    config = getattr(bare, "config", None)
+    if declared is None and config is not None:
+        declared = getattr(config.get_text_config(), "_attn_implementation", None)
+    return None if declared is None else str(declared)
+
+
 def supports_logits_to_keep(model: nn.Module) -> bool:
     """Return whether a model can compute a part of its logits.
 

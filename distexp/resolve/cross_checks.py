@@ -76,5 +76,10 @@ def check_device(config: Config) -> Iterator[str]:
     on_gpu = config.cluster.device == "cuda"
     if config.precision.name == "fp16" and not on_gpu:
         yield "precision=fp16 needs a GPU, but this run is on cpu: choose precision=bf16 or fp32"
+    if config.model.attention in ("flex", "flash") and not on_gpu:
+        yield (
+            f"model.attention={config.model.attention} needs a GPU, because it has no backward pass on a CPU: choose "
+            "model.attention=sdpa"
+        )
     if config.offload.pin_memory and not on_gpu:
         yield "offload=pinned needs a GPU, but this run is on cpu: choose offload=true"

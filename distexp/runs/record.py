@@ -85,6 +85,7 @@ class Built:
     tokenizer: str | None = key(None, "Tokenizer of a text model.")
     logits: str | None = key(None, "Tokens whose logits a text model computes: `all` or `targets`.")
     loss: str | None = key(None, "Loss of a text model: `full`, or `chunked` with the tokens of a chunk.")
+    attention: str | None = key(None, "Implementation of the attention, if the model declares it.")
 
 
 @dataclass

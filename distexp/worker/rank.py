@@ -33,7 +33,7 @@ from distexp.measure.flops import peak_tflops, training_flops
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
 from distexp.models.head import adapt_head, describe_head
-from distexp.models.introspection import check_forward_arguments
+from distexp.models.introspection import check_forward_arguments, read_attention
 from distexp.models.transforms import transform_blocks
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
@@ -117,7 +117,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     returned = load_trainer(config).train(build, config, context, inputs)
     check_returned(returned, tuple, f"engine._target_={config.engine._target_}: train()")
     model, built = returned
-    built.tokenizer = data.tokenizer_name
+    built.tokenizer, built.attention = data.tokenizer_name, read_attention(model.module)
     if data.task == "causal_lm":
         built.logits, built.loss = describe_head(model.module)
     attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)

@@ -15,7 +15,13 @@ from distexp.config import ConfigError
 from distexp.console.run_summary import run_title
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
 from distexp.models import bloom, hf
-from distexp.models.introspection import count_forward_flops, find_embeddings, find_units, has_tied_embeddings
+from distexp.models.introspection import (
+    count_forward_flops,
+    find_embeddings,
+    find_units,
+    has_tied_embeddings,
+    read_attention,
+)
 from distexp.resolve.run_id import run_id
 from distexp.runs.spec import RunSpec
 from tests.helpers.runs import resolve_cell, run_distexp
@@ -109,6 +115,39 @@ def test_a_random_model_depends_on_architecture_and_seed(name: str, tmp_path: Pa
     assert models[0].equal(models[1])
     assert not models[0].equal(models[2])
     assert models[0].shape == nn.utils.parameters_to_vector(saved.parameters()).shape
+
+
+@pytest.mark.parametrize(("name", "attention"), [("llama", "eager"), ("gpt2", "sdpa"), ("bloom", "sdpa")])
+def test_the_attention_is_the_chosen_one(name: str, attention: str, tmp_path: Path) -> None:
+    save_model(tmp_path, ARCHITECTURES[name])
+    model, chosen = build_model(tmp_path).eval(), build_model(tmp_path, f"model.attention={attention}").eval()
+    assert read_attention(chosen) == attention
+    assert read_attention(model) == ("eager" if name == "bloom" else "sdpa")
+    ids = torch.tensor([[5, 7, 11, 13], [2, 3, 0, 0]])
+    mask = ids != 0
+    logits = [each(input_ids=ids, attention_mask=mask.long()).logits[mask] for each in (model, chosen)]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "message"),
+    [
+        ("bloom", "flash", r"model.attention=flash is not supported by model.name=.* use model.attention=auto"),
+        ("llama", "flash", r"model.attention=flash is not supported by model.name=.* use model.attention=auto"),
+        (
+            "gpt2",
+            "flex",
+            r"flex has no dropout, but attn_pdrop=0.1 in model.name=.*: set model.dropout=0, or use model",
+        ),
+    ],
+)
+def test_an_attention_that_the_model_or_machine_lacks_is_refused(
+    name: str, attention: str, message: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, ARCHITECTURES[name])
+    config = resolve_cell("model=hf", f"model.name={tmp_path}").model
+    with pytest.raises(ConfigError, match=message):
+        hf.build(replace(config, attention=attention), 300)
 
 
 @pytest.mark.parametrize("init", ["random", "pretrained"])

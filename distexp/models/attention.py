@@ -1,0 +1,102 @@
+"""Masks of causal attention, ALiBi, and flex attention.
+
+Rows may contain several documents. Position ids start at 0 in each document, and no position attends to another
+document. Padding is on the right. No target attends to it, so it needs no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A function of score, batch, head, query and key that returns the changed score."""
+
+
+def number_documents(position_ids: Tensor) -> Tensor:
+    """Return the number of the document at each position, shape (batch, length)."""
+    return (position_ids == 0).cumsum(dim=1)
+
+
+def causal_mask(length: int, device: torch.device, documents: Tensor | None) -> Tensor:
+    """Return a mask that is True if a query may attend to a key.
+
+    Args:
+        length: positions of a row.
+        device: device of the mask.
+        documents: from ``number_documents``; None if each row is one document.
+
+    Returns:
+        Shape (length, length), or (batch, 1, length, length) with documents.
+    """
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return causal if documents is None else causal & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def alibi_bias(slopes: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ALiBi with a causal mask, as the additive mask of SDPA.
+
+    Args:
+        slopes: shape (heads,).
+        allowed: from ``causal_mask``.
+        dtype: type of the queries.
+
+    Returns:
+        Shape (1 or batch, heads, length, length).
+    """
+    positions = torch.arange(allowed.shape[-1], device=allowed.device)
+    distance = positions[None, :] - positions[:, None]
+    bias = (slopes[:, None, None] * distance).masked_fill(~allowed, float("-inf"))
+    return bias.to(dtype).view(-1, len(slopes), *distance.shape)
+
+
+def alibi_score(slopes: Tensor) -> ScoreFunction:
+    """Return ALiBi as the score function of flex attention."""
+
+    def add_bias(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + slopes[head] * (key - query)
+
+    return add_bias
+
+
+def block_mask(length: int, device: torch.device, documents: Tensor | None) -> BlockMask:
+    """Return the mask of ``causal_mask`` for flex attention."""
+    return _causal_block_mask(length, device) if documents is None else _document_block_mask(documents)
+
+
+@lru_cache(maxsize=8)
+def _causal_block_mask(length: int, device: torch.device) -> BlockMask:
+    def is_causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    return create_block_mask(is_causal, None, None, length, length, device=str(device))
+
+
+def _document_block_mask(documents: Tensor) -> BlockMask:
+    def is_allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[batch, query] == documents[batch, key])
+
+    rows, length = documents.shape
+    return create_block_mask(is_allowed, rows, None, length, length, device=str(documents.device))
+
+
+def attend_flex(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, score: ScoreFunction | None = None
+) -> Tensor:
+    """Return the output of flex attention, shape (batch, heads, length, head size).
+
+    Without compilation it would store all scores. torch does not compile it for training on a CPU.
+    """
+    function: Any = flex_attention if query.device.type == "cpu" else _compiled_flex_attention()
+    output: Tensor = function(query, key, value, score_mod=score, block_mask=mask)
+    return output
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex_attention() -> Any:
+    return torch.compile(flex_attention)

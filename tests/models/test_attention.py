@@ -1,0 +1,109 @@
+"""Fast attention computes what the reference does: losses, logits and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from distexp.config import ConfigError
+from distexp.models.introspection import find_units, read_attention
+from tests.helpers.attention import build, compute, logits_of, make_batch
+from tests.helpers.runs import resolve_cell
+
+pytestmark = pytest.mark.usefixtures("flex_backward_on_cpu")
+
+SHAPES = {"one_token": (1,), "padded": (33, 7, 1), "longer_than_a_block": (150,)}
+"""Lengths of the samples of a batch; shorter ones are padded on the right."""
+
+
+@pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+@pytest.mark.parametrize("name", ["bloom_tiny", "gpt_tiny"])
+def test_attention_equals_the_reference(name: str, attention: str, lengths: tuple[int, ...]) -> None:
+    changes = {"seq_length": 256} if name == "gpt_tiny" else {"num_heads": 4}
+    batch = make_batch(*lengths)
+    logits, loss, gradients = compute(build(name, "auto", **changes), batch)
+    fast = build(name, attention, **changes)
+    fast_logits, fast_loss, fast_gradients = compute(fast, batch)
+    assert read_attention(fast) == attention
+    torch.testing.assert_close(fast_logits, logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fast_loss, loss, rtol=1e-5, atol=1e-7)
+    assert fast_gradients.keys() == gradients.keys()
+    for key, expected in gradients.items():
+        torch.testing.assert_close(
+            fast_gradients[key], expected, rtol=1e-4, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}"
+        )
+
+
+@pytest.mark.parametrize("heads", [3, 16])
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_alibi_has_the_slopes_of_any_number_of_heads(attention: str, heads: int) -> None:
+    changes = {"num_heads": heads, "hidden_size": 16 * heads, "num_layers": 1}
+    batch = make_batch(20, 9)
+    logits, loss, _ = compute(build("bloom_tiny", "auto", **changes), batch)
+    fast_logits, fast_loss, _ = compute(build("bloom_tiny", attention, **changes), batch)
+    torch.testing.assert_close(fast_logits, logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fast_loss, loss, rtol=1e-5, atol=1e-7)
+
+
+def test_the_attention_of_each_model_is_declared() -> None:
+    found = [read_attention(build(name, "auto")) for name in ("bloom_tiny", "gpt_tiny")]
+    assert found == ["eager", "sdpa"]
+    assert read_attention(build("bloom_tiny", "eager")) == "eager"
+    wrapped = nn.Module()
+    wrapped.module = build("bloom_tiny", "sdpa")
+    assert read_attention(wrapped) == "sdpa"
+    assert read_attention(nn.Linear(2, 2)) is None
+
+
+def test_bloom_computes_only_the_kept_logits() -> None:
+    model, ids = build("bloom_tiny", "sdpa"), make_batch(9, 9).inputs["input_ids"]
+    every, kept = model(input_ids=ids).logits, torch.tensor([0, 5])
+    torch.testing.assert_close(model(input_ids=ids, logits_to_keep=kept).logits, every[:, kept])
+
+
+def test_a_bloom_with_another_attention_has_the_names_of_transformers() -> None:
+    reference, model = build("bloom_tiny", "auto"), build("bloom_tiny", "sdpa")
+    assert type(model).__name__ == type(reference).__name__
+    assert model.state_dict().keys() == reference.state_dict().keys()
+    assert [name for name, _ in find_units(model)] == [name for name, _ in find_units(reference)]
+
+
+@pytest.mark.parametrize("name", ["bloom_tiny", "gpt_tiny"])
+def test_dropout_is_applied_with_sdpa(name: str) -> None:
+    model, ids = build(name, "sdpa", dropout=0.5).train(), make_batch(9).inputs["input_ids"]
+    assert not logits_of(model(input_ids=ids)).equal(logits_of(model(input_ids=ids)))
+    model.eval()
+    assert logits_of(model(input_ids=ids)).equal(logits_of(model(input_ids=ids)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model.attention=flex",),
+            "model.attention=flex needs a GPU, because it has no backward pass on a CPU: choose ",
+        ),
+        (("model=gpt_tiny", "model.attention=eager"), "not supported by model=gpt_tiny: use one of auto, sdpa, flex"),
+        (
+            ("model.attention=flash",),
+            "model.attention=flash is not supported by model=bloom_tiny: use one of auto, eager",
+        ),
+        (
+            ("model.attention=flex", "model.dropout=0.1"),
+            "has no dropout, but model.dropout=0.1: use model.dropout=0, or ",
+        ),
+        (
+            ("model=resnet_tiny", "dataset=tinyimagenet_sample", "model.attention=sdpa"),
+            "is not a key of model=resnet_tiny",
+        ),
+    ],
+)
+def test_unsupported_attention_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_cell("cluster.device=cpu", *overrides)
+
+
+def test_flex_attention_is_for_gpus() -> None:
+    assert resolve_cell("cluster=slurm", "model.attention=flex").model.attention == "flex"
