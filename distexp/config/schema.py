@@ -87,6 +87,14 @@ class DatasetConfig:
     padding: str = key(
         "max_length", "Pad to `max_length`, or to the longest text of the batch.", choices=("max_length", "longest")
     )
+    packing: bool = key(
+        False, "Put several training samples into one row of `max_length` tokens. Batch sizes then count rows.",
+        id_if_changed=True,
+    )  # fmt: skip
+    bucketing: bool = key(
+        False, "Make training batches of samples of similar length, and pad them to the longest one.",
+        id_if_changed=True,
+    )  # fmt: skip
     image_size: int | None = key(None, "Height and width of an image.", unit="pixels", at_least=1)
     num_classes: int | None = key(None, "Number of image classes of synthetic data.")
     num_workers: int = key(0, "DataLoader processes of each worker.", at_least=0)

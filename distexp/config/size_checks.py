@@ -15,7 +15,7 @@ def check_sequence_length(dataset: DatasetConfig, model: ModelConfig) -> str | N
     )
 
 
-def check_samples_per_rank(samples: int, workers: int, micro_batch_size: int) -> str | None:
+def check_samples_per_rank(samples: int, workers: int, micro_batch_size: int, *, unit: str = "samples") -> str | None:
     """Return an error if a micro-batch is larger than the samples of a rank.
 
     Such a micro-batch would be padded, and its speed would be that of padding.
@@ -24,11 +24,12 @@ def check_samples_per_rank(samples: int, workers: int, micro_batch_size: int) ->
         samples: samples of the training set.
         workers: workers that share them.
         micro_batch_size: samples per worker and forward pass.
+        unit: ``samples``, or ``rows`` of packed samples.
     """
     per_rank = -(-samples // workers)
     if micro_batch_size <= per_rank:
         return None
     return (
-        f"train.micro_batch_size={micro_batch_size} is more than the {per_rank} samples of each worker ({samples} "
-        f"samples, {workers} workers): lower it, or raise dataset.train_size"
+        f"train.micro_batch_size={micro_batch_size} is more than the {per_rank} {unit} of each worker ({samples} "
+        f"{unit}, {workers} workers): lower it, or raise dataset.train_size"
     )

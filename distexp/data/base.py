@@ -24,6 +24,9 @@ TARGET_POSITIONS = "target_positions"
 TARGET_LABELS = "target_labels"
 """Input name of a model with ``train.loss=chunked``: the labels of the batch."""
 
+POSITIONS = "position_ids"
+"""Input name of the positions in packed rows, shape (batch, length). Each sample starts at 0."""
+
 MODEL_INPUTS = {"causal_lm": ("input_ids", "attention_mask"), "image_classification": ("images",)}
 """Names of the inputs that the datasets of distexp have, by task. A custom dataset may have others."""
 

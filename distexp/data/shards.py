@@ -4,6 +4,8 @@ The global batch of a step has the same samples for any number of ranks, so ever
 same data. If the samples do not divide evenly, padding samples fill the last step. A padding sample is a
 copy of a real one with all labels set to IGNORE. So every rank has the same number of batches with the
 same shape, and no sample is dropped or counted twice.
+
+A packed row counts as one sample here, except in ``StepData.num_samples``.
 """
 
 from __future__ import annotations
@@ -11,13 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from distexp.config.custom_code import check_returned
 from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData
+from distexp.data.packing import PackedSamples
 from distexp.distributed.process_group import sum_over_ranks
+
+BUCKET_BATCHES = 50
+"""Global batches whose samples are sorted by length together, with ``dataset.bucketing=true``."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +53,29 @@ class ShardedBatchSampler:
     An index below ``length`` is a sample; ``length + i`` is a padding copy of sample ``i`` (see
     PaddedDataset). The order depends on the seed and the epoch, not on the number of ranks.
 
+    Args:
+        length: number of samples.
+        sharding: division of the batches.
+        seed: seed of the order.
+        shuffle: whether to shuffle. If not, the order is that of the samples.
+        lengths: tokens of each sample, to make batches of similar length; None: batches of any length.
+
     Attributes:
         epoch: epoch to iterate over; part of the seed.
         steps: optimizer steps of the epoch to iterate over; all of them by default.
     """
 
-    def __init__(self, length: int, sharding: BatchSharding, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        length: int,
+        sharding: BatchSharding,
+        *,
+        seed: int,
+        shuffle: bool,
+        lengths: NDArray[np.int64] | None = None,
+    ) -> None:
         self.length, self.sharding, self.seed, self.shuffle = length, sharding, seed, shuffle
+        self.lengths = None if lengths is None else torch.from_numpy(lengths)
         self.epoch = 0
         self.steps = range(self.steps_per_epoch)
 
@@ -64,15 +88,46 @@ class ShardedBatchSampler:
         return len(self.steps) * self.sharding.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.arange(self.length)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.length, generator=generator)
-        missing = self.steps_per_epoch * self.sharding.global_batch - self.length
-        padding = self.length + order[torch.arange(missing) % self.length]
-        micro_batches = torch.cat([order, padding]).view(-1, self.sharding.world_size, self.sharding.micro_batch_size)
+        shape = (-1, self.sharding.world_size, self.sharding.micro_batch_size)
+        micro_batches = self.global_batches(self.epoch).view(shape)
         first = self.steps.start * self.sharding.accumulation
         yield from micro_batches[first : first + len(self), self.sharding.rank].tolist()
+
+    def global_batches(self, epoch: int) -> Tensor:
+        """Return the indices of each step of an epoch, shape (steps, global batch)."""
+        order, generator = torch.arange(self.length), torch.Generator().manual_seed(self.seed + epoch)
+        if self.shuffle:
+            order = torch.randperm(self.length, generator=generator)
+        copied = order
+        if self.lengths is not None:
+            order = bucket_by_length(order, self.lengths, self.sharding.global_batch, generator)
+            copied = order[(self.steps_per_epoch - 1) * self.sharding.global_batch :]
+        missing = self.steps_per_epoch * self.sharding.global_batch - self.length
+        padding = self.length + copied[torch.arange(missing) % len(copied)]
+        return torch.cat([order, padding]).view(self.steps_per_epoch, self.sharding.global_batch)
+
+
+def bucket_by_length(order: Tensor, lengths: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    """Arrange samples so that each batch has samples of similar length.
+
+    Samples are sorted in pieces of BUCKET_BATCHES batches. Then the batches are shuffled. The one with the longest
+    sample is first, so that a run out of memory fails early. An incomplete batch is last.
+
+    Args:
+        order: shuffled indices of the samples.
+        lengths: tokens of each sample.
+        batch: samples of a global batch.
+        generator: random state of the order of the batches.
+    """
+    pieces = torch.split(order, BUCKET_BATCHES * batch)
+    by_length = torch.cat([piece[lengths[piece].argsort(stable=True)] for piece in pieces])
+    complete = len(order) // batch
+    batches = by_length[: complete * batch].view(complete, batch)
+    batches = batches[torch.randperm(complete, generator=generator)]
+    if complete:
+        longest = int(lengths[batches].amax(dim=1).argmax())
+        batches[[0, longest]] = batches[[longest, 0]]
+    return torch.cat([batches.flatten(), by_length[complete * batch :]])
 
 
 class PaddedDataset(Dataset[Sample]):
@@ -162,6 +217,7 @@ class ShardedLoader:
         seed: int,
         shuffle: bool,
         num_workers: int,
+        lengths: NDArray[np.int64] | None = None,
     ) -> None:
         self.samples, self.sharding, self.device, self.task = samples, sharding, device, data.task
         self.stop_requested = lambda: False
@@ -169,7 +225,7 @@ class ShardedLoader:
         self._prefetched: tuple[int, range, Iterator[Batch]] | None = None
         # DataLoader draws the seeds of its workers from this generator, so the global RNG state is untouched.
         self._generator = torch.Generator()
-        self.sampler = ShardedBatchSampler(len(samples), sharding, seed=seed, shuffle=shuffle)
+        self.sampler = ShardedBatchSampler(len(samples), sharding, seed=seed, shuffle=shuffle, lengths=lengths)
         self._loader = DataLoader(
             PaddedDataset(samples),
             batch_sampler=self.sampler,
@@ -211,7 +267,7 @@ class ShardedLoader:
         assert self._prefetched is not None
         (_, _, batches), self._prefetched = self._prefetched, None
         micro_batches: list[Batch] = []
-        remaining = len(self.samples) - wanted.start * self.sharding.global_batch
+        num_samples = iter(self._count_samples(epoch, wanted))
         stop = StopFlag(self.device)
         for batch in batches:
             self.on_batch()
@@ -221,10 +277,16 @@ class ShardedLoader:
                 stop.check()
                 normalizer, requests = self._sum_counts(micro_batches)
                 stop.record(requests)
-                num_samples = min(remaining, self.sharding.global_batch)
-                remaining -= num_samples
-                yield StepData([b.to(self.device) for b in micro_batches], normalizer, num_samples)
+                yield StepData([b.to(self.device) for b in micro_batches], normalizer, next(num_samples))
                 micro_batches = []
+
+    def _count_samples(self, epoch: int, steps: range) -> list[int]:
+        """Return the samples of each step over all ranks, without padding samples. A packed row has several."""
+        counts = torch.ones(len(self.samples), dtype=torch.int64)
+        if isinstance(self.samples, PackedSamples):
+            counts = torch.from_numpy(self.samples.counts)
+        with_padding = torch.cat([counts, torch.zeros_like(counts)])
+        return with_padding[self.sampler.global_batches(epoch)[steps.start : steps.stop]].sum(dim=1).tolist()
 
     def _sum_counts(self, micro_batches: list[Batch]) -> Tensor:
         """Sum the targets of a step and the stop requests over the ranks; shape (2,)."""

@@ -22,6 +22,11 @@ class RandomTokens:
     vocab_size: int
     seed: int
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [self.length] * self.samples
+
     def __len__(self) -> int:
         return self.samples
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.config.custom_code import check_returned, describe_type
 from distexp.config.size_checks import check_sequence_length
-from distexp.data.base import IGNORE, Batch, Sample
+from distexp.data.base import COLLATE, IGNORE, POSITIONS, Batch, Sample, Samples, TaskData
+
+BUCKET_MULTIPLE = 32
+"""Batches of ``dataset.bucketing=true`` are padded to a multiple of it, so that their shapes repeat."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +37,11 @@ class TokenSamples:
     ends: NDArray[np.int64]
     prompt_lengths: NDArray[np.int32]
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample, shape (samples,)."""
+        return np.diff(self.ends, prepend=0)
+
     def __len__(self) -> int:
         return len(self.ends)
 
@@ -46,23 +55,41 @@ class TokenSamples:
         return {"input_ids": input_ids, "labels": labels}
 
 
+def sample_lengths(samples: Samples) -> NDArray[np.int64]:
+    """Return the tokens of each sample, shape (samples,).
+
+    Samples without an attribute ``lengths`` are read.
+    """
+    lengths = getattr(samples, "lengths", None)
+    if lengths is None:
+        lengths = [len(samples[index]["input_ids"]) for index in range(len(samples))]
+    return np.asarray(lengths, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class TextCollate:
     """Collate function that pads sequences on the right.
 
-    A causal LM predicts ``labels[:, 1:]``, so the first label of a sequence is never a target.
+    A causal LM predicts ``labels[:, 1:]``, so the first label of a sequence is never a target. Packed rows keep their
+    positions, and have no attention mask: their padding counts as another sample.
 
     Attributes:
         pad_id: token id of the padding.
         length: tokens of every batch; None: the longest sequence of each batch.
+        multiple: without ``length``, batches are padded to a multiple of it.
+        limit: without ``length``, most tokens of a batch.
     """
 
     pad_id: int
     length: int | None
+    multiple: int = 1
+    limit: int | None = None
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Pad and stack samples; labels have shape (batch, length)."""
-        length = self.length or max(len(sample["input_ids"]) for sample in samples)
+        length = self.length or self._padded_length(max(len(sample["input_ids"]) for sample in samples))
+        if POSITIONS in samples[0]:
+            return self._collate_rows(samples, length)
         input_ids = _pad_and_stack([sample["input_ids"] for sample in samples], length, self.pad_id)
         labels = _pad_and_stack([sample["labels"] for sample in samples], length, IGNORE)
         mask = _pad_and_stack([torch.ones_like(sample["input_ids"]) for sample in samples], length, 0)
@@ -75,6 +102,79 @@ class TextCollate:
             num_targets=int(is_target.sum()),
             num_tokens=int(mask[has_target].sum()),
         )
+
+    def _padded_length(self, longest: int) -> int:
+        padded = -(-longest // self.multiple) * self.multiple
+        return padded if self.limit is None else max(longest, min(padded, self.limit))
+
+    def _collate_rows(self, rows: Sequence[Sample], length: int) -> Batch:
+        """Pad and stack packed rows."""
+        labels = _pad_and_stack([row["labels"] for row in rows], length, IGNORE)
+        positions = torch.stack(
+            [torch.cat([row[POSITIONS], torch.arange(length - len(row[POSITIONS]))]) for row in rows]
+        )
+        is_target = labels != IGNORE
+        is_target[:, 0] = False
+        samples = (positions == 0).flatten().cumsum(0) - 1  # the sample at each position of the batch
+        has_target = torch.bincount(samples, weights=is_target.flatten()) > 0  # padding has none
+        return Batch(
+            inputs={
+                "input_ids": _pad_and_stack([row["input_ids"] for row in rows], length, self.pad_id),
+                POSITIONS: positions,
+            },
+            labels=labels,
+            num_samples=int(has_target.sum()),
+            num_targets=int(is_target.sum()),
+            num_tokens=int(has_target[samples].sum()),
+        )
+
+
+@dataclass(frozen=True)
+class RightPadding:
+    """Collate function that refuses padding on the left, which fast attention would not mask."""
+
+    collate: Callable[[Sequence[Sample]], Batch]
+
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        """Collate samples.
+
+        Raises:
+            ConfigError: a row has padding before a token.
+        """
+        batch = self.collate(samples)
+        check_returned(batch, Batch, COLLATE)
+        mask = batch.inputs.get("attention_mask")
+        if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise ConfigError(
+                "the dataset pads on the left, but model.attention=sdpa and flex expect padding on the right: change "
+                "its collate, or use model.attention=auto"
+            )
+        return batch
+
+
+def check_text_collate(data: TaskData, key: str) -> TextCollate:
+    """Return the collate function of the data.
+
+    Raises:
+        ConfigError: it is not a TextCollate, which ``dataset.packing`` and ``dataset.bucketing`` need.
+    """
+    if not isinstance(data.collate, TextCollate):
+        raise ConfigError(
+            f"dataset.{key}=true needs data whose collate is a distexp.data.text.TextCollate, but it is "
+            f"{describe_type(data.collate)}: use TextCollate, or set dataset.{key}=false"
+        )
+    return data.collate
+
+
+def pad_to_batch(data: TaskData, limit: int) -> TaskData:
+    """Return a copy of ``data`` whose batches are padded to the longest sample, and to a multiple of BUCKET_MULTIPLE.
+
+    Args:
+        data: data of a text task.
+        limit: most tokens of a batch.
+    """
+    collate = check_text_collate(data, "bucketing")
+    return replace(data, collate=replace(collate, length=None, multiple=BUCKET_MULTIPLE, limit=limit))
 
 
 def _pad_and_stack(rows: Sequence[Tensor], length: int, value: int) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 
 from distexp.config import Config
 from distexp.config.targets import locate
-from distexp.data.base import TARGET_LABELS, TaskData
+from distexp.data.base import POSITIONS, TARGET_LABELS, TaskData
+from distexp.data.packing import PackedSamples
 from distexp.models.introspection import count_forward_flops
 
 BACKWARD_FACTOR = 2
@@ -30,12 +31,13 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 def training_flops(config: Config, data: TaskData) -> float | None:
     """Return the floating point operations to train on one padded sample, without recomputation.
 
-    torch counts them on a copy of the model without memory.
+    torch counts them on a copy of the model without memory. Those of a packed row are divided by its samples.
 
     Returns:
         The count, or None if batches or their logits have no fixed shape.
     """
-    fixed = config.dataset.padding == "max_length" and config.train.logits == "all"
+    dataset = config.dataset
+    fixed = dataset.padding == "max_length" and config.train.logits == "all" and not dataset.bucketing
     if config.model.task == "causal_lm" and not fixed:
         return None
     # Flex attention does not run without memory, and all implementations count the same.
@@ -43,8 +45,9 @@ def training_flops(config: Config, data: TaskData) -> float | None:
     with torch.device("meta"):
         model = locate(config.model._target_)(counted, data.num_classes).eval()
     batch = data.collate([data.train[0]]).to(torch.device("meta"))
-    inputs = {name: tensor for name, tensor in batch.inputs.items() if name != TARGET_LABELS}
-    return float((1 + BACKWARD_FACTOR) * count_forward_flops(model, inputs))
+    inputs = {name: tensor for name, tensor in batch.inputs.items() if name not in (POSITIONS, TARGET_LABELS)}
+    samples = float(data.train.counts.mean()) if isinstance(data.train, PackedSamples) else 1.0
+    return (1 + BACKWARD_FACTOR) * count_forward_flops(model, inputs) / samples
 
 
 def peak_tflops(gpu_name: str | None, precision: str) -> float | None:

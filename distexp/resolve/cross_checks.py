@@ -14,6 +14,12 @@ TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
 TRACKER_KEYS = {"online": "wandb", "uri": "mlflow"}
 """Keys of ``tracker`` that only one tracker has."""
 
+UNPACKED_ATTENTION = {
+    "distexp.models.bloom.build": ("auto", "eager"),
+    "distexp.models.hf.build": ("flash",),
+}
+"""Values of ``model.attention`` that cannot keep the samples of a row apart."""
+
 MODEL_HINTS = {
     "causal_lm": "bloom_tiny, gpt_tiny or another text model",
     "image_classification": "resnet_tiny or resnet50",
@@ -41,6 +47,21 @@ def check_task(config: Config) -> Iterator[str]:
         yield (
             f"train.score_answers=true needs reference answers, but dataset={dataset.name} has none: "
             "choose dataset=squad or squad_sample, or leave it out"
+        )
+
+
+def check_lengths(config: Config) -> Iterator[str]:
+    """Yield an error for each setting about the lengths of texts that the model or another setting excludes."""
+    dataset, model = config.dataset, config.model
+    for key in ("packing", "bucketing"):
+        if getattr(dataset, key) and model.task != "causal_lm":
+            yield f"dataset.{key}=true is for causal_lm, but model={model.name} is for {model.task}: leave it out"
+    if dataset.packing and dataset.bucketing:
+        yield "dataset.bucketing=true has no effect on packed rows: set dataset.packing=false, or leave it out"
+    if dataset.packing and model.attention in UNPACKED_ATTENTION.get(model._target_, ()):
+        yield (
+            f"dataset.packing=true is not supported by model={model.name} with model.attention={model.attention}: use "
+            "model.attention=sdpa, or flex on a GPU"
         )
 
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from distexp.config import Config, ConfigError
 from distexp.config.value_checks import check_values
 from distexp.resolve.absolute_paths import make_paths_absolute
-from distexp.resolve.cross_checks import check_device, check_sizes, check_task, check_tracker
+from distexp.resolve.cross_checks import check_device, check_lengths, check_sizes, check_task, check_tracker
 from distexp.resolve.file_checks import (
     check_checkpoint,
     check_dataset_files,
@@ -51,6 +51,7 @@ DECISIONS: tuple[Step, ...] = (
 
 CROSS_CHECKS: tuple[Step, ...] = (
     check_task,
+    check_lengths,
     check_sizes,
     check_files,
     check_dataset_files,

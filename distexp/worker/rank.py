@@ -23,8 +23,10 @@ from distexp.config.size_checks import check_samples_per_rank
 from distexp.config.targets import locate
 from distexp.data.base import MODEL_INPUTS, TaskData
 from distexp.data.checks import check_task_data
+from distexp.data.packing import pack_training_set
 from distexp.data.shards import BatchSharding, ShardedLoader
 from distexp.data.targets import LabelsForHead, TargetTokens
+from distexp.data.text import RightPadding, TextCollate, pad_to_batch, sample_lengths, sequence_length
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
@@ -34,6 +36,7 @@ from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
 from distexp.models.head import adapt_head, describe_head
 from distexp.models.introspection import check_forward_arguments, read_attention
+from distexp.models.packing import check_packing
 from distexp.models.transforms import transform_blocks
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
@@ -181,6 +184,12 @@ def load_data(config: Config, context: Context) -> TaskData:
     data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
     check_returned(data, TaskData, f"dataset._target_={target}")
     check_task_data(data, config.model.task, f"dataset._target_={target}")
+    if config.dataset.packing:
+        data = pack_training_set(data, sequence_length(config.dataset, config.model), config.train.seed)
+    if config.dataset.bucketing:
+        data = pad_to_batch(data, sequence_length(config.dataset, config.model))
+    if config.model.attention in ("sdpa", "flex") and not isinstance(data.collate, TextCollate):
+        data = replace(data, collate=RightPadding(data.collate))
     if config.train.logits == "targets":
         data = replace(data, collate=TargetTokens(data.collate))
     if config.train.loss == "chunked":
@@ -213,6 +222,8 @@ def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
     blueprint = Blueprint(model_factory(config, data), context, broadcast=config.fsdp.sync_module_states)
     if config.dataset._target_.startswith("distexp."):
         check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
+    if config.dataset.packing:
+        check_packing(blueprint.model)
     if config.train.save_model:
         check_exportable(blueprint.model)
     adapt_head(blueprint.model, config.train)
@@ -223,7 +234,8 @@ def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
 def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
     """Return this rank's loaders of the training and the evaluation set."""
     train, place = config.train, (context.rank, context.world_size)
-    if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch_size):
+    unit = "rows" if config.dataset.packing else "samples"
+    if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch_size, unit=unit):
         raise ConfigError(error)
     shardings = (
         BatchSharding(*place, train.micro_batch_size, train.gradient_accumulation_steps),
@@ -238,6 +250,7 @@ def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[Shar
             seed=train.seed,
             shuffle=samples is data.train,
             num_workers=config.dataset.num_workers,
+            lengths=sample_lengths(samples) if config.dataset.bucketing and samples is data.train else None,
         )
         for samples, sharding in zip((data.train, data.evaluation), shardings, strict=True)
     )

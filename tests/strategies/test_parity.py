@@ -46,6 +46,9 @@ COMMON = (
 HF = "engine=hf_trainer"
 TARGETS = "train.logits=targets"
 CHUNKED = ("train.loss=chunked", "train.loss_chunk_tokens=37")
+SDPA = "model.attention=sdpa"
+PACKED = (SDPA, "dataset.packing=true", "dataset.max_length=128")
+BUCKETED = ("dataset.bucketing=true",)
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
 CELLS: dict[
     tuple[str, int], dict[str, tuple[str, ...]]
@@ -83,8 +86,15 @@ CELLS: dict[
         "bf16_chunked_ddp": (*CHUNKED, "strategy=ddp", "precision=bf16"),
         "bf16_chunked_full_shard": (*CHUNKED, TARGETS, "sharding=full_shard", "precision=bf16"),
         "hf_ddp": (HF, "strategy=ddp"),
+        "sdpa_ddp": (SDPA, "strategy=ddp"),
+        "sdpa_full_shard": (SDPA, "sharding=full_shard"),
+        "packed_ddp": (*PACKED, "strategy=ddp"),
+        "packed_full_shard": (*PACKED, "sharding=full_shard"),
+        "packed_targets_shard_grad_op": (*PACKED, TARGETS, "sharding=shard_grad_op"),
+        "bucketed_ddp": (*BUCKETED, "strategy=ddp"),
     },
     ("deepspeed_trainer", 2): {
+        "hf_packed_full_shard": (HF, *PACKED, "sharding=full_shard"),
         "hf_targets_full_shard": (HF, TARGETS, "sharding=full_shard"),
         "hf_sgd_ddp": (HF, "strategy=ddp", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
         "hf_full_shard_checkpointed": (HF, "sharding=full_shard", "train.activation_checkpointing=true"),
@@ -131,6 +141,12 @@ CELLS: dict[
         "chunked_gpt_zero3": (*CHUNKED, "zero_stage=3", "model=gpt_tiny"),
         "bf16_chunked_zero2": (*CHUNKED, "zero_stage=2", "precision=bf16"),
         "bf16_chunked_zero3": (*CHUNKED, "zero_stage=3", "precision=bf16"),
+        "sdpa_zero3": (SDPA, "zero_stage=3"),
+        "packed_zero0": (*PACKED, "zero_stage=0"),
+        "packed_chunked_zero1": (*PACKED, *CHUNKED, TARGETS, "zero_stage=1"),
+        "packed_zero2": (*PACKED, "zero_stage=2"),
+        "packed_zero3": (*PACKED, "zero_stage=3"),
+        "bucketed_zero2": (*BUCKETED, "zero_stage=2"),
         "hf_zero3_offload": (HF, "zero_stage=3", "offload=true"),
     },
     ("deepspeed", 3): {
@@ -157,11 +173,16 @@ REFERENCES = {
     "sgd": ("train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
     "bf16": ("precision=bf16",),
     "hf": (HF,),
+    "packed": PACKED,
+    "bucketed": BUCKETED,
     "answers": ANSWERS,
     "answers_swapped": SWAPPED,
     "images": IMAGES,
 }
 
+
+KINDS = ("gpt", "sgd", "bf16", "packed", "bucketed")
+"""References of the cells whose names contain them; the reference of the others is bloom."""
 
 FAST = ("bloom", "gpt", "hf")
 """References of the tests that are not slow."""
@@ -222,7 +243,7 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 def test_losses_and_norms_equal_those_of_single(
     library: str, workers: int, name: str, references: Callable[[str], Path], runs: Runs
 ) -> None:
-    reference = next((kind for kind in ("gpt", "sgd", "bf16") if kind in name), "bloom")
+    reference = next((kind for kind in KINDS if kind in name), "bloom")
     tolerance = {"bf16": 1e-2}.get(reference, 1e-5)
     expected = read_steps(references(reference))
     actual = read_steps(runs(library, workers) / name)
@@ -243,7 +264,7 @@ def test_losses_and_norms_equal_those_of_single(
 def test_saved_weights_equal_those_of_single(
     library: str, workers: int, name: str, references: Callable[[str], Path], runs: Runs
 ) -> None:
-    reference = next((kind for kind in ("gpt", "sgd", "bf16") if kind in name), "bloom")
+    reference = next((kind for kind in KINDS if kind in name), "bloom")
     theirs, ours = load_model(references(reference)), load_model(runs(library, workers) / name)
     expected = theirs.state_dict()
     assert expected.keys() == ours.state_dict().keys()

@@ -1,0 +1,103 @@
+"""Packing: several samples in one row.
+
+Rows are the same for any number of workers. Each row has the positions of its samples, by which the model keeps them
+apart. The rows of all epochs are the same; their order changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distexp.data.base import IGNORE, POSITIONS, Sample, Samples, TaskData
+from distexp.data.text import check_text_collate, sample_lengths
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSamples:
+    """Rows of samples.
+
+    A row is ``input_ids``, ``labels`` and ``position_ids`` of shape (length,). The first label of each sample is
+    IGNORE, because the sample before it must not predict it.
+
+    Attributes:
+        samples: the samples.
+        rows: indices of the samples in each row.
+    """
+
+    samples: Samples
+    rows: Sequence[Sequence[int]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Sample:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        parts = [self.samples[index] for index in self.rows[row]]
+        labels = [part["labels"].clone() for part in parts]
+        for label in labels:
+            label[0] = IGNORE
+        return {
+            "input_ids": torch.cat([part["input_ids"] for part in parts]),
+            "labels": torch.cat(labels),
+            POSITIONS: torch.cat([torch.arange(len(label)) for label in labels]),
+        }
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Samples of each row, shape (rows,)."""
+        return np.fromiter(map(len, self.rows), dtype=np.int64, count=len(self.rows))
+
+
+def pack_training_set(data: TaskData, length: int, seed: int) -> TaskData:
+    """Return a copy of ``data`` with packed training samples and a note about them.
+
+    Args:
+        data: data of a text task.
+        length: most tokens of a row.
+        seed: seed of the order of samples of the same length.
+
+    Raises:
+        ConfigError: the collate function of the data cannot pad rows.
+    """
+    check_text_collate(data, "packing")
+    lengths = sample_lengths(data.train)
+    rows = assign_rows(lengths, length, seed)
+    padding = 1 - lengths.sum() / (len(rows) * length)
+    note = f"packing: {len(lengths)} samples are in {len(rows)} rows of {length} tokens with {padding:.1%} padding"
+    return replace(data, train=PackedSamples(data.train, rows), notes=[*data.notes, note])
+
+
+def assign_rows(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
+    """Assign samples to rows: the longest first, each to the fullest row that has room.
+
+    Args:
+        lengths: tokens of each sample, at most ``capacity``.
+        capacity: most tokens of a row.
+        seed: seed of the order of samples of the same length.
+    """
+    shuffled = np.random.default_rng(seed).permutation(len(lengths))
+    order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # rows by their free tokens
+    free_tokens = 0  # bit f is set if a row has f free tokens
+    for index in order.tolist():
+        length = int(lengths[index])
+        fitting = free_tokens >> length
+        if fitting:
+            free = length + (fitting & -fitting).bit_length() - 1
+            row = with_room[free].pop()
+            if not with_room[free]:
+                free_tokens &= ~(1 << free)
+        else:
+            free, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        with_room.setdefault(free - length, []).append(row)
+        free_tokens |= 1 << (free - length)
+    return rows

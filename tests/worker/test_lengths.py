@@ -1,0 +1,62 @@
+"""Packing and bucketing of the configured data, as a rank loads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distexp.config import ConfigError
+from distexp.distributed.context import Context
+from distexp.measure.flops import training_flops
+from distexp.worker.rank import load_data, make_loaders
+from tests.helpers.runs import resolve_cell
+
+SAMPLES, EVALUATED = 40, 8
+SMALL = ("model=gpt_tiny", "strategy=single", "cluster.device=cpu", "dataset.max_length=128")
+SIZES = (f"dataset.train_size={SAMPLES}", f"dataset.eval_size={EVALUATED}", "train.micro_batch_size=4")
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
+
+
+@pytest.mark.parametrize("key", ["packing", "bucketing"])
+def test_training_batches_have_less_padding_and_the_same_samples(
+    key: str, context: Context, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, config = (resolve_cell(*SMALL, *SIZES, *more) for more in ((), (f"dataset.{key}=true",)))
+    steps = []
+    for each in (plain, config):
+        data = load_data(each, context)
+        training, evaluation = make_loaders(each, data, context)
+        steps.append(list(training.iter_steps(0)))
+        evaluated = list(evaluation.iter_steps(0))
+        assert sum(step.num_samples for step in evaluated) == EVALUATED
+        assert all("attention_mask" in batch.inputs for step in evaluated for batch in step.micro_batches)
+    for name in ("num_samples", "num_targets", "num_tokens"):
+        expected, found = (sum(getattr(batch, name) for step in run for batch in step.micro_batches) for run in steps)
+        assert expected == found
+    expected, found = (sum(batch.num_positions for step in run for batch in step.micro_batches) for run in steps)
+    assert found < 0.7 * expected
+    assert [sum(step.num_samples for step in run) for run in steps] == [SAMPLES, SAMPLES]
+    assert (f"packing: {SAMPLES} samples are in" in capsys.readouterr().out) == (key == "packing")
+
+
+def test_flops_of_a_packed_sample_are_its_part_of_a_row(context: Context) -> None:
+    plain, packed = (resolve_cell(*SMALL, *SIZES, *more) for more in ((), ("dataset.packing=true",)))
+    data = load_data(packed, context)
+    whole = training_flops(plain, load_data(plain, context))
+    assert whole is not None
+    assert training_flops(packed, data) == pytest.approx(whole * len(data.train) / SAMPLES)
+    assert training_flops(resolve_cell(*SMALL, *SIZES, "dataset.bucketing=true"), data) is None
+
+
+def test_a_micro_batch_of_more_rows_than_there_are_is_refused(context: Context) -> None:
+    config = resolve_cell(*SMALL, *SIZES, "dataset.packing=true", "train.micro_batch_size=30")
+    with pytest.raises(
+        ConfigError, match=r"train.micro_batch_size=30 is more than the \d+ rows of each worker \(\d+ rows"
+    ):
+        make_loaders(config, load_data(config, context), context)
