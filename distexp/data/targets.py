@@ -10,8 +10,11 @@ from torch.nn.functional import pad
 from distexp.config.custom_code import check_returned
 from distexp.data.base import COLLATE, IGNORE, TARGET_LABELS, TARGET_POSITIONS, Batch, Sample
 
-KEPT_MULTIPLE = 128
-"""The number of kept tokens is a multiple of it, so that few shapes occur and compiled graphs are used again."""
+KEPT_MULTIPLE = 8
+"""The number of kept tokens is a multiple of it, as matrix products on a GPU are faster then."""
+
+COMPILED_MULTIPLE = 128
+"""The same for compiled models. Few shapes may occur, because each of them is compiled."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,13 @@ class TargetTokens:
     The batch gets an input TARGET_POSITIONS of shape (kept,), and its labels have shape (1, kept). As with all logits,
     the logits of a token predict the next label, and those of the last token predict nothing. ``kept_tokens`` is the
     number of kept tokens. The added ones have position 0 and no target.
+
+    Attributes:
+        compiled: whether the model is compiled.
     """
 
     collate: Callable[[Sequence[Sample]], Batch]
+    compiled: bool = False
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Collate samples, and select their targets."""
@@ -32,7 +39,7 @@ class TargetTokens:
         next_labels = pad(batch.labels[:, 1:], (0, 1), value=IGNORE).flatten()
         positions = (next_labels != IGNORE).nonzero().flatten()
         targets = len(positions)
-        kept = kept_tokens(targets, len(next_labels))
+        kept = kept_tokens(targets, len(next_labels), compiled=self.compiled)
         return replace(
             batch,
             inputs={**batch.inputs, TARGET_POSITIONS: pad(positions, (0, kept - targets))},
@@ -53,11 +60,11 @@ class LabelsForHead:
         return replace(batch, inputs={**batch.inputs, TARGET_LABELS: batch.labels})
 
 
-def kept_tokens(targets: int, tokens: int) -> int:
+def kept_tokens(targets: int, tokens: int, *, compiled: bool) -> int:
     """Return how many tokens to keep: more than ``targets``, but at most all ``tokens``.
 
-    It is a multiple of KEPT_MULTIPLE. From 16 times that many on, it is a multiple of a power of two between a 16th and
-    an 8th of the number. So at most an eighth is added, and similar batches have the same shape.
+    For compiled models it is a multiple of COMPILED_MULTIPLE, and of a power of two above an eighth of ``targets``. So
+    batches whose numbers of targets differ by a tenth have two or three shapes. At most a quarter is added.
     """
-    multiple = max(KEPT_MULTIPLE, 1 << max(0, targets.bit_length() - 4))
+    multiple = max(COMPILED_MULTIPLE, 1 << max(0, targets.bit_length() - 3)) if compiled else KEPT_MULTIPLE
     return min(-(-(targets + 1) // multiple) * multiple, tokens)

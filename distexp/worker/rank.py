@@ -191,7 +191,7 @@ def load_data(config: Config, context: Context) -> TaskData:
     if config.model.attention in ("sdpa", "flex") and not isinstance(data.collate, TextCollate):
         data = replace(data, collate=RightPadding(data.collate))
     if config.train.logits == "targets":
-        data = replace(data, collate=TargetTokens(data.collate))
+        data = replace(data, collate=TargetTokens(data.collate, compiled=bool(config.train.compile)))
     if config.train.loss == "chunked":
         data = replace(data, collate=LabelsForHead(data.collate))
     if config.train.score_answers:
