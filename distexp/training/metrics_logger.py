@@ -55,6 +55,7 @@ class MetricsLogger:
         self.plan, self.device, self.events = plan, context.device, events
         self.clock = StepClock(context.device)
         self.steps = self.samples = self.measured_steps = self.measured_samples = self.measured_tokens = 0
+        self.step_samples: list[int] = []  # of each step of this attempt; packed rows have different numbers of samples
         self.tokens = self.positions = 0  # of this rank in this attempt, without and with padding
         self.stopped: RunError | None = None  # why the training ended before its last step
         self.resumed_at = 0  # the step that this attempt resumed from
@@ -155,6 +156,7 @@ class MetricsLogger:
         self.steps += 1
         self.events.advance(self.steps)
         self.samples += step.num_samples
+        self.step_samples.append(step.num_samples)
         tokens = sum(batch.num_tokens for batch in step.micro_batches)
         self.tokens += tokens
         self.positions += sum(batch.num_positions for batch in step.micro_batches)
@@ -164,7 +166,7 @@ class MetricsLogger:
             self.measured_samples += step.num_samples
             self.measured_tokens += tokens
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
-            self._write_line(step, norm, rate)
+            self._write_line(norm, rate)
         if self.profiler.window is not None and self.steps == self.profiler.window.steps_before:
             self._set_phase("profile")
             self.profiler.start()
@@ -237,7 +239,7 @@ class MetricsLogger:
         """Return the run time in seconds so far, without the overhead of the profiler."""
         return time.perf_counter() - self.started - self.profiler.overhead_s
 
-    def _write_line(self, step: StepData, norm: Tensor, rate: float) -> None:
+    def _write_line(self, norm: Tensor, rate: float) -> None:
         self._reduce_window()
         losses = self.losses[self.logged :]
         self.logged = self.steps
@@ -245,6 +247,7 @@ class MetricsLogger:
             return
         recent = self.clock.durations(last=self.plan.train.log_every)
         seconds = sum(recent) / len(recent)
+        samples = self.step_samples[-len(recent) :]
         append_line(
             self._file,
             {
@@ -254,7 +257,7 @@ class MetricsLogger:
                 "grad_norm": norm.item(),
                 "learning_rate": rate,
                 "step_time_s": seconds,
-                "samples_per_second": step.num_samples / seconds,
+                "samples_per_second": sum(samples) / len(samples) / seconds,
             },
         )
 

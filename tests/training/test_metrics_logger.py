@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from distexp.config import TrainConfig
 from distexp.data.base import Batch, Sample
 from distexp.data.images import collate_images
 from distexp.data.shards import PaddedDataset, StepData
-from distexp.data.text import TargetLogits, TextCollate
+from distexp.data.targets import TargetTokens
+from distexp.data.text import TextCollate
 from distexp.distributed.context import Context
 from distexp.runs.events import Events
 from distexp.runs.record import Metrics
@@ -40,13 +42,20 @@ def record(steps: Sequence[Sequence[Batch]], folder: Path) -> Metrics:
 @pytest.mark.parametrize("target_logits", [False, True])
 def test_the_padding_share_is_that_of_all_training_batches(target_logits: bool, tmp_path: Path) -> None:
     padded = TextCollate(0, 10)
-    collate = TargetLogits(padded) if target_logits else padded
+    collate = TargetTokens(padded) if target_logits else padded
     padding_sample = PaddedDataset(text_samples(10))[1]
     steps = [
         [collate(text_samples(10, 10)), collate(text_samples(5, 2))],  # 13 of 40 positions
         [collate([*text_samples(10), padding_sample])],  # 10 of 20
     ]
     assert record(steps, tmp_path).padding_share == pytest.approx(23 / 60)
+
+
+def test_the_speed_of_a_line_counts_the_samples_of_its_steps(tmp_path: Path) -> None:
+    collate = TextCollate(0, 10)
+    record([[collate(text_samples(*[5] * count))] for count in (3, 4, 5, 12)], tmp_path)
+    (line,) = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert line["samples_per_second"] * line["step_time_s"] == pytest.approx(6)
 
 
 def test_images_have_no_padding_share(tmp_path: Path) -> None:
