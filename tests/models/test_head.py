@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distexp.config import Config, ConfigError, TrainConfig
 from distexp.config.targets import locate
 from distexp.data.base import IGNORE, TARGET_LABELS, TARGET_POSITIONS, Batch, Sample
+from distexp.data.packing import PackedSamples
 from distexp.data.targets import COMPILED_MULTIPLE, KEPT_MULTIPLE, LabelsForHead, TargetTokens, kept_tokens
 from distexp.data.text import TextCollate
 from distexp.models.head import adapt_head, describe_head
@@ -64,11 +65,11 @@ def collate(
     return LabelsForHead(made) if train.loss == "chunked" else made
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, *overrides: str) -> nn.Module:
     """Build a small model; ``gpt_tiny`` is that of distexp."""
     torch.manual_seed(0)
     if name == "gpt_tiny":
-        config = resolve_cell("model=gpt_tiny", f"model.vocab_size={VOCABULARY}")
+        config = resolve_cell("model=gpt_tiny", f"model.vocab_size={VOCABULARY}", *overrides)
         gpt: nn.Module = locate(config.model._target_)(config.model, VOCABULARY)
         return gpt
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -109,6 +110,17 @@ def test_loss_gradients_and_evaluation_are_those_of_all_logits(name: str, train:
     torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(found_gradients, gradients, rtol=1e-5, atol=1e-6)
     assert found_sums == pytest.approx(sums, rel=1e-6)
+
+
+def test_packed_rows_have_the_loss_of_separate_rows() -> None:
+    train, attention = options(logits="targets", loss="chunked"), "model.attention=sdpa"
+    loss, gradients, _ = measure(build("gpt_tiny", attention).train(), collate(options())(samples()))
+    packed = PackedSamples(samples(), ((2, 0), (1, 3)))
+    model = build("gpt_tiny", attention).train()
+    adapt_head(model, train)
+    found_loss, found_gradients, _ = measure(model, collate(train)([packed[0], packed[1]]))
+    torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found_gradients, gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("train", [options(logits="targets"), options(logits="targets", loss="chunked")])
