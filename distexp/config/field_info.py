@@ -42,7 +42,7 @@ class FieldInfo:
             text = f"at least {self.at_least:g}"
         else:
             text = f"above {self.above:g}" if self.above is not None else ""
-        choices = ", ".join(map(str, self.choices))
+        choices = ", ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
         return " or ".join(filter(None, (text, choices)))
 
     def find_error(self, value: Any) -> str | None:

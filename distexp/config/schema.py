@@ -126,6 +126,12 @@ class DDPConfig:
     bucket_cap_mb: float = key(25.0, "Size of a gradient bucket.", unit="MB", above=0)
     static_graph: bool = key(False, "Whether every step uses the same autograd graph.")
     find_unused_parameters: bool = key(False, "Whether to search for parameters without a gradient.")
+    gradient_as_bucket_view: bool = key(
+        True, "Keep gradients in the buckets, without a copy of their own.", id_if_changed=True
+    )
+    communication: str = key(
+        "fp32", "Data type in which gradients are sent.", choices=("fp32", "bf16"), id_if_changed=True
+    )
 
 
 @dataclass
@@ -142,6 +148,10 @@ class FSDPConfig:
     wrap: str = key("auto", "`auto`: each block is a unit. Else class names of the units, separated by commas.")
     forward_prefetch: int = key(0, "Blocks to all-gather ahead in the forward pass.", at_least=0)
     backward_prefetch: int = key(1, "Blocks to all-gather ahead in the backward pass.", at_least=0)
+    blocks_per_unit: int | str = key(
+        1, "Blocks that are sharded and gathered together. `auto`: units of at least 30M parameters.",
+        choices=("auto",), at_least=1, id_if_changed=True,
+    )  # fmt: skip
     sync_module_states: bool = key(True, "Broadcast the initial weights of rank 0.")
 
 
@@ -232,7 +242,14 @@ class TrainConfig:
         1024, "Size of a chunk of `loss=chunked`.", unit="tokens", at_least=1, id_if_changed=True
     )
     activation_checkpointing: bool = key(False, "Recompute the activations of each block in the backward pass.")
-    compile: bool = key(False, "Use `torch.compile`.")
+    compile: bool | str = key(
+        False, "What `torch.compile` compiles. `true`: the blocks. `graphs`: the model, with CUDA graphs.",
+        choices=(False, True, "blocks", "model", "graphs"),
+    )  # fmt: skip
+    compute_weights: str = key(
+        "autocast", "When weights are cast for `precision=bf16`: in each micro-batch, or once per step.",
+        choices=("autocast", "step"), id_if_changed=True,
+    )  # fmt: skip
     checkpoint_every: int | str | None = key(
         None, "Steps between two checkpoints, or `epoch`.", choices=("epoch",), at_least=1,
         null="only if the run has to stop early",
@@ -242,6 +259,13 @@ class TrainConfig:
     score_answers: bool = key(
         False, "Generate answers after the last epoch. Score them with the exact match and F1 of SQuAD."
     )
+
+    @property
+    def compiled(self) -> str:
+        """What is compiled: blocks, model, graphs, or none."""
+        if isinstance(self.compile, bool):
+            return "blocks" if self.compile else "none"
+        return self.compile
 
 
 @dataclass

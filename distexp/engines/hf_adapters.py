@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType, ParallelismConfig
+from accelerate.utils import DDPCommunicationHookType, DistributedType, ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers.utils import logging
@@ -98,7 +98,9 @@ class DDPAdapter(HFAdapter):
         options, handler = self.config.ddp, accelerator.ddp_handler
         handler.bucket_cap_mb, handler.static_graph = options.bucket_cap_mb, options.static_graph
         handler.find_unused_parameters = options.find_unused_parameters
-        handler.gradient_as_bucket_view = True
+        handler.gradient_as_bucket_view = options.gradient_as_bucket_view
+        if options.communication == "bf16":
+            handler.comm_hook = DDPCommunicationHookType.BF16
 
 
 class FSDPAdapter(HFAdapter):

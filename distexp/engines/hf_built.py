@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
 from distexp.strategies.fsdp import read_distribution
-from distexp.strategies.torch_model import DTYPES, Distribution
+from distexp.strategies.torch_model import DTYPES, Distribution, read_ddp_distribution
 from distexp.strategies.torch_model import describe as describe_torch
 
 ENGINE = "hf_trainer"
@@ -50,7 +50,7 @@ def innermost_optimizer(optimizer: Any) -> Any:
 
 def _distribution(wrapped: nn.Module, model: nn.Module, units: Sequence[nn.Module]) -> Distribution:
     if isinstance(wrapped, DistributedDataParallel):
-        return Distribution(type(wrapped).__name__, mesh=[wrapped.process_group.size(), 1])
+        return read_ddp_distribution(wrapped)
     if isinstance(wrapped, FSDPModule):
         missing = [unit for unit in units if not isinstance(unit, FSDPModule)]
         if missing:

@@ -43,7 +43,8 @@ class Native:
         # Each rank needs its own random state from here on, or all ranks would drop the same units.
         seed_everything(config.train.seed + context.rank)
         built = model.describe()
-        check_built(built, strategy.expected_build(config))
+        once = {"compute_weights": "step"} if config.train.compute_weights == "step" else {}
+        check_built(built, {**strategy.expected_build(config), **once})
         optimizer = getattr(model, "optimizer", getattr(model.module, "optimizer", None))
         inputs.logger.parts.read = partial(read_model_tensors, model.module, optimizer)
         checkpoints = CheckpointManager(inputs, model, built, config, context)

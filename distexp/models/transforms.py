@@ -1,30 +1,78 @@
-"""Activation checkpointing and compilation of blocks, before distribution."""
+"""Activation checkpointing and compilation of the blocks or the model, before distribution."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from distexp.config import Config
+from distexp.config import Config, ConfigError
 from distexp.models.introspection import find_blocks, find_units
+from distexp.system.torch_internals import compile_errors, compiler_settings, has_compiled_forward
+
+BACKEND = "inductor"
+"""Backend of ``torch.compile``. Tests choose a faster one."""
+
+MODEL_SCOPES = ("model", "graphs")
+"""Values of ``train.compile`` that compile the whole model as one graph."""
 
 
 def transform_blocks(model: nn.Module, config: Config) -> None:
-    """Apply ``train.activation_checkpointing`` and ``train.compile`` to the blocks.
+    """Apply ``train.activation_checkpointing`` and ``train.compile`` to the blocks or the model.
 
-    Only ``forward`` of a block is replaced, so names and parameters stay. The hooks of FSDP and ZeRO, which
-    gather parameters, are outside of the recomputed or compiled function.
+    Only ``forward`` of a block, or the call of the model, is replaced, so names and parameters stay. The hooks of FSDP
+    and ZeRO, which gather parameters, are outside of the recomputed or compiled function.
     """
     for block in _blocks_to_transform(model, config):
         forward = block.forward
-        if config.train.compile:
-            forward = torch.compile(forward)
+        if config.train.compiled == "blocks":
+            forward = torch.compile(forward, backend=BACKEND)
         if config.train.activation_checkpointing:
             forward = partial(checkpoint, forward, use_reentrant=False)
         block.forward = forward
+    if config.train.compiled in MODEL_SCOPES:
+        _compile_model(model, cuda_graphs=config.train.compiled == "graphs")
+
+
+def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
+    """Compile the call of a model, which also works if DDP wraps the model later.
+
+    Inside of DDP, dynamo splits the graph at the ends of DDP's buckets, so that the reduction of a bucket overlaps with
+    the backward pass of the next graph. Compiling the DDP module instead would give the same graphs, because dynamo
+    skips the code of DDP.
+    """
+    options: dict[str, Any] = {"mode": "reduce-overhead"} if cuda_graphs and BACKEND == "inductor" else {}
+    model.compile(backend=BACKEND, fullgraph=True, dynamic=False, **options)
+
+
+def read_compiled(module: nn.Module) -> str:
+    """Return what of a model is compiled, in the terms of ``train.compile``, read from the live module."""
+    model = getattr(module, "module", module)  # inside of DDP or DeepSpeed
+    if (settings := compiler_settings(model)) is not None:
+        return "graphs" if settings.get("triton.cudagraphs") else "model"
+    return "blocks" if any(has_compiled_forward(each) for each in model.modules()) else "none"
+
+
+@contextmanager
+def explained_compilation(scope: str) -> Iterator[None]:
+    """Raise ConfigError if torch cannot compile the whole model as one graph.
+
+    Args:
+        scope: value of ``train.compile``.
+    """
+    try:
+        yield
+    except compile_errors() as error:
+        summary = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"train.compile={scope} needs a model that torch compiles as one graph, but {type(error).__name__}: "
+            f"{summary}. Use train.compile=blocks"
+        ) from error
 
 
 def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:
@@ -37,4 +85,6 @@ def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:
         needed_for, alternative = "train.activation_checkpointing=true", "train.activation_checkpointing=false"
         blocks = find_blocks(model, config.fsdp.wrap, needed_for=needed_for, alternative=alternative)
         return [block for _, block in blocks]
-    return [block for _, block in find_units(model, config.fsdp.wrap)] or [model] if train.compile else []
+    if train.compiled != "blocks":
+        return []
+    return [block for _, block in find_units(model, config.fsdp.wrap)] or [model]

@@ -50,7 +50,8 @@ def bytes_per_parameter(record: RunRecord) -> float | None:
 
 def _sharded_states(built: Built, moments: float) -> States:
     """Return the states if all of them are sharded over the second axis of the mesh."""
-    parts = {"parameters": BYTES_PER_VALUE, "gradients": BYTES_PER_VALUE, "optimizer": moments}
+    copies = BYTES_PER_VALUE / 2 if built.compute_weights == "step" else 0.0
+    parts = {"parameters": BYTES_PER_VALUE + copies, "gradients": BYTES_PER_VALUE, "optimizer": moments}
     on_cpu = built.offload.split("+")
     return {name: 0.0 if name in on_cpu else size / built.mesh[1] for name, size in parts.items()}
 

@@ -26,7 +26,7 @@ from distexp.resolve.option_checks import check_cluster_keys, check_dataset_keys
 from distexp.resolve.resources import decide_resources
 from distexp.resolve.scaling import apply_scaling
 from distexp.resolve.shrink import check_exercise_device, shrink_to_scale
-from distexp.resolve.strategy_steps import check_strategy, check_trainer, set_strategy_defaults
+from distexp.resolve.strategy_steps import check_speed_options, check_strategy, check_trainer, set_strategy_defaults
 
 Step = Callable[[Config], Iterable[str]]
 """A step may change the configuration in place. It returns its errors and leaves raising to ``resolve``."""
@@ -62,6 +62,7 @@ CROSS_CHECKS: tuple[Step, ...] = (
     check_device,
     check_strategy,
     check_trainer,
+    check_speed_options,
 )
 """Checks of several sections together. Their errors are raised together with those of the decisions."""
 

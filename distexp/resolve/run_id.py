@@ -44,6 +44,8 @@ def run_id(config: Config) -> str:
     _remove_unchanged(content)
     for key in ("checkpoint_every", "profile_steps"):
         del content["train"][key]
+    if content["train"]["compile"] == "blocks":
+        content["train"]["compile"] = True
     if content["train"]["resume"] is not None:
         content["train"]["resume"] = checkpoint_fingerprint(Path(content["train"]["resume"]))
     text = json.dumps(content, sort_keys=True)

@@ -10,6 +10,9 @@ from distexp.config.custom_code import check_returned, one_sentence
 from distexp.engines.base import load_trainer
 from distexp.strategies.base import COMMUNICATION, load_strategy
 
+WHOLE_MODEL = ("model", "graphs")
+"""Values of ``train.compile`` that compile the whole model."""
+
 
 def set_strategy_defaults(config: Config) -> Iterator[str]:
     """Let the strategy set the options that the user left open."""
@@ -27,6 +30,34 @@ def check_strategy(config: Config) -> list[str]:
     check_returned(option, str, f"strategy._target_={config.strategy._target_}: main_option()")
     with one_sentence(config.strategy._target_, "validate()"):
         return _as_messages(strategy.validate(config), config.strategy._target_)
+
+
+def check_speed_options(config: Config) -> Iterator[str]:
+    """Yield an error for each option of speed that the strategy, the trainer, the precision or the device lacks."""
+    strategy, train = load_strategy(config), config.train
+    scope = train.compiled
+    if scope in WHOLE_MODEL:
+        native = config.engine.name == "native"
+        if scope not in strategy.compile_scopes or not native:
+            owner = f"strategy={config.strategy.name}" if native else f"engine={config.engine.name}"
+            yield f"train.compile={scope} is not supported by {owner}: use train.compile=blocks"
+        if config.dataset.padding == "longest":
+            yield (
+                f"train.compile={scope} needs batches of one length, but dataset.padding=longest makes many: use "
+                "dataset.padding=max_length, or train.compile=blocks"
+            )
+    if scope == "graphs" and config.cluster.device == "cpu":
+        yield "train.compile=graphs needs a GPU, but this run is on cpu: use train.compile=model"
+    if train.compute_weights != "step":
+        return
+    if config.precision.name != "bf16":
+        yield (
+            f"train.compute_weights=step is for precision=bf16, but this run has precision={config.precision.name}: "
+            "use precision=bf16, or leave it out"
+        )
+    if not strategy.casts_once_per_step or config.engine.name != "native":
+        owner = f"strategy={config.strategy.name}" if config.engine.name == "native" else f"engine={config.engine.name}"
+        yield f"train.compute_weights=step is not supported by {owner}: leave it out"
 
 
 def check_trainer(config: Config) -> list[str]:

@@ -86,6 +86,10 @@ class Built:
     logits: str | None = key(None, "Tokens whose logits a text model computes: `all` or `targets`.")
     loss: str | None = key(None, "Loss of a text model: `full`, or `chunked` with the tokens of a chunk.")
     attention: str | None = key(None, "Implementation of the attention, if the model declares it.")
+    compiled: str | None = key(None, "What is compiled: `blocks`, `model`, `graphs` (with CUDA graphs) or `none`.")
+    compute_weights: str | None = key(None, "Cast of the weights: `autocast`, or `step` for copies. Null: none.")
+    communication_dtype: str | None = key(None, "Data type in which DDP sends gradients.")
+    blocks_per_unit: int | None = key(None, "Most blocks in one unit of FSDP.")
 
 
 @dataclass
@@ -155,6 +159,18 @@ class Metrics:
             ".by_collective": "Fraction of the step time for each kind of collective.",
             ".ranks[]": "`rank`, `share` and `exposed_share` of each rank.",
             ".note": "Why values are null.",
+        },
+    )
+    compile: dict[str, Any] | None = key(
+        None,
+        "Compilations of `train.compile` on rank 0. The first steps contain their time.",
+        parts={
+            ".seconds": "Time in the compiler, in seconds.",
+            ".graphs": "Compiled graphs.",
+            ".recompilations": "Compilations of code that was compiled before, for example for another shape.",
+            ".cache_hits": "Graphs from the cache of an earlier run.",
+            ".cache_misses": "Graphs that were not in the cache.",
+            ".cuda_graph_skips": "Graphs for which torch did not record a CUDA graph.",
         },
     )
     data_wait_s: float | None = key(None, "Time that rank 0 waits for its DataLoader, over all steps.", unit="seconds")

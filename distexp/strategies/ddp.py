@@ -18,11 +18,19 @@ if TYPE_CHECKING:
 class DDP(Strategy):
     """The full model on every worker; gradients are averaged during the backward pass."""
 
+    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", "model", "graphs")
+    casts_once_per_step: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DDPAdapter"
 
     def validate(self, config: Config) -> list[str]:
-        """Refuse offload."""
-        return offload_errors(config)
+        """Refuse offload, and buckets that dynamo cannot use."""
+        errors = offload_errors(config)
+        if config.train.compile and config.ddp.bucket_cap_mb < 1:
+            errors.append(
+                f"ddp.bucket_cap_mb={config.ddp.bucket_cap_mb:g} is too small for train.compile, whose first "
+                "bucket has 1 MB: use at least 1, or train.compile=false"
+            )
+        return errors
 
     def hf_errors(self, config: Config) -> list[str]:
         """Refuse one worker on a GPU, because the Trainer uses DDP there only for several."""
@@ -39,28 +47,38 @@ class DDP(Strategy):
             "mesh": [workers, 1],
             "sharded_units": 0,
             "offload": "none",
+            "communication_dtype": {"fp32": "float32", "bf16": "bfloat16"}[config.ddp.communication],
         }
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Initialize the model on its device and wrap it."""
         from torch.nn.parallel import DistributedDataParallel
 
-        from distexp.strategies.torch_model import Distribution, TorchModel
+        from distexp.strategies.compute_weights import copy_weights
+        from distexp.strategies.ddp_reduction import set_reduction
+        from distexp.strategies.torch_model import TorchModel, read_ddp_distribution
 
         blueprint.materialize(blueprint.model)
+        weights = copy_weights(blueprint.model, config)
         wrapped = DistributedDataParallel(
             blueprint.model,
             device_ids=[context.device] if context.device.type == "cuda" else None,
             bucket_cap_mb=config.ddp.bucket_cap_mb,
             static_graph=config.ddp.static_graph,
             find_unused_parameters=config.ddp.find_unused_parameters,
-            gradient_as_bucket_view=True,
+            gradient_as_bucket_view=config.ddp.gradient_as_bucket_view,
         )
+        set_reduction(wrapped, config.ddp.communication, weights)
 
         def sync_context(last_micro: bool) -> AbstractContextManager[Any]:
             return nullcontext() if last_micro else wrapped.no_sync()
 
-        def distribution() -> Distribution:
-            return Distribution(type(wrapped).__name__, mesh=[wrapped.process_group.size(), 1])
-
-        return TorchModel(wrapped, config, context, sync_context=sync_context, autocast=True, distribution=distribution)
+        return TorchModel(
+            wrapped,
+            config,
+            context,
+            sync_context=sync_context,
+            autocast=True,
+            distribution=lambda: read_ddp_distribution(wrapped),
+            weights=weights,
+        )

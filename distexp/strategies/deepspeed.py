@@ -54,7 +54,7 @@ class DeepSpeed(Strategy):
         if stage not in STAGES:
             return [f"deepspeed.zero_stage={stage} is not one of 0, 1, 2, 3"]
         errors = list(_offload_errors(config))
-        if config.train.compile and stage == 3:
+        if config.train.compiled == "blocks" and stage == 3:
             errors.append(
                 "train.compile=true does not work with zero_stage=3, which gathers parameters in module hooks: "
                 "choose zero_stage=0,1,2 or train.compile=false"

@@ -1,6 +1,7 @@
 """PyTorch FSDP2 (``fully_shard``).
 
-Each block, the embedding and the head are FSDP units. A model without blocks is one unit.
+Each block, the embedding and the head are FSDP units. A model without blocks is one unit. ``fsdp.blocks_per_unit`` puts
+several blocks into one unit, so that there are fewer collectives, and each is larger.
 
 If embedding and head share one weight, it belongs to the root unit. The root unit is gathered once per step and reduced
 once, at the end. A separate unit would be reduced twice, the first time when memory use is at its peak. On four H200s
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 PRELOAD = ("torch.distributed.fsdp",)
 """Imported once for all workers of a node."""
+
+MIN_UNIT_PARAMETERS = 30_000_000
+"""Least size of a unit with ``fsdp.blocks_per_unit=auto``.
+
+A smaller unit is gathered faster than a CPU can start the work, so the number of collectives limits the speed.
+"""
 
 TORCH_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 1}
 """Number of blocks that torch prefetches by default."""
@@ -64,6 +71,11 @@ class FSDP(Strategy):
                     f"fsdp.{key}={getattr(config.fsdp, key)} is not supported by engine=hf_trainer: "
                     f"use {value}, or engine=native"
                 )
+        if config.fsdp.blocks_per_unit != 1:
+            errors.append(
+                f"fsdp.blocks_per_unit={config.fsdp.blocks_per_unit} is not supported by engine=hf_trainer, which "
+                "shards each block: use 1, or engine=native"
+            )
         return errors
 
     def main_option(self, config: Config) -> str:
@@ -154,7 +166,7 @@ def _build_mesh(config: Config, context: Context) -> DeviceMesh:
 
 
 def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Module]:
-    """Initialize and shard each unit, inner units first; return the blocks, or the model if it has none."""
+    """Initialize and shard the units, inner ones first; return the blocks, or the model if it has none."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -172,7 +184,8 @@ def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list
     if config.offload.enabled:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=config.offload.pin_memory)
     model = blueprint.model
-    inner = [module for _, module in find_units(model, config.fsdp.wrap)]
+    blocks = [module for _, module in find_units(model, config.fsdp.wrap)]
+    inner = group_blocks(blocks, config.fsdp.blocks_per_unit)
     if not inner and context.rank == 0:
         print(
             f"note: {type(model).__name__} has no repeated blocks, so FSDP shards it as one unit: to change that, set "
@@ -180,13 +193,31 @@ def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list
             flush=True,
         )
     ends = [] if has_tied_embeddings(model) else [module for _, module in find_embeddings(model)]
-    for unit in [*inner, *ends, model]:
-        blueprint.materialize(unit)
+    for group in [*inner, *([module] for module in ends), [model]]:
+        for module in group:
+            blueprint.materialize(module)
         # The backward pass starts with the head. Freeing it after the forward pass would only gather it twice.
-        last = (unit is model and bool(inner)) or (len(ends) == 2 and unit is ends[1])
-        fully_shard(unit, **policy | ({"reshard_after_forward": False} if last else {}))
-    _set_prefetch(cast("list[FSDPModule]", inner), config)
-    return inner or [model]
+        last = (group[0] is model and bool(inner)) or (len(ends) == 2 and group[0] is ends[1])
+        fully_shard(
+            group if len(group) > 1 else group[0], **policy | ({"reshard_after_forward": False} if last else {})
+        )
+    _set_prefetch([cast("FSDPModule", group[0]) for group in inner], config)
+    return blocks or [model]
+
+
+def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.Module]]:
+    """Split the blocks, in forward order, into groups that FSDP shards as one unit.
+
+    Args:
+        blocks: the blocks of a model.
+        size: blocks of a group. ``auto``: as many as have MIN_UNIT_PARAMETERS together, at most all.
+    """
+    if not blocks:
+        return []
+    if isinstance(size, str):
+        largest = max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
+        size = -(-MIN_UNIT_PARAMETERS // max(1, largest))
+    return [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
 
 
 def _set_prefetch(units: list[FSDPModule], config: Config) -> None:
@@ -209,13 +240,12 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
     Raises:
         RuntimeError: parameters were left unsharded.
     """
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     from distexp.strategies.torch_model import Distribution
-    from distexp.system.torch_internals import read_fsdp_policies
+    from distexp.system.torch_internals import group_by_fsdp_unit, read_fsdp_policies
 
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [members[0] for members in group_by_fsdp_unit(model)]
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     if len(sharded) != len(parameters):
@@ -223,6 +253,7 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
     (shape,) = {tuple(p.device_mesh.shape) for p in sharded}
     policies = read_fsdp_policies(units)
     reshards = {policy.reshards_after_forward for policy in read_fsdp_policies(inner)}
+    shared = max(len(set(inner).intersection(members)) for members in group_by_fsdp_unit(model))
     offloaded = all(policy.offloads_to_cpu for policy in policies)
     on_cpu = all(p.to_local().device.type == "cpu" for p in sharded)
     return Distribution(
@@ -231,4 +262,5 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
         sharded_units=len(units),
         offload="parameters+gradients+optimizer" if offloaded and on_cpu else "none",
         compute_dtype=policies[0].param_dtype,
+        blocks_per_unit=shared,
     )

@@ -19,7 +19,7 @@ def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:
         optimizer: Torch's optimizer, or what wraps it; None if there is none.
     """
     parameters = list(module.parameters())
-    masters = list(_masters(optimizer))
+    masters = [*_masters(optimizer), *_updated_elsewhere(optimizer, parameters)]
     return ModelTensors(
         parameters=[*parameters, *_attributes(parameters, "ds_tensor")],
         gradients=[
@@ -40,6 +40,14 @@ MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "f
 def _masters(optimizer: Any) -> Iterator[Tensor]:
     for name in MASTERS:
         yield from _tensors_in(getattr(optimizer, name, None))
+
+
+def _updated_elsewhere(optimizer: Any, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+    """Yield the weights that torch's optimizer updates and that the module computes with copies of."""
+    own = {id(parameter) for parameter in parameters}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            yield from (parameter for parameter in group["params"] if id(parameter) not in own)
 
 
 def _innermost(optimizer: Any) -> Any:

@@ -46,6 +46,11 @@ def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> tor
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(beta1, beta2), eps=train.eps, fused=fused)
 
 
+def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 @contextmanager
 def keep_hyperparameters(groups: list[dict[str, Any]]) -> Iterator[None]:
     """Restore the groups' hyperparameters after the block, which may load others."""

@@ -18,6 +18,8 @@ class Single(Strategy):
     """Plain PyTorch on one device: the reference for all other strategies."""
 
     requires: ClassVar[tuple[str, ...]] = ()
+    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", "model", "graphs")
+    casts_once_per_step: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.SingleAdapter"
 
     def validate(self, config: Config) -> list[str]:
@@ -38,6 +40,7 @@ class Single(Strategy):
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Initialize the model on its device."""
+        from distexp.strategies.compute_weights import copy_weights
         from distexp.strategies.torch_model import Distribution, TorchModel
 
         module = blueprint.model
@@ -49,6 +52,7 @@ class Single(Strategy):
             sync_context=lambda last_micro: nullcontext(),
             autocast=True,
             distribution=lambda: Distribution(wrapper="none", mesh=[1, 1]),
+            weights=copy_weights(module, config),
         )
 
 

@@ -6,7 +6,7 @@ These strategies differ only in how they wrap the module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from distexp.config import Config
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.models.objective import loss_sum, partial_metrics
+from distexp.models.transforms import MODEL_SCOPES, explained_compilation
 from distexp.runs.record import Built
-from distexp.strategies.optimizer import build_optimizer, clip_gradients, keep_hyperparameters
-from distexp.system.torch_internals import active_autocast_dtype
+from distexp.strategies.compute_weights import StepWeights
+from distexp.strategies.optimizer import build_optimizer, clip_gradients, keep_hyperparameters, trained_parameters
+from distexp.system.torch_internals import active_autocast_dtype, ddp_communication_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,6 +39,8 @@ class Distribution:
     sharded_units: int = 0
     offload: str = "none"
     compute_dtype: torch.dtype | None = None  # if the wrapper casts, instead of autocast
+    blocks_per_unit: int | None = None  # of FSDP
+    communication_dtype: torch.dtype | None = None  # in which gradients are sent
 
 
 class TorchModel:
@@ -49,6 +53,7 @@ class TorchModel:
         sync_context: returns the context for one micro-batch's forward and backward pass. Its argument is
             ``last_micro``; gradients are reduced only if it is true.
         autocast: whether to run the module under autocast. FSDP casts with its own policy.
+        weights: the 16-bit copies that the module computes with, in place of autocast; None: none.
         distribution: returns how the module is distributed, read from the live module.
     """
 
@@ -61,6 +66,7 @@ class TorchModel:
         sync_context: Callable[[bool], AbstractContextManager[Any]],
         autocast: bool,
         distribution: Callable[[], Distribution],
+        weights: StepWeights | None = None,
     ) -> None:
         self.module = module
         self.device = context.device
@@ -69,46 +75,82 @@ class TorchModel:
         self.world_size = context.world_size
         self.clipping = config.train.gradient_clipping
         self.sync_context = sync_context
+        self.copies = weights
+        self.reduces_masters = isinstance(module, DistributedDataParallel)  # by MasterReduction
+        self.compiled = config.train.compiled
         dtype = DTYPES[config.precision.name]
-        self.autocast = torch.autocast(context.device.type, dtype, enabled=autocast and dtype != torch.float32)
+        needs_autocast = autocast and weights is None and dtype != torch.float32
+        self.autocast = torch.autocast(context.device.type, dtype, enabled=needs_autocast)
         # The fused kernel runs on the GPU, but offloaded shards are on the CPU.
         fused = context.device.type == "cuda" and not config.offload.enabled
-        self.optimizer = build_optimizer(module, config.train, fused=fused)
+        with self._masters():
+            self.optimizer = build_optimizer(module, config.train, fused=fused)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=config.precision.name == "fp16")
         self.distribution = distribution
+        if self.compiled == "graphs":
+            self._allocate_gradients()
+
+    def _masters(self) -> AbstractContextManager[None]:
+        """Return the context in which the module has the weights that the optimizer updates."""
+        return nullcontext() if self.copies is None else self.copies.masters()
+
+    def _allocate_gradients(self) -> None:
+        """Allocate gradients that live as long as the model.
+
+        Autograd then adds to them. Otherwise the gradient of the first micro-batch would be a tensor of the CUDA graph,
+        which the next replay overwrites.
+        """
+        for parameter in self.module.parameters():
+            has_copy = self.copies is not None and self.copies.master_of(parameter) is not None
+            if parameter.requires_grad and not has_copy:
+                parameter.grad = torch.zeros_like(parameter)
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Run one micro-batch, accumulate its gradients, return its share of the metrics."""
         with self.sync_context(last_micro):
-            with self.autocast:
-                outputs = self.module(**batch.inputs)
+            outputs = self._call(batch)
             loss = loss_sum(self.task, outputs, batch) / normalizer
             metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
             del outputs  # Frees the logits, which are large and not needed in the backward pass.
             # Gradients are averaged over the ranks, but the normalizer requires their sum.
             self.scaler.scale(loss * self.world_size).backward()  # type: ignore[no-untyped-call]
+        if self.copies is not None and not (last_micro and self.reduces_masters):
+            self.copies.collect_gradients()
         return metrics
+
+    def _call(self, batch: Batch) -> Any:
+        """Return the outputs of the module in the precision of the training."""
+        inputs = batch.inputs if self.copies is None else self.copies.cast_inputs(batch.inputs)
+        if self.compiled not in MODEL_SCOPES:
+            with self.autocast:
+                return self.module(**inputs)
+        if self.compiled == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        with self.autocast, explained_compilation(self.compiled):
+            return self.module(**inputs)
 
     def step(self, learning_rate: float) -> Tensor:
         """Clip, update the weights, clear the gradients; return the norm before clipping."""
         self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(self.module.parameters(), self.clipping)
+        norm = clip_gradients(trained_parameters(self.optimizer), self.clipping)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.compiled != "graphs")
+        if self.copies is not None:
+            self.copies.refresh()
         return norm
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
         """Return the outputs of the module in the precision of the training."""
-        with self.autocast:
-            return self.module(**batch.inputs)
+        return self._call(batch)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter and buffer, unsharded, on this rank's device; a collective."""
-        return unsharded_weights(self.module, self.device)
+        with self._masters():
+            yield from unsharded_weights(self.module, self.device)
 
     @property
     def checkpoint_format(self) -> str:
@@ -119,7 +161,8 @@ class TorchModel:
         """Return model and optimizer state; the shards are DTensors."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        model, optimizer = get_state_dict(self.module, self.optimizer)
+        with self._masters():
+            model, optimizer = get_state_dict(self.module, self.optimizer)
         scaler = {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
         return {"model": model, "optimizer": optimizer, **scaler}
 
@@ -139,16 +182,26 @@ class TorchModel:
         with keep_hyperparameters(self.optimizer.param_groups):
             state = self._state()
             load(state, storage_reader=DataReader(folder))
-            set_state_dict(
-                self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
+            with self._masters():
+                set_state_dict(
+                    self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                )
+        if self.copies is not None:
+            self.copies.refresh()
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
 
     def describe(self) -> Built:
         """Return what was built, read from the live objects."""
         autocast_dtype = active_autocast_dtype(self.autocast)
-        return describe(self.module, self.optimizer, self.distribution(), autocast_dtype, strategy=self.strategy)
+        distribution = self.distribution()
+        with self._masters():
+            built = describe(self.module, self.optimizer, distribution, autocast_dtype, strategy=self.strategy)
+        if self.copies is not None:
+            built.compute_weights, built.compute_dtype = "step", dtype_name(self.copies.dtype)
+        elif autocast_dtype is not None:
+            built.compute_weights = "autocast"
+        return built
 
 
 @torch.no_grad()
@@ -159,6 +212,15 @@ def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple
         # Offloaded shards are on the CPU; they are gathered on the device of the process group.
         local = tensor.detach().to(device)
         yield name, local.full_tensor() if isinstance(local, DTensor) else local
+
+
+def read_ddp_distribution(wrapped: DistributedDataParallel) -> Distribution:
+    """Return how DDP distributed a model, read from its wrapper."""
+    return Distribution(
+        type(wrapped).__name__,
+        mesh=[wrapped.process_group.size(), 1],
+        communication_dtype=ddp_communication_dtype(wrapped),
+    )
 
 
 def describe(
@@ -194,6 +256,8 @@ def describe(
         compute_dtype=dtype_name(distribution.compute_dtype or autocast_dtype or parameters[0].dtype),
         optimizer=type(optimizer).__name__,
         parameters=sum(p.numel() for p in parameters),
+        blocks_per_unit=distribution.blocks_per_unit,
+        communication_dtype=dtype_name(distribution.communication_dtype) if distribution.communication_dtype else None,
     )
 
 

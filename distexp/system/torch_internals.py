@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ def read_fsdp_policies(units: Sequence[Any]) -> list[FSDPPolicies]:
         ]
 
 
+def group_by_fsdp_unit(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
+    """Return the modules of each FSDP unit, in the order of ``model.modules()``."""
+    from torch.distributed.fsdp import FSDPModule  # importing it takes a second
+
+    units: dict[int, list[torch.nn.Module]] = {}
+    with _explained("FSDPModule._get_fsdp_state()"):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                units.setdefault(id(module._get_fsdp_state()), []).append(module)
+    return list(units.values())
+
+
 def tensor_norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the 2-norm of each tensor, computed in ``dtype`` by one kernel."""
     with _explained("torch._foreach_norm"):
@@ -75,6 +88,87 @@ def set_default_timeout(timeout: timedelta) -> None:
         with _explained(f"torch.distributed.distributed_c10d.{name}"):
             getattr(distributed_c10d, name)  # Setting a renamed attribute would have no effect.
         setattr(distributed_c10d, name, timeout)
+
+
+def ddp_communication_dtype(wrapped: Any) -> torch.dtype:
+    """Return the data type in which a DistributedDataParallel sends gradients."""
+    with _explained("DistributedDataParallel._get_ddp_logging_data"):
+        hook = wrapped._get_ddp_logging_data().get("comm_hook", "")
+        if "bf16" in hook or "fp32" in hook:  # the names of the hooks of torch and of distexp
+            return torch.bfloat16 if "bf16" in hook else torch.float32
+        first: torch.Tensor = next(p for p in wrapped.parameters() if p.requires_grad)
+        return first.dtype
+
+
+@dataclass(frozen=True)
+class CompileEvent:
+    """The start or the end of a compilation."""
+
+    is_recompilation: bool  # the same code was compiled before, for example for another shape
+
+
+def on_compilation(start: Callable[[CompileEvent], None], end: Callable[[CompileEvent], None]) -> Callable[[], None]:
+    """Call functions at the start and the end of each compilation; return a function that ends this."""
+    with _explained("torch._dynamo.callback"):
+        from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+        def read(event: Any) -> CompileEvent:
+            number = str(event.compile_id).rpartition("/")[2].partition("_")[0]
+            return CompileEvent(event.callback_trigger is CallbackTrigger.DYNAMO and int(number) > 0)
+
+        started = callback_handler.register_start_callback(lambda event: start(read(event)))
+        ended = callback_handler.register_end_callback(lambda event: end(read(event)))
+
+    def remove() -> None:
+        callback_handler.remove_start_callback(started)
+        callback_handler.remove_end_callback(ended)
+
+    return remove
+
+
+def compile_counters() -> dict[str, int]:
+    """Return the counts of torch.compile in this process."""
+    with _explained("torch._dynamo.utils.counters"):
+        from torch._dynamo.utils import counters
+
+        inductor = counters["inductor"]
+        return {
+            "graphs": counters["stats"]["unique_graphs"],
+            "cache_hits": inductor["fxgraph_cache_hit"],
+            "cache_misses": inductor["fxgraph_cache_miss"],
+            "cuda_graph_skips": inductor["cudagraph_skips"],
+        }
+
+
+def compiler_settings(module: torch.nn.Module) -> dict[str, Any] | None:
+    """Return the settings of inductor with which the call of a module is compiled; None if it is not compiled."""
+    with _explained("torch.nn.Module._compiled_call_impl"):
+        compiled: Any = module._compiled_call_impl
+        if compiled is None:
+            return None
+        read = compiled.get_compiler_config
+        return dict(read() or {}) if read is not None else {}
+
+
+def has_compiled_forward(module: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile`` has replaced ``forward`` of a module, possibly inside of a checkpoint."""
+    forward = vars(module).get("forward")
+    inner = forward.args[0] if isinstance(forward, partial) and forward.args else forward
+    return hasattr(inner, "get_compiler_config")
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of code that does not compile as one graph, or that was compiled for too many shapes."""
+    with _explained("torch._dynamo.exc"):
+        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+
+        return Unsupported, FailOnRecompileLimitHit
+
+
+def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors into others of the same shapes, with one kernel for many."""
+    with _explained("torch._foreach_copy_"):
+        torch._foreach_copy_(targets, sources)
 
 
 def active_autocast_dtype(autocast: torch.autocast) -> torch.dtype | None:

@@ -18,6 +18,7 @@ from distexp.data.shards import StepData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
+from distexp.measure.compilation import CompileWatch
 from distexp.measure.memory.allocator import AllocatorWatch
 from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
@@ -72,6 +73,7 @@ class MetricsLogger:
         # On a GPU, counting would keep the parameters that ZeRO-3 and FSDP gather until the backward pass.
         eager_on_cpu = context.device.type == "cpu" and not plan.train.compile
         self.parts = PartsWatch(context.rank, counts_activations=eager_on_cpu)
+        self.compilation = CompileWatch(enabled=bool(plan.train.compile))
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
         self.path = context.run_dir / METRICS
@@ -116,6 +118,7 @@ class MetricsLogger:
         total, per_epoch = self.plan.total_steps, self.plan.steps_per_epoch
         self.profiler.window = ProfileWindow.of(self.plan.train, total=total, per_epoch=per_epoch, done=self.steps)
         self.started = time.perf_counter() - self.runtime_s
+        self.compilation.start()
 
     def start_steps(self) -> None:
         """Start the step clock; call it before steps that follow anything else."""
@@ -227,6 +230,7 @@ class MetricsLogger:
         if self.profiler.has_started:
             self.events.set_phase("profile")
         metrics.communication = self.profiler.summary()
+        metrics.compile = self.compilation.summary()
         return metrics
 
     def _warmed_up(self) -> bool:

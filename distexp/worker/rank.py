@@ -37,7 +37,7 @@ from distexp.models.export import check_exportable, save_model
 from distexp.models.head import adapt_head, describe_head
 from distexp.models.introspection import check_forward_arguments, read_attention
 from distexp.models.packing import check_packing
-from distexp.models.transforms import transform_blocks
+from distexp.models.transforms import MODEL_SCOPES, read_compiled, transform_blocks
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
 from distexp.runs.environment import make_environment
@@ -54,6 +54,7 @@ from distexp.system.units import MIB
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
+from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.generation import check_has_references, score_answers
 
 
@@ -109,6 +110,8 @@ def preflight_record(spec: RunSpec, context: Context) -> RunRecord:
 def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     """Train in the current process group and return the record. One process may train several times."""
     config = spec.config
+    if config.train.compile:
+        use_compile_cache()
     seed_everything(config.train.seed)
     data = load_data(config, context)
     training, evaluation = make_loaders(config, data, context)
@@ -123,6 +126,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     built.tokenizer, built.attention = data.tokenizer_name, read_attention(model.module)
     if data.task == "causal_lm":
         built.logits, built.loss = describe_head(model.module)
+    built.compiled = read_compiled(model.module)
     attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
     if config.train.save_model and logger.stopped is None:
         events.set_phase("save")
@@ -161,7 +165,10 @@ def add_answers(
     """
     logger.events.set_phase("eval")
     max_new_tokens = record.config["dataset"]["answer_tokens"]
-    found, answers = score_answers(model, evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
+    # Texts grow by a token at a time, and a compiled model would be compiled again for each length.
+    eager = record.config["train"]["compile"] in MODEL_SCOPES
+    with torch.compiler.set_stance("force_eager" if eager else "default"):
+        found, answers = score_answers(model, evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
     record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
     logger.events.emit(exact_match=found.exact_match, f1=found.f1)
     if context.rank == 0:

@@ -49,6 +49,8 @@ CHUNKED = ("train.loss=chunked", "train.loss_chunk_tokens=37")
 SDPA = "model.attention=sdpa"
 PACKED = (SDPA, "dataset.packing=true", "dataset.max_length=128")
 BUCKETED = ("dataset.bucketing=true",)
+STEP = "train.compute_weights=step"
+UNITS = "fsdp.blocks_per_unit=2"
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
 CELLS: dict[
     tuple[str, int], dict[str, tuple[str, ...]]
@@ -59,8 +61,20 @@ CELLS: dict[
         "shard_grad_op_offload": ("sharding=shard_grad_op", "offload=true"),
         "hybrid_shard": ("sharding=hybrid_shard",),
         "chunked_gpt_full_shard": (*CHUNKED, TARGETS, "sharding=full_shard", "model=gpt_tiny"),
+        "gpt_full_shard_units": ("sharding=full_shard", UNITS, "model=gpt_tiny"),
+        "bf16_ddp_communication": ("strategy=ddp", "precision=bf16", "ddp.communication=bf16"),
+        "bf16_ddp_step": ("strategy=ddp", "precision=bf16", STEP),
     },
     ("torch_options", 2): {
+        "no_shard_units": ("sharding=no_shard", UNITS),
+        "shard_grad_op_units": ("sharding=shard_grad_op", UNITS),
+        "hybrid_shard_units": ("sharding=hybrid_shard", "fsdp.blocks_per_unit=auto"),
+        "full_shard_units_offload": ("sharding=full_shard", UNITS, "offload=true"),
+        "full_shard_units_prefetch": ("sharding=full_shard", UNITS, "fsdp.forward_prefetch=1"),
+        "bf16_ddp_step_communication": ("strategy=ddp", "precision=bf16", STEP, "ddp.communication=bf16"),
+        "ddp_model_compiled": ("strategy=ddp", "train.compile=model"),
+        "gpt_ddp_model_compiled": ("strategy=ddp", "model=gpt_tiny", TARGETS, "train.compile=model"),
+        "ddp_copied_gradients": ("strategy=ddp", "ddp.gradient_as_bucket_view=false"),
         "no_shard": ("sharding=no_shard",),
         "no_shard_offload": ("sharding=no_shard", "offload=true"),
         "full_shard_offload": ("sharding=full_shard", "offload=true"),
@@ -362,13 +376,18 @@ def test_built_matches_the_calls_of_the_library(library: str, workers: int, name
     assert built.world_size == workers
     assert built.engine == ("hf_trainer" if name.startswith("hf") else "native")
     assert built.compute_dtype == ("bfloat16" if "bf16" in name else "float32")
+    assert built.compiled == ("model" if "model" in name else "blocks" if "compiled" in name else "none")
+    assert (built.compute_weights == "step") == ("step" in name)
     if built.strategy == "ddp":
         assert calls == {"DDP": 1}
         assert built.mesh == [workers, 1]
+        assert built.communication_dtype == ("bfloat16" if "communication" in name else "float32")
     elif built.strategy == "fsdp":
         if built.engine == "native":
             # Units: two blocks, the root, and embedding and head unless they are tied.
-            assert calls == {"fully_shard": 3 if config["model"]["name"] == "bloom_tiny" else 5}
+            together = config["fsdp"]["blocks_per_unit"] != 1
+            assert calls == {"fully_shard": (3 if config["model"]["name"] == "bloom_tiny" else 5) - together}
+            assert built.blocks_per_unit == (2 if together else 1)
             assert built.sharded_units == calls["fully_shard"]
         else:  # which other units accelerate shards depends on its version
             assert set(calls) == {"fully_shard"}
@@ -403,10 +422,12 @@ def test_each_part_of_the_memory_is_that_of_the_shards(library: str, workers: in
     whole = 4 * built.parameters / 2**20
     stage = 3 if built.zero_stage is None else built.zero_stage  # FSDP shards all parts
     masters = whole / shards if built.zero_stage else 0.0  # DeepSpeed updates a copy of its shard
+    if "step" in name:  # the module computes with bf16 copies
+        masters = whole
     expected = {
-        "parameters_mib": whole / (shards if stage == 3 else 1),
+        "parameters_mib": whole / (shards if stage == 3 else 1) / (2 if "step" in name else 1),
         "optimizer_states_mib": 2 * whole / (shards if stage else 1) + masters,
     }
     for entry in parts:
         assert {key: entry[key] for key in expected} == pytest.approx(expected, rel=0.1), entry
-        assert whole / shards * 0.9 < entry["gradients_mib"] < whole * 1.6
+        assert whole / shards * 0.9 < entry["gradients_mib"] < whole * 1.6, entry

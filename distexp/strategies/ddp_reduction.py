@@ -1,0 +1,105 @@
+"""Communication hooks of DDP: how it reduces the gradients of a bucket.
+
+DDP checks the annotations of a hook at run time, so they must not be strings.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from distexp.strategies.compute_weights import StepWeights
+
+GradBucket: TypeAlias = dist.GradBucket  # type: ignore[name-defined, attr-defined]  # torch's stubs lack it
+
+
+def set_reduction(wrapped: DistributedDataParallel, communication: str, weights: StepWeights | None) -> None:
+    """Set the hook of DDP, unless it reduces in its own way.
+
+    Args:
+        wrapped: the module in DDP.
+        communication: ``fp32`` or ``bf16``.
+        weights: the 16-bit copies that DDP sees, if the gradients of fp32 weights are to be reduced.
+    """
+    if weights is not None:
+        hook = reduce_masters_in_bf16 if communication == "bf16" else reduce_masters_in_fp32
+        wrapped.register_comm_hook(MasterReduction(wrapped.process_group, weights), hook)
+    elif communication == "bf16":
+        wrapped.register_comm_hook(wrapped.process_group, reduce_in_bf16)
+
+
+def reduce_in_bf16(group: Any, bucket: GradBucket) -> Future[Tensor]:
+    """Reduce the gradients of a bucket in bf16."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+@dataclass
+class MasterReduction:
+    """The state of the hooks that reduce the gradients of fp32 weights."""
+
+    group: Any
+    weights: StepWeights
+
+
+def reduce_masters_in_fp32(state: MasterReduction, bucket: GradBucket) -> Future[Tensor]:
+    """Reduce the gradients of the fp32 weights of a bucket."""
+    return _reduce_masters(state, bucket, default_hooks.allreduce_hook)
+
+
+def reduce_masters_in_bf16(state: MasterReduction, bucket: GradBucket) -> Future[Tensor]:
+    """Reduce the gradients of the fp32 weights of a bucket in bf16."""
+    return _reduce_masters(state, bucket, default_hooks.bf16_compress_hook)
+
+
+class FlatBucket:
+    """The part of a bucket that the hooks of torch read."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def buffer(self) -> Tensor:
+        """Return the flat gradients."""
+        return self._flat
+
+
+def _reduce_masters(state: MasterReduction, bucket: GradBucket, reduce: Any) -> Future[Tensor]:
+    """Add the gradients of a bucket to those of the fp32 weights, and reduce the sum.
+
+    The bucket has the gradients of the last micro-batch. ``collect_gradients`` has summed those of the earlier ones.
+    DDP gets its bucket back unchanged.
+    """
+    masters = [state.weights.master_of(parameter) for parameter in bucket.parameters()]
+    known = [master for master in masters if master is not None]
+    if len(known) < len(masters):  # weights without copies; DDP puts each data type into its own buckets
+        reduced: Future[Tensor] = reduce(state.group, bucket)
+        return reduced
+    flat = add_to_masters(known, bucket.gradients(), bucket.buffer())
+    pending: Future[Tensor] = reduce(state.group, FlatBucket(flat))
+    unchanged = bucket.buffer()
+    return pending.then(lambda _: unchanged)
+
+
+def add_to_masters(masters: list[nn.Parameter], gradients: list[Tensor], buffer: Tensor) -> Tensor:
+    """Add the gradients of a bucket to those of the fp32 weights, which become views of the result.
+
+    Args:
+        masters: the fp32 weights of the bucket.
+        gradients: their gradients of one micro-batch, as views of ``buffer``.
+        buffer: the bucket.
+
+    Returns:
+        A flat fp32 tensor in the layout of the bucket.
+    """
+    flat = buffer.to(torch.float32, copy=True)
+    for master, gradient in zip(masters, gradients, strict=True):
+        offset = gradient.storage_offset() - buffer.storage_offset()
+        view = flat.as_strided(gradient.size(), gradient.stride(), offset)
+        if master.grad is not None:
+            view.add_(master.grad)
+        master.grad = view
+    return flat

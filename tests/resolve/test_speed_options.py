@@ -1,0 +1,56 @@
+"""Which options of speed go together."""
+
+from __future__ import annotations
+
+import pytest
+
+from distexp.config import ConfigError
+from distexp.resolve.run_id import run_id
+from tests.helpers.runs import resolve_cell
+
+SINGLE = ("strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu")
+BF16_STEP = ("precision=bf16", "train.compute_weights=step")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("strategy=fsdp", "train.compile=model"), r"compile=model is not supported by strategy=fsdp: use .*=blocks"),
+        (("zero_stage=2", "train.compile=graphs"), r"compile=graphs is not supported by strategy=deepspeed"),
+        (("zero_stage=3", "train.compile=blocks"), r"does not work with zero_stage=3"),
+        (("strategy=ddp", "engine=hf_trainer", "train.compile=model"), r"not supported by engine=hf_trainer"),
+        ((*SINGLE, "train.compile=graphs"), r"compile=graphs needs a GPU, but this run is on cpu: use .*=model"),
+        ((*SINGLE, "train.compile=model", "dataset.padding=longest"), r"needs batches of one length"),
+        ((*SINGLE, "train.compile=loop"), r"train\.compile=loop is not one of false, true, blocks, model, graphs"),
+        (("strategy=ddp", "train.compile=true", "ddp.bucket_cap_mb=0.5"), r"bucket_cap_mb=0\.5 is too small"),
+        ((*SINGLE, "train.compute_weights=step"), r"is for precision=bf16, but this run has precision=fp32"),
+        (("strategy=fsdp", *BF16_STEP), r"compute_weights=step is not supported by strategy=fsdp"),
+        (("zero_stage=1", *BF16_STEP), r"compute_weights=step is not supported by strategy=deepspeed"),
+        (("strategy=ddp", "engine=hf_trainer", *BF16_STEP), r"compute_weights=step is not supported by engine="),
+        (("strategy=ddp", "ddp.communication=fp8"), r"ddp\.communication=fp8 is not one of fp32, bf16"),
+    ],
+)
+def test_an_unsupported_option_is_refused_with_a_hint(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_cell(*overrides)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("scope", ["blocks", "model", "graphs"])
+def test_supported_options_are_accepted(strategy: str, scope: str) -> None:
+    device = "cluster=slurm" if scope == "graphs" else "cluster.device=cpu"  # Slurm: GPUs of another machine
+    config = resolve_cell(
+        f"strategy={strategy}", "cluster.workers_per_node=1", device, f"train.compile={scope}",
+        *BF16_STEP,
+    )  # fmt: skip
+    assert config.train.compiled == scope
+
+
+def test_another_launch_is_another_run() -> None:
+    """The losses of compiled code and of bf16 copies differ in the last digits."""
+    base = run_id(resolve_cell("strategy=ddp", "train.compile=true"))
+    assert run_id(resolve_cell("strategy=ddp", "train.compile=blocks")) == base
+    changes = ("train.compile=model", "ddp.communication=bf16", "ddp.gradient_as_bucket_view=false")
+    others = [run_id(resolve_cell("strategy=ddp", "train.compile=true", change)) for change in changes]
+    units = [run_id(resolve_cell("strategy=fsdp", f"fsdp.blocks_per_unit={size}")) for size in (1, 2, "auto")]
+    assert len({base, *others, *units}) == 7

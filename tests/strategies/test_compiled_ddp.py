@@ -1,0 +1,84 @@
+"""Which graphs torch compiles of a whole model, alone and in DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distexp.config import ConfigError
+from distexp.models import transforms
+from tests.helpers.runs import resolve_cell
+
+
+@pytest.fixture(autouse=True)
+def _process_group(tmp_path: Path) -> Iterator[None]:
+    """Initialize a process group of one rank."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets each graph that is compiled."""
+    found: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(transforms, "BACKEND", keep)
+    return found
+
+
+def make_model(layers: int = 6) -> nn.Module:
+    """Return a model of layers with 1 MiB each."""
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(layers)))
+
+
+def test_the_graphs_of_a_model_end_where_the_buckets_of_ddp_end(graphs: list[Any]) -> None:
+    config = resolve_cell("strategy=ddp", "train.compile=model", "cluster.device=cpu")
+    model = make_model()
+    transforms.transform_blocks(model, config)
+    assert transforms.read_compiled(model) == "model"
+    inputs = torch.rand(2, 512)
+    model(inputs)
+    assert len(graphs) == 1
+    torch.compiler.reset()
+    graphs.clear()
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=2)
+    wrapped(inputs).sum().backward()
+    assert len(graphs) == 3
+    assert transforms.read_compiled(wrapped) == "model"
+    with wrapped.no_sync():
+        wrapped(inputs).sum().backward()
+    assert len(graphs) == 3, "a micro-batch without reduction is compiled again"
+
+
+def test_a_model_that_is_no_graph_is_refused_with_a_hint(graphs: list[Any]) -> None:
+    class Branching(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs * 2 if inputs.sum() > 0 else inputs
+
+    model = Branching()
+    transforms.transform_blocks(model, resolve_cell("strategy=single", "cluster.device=cpu", "train.compile=model"))
+    message = r"train\.compile=model needs a model that torch compiles as one graph, but .* Use train\.compile=blocks"
+    with pytest.raises(ConfigError, match=message), transforms.explained_compilation("model"):
+        model(torch.ones(3))
+    assert graphs == []
+
+
+def test_a_compiled_block_is_found_inside_of_a_checkpoint(graphs: list[Any]) -> None:
+    config = resolve_cell("model=gpt_tiny", "train.compile=true", "train.activation_checkpointing=true")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
+    assert transforms.read_compiled(model) == "none"
+    transforms.transform_blocks(model, config)
+    assert transforms.read_compiled(model) == "blocks"

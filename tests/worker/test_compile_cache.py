@@ -1,0 +1,61 @@
+"""The folder of compiled code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from distexp.config import ConfigError
+from distexp.worker.compile_cache import VARIABLE, use_compile_cache
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, "")  # so that monkeypatch restores it
+    return tmp_path / "cache"
+
+
+def test_the_folder_is_private_and_named_after_the_versions(cache: Path) -> None:
+    folder = use_compile_cache()
+    assert os.environ[VARIABLE] == str(folder)
+    assert folder.parent == cache / f"compile-{os.getuid()}"
+    assert torch.__version__ in folder.name
+    assert folder.stat().st_mode & 0o077 == folder.parent.stat().st_mode & 0o077 == 0
+
+
+def test_the_folder_is_used_again() -> None:
+    first = use_compile_cache()
+    (first / "compiled").touch()
+    os.environ[VARIABLE] = ""
+    assert (use_compile_cache() / "compiled").exists()
+
+
+def test_the_folder_of_the_user_is_left_as_it_is(cache: Path, tmp_path: Path) -> None:
+    os.environ[VARIABLE] = str(tmp_path / "own")
+    assert use_compile_cache() == tmp_path / "own"
+    assert not cache.exists()
+
+
+def test_a_folder_that_others_can_write_to_is_refused() -> None:
+    use_compile_cache().parent.chmod(0o777)
+    os.environ[VARIABLE] = ""
+    with pytest.raises(ConfigError, match=r"other users can write to .*compile-\d+, .*chmod go-w"):
+        use_compile_cache()
+
+
+def test_a_link_to_another_folder_is_refused(cache: Path, tmp_path: Path) -> None:
+    cache.mkdir()
+    (cache / f"compile-{os.getuid()}").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="must be a folder of this user"):
+        use_compile_cache()
+
+
+def test_an_unwritable_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"train\.compile needs a cache, .*DISTEXP_CACHE"):
+        use_compile_cache()
