@@ -21,6 +21,7 @@ GROUPS = {
     "zero_stage": "what DeepSpeed partitions",
     "offload": "offload states to CPU memory",
     "precision": "arithmetic",
+    "kernels": "options of speed, set together",
     "cluster": "where it runs",
     "tracker": "experiment tracker",
     "scaling": "how the work changes with the number of workers",

@@ -58,6 +58,8 @@ def describe_meaning(spec: Field[Any]) -> str:
     """Return what a key means, also if it is null."""
     info = info_of(spec)
     null = f" Null: {info.null}." if info.null else ""
+    if info.reference is not None:
+        null = f" Null: `{_shown(info.reference)}`, or what `kernels=fast` chooses."
     slurm = " Slurm only." if info.slurm_only else ""
     return f"{info.help}{null}{slurm}"
 
@@ -116,3 +118,8 @@ def topic_names() -> Sequence[str]:
 
 def _path(group: str, option: str) -> Path:
     return conf_dir() / group / f"{option}.yaml"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a user would type it."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -5,10 +5,8 @@ from distexp.config.schema import (
     Config,
     ConfigError,
     DatasetConfig,
-    DDPConfig,
-    DeepSpeedConfig,
     EngineConfig,
-    FSDPConfig,
+    KernelsConfig,
     MeasureConfig,
     ModelConfig,
     OffloadConfig,
@@ -22,6 +20,7 @@ from distexp.config.schema import (
     TrainConfig,
     register_schema,
 )
+from distexp.config.strategy_sections import DDPConfig, DeepSpeedConfig, FSDPConfig
 
 __all__ = [
     "ClusterConfig",
@@ -32,6 +31,7 @@ __all__ = [
     "DeepSpeedConfig",
     "EngineConfig",
     "FSDPConfig",
+    "KernelsConfig",
     "MeasureConfig",
     "ModelConfig",
     "OffloadConfig",

@@ -30,7 +30,8 @@ class FieldInfo:
     example: str = ""
     slurm_only: bool = False
     path: str = ""  # "file", "folder", "checkpoint", or "hub" for a hub id or a folder
-    id_if_changed: bool = False  # part of the run id only if the value is not the default
+    reference: Any = None  # meaning of null with kernels=reference; None: not a key of the group kernels
+    id_if_changed: bool = False  # part of the run id only if the value is not the default or reference
     parts: Mapping[str, str] | None = None  # meaning of the inner keys of a mapping
 
     @property
@@ -90,13 +91,15 @@ def key(
     example: str = "",
     slurm_only: bool = False,
     path: str = "",
+    reference: Any = None,
     id_if_changed: bool = False,
     parts: Mapping[str, str] | None = None,
 ) -> T:
     """Create a dataclass field with a default and its ``FieldInfo``; lists and dicts are copied."""
     info = FieldInfo(
         help=help, unit=unit, null=null, choices=choices, at_least=at_least, above=above, below=below,
-        length=length, example=example, slurm_only=slurm_only, path=path, id_if_changed=id_if_changed, parts=parts,
+        length=length, example=example, slurm_only=slurm_only, path=path, reference=reference,
+        id_if_changed=id_if_changed, parts=parts,
     )  # fmt: skip
     metadata = {METADATA_KEY: info}
     declared: Any

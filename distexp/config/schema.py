@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from distexp.config.field_info import key
-from distexp.config.sharding import Sharding
+from distexp.config.strategy_sections import DDPConfig, DeepSpeedConfig, FSDPConfig
 
 
 class ConfigError(ValueError):
@@ -120,70 +120,6 @@ class EngineConfig:
 
 
 @dataclass
-class DDPConfig:
-    """Options of `strategy=ddp`, as in `DistributedDataParallel`."""
-
-    bucket_cap_mb: float = key(25.0, "Size of a gradient bucket.", unit="MB", above=0)
-    static_graph: bool = key(False, "Whether every step uses the same autograd graph.")
-    find_unused_parameters: bool = key(False, "Whether to search for parameters without a gradient.")
-    gradient_as_bucket_view: bool = key(
-        True, "Keep gradients in the buckets, without a copy of their own.", id_if_changed=True
-    )
-    communication: str = key(
-        "fp32", "Data type in which gradients are sent.", choices=("fp32", "bf16"), id_if_changed=True
-    )
-
-
-@dataclass
-class FSDPConfig:
-    """Options of `strategy=fsdp`, that is, FSDP2 (`fully_shard`)."""
-
-    sharding: str | None = key(
-        None,
-        "What is sharded. `sharding=` sets this key and the strategy.",
-        choices=tuple(Sharding),
-        null="full_shard",
-    )
-    replicas: int | None = key(None, "Replicas of a hybrid mesh.", null="one per node")
-    wrap: str = key("auto", "`auto`: each block is a unit. Else class names of the units, separated by commas.")
-    forward_prefetch: int = key(0, "Blocks to all-gather ahead in the forward pass.", at_least=0)
-    backward_prefetch: int = key(1, "Blocks to all-gather ahead in the backward pass.", at_least=0)
-    blocks_per_unit: int | str = key(
-        1, "Blocks that are sharded and gathered together. `auto`: units of at least 30M parameters.",
-        choices=("auto",), at_least=1, id_if_changed=True,
-    )  # fmt: skip
-    sync_module_states: bool = key(True, "Broadcast the initial weights of rank 0.")
-
-
-@dataclass
-class DeepSpeedConfig:
-    """Options of `strategy=deepspeed`. Null keys keep the defaults of DeepSpeed."""
-
-    zero_stage: int | None = key(
-        None,
-        "ZeRO stage. `zero_stage=` sets this key and the strategy.",
-        choices=(0, 1, 2, 3),
-        null="the stage of `config_file`, or 2",
-    )
-    config_file: str | None = key(
-        None, 'A `ds_config.json`. "auto" values are filled in. Conflicts are errors.', path="file"
-    )
-    reduce_bucket_size: int | None = key(None, "Bucket of the gradient reduction.", unit="elements", at_least=1)
-    allgather_bucket_size: int | None = key(None, "Bucket of the parameter all-gather.", unit="elements", at_least=1)
-    stage3_prefetch_bucket_size: int | None = key(None, "Parameters to prefetch.", unit="elements", at_least=1)
-    stage3_param_persistence_threshold: int | None = key(
-        None, "Smaller parameters are not partitioned.", unit="elements", at_least=1
-    )
-    stage3_max_live_parameters: int | None = key(None, "Most parameters gathered at once.", unit="elements", at_least=1)
-    overlap_comm: bool = key(False, "Overlap the gradient reduction with the backward pass.")
-    cpu_optimizer: str = key(
-        "auto",
-        "Optimizer of offloaded states. DeepSpeed compiles its own. `auto`: deepspeed on GPUs, else torch.",
-        choices=("auto", "torch", "deepspeed"),
-    )
-
-
-@dataclass
 class OffloadConfig:
     """Offloading of states to CPU memory; `offload=` sets both keys."""
 
@@ -196,6 +132,16 @@ class PrecisionConfig:
     """Arithmetic of the forward and backward pass."""
 
     name: str = key("fp32", "Data type of the computation.", choices=("fp32", "bf16", "fp16"))
+
+
+@dataclass
+class KernelsConfig:
+    """Options of speed, set together. A key that is set itself wins."""
+
+    name: str = key(
+        "reference", "`fast` sets keys that are null, for model, strategy and device. `reference`: none.",
+        choices=("reference", "fast"),
+    )  # fmt: skip
 
 
 @dataclass
@@ -230,25 +176,25 @@ class TrainConfig:
         "stop", "When the loss is not finite: stop the run as failed, or record it and continue.",
         choices=("stop", "record"),
     )  # fmt: skip
-    logits: str = key(
-        "all", "Tokens whose logits a causal LM computes. `targets`: the same loss with less work.",
-        choices=("all", "targets"),
+    logits: str | None = key(
+        None, "Tokens whose logits a causal LM computes. `targets`: the same loss with less work.",
+        choices=("all", "targets"), reference="all",
     )  # fmt: skip
-    loss: str = key(
-        "full", "Loss of a causal LM. `chunked`: the same loss, with the logits of one chunk in memory at a time.",
-        choices=("full", "chunked"), id_if_changed=True,
+    loss: str | None = key(
+        None, "Loss of a causal LM. `chunked`: the same loss, with the logits of one chunk in memory at a time.",
+        choices=("full", "chunked"), reference="full", id_if_changed=True,
     )  # fmt: skip
     loss_chunk_tokens: int = key(
         1024, "Size of a chunk of `loss=chunked`.", unit="tokens", at_least=1, id_if_changed=True
     )
     activation_checkpointing: bool = key(False, "Recompute the activations of each block in the backward pass.")
-    compile: bool | str = key(
-        False, "What `torch.compile` compiles. `true`: the blocks. `graphs`: the model, with CUDA graphs.",
-        choices=(False, True, "blocks", "model", "graphs"),
+    compile: bool | str | None = key(
+        None, "What `torch.compile` compiles. `true`: the blocks. `graphs`: the model, with CUDA graphs.",
+        choices=(False, True, "blocks", "model", "graphs"), reference=False,
     )  # fmt: skip
-    compute_weights: str = key(
-        "autocast", "When weights are cast for `precision=bf16`: in each micro-batch, or once per step.",
-        choices=("autocast", "step"), id_if_changed=True,
+    compute_weights: str | None = key(
+        None, "When weights are cast for `precision=bf16`: in each micro-batch, or once per step.",
+        choices=("autocast", "step"), reference="autocast", id_if_changed=True,
     )  # fmt: skip
     checkpoint_every: int | str | None = key(
         None, "Steps between two checkpoints, or `epoch`.", choices=("epoch",), at_least=1,
@@ -263,9 +209,9 @@ class TrainConfig:
     @property
     def compiled(self) -> str:
         """What is compiled: blocks, model, graphs, or none."""
-        if isinstance(self.compile, bool):
-            return "blocks" if self.compile else "none"
-        return self.compile
+        if isinstance(self.compile, str):
+            return self.compile
+        return "blocks" if self.compile else "none"
 
 
 @dataclass
@@ -415,6 +361,7 @@ class Config:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distexp.config import Config
+from distexp.config.field_info import info_of
+from distexp.config.key_info import schema_fields
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import STAND_IN, failure_text, format_count, model_label, record_model_label
@@ -61,6 +63,8 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
             f"{_wrapper(built.wrapper)}{_replicas_and_shards(built.mesh)}, "
             f"{built.parameters:,} parameters{_stand_in(record)}, {built.optimizer}",
         )
+    if kernels := describe_kernels(record.config):
+        yield "kernels", kernels
     yield from _quality(record)
     yield from _speed(record)
     memory = [
@@ -80,6 +84,23 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _wrapper(name: str) -> str:
     return "no wrapper" if name == "none" else name
+
+
+def describe_kernels(config: Mapping[str, Any]) -> str:
+    """Return the options of speed that differ from the reference; empty if none does.
+
+    For example: ``fast (train.compile=model, train.logits=targets)``.
+    """
+    changed = []
+    for key, spec in schema_fields():
+        section, _, name = key.rpartition(".")
+        reference, value = info_of(spec).reference, config.get(section, {}).get(name)
+        if reference is not None and value not in (None, reference):
+            changed.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+    listed = ", ".join(changed)
+    if config.get("kernels", {}).get("name") == "fast":
+        return f"fast ({listed or 'the reference: nothing else is supported'})"
+    return listed
 
 
 def _stand_in(record: RunRecord) -> str:

@@ -63,7 +63,7 @@ class HeadForward:
     def __init__(self, head: nn.Module, train: TrainConfig) -> None:
         self.head, self.plain_forward = head, head.forward
         self.request = HeadRequest()
-        self.logits = train.logits
+        self.logits = train.logits or "all"
         self.chunk_tokens = train.loss_chunk_tokens if train.loss == "chunked" else None
         self.vocabulary = getattr(head, "out_features", None)  # the weight may be sharded
         self.settings, self.hint = _settings(train), _hint(train)
@@ -102,7 +102,7 @@ def adapt_head(model: nn.Module, train: TrainConfig) -> None:
     Raises:
         ConfigError: the model does not return its head, or a chunked loss needs a linear one.
     """
-    if train.logits == "all" and train.loss == "full":
+    if train.logits != "targets" and train.loss != "chunked":
         return
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Module):

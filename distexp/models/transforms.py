@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distexp.config import Config, ConfigError
 from distexp.models.introspection import find_blocks, find_units
-from distexp.system.torch_internals import compile_errors, compiler_settings, has_compiled_forward
+from distexp.system.torch_internals import compile_errors, compiler_settings
 
 BACKEND = "inductor"
 """Backend of ``torch.compile``. Tests choose a faster one."""
@@ -25,7 +25,7 @@ MODEL_SCOPES = ("model", "graphs")
 def transform_blocks(model: nn.Module, config: Config) -> None:
     """Apply ``train.activation_checkpointing`` and ``train.compile`` to the blocks or the model.
 
-    Only ``forward`` of a block, or the call of the model, is replaced, so names and parameters stay. The hooks of FSDP
+    Only ``forward`` of a block or of the model is replaced, so names and parameters stay. The hooks of FSDP
     and ZeRO, which gather parameters, are outside of the recomputed or compiled function.
     """
     for block in _blocks_to_transform(model, config):
@@ -40,22 +40,23 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
 
 
 def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
-    """Compile the call of a model, which also works if DDP wraps the model later.
+    """Compile ``forward`` of a model, which also works if DDP wraps the model later.
 
     Inside of DDP, dynamo splits the graph at the ends of DDP's buckets, so that the reduction of a bucket overlaps with
     the backward pass of the next graph. Compiling the DDP module instead would give the same graphs, because dynamo
     skips the code of DDP.
     """
     options: dict[str, Any] = {"mode": "reduce-overhead"} if cuda_graphs and BACKEND == "inductor" else {}
-    model.compile(backend=BACKEND, fullgraph=True, dynamic=False, **options)
+    model.forward = torch.compile(model.forward, backend=BACKEND, fullgraph=True, dynamic=False, **options)
 
 
 def read_compiled(module: nn.Module) -> str:
     """Return what of a model is compiled, in the terms of ``train.compile``, read from the live module."""
     model = getattr(module, "module", module)  # inside of DDP or DeepSpeed
-    if (settings := compiler_settings(model)) is not None:
+    settings = compiler_settings(model)
+    if settings is not None:
         return "graphs" if settings.get("triton.cudagraphs") else "model"
-    return "blocks" if any(has_compiled_forward(each) for each in model.modules()) else "none"
+    return "blocks" if any(compiler_settings(each) is not None for each in model.modules()) else "none"
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from distexp.resolve.file_checks import (
     check_tokenizer_files,
 )
 from distexp.resolve.implied_strategy import Choices, check_implied_strategy
+from distexp.resolve.kernels import choose_kernels
 from distexp.resolve.option_checks import check_cluster_keys, check_dataset_keys, check_model_keys, check_targets
 from distexp.resolve.resources import decide_resources
 from distexp.resolve.scaling import apply_scaling
@@ -45,6 +46,7 @@ DECISIONS: tuple[Step, ...] = (
     make_paths_absolute,
     decide_resources,
     set_strategy_defaults,  # needs the device
+    choose_kernels,  # needs the options of the strategy
     apply_scaling,  # needs the number of workers
 )
 """Steps that set what the user left open. Each one relies on those before it."""

@@ -30,7 +30,7 @@ def run_id(config: Config) -> str:
     Local datasets and models count by content, not by path.
     """
     content: dict[str, Any] = asdict(config)
-    irrelevant = ("name", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker")
+    irrelevant = ("name", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker", "kernels")
     for key in (*irrelevant, "repeats", "trusted_packages"):
         del content[key]
     content["cluster"] = {key: content["cluster"][key] for key in CLUSTER_KEYS}
@@ -58,7 +58,8 @@ def _remove_unchanged(content: dict[str, Any]) -> None:
         if not info_of(spec).id_if_changed:
             continue
         section, _, name = key.rpartition(".")
-        if content[section][name] == spec.default:
+        reference = info_of(spec).reference
+        if content[section][name] == (spec.default if reference is None else reference):
             del content[section][name]
         if name in content[section].get("keys", ()):
             content[section]["keys"] = [each for each in content[section]["keys"] if each != name]

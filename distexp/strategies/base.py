@@ -124,6 +124,13 @@ class Strategy(ABC):
     def set_defaults(self, config: Config) -> None:  # noqa: B027 (a strategy without options has no defaults)
         """Set the options of this strategy that the user left open."""
 
+    def fast_values(self, config: Config) -> Mapping[str, Any]:
+        """Return the values of ``kernels=fast`` for this strategy, by key, as ``{"train.compile": "blocks"}``.
+
+        They are used for keys that the user left open.
+        """
+        return {}
+
     def validate(self, config: Config) -> list[str]:
         """Return a message for each setting that this strategy does not support."""
         return []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy
+from distexp.strategies.fast import FAST_BUCKET_MB, whole_model_values
 from distexp.strategies.single import offload_errors
 
 if TYPE_CHECKING:
@@ -22,10 +23,15 @@ class DDP(Strategy):
     casts_once_per_step: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DDPAdapter"
 
+    def fast_values(self, config: Config) -> Mapping[str, Any]:
+        """Compile the whole model with few buckets, and cast the weights once per step."""
+        values = whole_model_values(config)
+        return {**values, "ddp.bucket_cap_mb": FAST_BUCKET_MB} if values.get("train.compile") == "model" else values
+
     def validate(self, config: Config) -> list[str]:
         """Refuse offload, and buckets that dynamo cannot use."""
         errors = offload_errors(config)
-        if config.train.compile and config.ddp.bucket_cap_mb < 1:
+        if config.train.compile and config.ddp.bucket_cap_mb is not None and config.ddp.bucket_cap_mb < 1:
             errors.append(
                 f"ddp.bucket_cap_mb={config.ddp.bucket_cap_mb:g} is too small for train.compile, whose first "
                 "bucket has 1 MB: use at least 1, or train.compile=false"

@@ -13,6 +13,7 @@ from distexp.strategies import ds_model
 from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy
 from distexp.strategies.ds_config import conflicts, get_nested, read_or_empty
 from distexp.strategies.ds_operators import needed_operators
+from distexp.strategies.fast import block_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,10 @@ class DeepSpeed(Strategy):
             options.zero_stage = DEFAULT_STAGE if stage in (None, "auto") else stage
         if options.cpu_optimizer == "auto":
             options.cpu_optimizer = "deepspeed" if config.cluster.device == "cuda" else "torch"
+
+    def fast_values(self, config: Config) -> Mapping[str, Any]:
+        """Compile the blocks, except at stage 3."""
+        return {} if config.deepspeed.zero_stage == 3 else block_values(config)
 
     def validate(self, config: Config) -> list[str]:
         """Check the stage, offload and the ds_config.json of the user."""

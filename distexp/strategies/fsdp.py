@@ -18,6 +18,7 @@ from distexp.config import Config
 from distexp.config.sharding import Sharding
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy
+from distexp.strategies.fast import block_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +53,11 @@ class FSDP(Strategy):
         if config.fsdp.sharding is None:
             config.fsdp.sharding = Sharding.FULL_SHARD.value
 
+    def fast_values(self, config: Config) -> Mapping[str, Any]:
+        """Compile the blocks, and shard several small ones together."""
+        native = config.engine.name == "native"
+        return {**block_values(config), **({"fsdp.blocks_per_unit": "auto"} if native else {})}
+
     def validate(self, config: Config) -> list[str]:
         """Check that the replicas divide the workers."""
         return list(_replicas_errors(config))
@@ -71,7 +77,7 @@ class FSDP(Strategy):
                     f"fsdp.{key}={getattr(config.fsdp, key)} is not supported by engine=hf_trainer: "
                     f"use {value}, or engine=native"
                 )
-        if config.fsdp.blocks_per_unit != 1:
+        if config.fsdp.blocks_per_unit not in (1, None):
             errors.append(
                 f"fsdp.blocks_per_unit={config.fsdp.blocks_per_unit} is not supported by engine=hf_trainer, which "
                 "shards each block: use 1, or engine=native"
@@ -185,7 +191,7 @@ def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=config.offload.pin_memory)
     model = blueprint.model
     blocks = [module for _, module in find_units(model, config.fsdp.wrap)]
-    inner = group_blocks(blocks, config.fsdp.blocks_per_unit)
+    inner = group_blocks(blocks, config.fsdp.blocks_per_unit or 1)
     if not inner and context.rank == 0:
         print(
             f"note: {type(model).__name__} has no repeated blocks, so FSDP shards it as one unit: to change that, set "

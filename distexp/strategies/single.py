@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy
+from distexp.strategies.fast import whole_model_values
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
@@ -21,6 +22,10 @@ class Single(Strategy):
     compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", "model", "graphs")
     casts_once_per_step: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.SingleAdapter"
+
+    def fast_values(self, config: Config) -> Mapping[str, Any]:
+        """Compile the whole model, and cast the weights once per step."""
+        return whole_model_values(config)
 
     def validate(self, config: Config) -> list[str]:
         """Require one worker and no offload."""

@@ -141,20 +141,17 @@ def compile_counters() -> dict[str, int]:
 
 
 def compiler_settings(module: torch.nn.Module) -> dict[str, Any] | None:
-    """Return the settings of inductor with which the call of a module is compiled; None if it is not compiled."""
-    with _explained("torch.nn.Module._compiled_call_impl"):
-        compiled: Any = module._compiled_call_impl
-        if compiled is None:
-            return None
-        read = compiled.get_compiler_config
-        return dict(read() or {}) if read is not None else {}
+    """Return the settings with which ``forward`` of a module is compiled, possibly inside of a checkpoint.
 
-
-def has_compiled_forward(module: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile`` has replaced ``forward`` of a module, possibly inside of a checkpoint."""
+    None if it is not compiled. The settings are those of inductor, and empty for another backend.
+    """
     forward = vars(module).get("forward")
-    inner = forward.args[0] if isinstance(forward, partial) and forward.args else forward
-    return hasattr(inner, "get_compiler_config")
+    inner: Any = forward.args[0] if isinstance(forward, partial) and forward.args else forward
+    if not hasattr(inner, "get_compiler_config"):
+        return None
+    with _explained("get_compiler_config of a compiled function"):
+        read: Any = inner.get_compiler_config
+        return dict(read() or {})
 
 
 def compile_errors() -> tuple[type[Exception], ...]:

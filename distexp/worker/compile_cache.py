@@ -20,7 +20,7 @@ def use_compile_cache() -> Path:
     """Let torch keep compiled code in the cache of distexp; return the folder.
 
     The folder depends on the user and on the versions of torch and Python. Torch adds the hardware and its settings to
-    the names inside. Compiled code is executed, so nobody else may write there. Torch's own default is a folder in
+    the names inside. Compiled code is executed, so no other user may write there. Torch's own default is a folder in
     ``/tmp`` with a name that others can guess.
 
     Raises:

@@ -92,7 +92,7 @@ def test_a_model_without_blocks_cannot_be_checkpointed() -> None:
 
 def test_a_model_without_blocks_is_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
     config = resolve_cell("model=gpt_tiny", "train.compile=true")
     flat, nested = nn.Linear(2, 2), Nested()
     expected = [flat.forward, *(layer.forward for layer in nested.layers)]

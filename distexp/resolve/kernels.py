@@ -1,0 +1,46 @@
+"""The group ``kernels``: options of speed that the user left open.
+
+Each of these keys has a ``reference`` in the schema, and null as its default. The strategy proposes the values of
+``kernels=fast``, because they depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distexp.config import Config
+from distexp.config.custom_code import check_returned, one_sentence
+from distexp.config.field_info import info_of
+from distexp.config.key_info import schema_fields
+from distexp.strategies.base import load_strategy
+
+MODELS = "distexp.models."
+"""Models below this package can compute the logits of targets alone."""
+
+
+def choose_kernels(config: Config) -> list[str]:
+    """Set the keys that are null: to what ``fast`` chooses, or else to the reference."""
+    chosen = fast_values(config) if config.kernels.name == "fast" else {}
+    for key, spec in schema_fields():
+        reference = info_of(spec).reference
+        section, _, name = key.rpartition(".")
+        if reference is not None and getattr(getattr(config, section), name) is None:
+            setattr(getattr(config, section), name, chosen.get(key, reference))
+    return []
+
+
+def fast_values(config: Config) -> Mapping[str, Any]:
+    """Return the fast values of model and strategy, by key. Other keys keep their reference."""
+    strategy, target = load_strategy(config), config.strategy._target_
+    with one_sentence(target, "fast_values()"):
+        values = strategy.fast_values(config)
+    check_returned(values, Mapping, f"strategy._target_={target}: fast_values()")
+    return {**_model_values(config), **values}
+
+
+def _model_values(config: Config) -> Mapping[str, Any]:
+    if config.model.task != "causal_lm" or not config.model._target_.startswith(MODELS):
+        return {}
+    # With all logits, their fp32 copy is the largest tensor, and it limits the micro-batch.
+    return {"train.loss": "chunked"} if config.train.logits == "all" else {"train.logits": "targets"}

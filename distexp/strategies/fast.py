@@ -1,0 +1,34 @@
+"""Values of ``kernels=fast`` that several strategies share.
+
+A CPU compiles for minutes and gains little, so nothing is compiled there. Compilation is for GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distexp.config import Config
+
+FAST_BUCKET_MB = 250.0
+"""Size of DDP's buckets if the model is compiled.
+
+Dynamo splits the graph at the ends of the buckets. So large buckets make few graphs. With the default of 25 MB, each
+block of BLOOM-560m would be a graph.
+"""
+
+
+def whole_model_values(config: Config) -> dict[str, Any]:
+    """Return the fast values of a strategy that runs the whole model on each worker."""
+    values: dict[str, Any] = {}
+    native = config.engine.name == "native"
+    if native and config.precision.name == "bf16":
+        values["train.compute_weights"] = "step"
+    if config.cluster.device == "cuda":
+        one_shape = config.dataset.padding == "max_length"
+        values["train.compile"] = "model" if native and one_shape else "blocks"
+    return values
+
+
+def block_values(config: Config) -> dict[str, Any]:
+    """Return the fast values of a strategy that gathers the parameters of each block."""
+    return {"train.compile": "blocks"} if config.cluster.device == "cuda" else {}

@@ -1,0 +1,77 @@
+"""What the group ``kernels`` chooses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from distexp.config.field_info import info_of
+from distexp.config.flatten import flatten
+from distexp.config.key_info import schema_fields
+from distexp.console.run_summary import describe_kernels
+from distexp.resolve.run_id import run_id
+from tests.helpers.runs import resolve_cell
+
+CPU, GPU = "cluster.device=cpu", "cluster=slurm"  # Slurm: GPUs of another machine
+ONE = "cluster.workers_per_node=1"
+BF16 = "precision=bf16"
+
+
+def changed(*overrides: str) -> dict[str, Any]:
+    """Return the keys of the group that do not have the values of ``kernels=reference``."""
+    values = dict(flatten(asdict(resolve_cell(ONE, *overrides))))
+    specs = {key: info_of(spec).reference for key, spec in schema_fields() if info_of(spec).reference is not None}
+    assert all(values[key] is not None for key in specs), "a key is still open"
+    return {key: values[key] for key, reference in specs.items() if values[key] != reference}
+
+
+WHOLE = {"train.compile": "model", "train.logits": "targets"}
+BLOCKS = {"train.compile": "blocks", "train.logits": "targets"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("strategy=single", GPU), WHOLE),
+        (("strategy=single", GPU, BF16), {**WHOLE, "train.compute_weights": "step"}),
+        (("strategy=ddp", GPU, BF16), {**WHOLE, "train.compute_weights": "step", "ddp.bucket_cap_mb": 250.0}),
+        (("strategy=ddp", GPU, BF16, "engine=hf_trainer", "cluster.workers_per_node=2"), BLOCKS),
+        (("strategy=ddp", GPU, "dataset.padding=longest"), BLOCKS),
+        (("sharding=hybrid_shard", GPU, BF16), {**BLOCKS, "fsdp.blocks_per_unit": "auto"}),
+        (("strategy=fsdp", GPU, "engine=hf_trainer", "cluster.workers_per_node=2"), BLOCKS),
+        (("zero_stage=2", GPU, BF16), BLOCKS),
+        (("zero_stage=3", GPU), {"train.logits": "targets"}),
+        (("strategy=ddp", CPU), {"train.logits": "targets"}),
+        (("strategy=single", CPU, BF16), {"train.logits": "targets", "train.compute_weights": "step"}),
+        (("model=resnet_tiny", "strategy=single", GPU), {"train.compile": "model"}),
+    ],
+)
+def test_fast_chooses_for_strategy_trainer_and_device(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
+    assert changed("kernels=fast", *overrides) == expected
+    assert changed(*overrides) == {}
+
+
+def test_a_key_that_the_user_sets_wins() -> None:
+    given = ("train.compile=false", "train.logits=all", "train.compute_weights=autocast", "ddp.bucket_cap_mb=25")
+    assert changed("kernels=fast", "strategy=ddp", GPU, BF16, *given) == {"train.loss": "chunked"}
+    assert changed("kernels=fast", "strategy=ddp", GPU, BF16, *given, "train.loss=full") == {}
+    assert changed("kernels=reference", "strategy=ddp", GPU, "train.compile=graphs") == {"train.compile": "graphs"}
+
+
+def test_the_run_id_is_that_of_the_chosen_options() -> None:
+    chosen = ("train.compile=model", "train.logits=targets")
+    assert run_id(resolve_cell("kernels=fast", "strategy=single", ONE, GPU)) == run_id(
+        resolve_cell("strategy=single", ONE, GPU, *chosen)
+    )
+
+
+def test_the_choice_is_described() -> None:
+    def text(*overrides: str) -> str:
+        return describe_kernels(asdict(resolve_cell("strategy=single", ONE, *overrides)))
+
+    assert text("kernels=fast", GPU) == "fast (train.logits=targets, train.compile=model)"
+    assert text(CPU, "train.compile=true") == "train.compile=true"
+    assert text(CPU) == ""
+    assert describe_kernels({"train": {"compile": False}}) == "", "a record of an earlier version"
