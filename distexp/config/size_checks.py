@@ -33,3 +33,10 @@ def check_samples_per_rank(samples: int, workers: int, micro_batch_size: int, *,
         f"train.micro_batch_size={micro_batch_size} is more than the {per_rank} {unit} of each worker ({samples} "
         f"{unit}, {workers} workers): lower it, or raise dataset.train_size"
     )
+
+
+def several_lengths(dataset: DatasetConfig) -> str:
+    """Return the setting because of which batches have different lengths; empty if all have the same."""
+    if dataset.bucketing:
+        return "dataset.bucketing=true"
+    return "dataset.padding=longest" if dataset.padding == "longest" and not dataset.packing else ""

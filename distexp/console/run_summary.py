@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distexp.config import Config
+from distexp.config import Config, ModelConfig
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
 from distexp.runs.record import RunRecord
@@ -16,6 +16,9 @@ from distexp.system.units import MIB
 
 MAX_EPOCHS = 6
 """Epochs shown in a panel."""
+
+AUTO = ModelConfig().attention
+"""The attention that a model has by default."""
 
 COLORS = {"completed": "green", "invalid": "yellow", "oom_gpu": "magenta", "oom_host": "magenta"}
 
@@ -97,7 +100,8 @@ def describe_kernels(config: Mapping[str, Any]) -> str:
         reference, value = info_of(spec).reference, config.get(section, {}).get(name)
         if reference is not None and value not in (None, reference):
             changed.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
-    listed = ", ".join(changed)
+    attention = config.get("model", {}).get("attention", AUTO)
+    listed = ", ".join([*changed, *([f"model.attention={attention}"] if attention != AUTO else [])])
     if config.get("kernels", {}).get("name") == "fast":
         return f"fast ({listed or 'the reference: nothing else is supported'})"
     return listed

@@ -13,7 +13,11 @@ from distexp.config import Config
 from distexp.config.custom_code import check_returned, one_sentence
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
+from distexp.config.model_checks import ATTENTIONS
 from distexp.strategies.base import load_strategy
+
+MIN_FLEX_WIDTH = 16
+"""Smallest width of an attention head for which flex attention has a GPU kernel."""
 
 MODELS = "distexp.models."
 """Models below this package can compute the logits of targets alone."""
@@ -27,6 +31,8 @@ def choose_kernels(config: Config) -> list[str]:
         section, _, name = key.rpartition(".")
         if reference is not None and getattr(getattr(config, section), name) is None:
             setattr(getattr(config, section), name, chosen.get(key, reference))
+    if config.kernels.name == "fast" and config.model.attention == "auto":
+        config.model.attention = _attention(config)
     return []
 
 
@@ -37,6 +43,15 @@ def fast_values(config: Config) -> Mapping[str, Any]:
         values = strategy.fast_values(config)
     check_returned(values, Mapping, f"strategy._target_={target}: fast_values()")
     return {**_model_values(config), **values}
+
+
+def _attention(config: Config) -> str:
+    """Return the attention for ``model.attention=auto``: flex attention, if the model and the device support it."""
+    model = config.model
+    if model._target_ not in ATTENTIONS or config.cluster.device != "cuda":
+        return "auto"
+    width = (model.hidden_size or 0) // (model.num_heads or 1)
+    return "flex" if width >= MIN_FLEX_WIDTH and not model.dropout else "sdpa"
 
 
 def _model_values(config: Config) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from distexp.config import Config, ConfigError
 from distexp.config.custom_code import check_returned, one_sentence
+from distexp.config.size_checks import several_lengths
 from distexp.engines.base import load_trainer
 from distexp.strategies.base import COMMUNICATION, load_strategy
 
@@ -41,10 +42,10 @@ def check_speed_options(config: Config) -> Iterator[str]:
         if scope not in strategy.compile_scopes or not native:
             owner = f"strategy={config.strategy.name}" if native else f"engine={config.engine.name}"
             yield f"train.compile={scope} is not supported by {owner}: use train.compile=blocks"
-        if config.dataset.padding == "longest":
+        if several := several_lengths(config.dataset):
             yield (
-                f"train.compile={scope} needs batches of one length, but dataset.padding=longest makes many: use "
-                "dataset.padding=max_length, or train.compile=blocks"
+                f"train.compile={scope} needs batches of one length, but {several} makes many: leave it out, or use "
+                "train.compile=blocks"
             )
     if scope == "graphs" and config.cluster.device == "cpu":
         yield "train.compile=graphs needs a GPU, but this run is on cpu: use train.compile=model"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from distexp.config import Config
+from distexp.config.size_checks import several_lengths
 
 FAST_BUCKET_MB = 250.0
 """Size of DDP's buckets if the model is compiled.
@@ -24,8 +25,7 @@ def whole_model_values(config: Config) -> dict[str, Any]:
     if native and config.precision.name == "bf16":
         values["train.compute_weights"] = "step"
     if config.cluster.device == "cuda":
-        one_shape = config.dataset.padding == "max_length"
-        values["train.compile"] = "model" if native and one_shape else "blocks"
+        values["train.compile"] = "model" if native and not several_lengths(config.dataset) else "blocks"
     return values
 
 

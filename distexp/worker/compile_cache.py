@@ -55,6 +55,6 @@ def _check_private(folder: Path) -> None:
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
-            f"other users can write to {folder}, and compiled code is executed: remove it, then type chmod go-w on it "
-            "or start again"
+            f"other users can write to {folder}, and compiled code is executed: type chmod go-w {folder}, or set the "
+            f"environment variable {VARIABLE} to a private folder"
         )

@@ -53,6 +53,24 @@ def test_fast_chooses_for_strategy_trainer_and_device(overrides: tuple[str, ...]
     assert changed(*overrides) == {}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((GPU, "model=bloom_560m"), "flex"),
+        ((GPU, "model=bloom_560m", "model.dropout=0.1"), "sdpa"),
+        ((GPU, "model=bloom_560m", "model.attention=eager"), "eager"),
+        ((GPU, "model=bloom_tiny", "model.hidden_size=32"), "sdpa"),  # its heads are too narrow for flex attention
+        ((GPU, "model=hf", "model.name=someone/a-model"), "auto"),
+        ((GPU, "model=resnet_tiny"), "auto"),
+        ((CPU, "model=bloom_560m"), "auto"),
+    ],
+)
+def test_fast_chooses_an_attention_that_the_model_supports(overrides: tuple[str, ...], expected: str) -> None:
+    assert resolve_cell("kernels=fast", "strategy=single", ONE, *overrides).model.attention == expected
+    given = "model.attention=eager" in overrides
+    assert resolve_cell("strategy=single", ONE, *overrides).model.attention == ("eager" if given else "auto")
+
+
 def test_a_key_that_the_user_sets_wins() -> None:
     given = ("train.compile=false", "train.logits=all", "train.compute_weights=autocast", "ddp.bucket_cap_mb=25")
     assert changed("kernels=fast", "strategy=ddp", GPU, BF16, *given) == {"train.loss": "chunked"}
@@ -61,7 +79,7 @@ def test_a_key_that_the_user_sets_wins() -> None:
 
 
 def test_the_run_id_is_that_of_the_chosen_options() -> None:
-    chosen = ("train.compile=model", "train.logits=targets")
+    chosen = ("train.compile=model", "train.logits=targets", "model.attention=flex")
     assert run_id(resolve_cell("kernels=fast", "strategy=single", ONE, GPU)) == run_id(
         resolve_cell("strategy=single", ONE, GPU, *chosen)
     )
@@ -71,7 +89,7 @@ def test_the_choice_is_described() -> None:
     def text(*overrides: str) -> str:
         return describe_kernels(asdict(resolve_cell("strategy=single", ONE, *overrides)))
 
-    assert text("kernels=fast", GPU) == "fast (train.logits=targets, train.compile=model)"
+    assert text("kernels=fast", GPU) == "fast (train.logits=targets, train.compile=model, model.attention=flex)"
     assert text(CPU, "train.compile=true") == "train.compile=true"
     assert text(CPU) == ""
     assert describe_kernels({"train": {"compile": False}}) == "", "a record of an earlier version"
