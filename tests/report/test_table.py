@@ -63,6 +63,22 @@ def test_settings_that_follow_from_the_strategy_are_not_columns() -> None:
         assert name not in header(text)
 
 
+def test_what_kernels_chooses_is_no_column_unless_it_is_overridden() -> None:
+    def run(number: int, strategy: str, kernels: str, compiled: object, *overrides: str) -> RunRecord:
+        return record(
+            number, strategy=strategy, kernels__name=kernels, train__compile=compiled,
+            overrides=(f"strategy={strategy}", f"kernels={kernels}", *overrides),
+        )  # fmt: skip
+
+    chosen = [run(0, "ddp", "reference", False), run(1, "ddp", "fast", "model"), run(2, "fsdp", "fast", "blocks")]
+    assert "kernels" in header(printed(chosen))
+    assert "compile" not in header(printed(chosen))
+    typed = [*chosen, run(3, "ddp", "fast", "graphs", "train.compile=graphs")]
+    assert "compile" in header(printed(typed))
+    plain = [record(n, train__compile=value) for n, value in enumerate((False, True))]
+    assert "compile" in header(printed(plain)), "without kernels=fast it is a setting as any other"
+
+
 def test_an_overridden_setting_is_a_column_even_if_it_follows() -> None:
     records = [
         record(0, strategy="single"),

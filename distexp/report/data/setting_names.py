@@ -10,6 +10,8 @@ from dataclasses import fields
 from functools import lru_cache
 
 from distexp.config import Config
+from distexp.config.field_info import info_of
+from distexp.config.key_info import schema_fields
 from distexp.config.paths import config_groups, options_of
 from distexp.runs.record import RunRecord
 
@@ -48,6 +50,13 @@ def overridden_names(records: Sequence[RunRecord]) -> set[str]:
     """Return the short names of the keys that the overrides of some runs set."""
     keys = {text.split("=", 1)[0].lstrip("+~") for record in records for text in record.run.overrides}
     return {short_name(key) for key in keys}
+
+
+@lru_cache(maxsize=1)
+def kernel_options() -> frozenset[str]:
+    """Return the short names of the keys that ``kernels=fast`` sets."""
+    keys = {key for key, spec in schema_fields() if info_of(spec).reference is not None}
+    return frozenset(map(short_name, keys | {"model.attention"}))
 
 
 @lru_cache(maxsize=1)

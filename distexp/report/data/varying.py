@@ -11,11 +11,14 @@ from distexp.report.data.environment_settings import (
     is_hardware,
     knows_hardware,
 )
-from distexp.report.data.setting_names import is_strategy_option, overridden_names
+from distexp.report.data.setting_names import is_strategy_option, kernel_options, overridden_names
 from distexp.report.data.settings import value_key
 from distexp.runs.record import RunRecord
 
 Settings = Mapping[str, Any]
+
+KERNELS_DEPEND_ON = ("kernels", "strategy", "zero_stage", "engine", "model", "dataset", "precision", "device")
+"""Settings that decide what ``kernels=fast`` chooses."""
 
 
 def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings]) -> list[str]:
@@ -36,25 +39,28 @@ def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings])
         known = [each for record, each in zip(records, settings, strict=True) if _is_known(record, name, each)]
         if len({value_key(each.get(name)) for each in known}) < 2:
             continue
-        leader = _leading_setting(name)
-        if leader is None or name in overridden or not _follows(known, name, leader):
+        leaders = _leading_settings(name, known)
+        if not leaders or name in overridden or not _follows(known, name, leaders):
             kept.append(name)
     return kept
 
 
-def _leading_setting(name: str) -> str | None:
-    """Return the setting that decides another, as ``model`` of ``model.width``."""
+def _leading_settings(name: str, known: Sequence[Settings]) -> tuple[str, ...]:
+    """Return the settings that decide another together, as ``model`` of ``model.width``; empty if none do."""
+    if name in kernel_options() and any(each.get("kernels") == "fast" for each in known):
+        return KERNELS_DEPEND_ON
     if is_strategy_option(name):
-        return "strategy"
+        return ("strategy",)
     section, dot, _ = name.partition(".")
-    return section if dot else None
+    return (section,) if dot else ()
 
 
-def _follows(known: Sequence[Settings], name: str, leader: str) -> bool:
-    """Return whether equal values of the leading setting imply equal values."""
+def _follows(known: Sequence[Settings], name: str, leaders: Sequence[str]) -> bool:
+    """Return whether equal values of the leading settings imply equal values."""
     values: dict[str, str] = {}
     return all(
-        values.setdefault(value_key(each.get(leader)), value_key(each.get(name))) == value_key(each.get(name))
+        values.setdefault(value_key([each.get(leader) for leader in leaders]), value_key(each.get(name)))
+        == value_key(each.get(name))
         for each in known
     )
 
