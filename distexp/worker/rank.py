@@ -44,7 +44,7 @@ from distexp.runs.environment import make_environment
 from distexp.runs.events import Events
 from distexp.runs.files import write_json
 from distexp.runs.full_disk import write_despite_full_disk
-from distexp.runs.record import Environment, RunRecord
+from distexp.runs.record import Environment, Metrics, RunRecord
 from distexp.runs.run_dir import PREDICTIONS
 from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel
@@ -140,6 +140,8 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
         environment=rank_environment(context.device),
         metrics=logger.finish(),
     )
+    if config.train.compiled == "graphs" and context.rank == 0:
+        print_graph_skips(record.metrics)
     watched = gather_to_all(logger.allocator.summary())
     record.memory["torch"] = [entry for entry in watched if entry is not None]
     parts = gather_to_all(logger.parts.summary())
@@ -148,6 +150,17 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     if config.train.score_answers and logger.stopped is None:
         add_answers(record, model, evaluation, data.tokenizer, logger=logger, context=context)
     return record
+
+
+def print_graph_skips(metrics: Metrics) -> None:
+    """Print how many graphs torch runs without a CUDA graph, which it does without an error."""
+    skips = (metrics.compile or {}).get("cuda_graph_skips", 0)
+    if skips:
+        print(
+            f"note: torch recorded no CUDA graph {skips} times, so these launches are not faster. For the reasons set "
+            "TORCH_LOGS=cudagraphs in cluster.environment, or use train.compile=model",
+            flush=True,
+        )
 
 
 def add_answers(

@@ -25,6 +25,7 @@ def record(strategy: str, mesh: list[int], stage: int | None = None, units: int 
         compute_dtype="bfloat16",
         optimizer="AdamW",
         parameters=1000,
+        compute_weights=more.get("weights"),
     )
     config = {"train": {"optimizer": more.get("optimizer", "adamw")}}
     return RunRecord("completed", RunInfo("0", "n", 0, []), config, built=built)
@@ -43,6 +44,7 @@ def test_replicated_and_sharded_states() -> None:
     assert bytes_per_parameter(record("fsdp", [1, 4], units=6)) == 4
     assert bytes_per_parameter(record("fsdp", [2, 2], units=6)) == 8
     assert bytes_per_parameter(record("ddp", [4, 1], optimizer="sgd")) == 12
+    assert bytes_per_parameter(record("ddp", [4, 1], weights="step")) == 18, "a bf16 copy of each parameter"
 
 
 def test_offloaded_states_are_not_on_the_device() -> None:

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distexp.data.base import IGNORE, Batch
 from distexp.distributed.context import Context
-from distexp.models import transforms
 from distexp.models.gpt import GPT
 from distexp.strategies.compute_weights import StepWeights
 from distexp.strategies.ddp_reduction import add_to_masters, set_reduction
@@ -46,9 +45,8 @@ def make_model(
 ) -> TorchModel:  # fmt: skip
     """Wrap a module as a strategy does, with copies of any data type, in DDP if ``ddp`` is its communication."""
     config = resolve_cell("strategy=single", "cluster.device=cpu", *overrides)
-    if graphs:  # which is refused on a CPU; the handling of the gradients is the same
+    if graphs:  # refused on a CPU, where only the handling of the gradients can be tested
         config.train.compile = "graphs"
-        transforms.transform_blocks(module, config)
     context = Context(
         rank=0, world_size=1, local_rank=0, workers_per_node=1, nodes=1, device=torch.device("cpu"), run_dir=folder
     )
@@ -56,8 +54,7 @@ def make_model(
     distribution = Distribution(wrapper="none", mesh=[1, 1])
     wrapped = module
     if ddp is not None:
-        several_buckets = 1 if graphs else 0.005  # the first bucket of compiled code has 1 MB
-        wrapped = DistributedDataParallel(module, bucket_cap_mb=several_buckets, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(module, bucket_cap_mb=0.005, gradient_as_bucket_view=True)
         set_reduction(wrapped, ddp, weights)
     return TorchModel(
         wrapped,
@@ -100,10 +97,7 @@ def train(model: TorchModel, steps: int = 4) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("ddp", "graphs"), [(None, False), ("fp32", False), (None, True), ("fp32", True)])
-def test_copies_of_the_same_type_change_nothing(
-    ddp: str | None, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transforms, "BACKEND", "eager")
+def test_copies_of_the_same_type_change_nothing(ddp: str | None, graphs: bool, tmp_path: Path) -> None:
     plain = make_model(make_gpt(), tmp_path)
     module = make_gpt()
     copied = make_model(module, tmp_path, copies=torch.float32, ddp=ddp, graphs=graphs)
@@ -116,11 +110,8 @@ def test_copies_of_the_same_type_change_nothing(
 
 
 @pytest.mark.parametrize("ddp", [None, "fp32"])
-def test_gradients_that_stay_allocated_change_nothing(
-    ddp: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_stay_allocated_change_nothing(ddp: str | None, tmp_path: Path) -> None:
     """With CUDA graphs, autograd must add to gradients that are no part of a graph."""
-    monkeypatch.setattr(transforms, "BACKEND", "eager")
     module = make_gpt()
     graphs = make_model(module, tmp_path, ddp=ddp, graphs=True)
     before = {id(p): p.grad for p in module.parameters()}

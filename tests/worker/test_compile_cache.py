@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,26 @@ def test_the_folder_of_the_user_is_left_as_it_is(cache: Path, tmp_path: Path) ->
     os.environ[VARIABLE] = str(tmp_path / "own")
     assert use_compile_cache() == tmp_path / "own"
     assert not cache.exists()
+
+
+PROGRAM = """
+import torch
+from distexp.system.torch_internals import compile_counters
+from distexp.worker.compile_cache import use_compile_cache
+use_compile_cache()
+torch.compile(lambda x: torch.nn.functional.gelu(x).sum())(torch.ones(64))
+print(compile_counters())
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing() -> None:
+    """Inductor runs a C++ compiler, which takes long on a CPU."""
+    os.environ.pop(VARIABLE)
+    runs = [subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True) for _ in "12"]
+    first, second = (ast.literal_eval(run.stdout.splitlines()[-1]) for run in runs)
+    assert (first["cache_hits"], first["cache_misses"]) == (0, 1)
+    assert (second["cache_hits"], second["cache_misses"]) == (1, 0)
 
 
 def test_a_folder_that_others_can_write_to_is_refused() -> None:
