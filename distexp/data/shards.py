@@ -10,6 +10,7 @@ A packed row counts as one sample here, except in ``StepData.num_samples``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -157,11 +158,13 @@ class StepData:
     Attributes:
         normalizer: number of targets of the step over all ranks; a scalar on the device.
         num_samples: samples of the step over all ranks.
+        wait_s: seconds that this rank waited for its data. The wait for the device is not part of it.
     """
 
     micro_batches: list[Batch]
     normalizer: Tensor
     num_samples: int
+    wait_s: float = 0.0
 
 
 class StopRequestedError(Exception):
@@ -261,6 +264,7 @@ class ShardedLoader:
         Raises:
             StopRequestedError: a rank requested a stop; raised on all ranks between the same steps.
         """
+        started = time.perf_counter()
         wanted = range(self.steps_per_epoch) if steps is None else steps
         if self._prefetched is None or self._prefetched[:2] != (epoch, wanted):
             self.prefetch(epoch, wanted)
@@ -274,11 +278,13 @@ class ShardedLoader:
             check_returned(batch, Batch, COLLATE)
             micro_batches.append(batch)
             if len(micro_batches) == self.sharding.accumulation:
-                stop.check()
+                placed = [batch.to(self.device) for batch in micro_batches]
+                wait_s = time.perf_counter() - started
+                stop.check()  # waits until the device has finished the step before the previous one
                 normalizer, requests = self._sum_counts(micro_batches)
                 stop.record(requests)
-                yield StepData([b.to(self.device) for b in micro_batches], normalizer, next(num_samples))
-                micro_batches = []
+                yield StepData(placed, normalizer, next(num_samples), wait_s)
+                micro_batches, started = [], time.perf_counter()
 
     def _count_samples(self, epoch: int, steps: range) -> list[int]:
         """Return the samples of each step over all ranks, without padding samples. A packed row has several."""

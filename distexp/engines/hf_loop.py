@@ -138,7 +138,7 @@ class StepLoader:
     def __iter__(self) -> Iterator[StepData]:
         logger = self.inputs.logger
         left = self.inputs.plan.steps_of(self.epoch, logger.steps)
-        return logger.count_wait(self.inputs.training.iter_steps(self.epoch, left))
+        return self.inputs.training.iter_steps(self.epoch, left)
 
 
 class TrainerModel:

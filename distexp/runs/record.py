@@ -173,7 +173,9 @@ class Metrics:
             ".cuda_graph_skips": "Graphs for which torch did not record a CUDA graph.",
         },
     )
-    data_wait_s: float | None = key(None, "Time that rank 0 waits for its DataLoader, over all steps.", unit="seconds")
+    data_wait_s: float | None = key(
+        None, "Time that rank 0 waits for its data, over all steps. Waiting for the GPU does not count.", unit="seconds"
+    )
     tflops_per_device: float | None = key(None, "Achieved model FLOPs per worker.", unit="TFLOP/s")
     mfu: float | None = key(None, "Model FLOPs utilization, from 0 to 1.")
     exact_match: float | None = key(None, "Exact match of SQuAD, with `train.score_answers`.", unit="percent")

@@ -23,7 +23,7 @@ def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable
     for epoch in plan.epochs(logger.steps):
         model.module.train()
         logger.start_steps()
-        for step in logger.count_wait(inputs.training.iter_steps(epoch, plan.steps_of(epoch, logger.steps))):
+        for step in inputs.training.iter_steps(epoch, plan.steps_of(epoch, logger.steps)):
             with logger.parts.count_activations(model.module):
                 contribution = train_step(model, step)
             logger.before_update()

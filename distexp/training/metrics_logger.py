@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -126,16 +125,6 @@ class MetricsLogger:
         self.profiler.mark_interrupted("a checkpoint was written")
         self._set_phase("profile" if self.profiler.running else "train" if self._warmed_up() else "warmup")
 
-    def count_wait(self, steps: Iterator[StepData]) -> Iterator[StepData]:
-        """Yield the steps, and count the time spent waiting for each."""
-        while True:
-            started = time.perf_counter()
-            step = next(steps, None)
-            self.data_wait_s += time.perf_counter() - started
-            if step is None:
-                return
-            yield step
-
     def before_update(self) -> None:
         """Measure the memory between the backward pass and the update."""
         self.allocator.before_update()
@@ -159,6 +148,7 @@ class MetricsLogger:
         self.steps += 1
         self.events.advance(self.steps)
         self.samples += step.num_samples
+        self.data_wait_s += step.wait_s
         self.step_samples.append(step.num_samples)
         tokens = sum(batch.num_tokens for batch in step.micro_batches)
         self.tokens += tokens

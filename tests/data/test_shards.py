@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from distexp.config import TrainConfig
+from distexp.data import shards
 from distexp.data.base import IGNORE, Batch, Sample, TaskData
 from distexp.data.images import collate_images
 from distexp.data.shards import BatchSharding, PaddedDataset, ShardedBatchSampler, ShardedLoader
@@ -133,3 +135,23 @@ def test_a_padding_sample_has_the_inputs_of_its_sample_and_no_labels() -> None:
         assert torch.equal(copy["input_ids"], sample["input_ids"])
         assert (copy["labels"] == IGNORE).all()
         assert torch.equal(padded[index]["labels"], sample["labels"]), "the sample itself keeps its labels"
+
+
+def test_the_wait_is_that_for_the_data_and_not_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class SlowSamples(CountingSamples):
+        def __getitem__(self, index: int) -> Sample:
+            clock[0] += 1
+            return super().__getitem__(index)
+
+    def wait_for_device(self: shards.StopFlag) -> None:
+        clock[0] += 100
+
+    monkeypatch.setattr(shards, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(shards.StopFlag, "check", wait_for_device)
+    waits = []
+    for step in make_loader(SlowSamples(), 0).iter_steps(0):
+        waits.append(step.wait_s)
+        clock[0] += 1000  # the step
+    assert waits == [2.0] * 6

@@ -35,7 +35,9 @@ def record(steps: Sequence[Sequence[Batch]], folder: Path) -> Metrics:
     logger.start_steps()
     for batches in steps:
         samples = sum(batch.num_samples for batch in batches)
-        logger.record_step(StepData(list(batches), torch.tensor(1), samples), torch.zeros(2), torch.tensor(1.0), 0.1)
+        logger.record_step(
+            StepData(list(batches), torch.tensor(1), samples, 0.25), torch.zeros(2), torch.tensor(1.0), 0.1
+        )
     return logger.finish()
 
 
@@ -53,7 +55,8 @@ def test_the_padding_share_is_that_of_all_training_batches(target_logits: bool, 
 
 def test_the_speed_of_a_line_counts_the_samples_of_its_steps(tmp_path: Path) -> None:
     collate = TextCollate(0, 10)
-    record([[collate(text_samples(*[5] * count))] for count in (3, 4, 5, 12)], tmp_path)
+    metrics = record([[collate(text_samples(*[5] * count))] for count in (3, 4, 5, 12)], tmp_path)
+    assert metrics.data_wait_s == 1.0, "the sum over the steps"
     (line,) = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line["samples_per_second"] * line["step_time_s"] == pytest.approx(6)
 
