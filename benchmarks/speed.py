@@ -1,0 +1,197 @@
+"""Training speed and memory of distexp relative to other training loops, on one machine.
+
+Usage: ``python benchmarks/speed.py --train-path T.json --eval-path E.json --peers ours,trainer --micro-batch 16 64``.
+See ``benchmarks/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.measurement import PEERS, Measurement, measure
+from benchmarks.peers.settings import OURS, Settings
+from benchmarks.tables import all_rows, best_rows
+from distexp.config.paths import conf_dir
+from distexp.data.squad import read_json
+
+LIBRARIES = ("distexp", "torch", "transformers", "accelerate", "deepspeed", "triton")
+STRATEGIES = ("single", "ddp", "fsdp", "zero2")
+
+
+def main(arguments: list[str] | None = None) -> list[Measurement]:
+    """Measure, print each result as it comes, and write ``results.json`` and ``table.md``."""
+    options = parse(arguments)
+    folder = Path(options.results).resolve()
+    folder.mkdir(parents=True)
+    planned = with_enough_examples(plan(options), folder)
+    measurements: list[Measurement] = []
+    failed: set[Settings] = set()
+    for peers, repeat in [(peers, repeat + 1) for peers in planned for repeat in range(options.repeats)]:
+        for settings in peers:
+            if settings in failed:
+                continue
+            place = folder / "runs" / f"{len(measurements):03d}_{settings.peer}"
+            measurements.append(measure(settings, repeat, place, options.timeout_s))
+            if measurements[-1].status != "completed":
+                failed.add(settings)
+            print(describe(measurements[-1]), flush=True)
+            write_json(folder / "results.json", measurements)
+    report = f"{provenance(measurements)}\n{all_rows(measurements)}\nThe fastest micro-batch of each:\n\n"
+    report += best_rows(measurements)
+    (folder / "table.md").write_text(report)
+    print(f"\n{report}\nwritten to {folder}")
+    return measurements
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse and check the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--train-path", required=True, help="SQuAD v1.1 JSON file to train on")
+    add("--eval-path", required=True, help="SQuAD v1.1 JSON file to evaluate on")
+    add("--peers", default="ours,trainer,accelerate,raw", help=f"of {', '.join([*OURS, *PEERS])}")
+    add("--model", default="bloom_560m", help="a model group of distexp with random weights")
+    add("--micro-batch", type=int, nargs="+", default=[16], help="samples per worker and forward pass")
+    add("--accumulation", type=int, default=1, help="micro-batches per step")
+    add("--gpus", type=int, default=1, help="workers of all strategies but single; with --device cpu: processes")
+    add("--strategies", default=None, help=f"of {', '.join(STRATEGIES)}; default: single, or ddp,fsdp with --gpus")
+    add("--logits", choices=("targets", "all"), default="targets", help="logits that distexp computes")
+    add("--packing", action="store_true", help="let distexp pack samples into rows; the others pad them")
+    add("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
+    add("--max-length", type=int, default=512, help="tokens of a row")
+    add("--warmup", type=int, default=10, help="first steps, which are not measured")
+    add("--steps", type=int, default=30, help="measured steps")
+    add("--repeats", type=int, default=3, help="rounds of all peers")
+    add("--override", action="append", default=[], metavar="KEY=VALUE", help="a further override of distexp")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--no-compile", dest="compile", action="store_false", help="do not compile the models of the others")
+    add("--timeout-s", type=float, default=600.0, help="time limit of one measurement")
+    add("--results", default=f"benchmark_results/{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}", help="a new folder")
+    options = parser.parse_args(arguments)
+    options.peers = options.peers.split(",")
+    default = "ddp,fsdp" if options.gpus > 1 else "single"
+    options.strategies = (options.strategies or default).split(",")
+    for error in errors(options):
+        parser.error(error)
+    return options
+
+
+def errors(options: argparse.Namespace) -> Iterator[str]:
+    """Yield what is wrong with the arguments."""
+    known = [*OURS, *PEERS]
+    for peer in options.peers:
+        if peer not in known:
+            yield f"--peers: {peer} is unknown: use {', '.join(known)}"
+    for strategy in options.strategies:
+        if strategy not in STRATEGIES:
+            yield f"--strategies: {strategy} is unknown: use {', '.join(STRATEGIES)}"
+    if not (conf_dir() / "model" / f"{options.model}.yaml").is_file():
+        yield f"--model: {options.model} is no model group: `distexp --help` lists them"
+    if Path(options.results).exists():
+        yield f"--results: {options.results} exists: name a new folder"
+    for path in (options.train_path, options.eval_path):
+        if not Path(path).is_file():
+            yield f"{path} is not a file: use a SQuAD v1.1 JSON file"
+
+
+def plan(options: argparse.Namespace) -> list[list[Settings]]:
+    """Return the settings that are measured in turn, for each strategy and micro-batch.
+
+    Settings that do not depend on the micro-batch, as those of the workshop, are in the first list only.
+    """
+    planned: list[list[Settings]] = []
+    seen: set[Settings] = set()
+    for strategy, micro_batch in itertools.product(options.strategies, options.micro_batch):
+        common = Settings(
+            peer="",
+            model=options.model,
+            train_path=str(Path(options.train_path).resolve()),
+            eval_path=str(Path(options.eval_path).resolve()),
+            strategy=strategy,
+            workers=1 if strategy == "single" else options.gpus,
+            micro_batch=micro_batch,
+            accumulation=options.accumulation,
+            warmup=options.warmup,
+            steps=options.steps,
+            max_length=options.max_length,
+            logits=options.logits,
+            precision=options.precision,
+            compile=options.compile,
+            device=options.device,
+            packing=options.packing,
+            overrides=tuple(options.override),
+        )
+        new = [settings for peer in options.peers if (settings := common.as_peer(peer)) not in seen]
+        seen.update(new)
+        planned.append(new)
+    return planned
+
+
+def with_enough_examples(planned: list[list[Settings]], folder: Path) -> list[list[Settings]]:
+    """Return settings whose training file has enough examples; a file that is too small is repeated.
+
+    So every training has one epoch, without an evaluation between its steps.
+    """
+    given = Path(planned[0][0].train_path)
+    examples = len(read_json(given))
+    copies = math.ceil(max(settings.wanted_examples for settings in itertools.chain(*planned)) / examples)
+    if copies == 1:
+        return planned
+    content = json.loads(given.read_text())
+    path = folder / "train.json"
+    path.write_text(json.dumps({**content, "data": content["data"] * copies}))
+    print(f"{given} has {examples} examples, fewer than needed: {path} repeats them {copies} times", flush=True)
+    return [[replace(settings, train_path=str(path)) for settings in peers] for peers in planned]
+
+
+def describe(one: Measurement) -> str:
+    """Return one line about a measurement."""
+    settings = one.settings
+    name = f"{settings.strategy} x {settings.workers}, {settings.peer}, micro-batch {settings.micro_batch}"
+    if one.samples_per_second is None:
+        return f"{name}, repeat {one.repeat}: {one.status}: {one.reason}"
+    memory = "" if one.peak_mib is None else f", peak {one.peak_mib:,.0f} MiB"
+    return f"{name}, repeat {one.repeat}: {one.samples_per_second:.1f} samples/s{memory}, process {one.wall_s:.0f} s"
+
+
+def provenance(measurements: list[Measurement]) -> str:
+    """Return the command, versions and devices as Markdown."""
+    devices = sorted({one.device_name for one in measurements if one.device_name})
+    versions = ", ".join(f"{name} {found}" for name in LIBRARIES if (found := installed_version(name)))
+    command = shlex.join(["python", "benchmarks/speed.py", *sys.argv[1:]])
+    return f"    {command}\n\n{', '.join(devices)}; Python {sys.version.split()[0]}, {versions}.\n"
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a library, or None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def write_json(path: Path, measurements: list[Measurement]) -> None:
+    """Write all measurements with versions and command."""
+    content = {
+        "command": sys.argv,
+        "python": sys.version.split()[0],
+        "versions": {name: installed_version(name) for name in LIBRARIES},
+        "measurements": [asdict(one) for one in measurements],
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

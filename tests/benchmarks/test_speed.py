@@ -1,0 +1,128 @@
+"""Tests of ``benchmarks/speed.py``: its tables, the reasons not to run, and a real run on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import speed
+from benchmarks.measurement import Measurement, reason_not_to_run
+from benchmarks.peers.settings import Settings
+from benchmarks.tables import all_rows, best, best_rows, efficiency, group, speed_ratio
+from distexp.config import DatasetConfig
+
+
+def settings(peer: str, micro_batch: int = 16, strategy: str = "single", workers: int = 1) -> Settings:
+    return Settings(peer, "bloom_560m", "T.json", "E.json", strategy, workers, micro_batch)
+
+
+def measured(
+    peer: str, *speeds: float, micro_batch: int = 16, strategy: str = "single", workers: int = 1, peak: float = 1000.0
+) -> list[Measurement]:
+    chosen = settings(peer, micro_batch, strategy, workers)
+    return [
+        Measurement(chosen, repeat, "completed", samples_per_second=one, peak_mib=peak)
+        for repeat, one in enumerate(speeds, start=1)
+    ]
+
+
+def table_rows(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_each_repeat() -> None:
+    ours, theirs = group([*measured("ours", 100, 200, 400), *measured("raw", 50, 200, 100)])
+
+    assert speed_ratio(ours, theirs) == 2  # of 2, 1 and 4; the medians of the speeds would also give 2
+    assert speed_ratio(theirs, ours) == 0.5
+
+
+def test_a_ratio_needs_a_common_repeat() -> None:
+    ours, theirs = group([*measured("ours", 100), *measured("raw", 50, 60)[1:]])
+
+    assert speed_ratio(ours, theirs) is None
+
+
+def test_the_efficiency_is_relative_to_one_worker_with_the_same_batch() -> None:
+    rows = group(
+        [
+            *measured("ours", 100),
+            *measured("ours", 300, micro_batch=64),
+            *measured("ours", 190, strategy="ddp", workers=2),
+            *measured("raw", 150, strategy="ddp", workers=2),
+        ]
+    )
+
+    assert [efficiency(row, rows) for row in rows] == [None, None, 0.95, None]
+
+
+def test_a_peer_that_failed_is_a_row_without_numbers() -> None:
+    failed = Measurement(settings("raw", 64), 1, "out of memory", "CUDA out of memory | 4 GiB")
+
+    rows = table_rows(all_rows([*measured("ours", 300, 320, micro_batch=64), failed]))
+
+    assert rows[0] == ["single", "1", "ours", "64", "310.0", "300.0", "320.0", "1.00", "-", "1,000", "-", "completed"]
+    assert rows[1] == ["single", "1", "raw", "64", *["-"] * 7, "out of memory: CUDA out of memory / 4 GiB"]
+
+
+def test_the_best_table_compares_the_fastest_batches() -> None:
+    all_measured = [
+        *measured("ours", 300, micro_batch=16, peak=500),
+        *measured("ours", 400, micro_batch=64, peak=2000),
+        *measured("trainer", 160, micro_batch=16, peak=4000),
+        Measurement(settings("trainer", 64), 1, "out of memory"),
+    ]
+
+    assert [(row.peer, row.key[3]) for row in best(group(all_measured))] == [("ours", 64), ("trainer", 16)]
+    assert table_rows(best_rows(all_measured)) == [
+        ["single", "1", "ours", "64", "400.0", "1.00", "2,000", "1.00"],
+        ["single", "1", "trainer", "16", "160.0", "2.50", "4,000", "0.50"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("peer", "strategy", "reason"),
+    [
+        ("ours", "zero2", None),
+        ("raw", "ddp", None),
+        ("raw", "fsdp", "it has no fsdp"),
+        ("fsdp2", "single", "it has no single"),
+    ],
+)
+def test_a_peer_without_a_strategy_is_not_run(peer: str, strategy: str, reason: str | None) -> None:
+    assert reason_not_to_run(settings(peer, strategy=strategy)) == reason
+
+
+def test_unknown_arguments_are_refused(
+    squad_files: DatasetConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = ["--train-path", str(squad_files.train_path), "--eval-path", str(squad_files.eval_path)]
+
+    with pytest.raises(SystemExit):
+        speed.main([*paths, "--peers", "ours,torchtitan", "--results", str(tmp_path / "new")])
+
+    assert "--peers: torchtitan is unknown: use ours, reference, trainer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_all_peers_train_the_same_samples_on_a_cpu(squad_files: DatasetConfig, tmp_path: Path) -> None:
+    arguments = ["--train-path", str(squad_files.train_path), "--eval-path", str(squad_files.eval_path)]
+    arguments += ["--device", "cpu", "--model", "bloom_tiny", "--no-compile", "--peers"]
+    arguments += ["ours,trainer,accelerate,raw,workshop,fsdp2", "--strategies", "single,ddp,fsdp", "--gpus", "2"]
+    arguments += ["--micro-batch", "2", "--max-length", "64", "--warmup", "1", "--steps", "3", "--repeats", "1"]
+
+    measurements = speed.main([*arguments, "--results", str(tmp_path / "results")])
+
+    found = {(one.settings.peer, one.settings.strategy): one for one in measurements}
+    assert {name: one.status for name, one in found.items() if one.status == "failed"} == {}
+    completed = {name for name, one in found.items() if one.status == "completed"}
+    expected = {(peer, strategy) for peer in ("ours", "trainer", "accelerate", "raw") for strategy in ("single", "ddp")}
+    assert completed == expected | {("ours", "fsdp"), ("fsdp2", "fsdp")}
+    assert found["workshop", "single"].reason == "fp16 needs a GPU"
+    losses = [one.loss for one in found.values() if one.loss is not None]
+    assert max(losses) / min(losses) < 1.02, "the losses differ, so the work does"
+    written = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert len(written["measurements"]) == len(measurements)
+    assert "| fsdp | 2 | fsdp2 | 2 |" in (tmp_path / "results" / "table.md").read_text()
