@@ -66,15 +66,21 @@ def alibi_score(slopes: Tensor) -> ScoreFunction:
 
 def block_mask(length: int, device: torch.device, documents: Tensor | None) -> BlockMask:
     """Return the mask of ``causal_mask`` for flex attention."""
-    return _causal_block_mask(length, device) if documents is None else _document_block_mask(documents)
+    if documents is not None:
+        return _document_block_mask(documents)
+    # A compiled model contains the mask, and dynamo warns about caches.
+    make = _causal_block_mask if torch.compiler.is_compiling() else _cached_causal_block_mask
+    return make(length, device)
 
 
-@lru_cache(maxsize=8)
 def _causal_block_mask(length: int, device: torch.device) -> BlockMask:
     def is_causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
     return create_block_mask(is_causal, None, None, length, length, device=str(device))
+
+
+_cached_causal_block_mask = lru_cache(maxsize=8)(_causal_block_mask)
 
 
 def _document_block_mask(documents: Tensor) -> BlockMask:
@@ -92,7 +98,8 @@ def attend_flex(
 
     Without compilation it would store all scores. torch does not compile it for training on a CPU.
     """
-    function: Any = flex_attention if query.device.type == "cpu" else _compiled_flex_attention()
+    as_is = query.device.type == "cpu" or torch.compiler.is_compiling()
+    function: Any = flex_attention if as_is else _compiled_flex_attention()
     output: Tensor = function(query, key, value, score_mod=score, block_mask=mask)
     return output
 

@@ -86,7 +86,8 @@ class BloomModel(modeling_bloom.BloomModel):  # type: ignore[misc]  # transforme
         score: ScoreFunction | None = None
         mask: Tensor | BlockMask
         if self.attention == "flex":
-            score, mask = _score(self.num_heads, device), block_mask(length, device, documents)
+            make_score = _score if torch.compiler.is_compiling() else _cached_score
+            score, mask = make_score(self.num_heads, device), block_mask(length, device, documents)
         else:
             allowed = causal_mask(length, device, documents)
             mask = alibi_bias(_slopes(self.num_heads, device), allowed, _query_dtype(hidden))
@@ -147,13 +148,20 @@ def _query_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-@lru_cache(maxsize=8)
 def _score(heads: int, device: torch.device) -> ScoreFunction:
     return alibi_score(_slopes(heads, device))
 
 
+_cached_score = lru_cache(maxsize=8)(_score)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types here
 def _slopes(heads: int, device: torch.device) -> Tensor:
-    """Return the ALiBi slope of each head, as in transformers, shape (heads,)."""
+    """Return the ALiBi slope of each head, as in transformers, shape (heads,).
+
+    In a compiled model it is a constant. If the compiler traced it, it would compute it in the kernel of flex
+    attention, where torch 2.11 writes code that Triton rejects.
+    """
     two_positions = torch.ones(1, 2, dtype=torch.long, device=device)
     slopes: Tensor = modeling_bloom.build_alibi_tensor(two_positions, heads, torch.float32)[:, 0, 1]
     return slopes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 from distexp.config import ConfigError
 from distexp.models.introspection import find_units, read_attention
@@ -45,6 +45,24 @@ def test_alibi_has_the_slopes_of_any_number_of_heads(attention: str, heads: int)
     fast_logits, fast_loss, _ = compute(build("bloom_tiny", attention, **changes), batch)
     torch.testing.assert_close(fast_logits, logits, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(fast_loss, loss, rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
+def test_a_compiled_model_has_constant_slopes() -> None:
+    """Slopes computed in the graph would be fused into flex attention, where torch 2.11 writes invalid code."""
+    model, graphs = build("bloom_tiny", "flex"), []
+
+    def capture(graph: fx.GraphModule, _: list[Tensor]) -> fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    inputs = make_batch(20, 9).inputs
+    expected = logits_of(model(**inputs))
+    compiled = torch.compile(model.forward, backend=capture, fullgraph=True, dynamic=False)
+    torch.testing.assert_close(logits_of(compiled(**inputs)), expected)
+    assert len(graphs) == 1
+    assert "slopes" in graphs[0].code
+    assert "pow" not in graphs[0].code
 
 
 def test_the_attention_of_each_model_is_declared() -> None:
