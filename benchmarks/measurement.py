@@ -46,6 +46,11 @@ PEERS = {
 }
 
 
+IMAGES = "benchmarks.peers.images"
+IMAGE_PEERS = ("workshop", "raw")
+"""The program of image models, and the peers that it has."""
+
+
 @dataclass(frozen=True)
 class Measurement:
     """The result of one process.
@@ -78,6 +83,8 @@ def reason_not_to_run(settings: Settings) -> str | None:
 
 
 def _obstacles(peer: Peer, settings: Settings) -> Iterator[str]:
+    if settings.data_root and settings.peer not in IMAGE_PEERS:
+        yield "it trains text models only"
     for name in peer.needs:
         if find_spec(name) is None:
             yield f"{name} is not installed"
@@ -119,13 +126,8 @@ def our_command(settings: Settings, run_dir: Path) -> list[str]:
     strategy = "zero_stage=2" if settings.strategy == "zero2" else f"strategy={settings.strategy}"
     overrides = [
         f"model={settings.model}",
-        "dataset=squad",
-        f"dataset.train_path={settings.train_path}",
-        f"dataset.eval_path={settings.eval_path}",
-        f"dataset.train_size={settings.wanted_examples}",
+        *(_image_overrides(settings) if settings.data_root else _text_overrides(settings)),
         f"dataset.eval_size={settings.workers}",
-        f"dataset.max_length={settings.max_length}",
-        f"dataset.packing={str(settings.packs).lower()}",
         strategy,
         f"precision={settings.precision}",
         f"kernels={OURS[settings.peer]}",
@@ -142,16 +144,37 @@ def our_command(settings: Settings, run_dir: Path) -> list[str]:
         f"train.learning_rate={LEARNING_RATE}",
         f"train.weight_decay={WEIGHT_DECAY}",
     ]
-    if settings.logits == "all":
-        overrides.append("train.logits=all")
     return [sys.executable, "-m", "distexp", *overrides, *settings.overrides, f"hydra.run.dir={run_dir}"]
+
+
+def _text_overrides(settings: Settings) -> list[str]:
+    return [
+        "dataset=squad",
+        f"dataset.train_path={settings.train_path}",
+        f"dataset.eval_path={settings.eval_path}",
+        f"dataset.train_size={settings.wanted_examples}",
+        f"dataset.max_length={settings.max_length}",
+        f"dataset.packing={str(settings.packs).lower()}",
+        *(["train.logits=all"] if settings.logits == "all" else []),
+    ]
+
+
+def _image_overrides(settings: Settings) -> list[str]:
+    return [
+        "dataset=tinyimagenet",
+        f"dataset.root={settings.data_root}",
+        f"dataset.train_size={settings.rows}",
+        f"dataset.image_size={settings.image_size}",
+        f"dataset.num_workers={settings.loader_processes}",
+    ]
 
 
 def peer_command(settings: Settings, folder: Path) -> list[str]:
     """Write the settings of a peer, and return its command."""
     path = folder / "settings.json"
     settings.write(path)
-    program = ["-m", PEERS[settings.peer].module, str(path), str(folder / "result.json")]
+    module = IMAGES if settings.data_root else PEERS[settings.peer].module
+    program = ["-m", module, str(path), str(folder / "result.json")]
     if settings.workers == 1:
         return [sys.executable, *program]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.workers}"]

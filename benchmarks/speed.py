@@ -31,27 +31,24 @@ STRATEGIES = ("single", "ddp", "fsdp", "zero2")
 
 
 def main(arguments: list[str] | None = None) -> list[Measurement]:
-    """Measure, print each result as it comes, and write ``results.json`` and ``table.md``."""
+    """Measure, print each result as it comes, and write ``results.json`` and ``table.md``.
+
+    Results in the folder are kept, so the same command continues after an interruption.
+    """
     options = parse(arguments)
     folder = Path(options.results).resolve()
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     planned = with_enough_examples(plan(options), folder)
-    measurements: list[Measurement] = []
-    failed: set[Settings] = set()
+    measurements = read_results(folder / "results.json")
     for peers, repeat in [(peers, repeat + 1) for peers in planned for repeat in range(options.repeats)]:
         for settings in peers:
-            if settings in failed:
+            if is_done(settings, repeat, measurements):
                 continue
             place = folder / "runs" / f"{len(measurements):03d}_{settings.peer}"
             measurements.append(measure(settings, repeat, place, options.timeout_s))
-            if measurements[-1].status != "completed":
-                failed.add(settings)
             print(describe(measurements[-1]), flush=True)
-            write_json(folder / "results.json", measurements)
-    report = f"{provenance(measurements)}\n{all_rows(measurements)}\nThe fastest micro-batch of each:\n\n"
-    report += best_rows(measurements)
-    (folder / "table.md").write_text(report)
-    print(f"\n{report}\nwritten to {folder}")
+            write_results(folder, measurements)
+    print(f"\n{(folder / 'table.md').read_text()}\nwritten to {folder}")
     return measurements
 
 
@@ -59,8 +56,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse and check the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--train-path", required=True, help="SQuAD v1.1 JSON file to train on")
-    add("--eval-path", required=True, help="SQuAD v1.1 JSON file to evaluate on")
+    add("--train-path", default="", help="SQuAD v1.1 JSON file to train on")
+    add("--eval-path", default="", help="SQuAD v1.1 JSON file to evaluate on")
+    add("--data-root", default="", help="folder of TinyImageNet, for --model resnet50")
+    add("--image-size", type=int, default=224, help="pixels, for --model resnet50")
+    add("--loader-processes", type=int, default=8, help="DataLoader processes of a worker, for --model resnet50")
     add("--peers", default="ours,trainer,accelerate,raw", help=f"of {', '.join([*OURS, *PEERS])}")
     add("--model", default="bloom_560m", help="a model group of distexp with random weights")
     add("--micro-batch", type=int, nargs="+", default=[16], help="samples per worker and forward pass")
@@ -78,7 +78,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--no-compile", dest="compile", action="store_false", help="do not compile the models of the others")
     add("--timeout-s", type=float, default=600.0, help="time limit of one measurement")
-    add("--results", default=f"benchmark_results/{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}", help="a new folder")
+    add(
+        "--results",
+        default=f"benchmark_results/{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",
+        help="folder; with results in it, the command continues",
+    )
     options = parser.parse_args(arguments)
     options.peers = options.peers.split(",")
     default = "ddp,fsdp" if options.gpus > 1 else "single"
@@ -99,11 +103,16 @@ def errors(options: argparse.Namespace) -> Iterator[str]:
             yield f"--strategies: {strategy} is unknown: use {', '.join(STRATEGIES)}"
     if not (conf_dir() / "model" / f"{options.model}.yaml").is_file():
         yield f"--model: {options.model} is no model group: `distexp --help` lists them"
-    if Path(options.results).exists():
-        yield f"--results: {options.results} exists: name a new folder"
-    for path in (options.train_path, options.eval_path):
+    if options.data_root:
+        if options.accumulation > 1:
+            yield f"--accumulation: {options.accumulation} is not supported with --data-root"
+        if not Path(options.data_root, "train").is_dir():
+            yield f"--data-root: {options.data_root} has no folder train: use the folder of TinyImageNet"
+        return
+    for name in ("train_path", "eval_path"):
+        path = getattr(options, name)
         if not Path(path).is_file():
-            yield f"{path} is not a file: use a SQuAD v1.1 JSON file"
+            yield f"--{name.replace('_', '-')}: {path!r} is not a file: use a SQuAD v1.1 JSON file, or --data-root"
 
 
 def plan(options: argparse.Namespace) -> list[list[Settings]]:
@@ -117,8 +126,9 @@ def plan(options: argparse.Namespace) -> list[list[Settings]]:
         common = Settings(
             peer="",
             model=options.model,
-            train_path=str(Path(options.train_path).resolve()),
-            eval_path=str(Path(options.eval_path).resolve()),
+            train_path=absolute(options.train_path),
+            eval_path=absolute(options.eval_path),
+            data_root=absolute(options.data_root),
             strategy=strategy,
             workers=1 if strategy == "single" else options.gpus,
             micro_batch=micro_batch,
@@ -126,6 +136,8 @@ def plan(options: argparse.Namespace) -> list[list[Settings]]:
             warmup=options.warmup,
             steps=options.steps,
             max_length=options.max_length,
+            image_size=options.image_size,
+            loader_processes=options.loader_processes if options.data_root else 0,
             logits=options.logits,
             precision=options.precision,
             compile=options.compile,
@@ -139,11 +151,19 @@ def plan(options: argparse.Namespace) -> list[list[Settings]]:
     return planned
 
 
+def absolute(path: str) -> str:
+    """Return the absolute path, or an empty one."""
+    return str(Path(path).resolve()) if path else ""
+
+
 def with_enough_examples(planned: list[list[Settings]], folder: Path) -> list[list[Settings]]:
     """Return settings whose training file has enough examples; a file that is too small is repeated.
 
-    So every training has one epoch, without an evaluation between its steps.
+    So every training has one epoch, without an evaluation between its steps. Images are not repeated.
     """
+    if planned[0][0].data_root:
+        check_images(max(settings.rows for settings in itertools.chain(*planned)), Path(planned[0][0].data_root))
+        return planned
     given = Path(planned[0][0].train_path)
     examples = len(read_json(given))
     copies = math.ceil(max(settings.wanted_examples for settings in itertools.chain(*planned)) / examples)
@@ -154,6 +174,13 @@ def with_enough_examples(planned: list[list[Settings]], folder: Path) -> list[li
     path.write_text(json.dumps({**content, "data": content["data"] * copies}))
     print(f"{given} has {examples} examples, fewer than needed: {path} repeats them {copies} times", flush=True)
     return [[replace(settings, train_path=str(path)) for settings in peers] for peers in planned]
+
+
+def check_images(needed: int, root: Path) -> None:
+    """Exit with a message if the folder has too few images."""
+    found = sum(1 for _ in root.glob("train/*/images/*"))
+    if found < needed:
+        raise SystemExit(f"{root} has {found} images, but the steps need {needed}: lower --steps or --micro-batch")
 
 
 def describe(one: Measurement) -> str:
@@ -182,15 +209,29 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def write_json(path: Path, measurements: list[Measurement]) -> None:
-    """Write all measurements with versions and command."""
+def read_results(path: Path) -> list[Measurement]:
+    """Return the measurements of an earlier command, if there are any."""
+    content = json.loads(path.read_text())["measurements"] if path.exists() else []
+    return [Measurement(**{**one, "settings": Settings.from_json(one["settings"])}) for one in content]
+
+
+def is_done(settings: Settings, repeat: int, measurements: list[Measurement]) -> bool:
+    """Return whether the settings were measured in this repeat, or failed in an earlier one."""
+    earlier = [one for one in measurements if one.settings == settings]
+    return any(one.repeat == repeat or one.status != "completed" for one in earlier)
+
+
+def write_results(folder: Path, measurements: list[Measurement]) -> None:
+    """Write all measurements with versions and command, as JSON and as tables."""
     content = {
         "command": sys.argv,
         "python": sys.version.split()[0],
         "versions": {name: installed_version(name) for name in LIBRARIES},
         "measurements": [asdict(one) for one in measurements],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n")
+    tables = f"{all_rows(measurements)}\nThe fastest micro-batch of each:\n\n{best_rows(measurements)}"
+    (folder / "table.md").write_text(f"{provenance(measurements)}\n{tables}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 LEARNING_RATE = 1e-5
 WEIGHT_DECAY = 0.01
@@ -26,6 +27,8 @@ class Settings:
 
     Attributes:
         peer: ours, or the name of a training loop.
+        data_root: folder of TinyImageNet, for a model of images; then the paths of SQuAD are not used.
+        loader_processes: DataLoader processes of each worker, for images.
         strategy: single, ddp, fsdp or zero2.
         workers: processes, with one GPU each.
         warmup: first steps, which are not measured.
@@ -39,6 +42,7 @@ class Settings:
     model: str
     train_path: str
     eval_path: str
+    data_root: str = ""
     strategy: str = "single"
     workers: int = 1
     micro_batch: int = 16
@@ -46,6 +50,8 @@ class Settings:
     warmup: int = 10
     steps: int = 30
     max_length: int = 512
+    image_size: int = 224
+    loader_processes: int = 0
     logits: str = "targets"
     precision: str = "bf16"
     compile: bool = True
@@ -79,10 +85,11 @@ class Settings:
         return self.packing and self.peer in OURS
 
     def as_peer(self, peer: str) -> Settings:
-        """Return the settings of another peer. The workshop has its own batch and precision."""
-        if peer == "workshop":
-            return replace(self, peer=peer, micro_batch=4, accumulation=4, precision="fp16", compile=False)
-        return replace(self, peer=peer)
+        """Return the settings of another peer. The workshop has its own precision, and its own batch for text."""
+        if peer != "workshop":
+            return replace(self, peer=peer)
+        workshop = replace(self, peer=peer, precision="fp16", compile=False)
+        return workshop if self.data_root else replace(workshop, micro_batch=4, accumulation=4)
 
     def write(self, path: Path) -> None:
         """Write the settings as JSON."""
@@ -91,5 +98,9 @@ class Settings:
     @classmethod
     def read(cls, path: Path) -> Settings:
         """Read settings."""
-        raw = json.loads(path.read_text())
-        return cls(**{**raw, "overrides": tuple(raw["overrides"])})
+        return cls.from_json(json.loads(path.read_text()))
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Settings:
+        """Return the settings of a JSON object."""
+        return cls(**{**content, "overrides": tuple(content["overrides"])})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from distexp.config import DatasetConfig
 
 
 def settings(peer: str, micro_batch: int = 16, strategy: str = "single", workers: int = 1) -> Settings:
-    return Settings(peer, "bloom_560m", "T.json", "E.json", strategy, workers, micro_batch)
+    return Settings(peer, "bloom_560m", "T.json", "E.json", strategy=strategy, workers=workers, micro_batch=micro_batch)
 
 
 def measured(
@@ -106,11 +107,39 @@ def test_unknown_arguments_are_refused(
     assert "--peers: torchtitan is unknown: use ours, reference, trainer" in capsys.readouterr().err
 
 
+def test_a_command_continues_after_an_interruption(
+    squad_files: DatasetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def measure(chosen: Settings, repeat: int, folder: Path, timeout_s: float) -> Measurement:
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append((chosen.peer, repeat))
+        if chosen.peer == "raw":
+            return Measurement(chosen, repeat, "out of memory")
+        return Measurement(chosen, repeat, "completed", wall_s=1.0, samples_per_second=1.0)
+
+    monkeypatch.setattr(speed, "measure", measure)
+    arguments = ["--train-path", str(squad_files.train_path), "--eval-path", str(squad_files.eval_path)]
+    arguments += ["--peers", "ours,raw,trainer", "--repeats", "2", "--results", str(tmp_path)]
+
+    with pytest.raises(KeyboardInterrupt):
+        speed.main(arguments)
+    assert calls == [("ours", 1), ("raw", 1), ("trainer", 1)]
+
+    calls.clear()
+    measurements = speed.main(arguments)
+    assert calls == [("ours", 2), ("trainer", 2)]  # what failed is not repeated
+    assert len(measurements) == 5
+    assert len(table_rows(all_rows(measurements))) == 3
+
+
 @pytest.mark.slow
 def test_all_peers_train_the_same_samples_on_a_cpu(squad_files: DatasetConfig, tmp_path: Path) -> None:
     arguments = ["--train-path", str(squad_files.train_path), "--eval-path", str(squad_files.eval_path)]
     arguments += ["--device", "cpu", "--model", "bloom_tiny", "--no-compile", "--peers"]
-    arguments += ["ours,trainer,accelerate,raw,workshop,fsdp2", "--strategies", "single,ddp,fsdp", "--gpus", "2"]
+    arguments += ["ours,trainer,accelerate,raw,workshop,fsdp2", "--strategies", "ddp,fsdp", "--gpus", "2"]
     arguments += ["--micro-batch", "2", "--max-length", "64", "--warmup", "1", "--steps", "3", "--repeats", "1"]
 
     measurements = speed.main([*arguments, "--results", str(tmp_path / "results")])
@@ -118,11 +147,11 @@ def test_all_peers_train_the_same_samples_on_a_cpu(squad_files: DatasetConfig, t
     found = {(one.settings.peer, one.settings.strategy): one for one in measurements}
     assert {name: one.status for name, one in found.items() if one.status == "failed"} == {}
     completed = {name for name, one in found.items() if one.status == "completed"}
-    expected = {(peer, strategy) for peer in ("ours", "trainer", "accelerate", "raw") for strategy in ("single", "ddp")}
+    expected = {(peer, "ddp") for peer in ("ours", "trainer", "accelerate", "raw")}
     assert completed == expected | {("ours", "fsdp"), ("fsdp2", "fsdp")}
-    assert found["workshop", "single"].reason == "fp16 needs a GPU"
+    assert found["workshop", "ddp"].reason == "fp16 needs a GPU"
     losses = [one.loss for one in found.values() if one.loss is not None]
-    assert max(losses) / min(losses) < 1.02, "the losses differ, so the work does"
+    assert losses == pytest.approx([math.log(1024)] * len(completed), rel=0.05)  # that of untrained weights
     written = json.loads((tmp_path / "results" / "results.json").read_text())
     assert len(written["measurements"]) == len(measurements)
     assert "| fsdp | 2 | fsdp2 | 2 |" in (tmp_path / "results" / "table.md").read_text()
