@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hydra.core.override_parser.types import Override
 
 from distexp.cli.argument_checks import check_arguments, split_options
 from distexp.cli.overrides import parse, quote_choice
 from distexp.config import ConfigError
-from distexp.config.paths import config_groups
+from distexp.config.paths import config_groups, options_of
 
 HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help")
 """Flags of Hydra that run nothing."""
@@ -93,6 +94,7 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
         errors.append(
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
         )
+    errors += _model_name_errors(by_key)
     errors += [f"{key} cannot be set: {hint}" for key, hint in RESERVED_KEYS.items() if key in by_key]
     errors += [
         f"{override.input_line} is not an option: leave it out"
@@ -101,6 +103,21 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
     ]
     if errors:
         raise ConfigError(errors)
+
+
+def _model_name_errors(by_key: Mapping[str, Override]) -> list[str]:
+    """Return an error if ``model.name`` would only rename a model of distexp."""
+    name, model = by_key.get("model.name"), by_key.get("model")
+    if name is None or "experiment" in by_key or "${" in str(name.input_line):
+        return []
+    if model is not None and not set(map(str, _values(model))) & set(options_of("model")) - {"hf"}:
+        return []
+    text = str(name.input_line)
+    return [f"{text} does not choose a model, because only model=hf reads model.name: write model=hf {text}"]
+
+
+def _values(override: Override) -> list[Any]:
+    return list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
 
 
 def _repeats(by_key: Mapping[str, Override]) -> bool:

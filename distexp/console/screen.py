@@ -103,7 +103,8 @@ class LiveRun:
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, completed=metrics["step"], latest=latest)
         else:
-            self._print(f"step {metrics['step']}/{self.total_steps}: {latest}")
+            total = "" if self.total_steps is None else f"/{self.total_steps}"
+            self._print(f"step {metrics['step']}{total}: {latest}")
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -35,26 +36,49 @@ from distexp.system.hardware import visible_gpus
 STYLES = {"ok": "green", "warning": "yellow", "missing": "red"}
 
 
-def run_checks() -> tuple[list[CheckResult], Verdict]:
+Report = Callable[[str], None]
+"""A function that shows what is being checked."""
+
+
+def run_checks(report: Report = lambda _: None) -> tuple[list[CheckResult], Verdict]:
     """Run every check, those in subprocesses concurrently, and return the results with the verdict."""
     gpus = len(visible_gpus())
     with ThreadPoolExecutor(4) as pool:
         slurm = pool.submit(check_slurm)
+        report("torch")
         torch = probe_torch()
         backends = [] if torch.import_error else ["gloo"]
         if torch.usable and torch.nccl and gpus > 1:
             backends.append("nccl")
         libraries = pool.submit(check_libraries)
         collectives = [pool.submit(check_collective, backend) for backend in backends]
-        results = [
-            check_python(), check_conf(), check_torch(torch, gpus), *libraries.result(),
-            check_gpus(), check_nccl(torch, gpus), check_port(), *(each.result() for each in collectives),
+        report("libraries, which are imported")
+        results = [check_python(), check_conf(), check_torch(torch, gpus), *libraries.result()]
+        report("GPUs, and communication between processes")
+        results += [check_gpus(), check_nccl(torch, gpus), check_port(), *(each.result() for each in collectives)]
+        report("memory, disks, limits and compilers")
+        results += [
             check_shm(), check_memory(), check_disk(), check_limits(gpus),
             check_compiler(), check_ninja(), check_toolkit(torch, gpus),
-            check_operators("cuda" if torch.usable else "cpu"),
-            check_hub_cache(), check_distexp_cache(), slurm.result(),
         ]  # fmt: skip
+        report("operators of DeepSpeed, caches and Slurm")
+        results.append(check_operators("cuda" if torch.usable else "cpu"))
+        results += [check_hub_cache(), check_distexp_cache(), slurm.result()]
     return results, make_verdict(results, torch)
+
+
+@contextmanager
+def shown_progress() -> Iterator[Report]:
+    """Yield a function that shows what is being checked, on stderr, so that the table can be redirected."""
+    console = Console(stderr=True)
+    with console.status("checking") as status:
+        yield (
+            lambda text: (
+                status.update(f"checking {text}")
+                if console.is_terminal
+                else console.print(f"checking {text}", highlight=False, soft_wrap=True)
+            )
+        )
 
 
 def print_report(console: Console, results: Sequence[CheckResult], verdict: Verdict) -> None:
@@ -91,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         content: dict[str, Any] = {**asdict(verdict), "checks": [asdict(result) for result in results]}
         print(json.dumps(content, indent=2))
     else:
-        with console.status("checking this machine (about ten seconds)"):
-            results, verdict = run_checks()
+        with shown_progress() as report:
+            results, verdict = run_checks(report)
         print_report(console, results, verdict)
     return 0 if verdict.fit else 1
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import ConfigError
 from distexp.config.paths import conf_dir
-from distexp.launch.foreign_commands import unsafe_commands
+from distexp.launch.foreign_commands import TRACKER_URI, unsafe_commands
 from distexp.launch.hydra_section import UnsafeValue, unsafe_values
 from distexp.launch.secret_checks import check_for_secrets, refuse_secret_interpolations
 from distexp.launch.trust import chosen_files, packages_trusted_by_user, source_folders, typed_keys
@@ -128,11 +128,12 @@ def _explain(unsafe: UnsafeValue, composed: DictConfig) -> str:
     override = f"{unsafe.key}={unsafe.value}"
     if unsafe.package is not None:
         hint = f"if you trust its code, add trusted_packages=[{unsafe.package}] to the command"
-    elif unsafe.key.startswith("cluster."):
-        hint = f"if you trust it, choose its file with cluster=NAME, or add '{override}' to the command"
+    elif (group := unsafe.key.partition(".")[0]) in ("cluster", "tracker"):
+        hint = f"if you trust it, choose its file with {group}=NAME, or add '{override}' to the command"
     else:
         hint = f"if you trust it, add '{override}' to the command"
-    return f"{override} {origin}, and could run code: {hint}"
+    danger = "would get the results and your credentials" if unsafe.key == TRACKER_URI else "could run code"
+    return f"{override} {origin}, and {danger}: {hint}"
 
 
 def _files_with(value: str, composed: DictConfig) -> Iterator[Path]:

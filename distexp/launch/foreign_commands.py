@@ -1,6 +1,8 @@
-"""Shell lines and environment variables of foreign YAML files, which run code without a ``_target_``.
+"""Values of foreign YAML files that are dangerous without a ``_target_``: shell lines, variables, and servers.
 
-A cluster file needs them. So they are accepted from the cluster file that the user chooses with ``cluster=``.
+A cluster file needs shell lines and variables. So they are accepted from the cluster file that the user chooses with
+``cluster=``. The server of a tracker gets the results and the user's credentials. It is accepted from the file that the
+user chooses with ``tracker=``.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distexp.launch.hydra_section import UnsafeValue
 
+TRACKER_URI = "tracker.uri"
 CLUSTER_KEYS = ("environment", "sbatch", "srun", "modules", "setup", "python")
 HYDRA_KEYS = ("job.env_set", "launcher.setup", "launcher.additional_parameters")
 
@@ -24,16 +27,17 @@ LOADS_FILES = re.compile(r"PLUGIN|PATH|LIB|DIR|FILE|HOME|MODULE|PROVIDER|CACHE|P
 
 
 def unsafe_commands(composed: DictConfig, typed: Container[str], folders: Sequence[Path]) -> Iterator[UnsafeValue]:
-    """Yield the shell lines and variables that neither the command line nor the chosen cluster file has.
+    """Yield the values that neither the command line nor the chosen file has.
 
     Args:
         composed: the composed configuration, with the hydra node.
         typed: the keys of the overrides on the command line.
         folders: folders of YAML files.
     """
-    chosen = _read_option(folders, str(composed.hydra.runtime.choices.cluster)) if "cluster" in typed else {}
+    cluster, tracker = (_chosen_option(composed, typed, folders, group) for group in ("cluster", "tracker"))
     for key in CLUSTER_KEYS:
-        yield from _compare(f"cluster.{key}", _raw(composed.cluster, key), chosen.get(key), typed)
+        yield from _compare(f"cluster.{key}", _raw(composed.cluster, key), cluster.get(key), typed)
+    yield from _compare(TRACKER_URI, _raw(composed.tracker, "uri"), tracker.get("uri"), typed)
     for key in HYDRA_KEYS:
         yield from _compare(f"hydra.{key}", _raw(composed.hydra, key), None, typed)
 
@@ -69,16 +73,21 @@ def _as_override(value: Any) -> str:
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
-def _read_option(folders: Sequence[Path], name: str) -> dict[str, Any]:
-    """Return the content of a cluster file, together with the cluster files in its ``defaults``."""
-    path = next((path for folder in folders if (path := folder / "cluster" / f"{name}.yaml").is_file()), None)
+def _chosen_option(composed: DictConfig, typed: Container[str], folders: Sequence[Path], group: str) -> dict[str, Any]:
+    """Return the content of the option that the command line chooses in a group; empty if it chooses none."""
+    return _read_option(folders, group, str(composed.hydra.runtime.choices[group])) if group in typed else {}
+
+
+def _read_option(folders: Sequence[Path], group: str, name: str) -> dict[str, Any]:
+    """Return the content of an option, together with the options of its group in its ``defaults``."""
+    path = next((path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()), None)
     content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path else {}
     if not isinstance(content, dict):
         return {}
     merged: dict[str, Any] = {}
     for default in content.get("defaults", []):
         if isinstance(default, str) and default not in ("_self_", name):
-            merged |= _read_option(folders, default)
+            merged |= _read_option(folders, group, default)
     for key, value in content.items():
         known = merged.get(key)
         merged[key] = known | value if isinstance(known, dict) and isinstance(value, dict) else value

@@ -100,6 +100,8 @@ WRONG = {  # command lines, with a part of their message
     "model=resnet_tiny dataset=squad_sample": "or dataset=tinyimagenet_sample, tinyimagenet or synthetic",
     "dataset=tinyimagenet": "choose model=resnet_tiny or resnet50, or dataset=squad_sample, squad or synthetic",
     "model=hf": "model.name is required: set it",
+    "model.name=gpt2": "only model=hf reads model.name: write model=hf model.name=gpt2\n",
+    "--multirun model=hf,gpt_tiny model.name=gpt2": "model.name=gpt2 does not choose a model",
     "name=condé": "name=condé needs quotes: write \"name='condé'\"\n",
     "dataset=squad dataset.train_path=~/x.json": "write \"dataset.train_path='~/x.json'\"",
     "model=gpt_tiny dataset=synthetic dataset.max_length=256": "max_length=256 exceeds model.seq_length=128",

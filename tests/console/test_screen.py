@@ -41,6 +41,14 @@ def test_live_run_shows_every_kind_of_event(tmp_path: Path) -> None:
     assert progress.tasks[0].description == "done"
 
 
+def test_a_step_has_no_total_before_it_is_known(tmp_path: Path) -> None:
+    (tmp_path / "metrics").write_text(json.dumps({"step": 10, "loss": 2.0, "samples_per_second": 3.0}) + "\n")
+    screen, shown = plain_screen(total=1)
+    none = tmp_path / "none"
+    LiveRun(screen.console, Tail(none), Tail(tmp_path / "metrics"), Tail(none)).refresh()
+    assert shown.getvalue() == "step 10: loss 2.0000  3.0 samples/s\n"
+
+
 def test_the_traceback_is_in_the_log_and_not_on_the_screen(tmp_path: Path) -> None:
     error = RunError(
         "CheckpointException", "ranks: 0\nTraceback (most recent call last):\n  File\nOSError: gone", "setup", 0

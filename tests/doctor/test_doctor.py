@@ -13,6 +13,7 @@ import pytest
 
 from distexp.config.paths import options_of
 from distexp.doctor import machine, software, tools
+from distexp.doctor.__main__ import shown_progress
 from distexp.doctor.check_result import CheckResult
 from distexp.doctor.software import TorchInfo
 from distexp.doctor.verdict import REQUIRED_CHECKS, Verdict, make_verdict, strategy_requirements
@@ -59,6 +60,12 @@ def test_this_machine_can_train() -> None:
     assert states["loopback port"] == "ok"
     for check in content["checks"]:
         assert (check["hint"] is None) == (check["state"] == "ok"), check
+
+
+def test_the_doctor_shows_what_it_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown_progress() as report:
+        report("torch")
+    assert capsys.readouterr() == ("", "checking torch\n"), "the table can be redirected"
 
 
 def test_broken_torch_is_reported_with_exit_code_1(tmp_path: Path) -> None:

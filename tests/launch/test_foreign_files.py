@@ -116,6 +116,21 @@ def test_harmless_settings_of_hydra_are_accepted(stranger: Path, capsys: pytest.
     assert "/nowhere" in message
 
 
+SERVER = "uri: http://strange:5000"
+
+
+def test_a_preset_cannot_choose_the_server_of_a_tracker(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_preset(stranger, f"tracker: {{{SERVER}}}", "tracker=mlflow") == 2
+    message = capsys.readouterr().err
+    assert "tracker.uri=http://strange:5000 is set by" in message
+    assert "would get the results and your credentials: if you trust it, choose its file with tracker=NAME" in message
+    (stranger / "conf" / "tracker").mkdir()
+    (stranger / "conf" / "tracker" / "ours.yaml").write_text(f"defaults: [mlflow]\n{SERVER}\n")
+    for accepted in ("tracker=ours", "tracker.uri=http://strange:5000"):
+        run_preset(stranger, f"tracker: {{{SERVER}}}", accepted)
+        assert "credentials" not in capsys.readouterr().err
+
+
 SITE = (
     "defaults: [slurm]\nsetup: ['source env/bin/activate']\nenvironment: {LD_LIBRARY_PATH: /opt/lib, NCCL_ALGO: Tree}\n"
 )

@@ -18,7 +18,7 @@ def test_compilations_are_timed_and_counted() -> None:
     assert summary is not None
     assert summary["graphs"] == 2
     assert summary["recompilations"] == 1
-    assert 0 < summary["seconds"] < 60
+    assert summary["seconds"] > 0
     assert summary["cuda_graph_skips"] == summary["cache_hits"] == 0
     compiled(torch.ones(5))
     assert watch.recompilations == 1, "it counts after its end"

@@ -195,6 +195,7 @@ def test_memory_of_the_copies_is_counted(tmp_path: Path) -> None:
 
 
 def test_batch_norms_keep_their_fp32_weights() -> None:
+    torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
     plain = copy.deepcopy(module)
     weights = StepWeights(module, torch.bfloat16)
