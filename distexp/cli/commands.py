@@ -22,7 +22,7 @@ COMMANDS = {
     "report": Command("make tables, figures and a page from finished runs", "distexp.report.__main__"),
     "experiments": Command("list the presets, or run those that match", "distexp.experiments"),
     "doctor": Command("check this machine", "distexp.doctor.__main__"),
-    "preflight": Command("measure the bandwidth between workers", "distexp.preflight.__main__"),
+    "preflight": Command("measure the bandwidth between workers, and matrix products", "distexp.preflight.__main__"),
     "memory": Command("summarize nvidia-smi and psrecord logs", "distexp.memory"),
     "help": Command("print this text, or help on a command, a group or a key", "distexp.help"),
     "reference": Command("print a generated reference page", "distexp.reference"),

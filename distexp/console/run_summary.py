@@ -8,11 +8,11 @@ from typing import Any
 from distexp.config import Config, ModelConfig
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
-from distexp.runs.record import RunRecord
+from distexp.runs.record import Metrics, RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import STAND_IN, failure_text, format_count, model_label, record_model_label
 from distexp.strategies.base import load_strategy
-from distexp.system.units import MIB
+from distexp.system.units import MIB, format_tflops
 
 MAX_EPOCHS = 6
 """Epochs shown in a panel."""
@@ -164,8 +164,26 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "throughput", "not measured: no step after train.measure_after_step"
     if metrics.step_time_s is not None:
         yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"
+    if metrics.tflops_per_device and metrics.executed_tflops_per_device and (metrics.mfu or metrics.mfu_of_ceiling):
+        yield "model FLOPs", _utilization(metrics.tflops_per_device, metrics.mfu, metrics, "MFU")
+        yield "executed FLOPs", _utilization(metrics.executed_tflops_per_device, metrics.hfu, metrics, "HFU")
     if metrics.communication is not None:
         yield "communication", _communication(metrics.communication)
+
+
+def _utilization(tflops: float, fraction: float | None, metrics: Metrics, name: str) -> str:
+    """Return a rate with its fractions of the datasheet's peak and of the matrix ceiling, if they are known.
+
+    For example: ``502 TFLOP/s per worker, MFU 50.7%, 63.5% of the matrix ceiling (790 TFLOP/s)``.
+    """
+    parts = [f"{format_tflops(tflops)} per worker"]
+    if fraction is not None:
+        parts.append(f"{name} {fraction:.1%}")
+    if ceiling := metrics.matrix_ceiling_tflops:
+        parts.append(f"{tflops / ceiling:.1%} of the matrix ceiling ({format_tflops(ceiling)})")
+    elif fraction is not None:
+        parts.append("matrix ceiling not measured: type distexp preflight once")
+    return ", ".join(parts)
 
 
 def _interconnect(preflight: dict[str, Any]) -> str:

@@ -53,6 +53,7 @@ class Batch:
         num_samples: samples with at least one target.
         num_targets: labels that count towards the loss.
         num_tokens: input tokens of these samples without padding; 0 for images.
+        num_token_pairs: sum of the squares of their lengths. 0: unknown, then equal lengths are assumed for FLOPs.
     """
 
     inputs: dict[str, Tensor]
@@ -60,6 +61,7 @@ class Batch:
     num_samples: int
     num_targets: int
     num_tokens: int
+    num_token_pairs: int = 0
 
     @property
     def num_positions(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from distexp.config.custom_code import check_returned
 from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData
 from distexp.data.packing import PackedSamples
+from distexp.data.workload import Workload, measure_workload
 from distexp.distributed.process_group import sum_over_ranks
 
 BUCKET_BATCHES = 50
@@ -159,12 +160,14 @@ class StepData:
         normalizer: number of targets of the step over all ranks; a scalar on the device.
         num_samples: samples of the step over all ranks.
         wait_s: seconds that this rank waited for its data. The wait for the device is not part of it.
+        workload: sizes of this rank's micro-batches.
     """
 
     micro_batches: list[Batch]
     normalizer: Tensor
     num_samples: int
     wait_s: float = 0.0
+    workload: Workload = field(default_factory=Workload)
 
 
 class StopRequestedError(Exception):
@@ -283,7 +286,8 @@ class ShardedLoader:
                 stop.check()  # waits until the device has finished the step before the previous one
                 normalizer, requests = self._sum_counts(micro_batches)
                 stop.record(requests)
-                yield StepData(placed, normalizer, next(num_samples), wait_s)
+                workload = measure_workload(micro_batches)
+                yield StepData(placed, normalizer, next(num_samples), wait_s, workload)
                 micro_batches, started = [], time.perf_counter()
 
     def _count_samples(self, epoch: int, steps: range) -> list[int]:

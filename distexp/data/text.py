@@ -95,12 +95,14 @@ class TextCollate:
         mask = _pad_and_stack([torch.ones_like(sample["input_ids"]) for sample in samples], length, 0)
         is_target = labels[:, 1:] != IGNORE
         has_target = is_target.any(dim=1)
+        lengths = mask.sum(dim=1)[has_target]
         return Batch(
             inputs={"input_ids": input_ids, "attention_mask": mask},
             labels=labels,
             num_samples=int(has_target.sum()),
             num_targets=int(is_target.sum()),
-            num_tokens=int(mask[has_target].sum()),
+            num_tokens=int(lengths.sum()),
+            num_token_pairs=int(lengths.square().sum()),
         )
 
     def _padded_length(self, longest: int) -> int:
@@ -117,6 +119,7 @@ class TextCollate:
         is_target[:, 0] = False
         samples = (positions == 0).flatten().cumsum(0) - 1  # the sample at each position of the batch
         has_target = torch.bincount(samples, weights=is_target.flatten()) > 0  # padding has none
+        lengths = torch.bincount(samples)[has_target]
         return Batch(
             inputs={
                 "input_ids": _pad_and_stack([row["input_ids"] for row in rows], length, self.pad_id),
@@ -125,7 +128,8 @@ class TextCollate:
             labels=labels,
             num_samples=int(has_target.sum()),
             num_targets=int(is_target.sum()),
-            num_tokens=int(has_target[samples].sum()),
+            num_tokens=int(lengths.sum()),
+            num_token_pairs=int(lengths.square().sum()),
         )
 
 

@@ -1,23 +1,40 @@
-"""Floating point operations of a training step, and the peak rates of GPUs.
+"""Floating point operations (FLOPs) of training, and the peak rates of GPUs.
 
-See also ``distexp.models.introspection``, which counts the operations of a forward pass, and
-``distexp.resolve.parameter_count``.
+*Model FLOPs* are those of the algorithm: forward and backward pass of the samples without padding, as in appendix B of
+the PaLM paper (arXiv:2204.02311). Attention counts all pairs of tokens of a sample. They do not depend on padding,
+packing, kernels, activation checkpointing or strategy. The output head counts the tokens that ``train.logits`` selects.
+
+*Executed FLOPs* are those of the matrix products that run: with padding, and with what activation checkpointing
+recomputes, but without the blocks that flex attention skips. Other attention kernels may skip or recompute pairs too,
+which is not known and not counted.
+
+torch counts the operations of an eager copy of the model without memory, because it cannot look into compiled code. See
+also ``distexp.models.introspection``, which counts those of a forward pass, and ``distexp.resolve.parameter_count``.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from distexp.config import Config
 from distexp.config.targets import locate
-from distexp.data.base import POSITIONS, TARGET_LABELS, TaskData
-from distexp.data.packing import PackedSamples
-from distexp.models.introspection import count_forward_flops
+from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData
+from distexp.data.workload import Workload
+from distexp.models.head import adapt_head
+from distexp.models.introspection import count_forward_flops, count_training_flops
+from distexp.models.transforms import transform_blocks
 
-BACKWARD_FACTOR = 2
+FORWARD_AND_BACKWARD = 3
 """A backward pass has two matrix products for each one of the forward pass."""
+
+CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]
+"""A function that counts the FLOPs of a model on the meta device for its inputs."""
 
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     # Dense matrix products, from the datasheets of the SXM modules; fp32 is without TF32.
@@ -28,26 +45,113 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 }
 
 
-def training_flops(config: Config, data: TaskData) -> float | None:
-    """Return the floating point operations to train on one padded sample, without recomputation.
+@dataclass(frozen=True)
+class TrainingFlops:
+    """FLOPs of some training steps: of the model, and executed."""
 
-    torch counts them on a copy of the model without memory. Those of a packed row are divided by its samples.
+    model: float
+    executed: float
 
-    Returns:
-        The count, or None if batches or their logits have no fixed shape.
+
+@dataclass(frozen=True)
+class FlopRates:
+    """FLOPs of a pass over a batch, by what they grow with.
+
+    Attributes:
+        row: for each row, which is an image, or a text of unknown length.
+        token: for each token.
+        pair: for each pair of tokens of a row.
+        head_token: for each token whose logits are computed, if the model selects them. Otherwise ``token`` has them.
     """
-    dataset = config.dataset
-    fixed = dataset.padding == "max_length" and config.train.logits == "all" and not dataset.bucketing
-    if config.model.task == "causal_lm" and not fixed:
-        return None
-    # Flex attention does not run without memory, and all implementations count the same.
-    counted = replace(config.model, attention="auto")
-    with torch.device("meta"):
-        model = locate(config.model._target_)(counted, data.num_classes).eval()
-    batch = data.collate([data.train[0]]).to(torch.device("meta"))
-    inputs = {name: tensor for name, tensor in batch.inputs.items() if name not in (POSITIONS, TARGET_LABELS)}
-    samples = float(data.train.counts.mean()) if isinstance(data.train, PackedSamples) else 1.0
-    return (1 + BACKWARD_FACTOR) * count_forward_flops(model, inputs) / samples
+
+    row: float = 0.0
+    token: float = 0.0
+    pair: float = 0.0
+    head_token: float = 0.0
+
+    def total(self, *, rows: int, tokens: int, pairs: int, head_tokens: int) -> float:
+        """Return the FLOPs of a batch."""
+        return self.row * rows + self.token * tokens + self.pair * pairs + self.head_token * head_tokens
+
+    def scale(self, factor: float) -> FlopRates:
+        """Return the rates times a factor."""
+        return FlopRates(*(factor * rate for rate in astuple(self)))
+
+
+def training_flops(config: Config, data: TaskData, done: Workload, device: torch.device) -> TrainingFlops:
+    """Return the FLOPs of training steps.
+
+    Args:
+        config: configuration of the run.
+        data: data of the run.
+        done: sizes of the batches of the steps.
+        device: device of the training.
+    """
+    counter = FlopCounter(config, data)
+    model = counter.model_rates()
+    skips_blocks = config.model.attention == "flex" and device.type == "cuda"
+    return TrainingFlops(
+        model=model.total(rows=done.samples, tokens=done.tokens, pairs=done.token_pairs, head_tokens=done.targets),
+        executed=counter.executed_rates(model).total(
+            rows=done.rows,
+            tokens=done.positions,
+            pairs=done.visited_pairs if skips_blocks else done.position_pairs,
+            head_tokens=done.head_tokens,
+        ),
+    )
+
+
+class FlopCounter:
+    """Counts of FLOPs of the configured model, on copies of it on the meta device."""
+
+    def __init__(self, config: Config, data: TaskData) -> None:
+        self.config, self.data = config, data
+        batch = data.collate([data.train[0]]).to(torch.device("meta"))
+        self.inputs = {name: each for name, each in batch.inputs.items() if name not in (POSITIONS, TARGET_LABELS)}
+
+    def model_rates(self) -> FlopRates:
+        """Return the model FLOPs of a forward and a backward pass."""
+        return self._rates(count_forward_flops, self._build()).scale(FORWARD_AND_BACKWARD)
+
+    def executed_rates(self, model_rates: FlopRates) -> FlopRates:
+        """Return the executed FLOPs of a forward and a backward pass."""
+        model, train = self._build(), self.config.train
+        trains_all = all(parameter.requires_grad for parameter in model.parameters())
+        if model_rates.token and trains_all and not train.activation_checkpointing:
+            return model_rates  # unlike that of a convolution, the input of an embedding has no gradient to skip
+        transform_blocks(model, replace(self.config, train=replace(train, compile=None)))
+        # A compiled block is one operation, so it is recomputed to its end.
+        with set_checkpoint_early_stop(train.compiled != "blocks"):
+            return self._rates(count_training_flops, model)
+
+    def _build(self) -> nn.Module:
+        # Flex attention does not run without memory, and a chunked loss computes the same products as the full one.
+        model_config = replace(self.config.model, attention="auto")
+        with torch.device("meta"):
+            model: nn.Module = locate(model_config._target_)(model_config, self.data.num_classes).eval()
+        adapt_head(model, replace(self.config.train, loss="full"))
+        return model
+
+    def _rates(self, count: CountFlops, model: nn.Module) -> FlopRates:
+        """Return the rates of a pass, from its FLOPs at two lengths and for two numbers of selected tokens."""
+        tokens = self.inputs.get("input_ids")
+        if tokens is None or tokens.shape[1] < 2:
+            return FlopRates(row=count(model, self.inputs))
+        length = tokens.shape[1]
+        flops = partial(self._count_at, count, model)
+        whole = flops(length)
+        head = flops(length, selected=2) - whole if TARGET_POSITIONS in self.inputs else 0
+        long, short = (whole - head) / length, (flops(length // 2) - head) / (length // 2)
+        pair = (long - short) / (length - length // 2)
+        return FlopRates(token=long - pair * length, pair=pair, head_token=head)
+
+    def _count_at(self, count: CountFlops, model: nn.Module, length: int, selected: int = 1) -> int:
+        """Return the FLOPs of a row of some tokens of which some are selected."""
+        whole = self.inputs["input_ids"].shape
+        inputs = {name: each[:, :length] if each.shape == whole else each for name, each in self.inputs.items()}
+        if TARGET_POSITIONS in inputs:
+            inputs[TARGET_POSITIONS] = torch.zeros(selected, dtype=torch.long, device="meta")
+        return count(model, inputs)
 
 
 def peak_tflops(gpu_name: str | None, precision: str) -> float | None:

@@ -7,8 +7,9 @@ See also ``distexp.resolve.parameter_count``, which counts parameters from the c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distexp.config import ConfigError
 from distexp.data.base import LOGITS_TO_KEEP
+from distexp.models.objective import get_logits
 
 NamedModules = list[tuple[str, nn.Module]]
 """Modules with their names in ``named_modules``."""
@@ -136,14 +138,36 @@ def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
             because its attention implementation is changed.
         inputs: its keyword arguments, on any device; only the shapes matter.
     """
-    shapes = {name: tensor.to("meta") for name, tensor in inputs.items()}
+    with torch.no_grad():
+        return _count_flops(lambda: _run_on_meta(model, inputs))
+
+
+def count_training_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Count the floating point operations of one forward and one backward pass, with what they recompute.
+
+    Args:
+        model: as for ``count_forward_flops``.
+        inputs: as for ``count_forward_flops``.
+    """
+
+    def run() -> None:
+        get_logits(_run_on_meta(model, inputs)).sum().backward()  # type: ignore[no-untyped-call]
+
+    return _count_flops(run)
+
+
+def _count_flops(run: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def _run_on_meta(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
     set_attention = getattr(model, "set_attn_implementation", None)
     if set_attention is not None:
         # The other implementations read the values of the mask, which a meta tensor lacks. The FLOPs are the same.
         set_attention("eager")
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(**shapes)
-    return int(counter.get_total_flops())
+    return model(**{name: tensor.to("meta") for name, tensor in inputs.items()})
 
 
 def _find_classes(model: nn.Module, wanted: list[str]) -> NamedModules:

@@ -10,7 +10,9 @@ from distexp.cli.run import main as run
 USAGE = """usage: distexp preflight [KEY=VALUE ...]
 
 Measure the bandwidth between the workers that a run with the same overrides
-would have, as in cluster.nodes=2 cluster.workers_per_node=4."""
+would have, as in cluster.nodes=2 cluster.workers_per_node=4. Measure also a
+large matrix product with precision=bf16, fp16 or fp32, and store its TFLOP/s:
+later runs report their speed as a fraction of it."""
 
 FORCED = ("preflight.enabled=true", "preflight.only=true", "name=preflight", "measure.enabled=false")
 

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distexp.config import PreflightConfig
+from distexp.config import ConfigError, PreflightConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies
 from distexp.preflight.gpu_health import gpu_problems
+from distexp.preflight.matrix_ceiling import measure_matrix_ceiling, store_ceiling
 from distexp.runs.files import write_json
 from distexp.runs.run_dir import PREFLIGHT
 from distexp.system.hardware import visible_gpus
-from distexp.system.units import GIB, MIB
+from distexp.system.units import GIB, MIB, format_tflops
 
 MAX_BYTES_CPU, MAX_BYTES_GPU = 64 * MIB, 4 * GIB
 
@@ -27,41 +28,62 @@ class PreflightError(RuntimeError):
     """A problem of the machine that stops the run before training."""
 
 
-def run_preflight(options: PreflightConfig, context: Context) -> None:
+def run_preflight(options: PreflightConfig, context: Context, precision: str) -> None:
     """Measure the machine, write ``preflight.json`` and print a table; every rank must call this.
 
-    The process groups are destroyed, GPU memory is released and the allocator's peaks are reset.
+    The process groups are destroyed, GPU memory is released and the allocator's peaks are reset. The matrix ceiling is
+    stored for later runs.
+
+    Args:
+        options: options of the preflight.
+        context: this worker.
+        precision: precision of the matrix products.
 
     Raises:
         PreflightError: a GPU has a problem, a result is wrong, or the bandwidth is below the threshold.
     """
-    result = _measure_all(options, context)
+    result = _measure_all(options, context, precision)
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     if context.rank == 0:
         write_json(context.run_dir / PREFLIGHT, result)
         print_table(result)
+        _store_highest_ceiling(result, context, precision)
     problems = find_problems(result)
     if problems:
         raise PreflightError("; ".join(problems))
 
 
-def _measure_all(options: PreflightConfig, context: Context) -> dict[str, Any]:
+def _store_highest_ceiling(result: Mapping[str, Any], context: Context, precision: str) -> None:
+    """Store the matrix ceiling of the fastest rank; print a note if that is not possible."""
+    try:
+        store_ceiling(max(one["tflops"] for one in result["matrix_products"]), context.device, precision)
+    except (ConfigError, OSError) as error:
+        print(f"note: the matrix ceiling is not stored, so no run reports metrics.mfu_of_ceiling: {error}", flush=True)
+
+
+def _measure_all(options: PreflightConfig, context: Context, precision: str) -> dict[str, Any]:
     """Return the content of ``preflight.json``, the same on all ranks."""
     on_gpu = context.device.type == "cuda"
     problems = gpu_problems(visible_gpus()[context.local_rank].index) if on_gpu else []
     max_bytes = options.max_bytes or (MAX_BYTES_GPU if on_gpu else MAX_BYTES_CPU)
     measurements = _measure_groups(options, context, max_bytes) if context.world_size > 1 else []
-    copies = measure_host_copies(context.device)
+    dist.barrier()
     ranks: list[dict[str, Any]] = gather_to_all(
-        {"problems": problems, "copies": copies, "measurements": [asdict(each) for each in measurements]}
+        {
+            "problems": problems,
+            "copies": measure_host_copies(context.device),
+            "matrix": {"precision": precision, "tflops": measure_matrix_ceiling(context.device, precision)},
+            "measurements": [asdict(each) for each in measurements],
+        }
     )
     return {
         "backend": "nccl" if on_gpu else "gloo",
         "min_busbw_gbps": options.min_busbw_gbps,
         "measurements": [measurement for rank in ranks for measurement in rank["measurements"]],
         "host_copies": [rank["copies"] for rank in ranks],
+        "matrix_products": [rank["matrix"] for rank in ranks],
         "complaints": [problem for rank in ranks for problem in rank["problems"]],
     }
 
@@ -119,6 +141,8 @@ def print_table(result: Mapping[str, Any]) -> None:
     for rank, copies in enumerate(result["host_copies"]):
         if copies:
             print(f"rank {rank}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in copies.items()))
+    for rank, product in enumerate(result["matrix_products"]):
+        print(f"rank {rank}: {format_tflops(product['tflops'])} in a large {product['precision']} matrix product")
     print(f"verdict: {'; '.join(find_problems(result)) or 'no problems found'}")
     if result["min_busbw_gbps"] is None and result["measurements"]:
         print("hint: set preflight.min_busbw_gbps to stop runs on a slow interconnect")

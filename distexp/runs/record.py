@@ -176,8 +176,27 @@ class Metrics:
     data_wait_s: float | None = key(
         None, "Time that rank 0 waits for its data, over all steps. Waiting for the GPU does not count.", unit="seconds"
     )
-    tflops_per_device: float | None = key(None, "Achieved model FLOPs per worker.", unit="TFLOP/s")
-    mfu: float | None = key(None, "Model FLOPs utilization, from 0 to 1.")
+    model_tflops_per_sample: float | None = key(
+        None,
+        "FLOPs of a sample without padding, forward and backward pass. They do not depend on strategy or kernels.",
+        unit="TFLOP",
+    )
+    executed_tflops_per_sample: float | None = key(
+        None, "FLOPs that run for a sample: with padding and recomputation, without skipped blocks.", unit="TFLOP"
+    )
+    tflops_per_device: float | None = key(
+        None,
+        "Achieved model FLOPs per worker. Records without `model_tflops_per_sample` count padding.",
+        unit="TFLOP/s",
+    )
+    executed_tflops_per_device: float | None = key(None, "Achieved executed FLOPs per worker.", unit="TFLOP/s")
+    matrix_ceiling_tflops: float | None = key(
+        None, "A large matrix product on this device, from the latest `distexp preflight`.", unit="TFLOP/s"
+    )
+    mfu: float | None = key(None, "Model FLOPs utilization: fraction of the datasheet's peak, from 0 to 1.")
+    mfu_of_ceiling: float | None = key(None, "Model FLOPs as a fraction of `matrix_ceiling_tflops`.")
+    hfu: float | None = key(None, "Executed FLOPs as a fraction of the datasheet's peak.")
+    hfu_of_ceiling: float | None = key(None, "Executed FLOPs as a fraction of `matrix_ceiling_tflops`.")
     exact_match: float | None = key(None, "Exact match of SQuAD, with `train.score_answers`.", unit="percent")
     f1: float | None = key(None, "F1 of SQuAD, with `train.score_answers`.", unit="percent")
     train_accuracies: list[float] = key([], "Training accuracy of each epoch, from 0 to 1.")
@@ -222,6 +241,7 @@ class RunRecord:
             ".min_busbw_gbps": "Lowest accepted bus bandwidth, in GB/s.",
             ".measurements[]": "Bandwidth of each collective, size and group.",
             ".host_copies[]": "Bandwidth of copies between CPU and GPU, for each rank.",
+            ".matrix_products[]": "`precision` and `tflops` of a large matrix product on each rank.",
             ".complaints": "Problems of the GPUs.",
         },
     )

@@ -1,4 +1,4 @@
-"""Units of memory."""
+"""Units of memory and speed."""
 
 from __future__ import annotations
 
@@ -7,3 +7,8 @@ MIB = 2**20
 
 GIB = 2**30
 """Bytes in a GiB."""
+
+
+def format_tflops(tflops: float) -> str:
+    """Format a rate in TFLOP/s: ``790 TFLOP/s``, ``0.0312 TFLOP/s``."""
+    return f"{tflops:,.0f} TFLOP/s" if tflops >= 100 else f"{tflops:.3g} TFLOP/s"

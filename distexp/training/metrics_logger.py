@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distexp.data.shards import StepData
+from distexp.data.workload import Workload
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
@@ -53,10 +54,12 @@ class MetricsLogger:
 
     def __init__(self, plan: StepPlan, context: Context, events: Events) -> None:
         self.plan, self.device, self.events = plan, context.device, events
+        self.world_size = context.world_size
         self.clock = StepClock(context.device)
         self.steps = self.samples = self.measured_steps = self.measured_samples = self.measured_tokens = 0
         self.step_samples: list[int] = []  # of each step of this attempt; packed rows have different numbers of samples
         self.tokens = self.positions = 0  # of this rank in this attempt, without and with padding
+        self.measured_work = Workload()  # of the measured steps; of this rank, and after ``finish`` of all ranks
         self.stopped: RunError | None = None  # why the training ended before its last step
         self.resumed_at = 0  # the step that this attempt resumed from
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
@@ -158,6 +161,7 @@ class MetricsLogger:
             self.measured_steps += 1
             self.measured_samples += step.num_samples
             self.measured_tokens += tokens
+            self.measured_work += step.workload
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._write_line(norm, rate)
         if self.profiler.window is not None and self.steps == self.profiler.window.steps_before:
@@ -200,8 +204,9 @@ class MetricsLogger:
         first = self.plan.train.measure_after_step
         durations = self.clock.durations()[first : first + self.measured_steps]
         self.events.emit(measured_samples=self.measured_samples)
-        counts = torch.tensor([self.measured_tokens, self.tokens, self.positions], device=self.device)
-        measured_tokens, tokens, positions = sum_over_ranks(counts).tolist()
+        counts = [self.measured_tokens, self.tokens, self.positions, *astuple(self.measured_work)]
+        measured_tokens, tokens, positions, *work = sum_over_ranks(torch.tensor(counts, device=self.device)).tolist()
+        self.measured_work = Workload(*work)
         metrics = self.metrics
         self._reduce_window()
         metrics.train_loss = sum(self.losses) / len(self.losses)

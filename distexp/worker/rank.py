@@ -31,7 +31,6 @@ from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
 from distexp.engines.base import load_trainer
-from distexp.measure.flops import peak_tflops, training_flops
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
 from distexp.models.head import adapt_head, describe_head
@@ -56,6 +55,7 @@ from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
 from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.generation import check_has_references, score_answers
+from distexp.worker.utilization import add_flops
 
 
 def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
@@ -81,7 +81,7 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
         attempts.register_manual_attempt(spec.run, run_dir)
     if spec.config.preflight.enabled:
         events.set_phase("preflight")
-        run_preflight(spec.config.preflight, context)
+        run_preflight(spec.config.preflight, context, spec.config.precision.name)
     record = preflight_record(spec, context) if spec.config.preflight.only else train(spec, context, events)
     record.run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
     record.run.duration_s = time.time() - started
@@ -146,7 +146,8 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     record.memory["torch"] = [entry for entry in watched if entry is not None]
     parts = gather_to_all(logger.parts.summary())
     record.memory["parts"] = [entry for entry in parts if entry is not None]
-    add_arithmetic(record, training_flops(config, data), context.world_size)
+    if context.rank == 0:
+        add_flops(record, config, data, logger)
     if config.train.score_answers and logger.stopped is None:
         add_answers(record, model, evaluation, data.tokenizer, logger=logger, context=context)
     return record
@@ -186,16 +187,6 @@ def add_answers(
     logger.events.emit(exact_match=found.exact_match, f1=found.f1)
     if context.rank == 0:
         write_json(context.run_dir / PREDICTIONS, answers)
-
-
-def add_arithmetic(record: RunRecord, flops_per_sample: float | None, world_size: int) -> None:
-    """Add the TFLOP/s of each device, and its fraction of the peak (MFU)."""
-    metrics, environment = record.metrics, record.environment
-    if flops_per_sample is None or metrics.train_samples_per_second is None or environment is None:
-        return
-    metrics.tflops_per_device = flops_per_sample * metrics.train_samples_per_second / world_size / 1e12
-    peak = peak_tflops(environment.gpu_name, record.config["precision"]["name"])
-    metrics.mfu = metrics.tflops_per_device / peak if peak else None
 
 
 def load_data(config: Config, context: Context) -> TaskData:

@@ -40,6 +40,23 @@ def test_the_panel_has_scores_if_they_were_measured() -> None:
     assert lines["eval top-5"] == "70.0% -> 90.0%"
 
 
+def test_the_panel_has_the_utilization_by_the_peak_and_by_the_ceiling() -> None:
+    run = record(0)
+    run.run.duration_s = 4.0
+    metrics = run.metrics
+    metrics.tflops_per_device, metrics.executed_tflops_per_device = 400.0, 600.0
+    assert "model FLOPs" not in dict(summary_lines(run)), "nothing to compare with, as on a CPU"
+    metrics.mfu, metrics.hfu = 0.4, 0.6
+    lines = dict(summary_lines(run))
+    assert lines["model FLOPs"] == (
+        "400 TFLOP/s per worker, MFU 40.0%, matrix ceiling not measured: type distexp preflight once"
+    )
+    metrics.matrix_ceiling_tflops, metrics.mfu_of_ceiling, metrics.hfu_of_ceiling = 800.0, 0.5, 0.75
+    lines = dict(summary_lines(run))
+    assert lines["model FLOPs"] == "400 TFLOP/s per worker, MFU 40.0%, 50.0% of the matrix ceiling (800 TFLOP/s)"
+    assert lines["executed FLOPs"] == "600 TFLOP/s per worker, HFU 60.0%, 75.0% of the matrix ceiling (800 TFLOP/s)"
+
+
 def test_the_panel_has_the_parts_of_the_memory_of_one_worker() -> None:
     run = record(0)
     run.run.duration_s = 4.0

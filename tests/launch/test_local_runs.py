@@ -76,6 +76,12 @@ def test_the_demo_records_its_metrics(demo: tuple[Path, str]) -> None:
     assert 0 < metrics.step_time_s["p50"] <= metrics.step_time_s["p90"] <= metrics.step_time_s["max"]
     assert metrics.tflops_per_device is not None
     assert metrics.mfu is None, "the peak of a CPU is unknown"
+    assert metrics.mfu_of_ceiling is None, "no preflight measured it"
+    assert metrics.model_tflops_per_sample is not None
+    assert metrics.executed_tflops_per_sample is not None
+    assert 0 < metrics.model_tflops_per_sample < metrics.executed_tflops_per_sample, "batches have padding"
+    expected = metrics.model_tflops_per_sample * metrics.train_samples_per_second / 2
+    assert metrics.tflops_per_device == pytest.approx(expected)
     assert metrics.exact_match is None
 
 

@@ -9,7 +9,6 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.distributed.context import Context
-from distexp.measure.flops import training_flops
 from distexp.worker.rank import load_data, make_loaders
 from tests.helpers.runs import resolve_cell
 
@@ -43,15 +42,6 @@ def test_training_batches_have_less_padding_and_the_same_samples(
     assert found < 0.7 * expected
     assert [sum(step.num_samples for step in run) for run in steps] == [SAMPLES, SAMPLES]
     assert (f"packing: {SAMPLES} samples are in" in capsys.readouterr().out) == (key == "packing")
-
-
-def test_flops_of_a_packed_sample_are_its_part_of_a_row(context: Context) -> None:
-    plain, packed = (resolve_cell(*SMALL, *SIZES, *more) for more in ((), ("dataset.packing=true",)))
-    data = load_data(packed, context)
-    whole = training_flops(plain, load_data(plain, context))
-    assert whole is not None
-    assert training_flops(packed, data) == pytest.approx(whole * len(data.train) / SAMPLES)
-    assert training_flops(resolve_cell(*SMALL, *SIZES, "dataset.bucketing=true"), data) is None
 
 
 def test_a_micro_batch_of_more_rows_than_there_are_is_refused(context: Context) -> None:

@@ -76,6 +76,16 @@ def _padding_percent(record: RunRecord) -> float | None:
     return None if share is None else 100 * share
 
 
+def _utilization_percent(name: str) -> ReadMetric:
+    """Return the reader of a utilization. In older records the model FLOPs had padding, so they are left out."""
+
+    def read(record: RunRecord) -> float | None:
+        fraction = _number(getattr(record.metrics, name))
+        return None if fraction is None or record.metrics.model_tflops_per_sample is None else 100 * fraction
+
+    return read
+
+
 def _largest(kind: str, key: str) -> ReadMetric:
     return lambda record: max(device_values(record.memory.get(kind), key), default=None)
 
@@ -184,6 +194,9 @@ TABLE_METRICS = (
     Metric(SPEED, _metric(SPEED), "samples/s", importance=95),
     Metric("tokens_per_second", _metric("tokens_per_second"), "tokens/s", "{:z,.0f}", importance=40),
     Metric("padding_share_pct", _padding_percent, "pad-\nding %", importance=18, hides_zero=True),
+    Metric("mfu_pct", _utilization_percent("mfu"), "MFU %", importance=37),
+    Metric("mfu_of_ceiling_pct", _utilization_percent("mfu_of_ceiling"), "MFU % of\nceiling", importance=19),
+    Metric("hfu_pct", _utilization_percent("hfu"), "HFU %", importance=21),
     Metric("step_time_p50_s", _step_time("p50"), "step\nms", factor=1000, importance=35),
     Metric(COMMUNICATION, _communication_percent("share"), "commu-\nnication %", "{:z.0f}", importance=65),
     Metric("gpu_peak_mib", _gpu_peak, "GPU peak\nMiB", "{:z,.0f}", importance=90),
@@ -205,11 +218,13 @@ TABLE_METRICS = (
 _FILE_METRICS = (
     "train_samples_per_second_overall", "train_steps_per_second", "eval_samples_per_second",
     "steps_per_epoch", "total_steps", "data_wait_s", "tflops_per_device", "mfu",
+    "executed_tflops_per_device", "model_tflops_per_sample", "executed_tflops_per_sample", "matrix_ceiling_tflops",
 )  # fmt: skip
 
 METRICS = (
     *TABLE_METRICS,
     *(Metric(name, _metric(name)) for name in _FILE_METRICS),
+    Metric("hfu_of_ceiling_pct", _utilization_percent("hfu_of_ceiling")),
     Metric(STEP_NOISE, _step_noise_percent),
     Metric(NOISE, _from_other_runs),
     Metric(EXPOSED, _communication_percent("exposed_share")),
