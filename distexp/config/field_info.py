@@ -41,8 +41,10 @@ class FieldInfo:
             text = f"from {self.at_least:g} to below {self.below:.10g}"
         elif self.at_least is not None:
             text = f"at least {self.at_least:g}"
+        elif self.above is not None:
+            text = f"above {self.above:g}" + (f" and below {self.below:g}" if self.below is not None else "")
         else:
-            text = f"above {self.above:g}" if self.above is not None else ""
+            text = ""
         choices = ", ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
         return " or ".join(filter(None, (text, choices)))
 

@@ -192,6 +192,10 @@ class TrainConfig:
         None, "What `torch.compile` compiles. `true`: the blocks. `graphs`: the model, with CUDA graphs.",
         choices=(False, True, "blocks", "model", "graphs"), reference=False,
     )  # fmt: skip
+    activation_budget: float | None = key(
+        None, "Share of the activations that a compiled graph stores. It computes the others again.",
+        above=0, below=1, null="what the compiler chooses", id_if_changed=True,
+    )  # fmt: skip
     compute_weights: str | None = key(
         None, "When weights are cast for `precision=bf16`: in each micro-batch, or once per step.",
         choices=("autocast", "step"), reference="autocast", id_if_changed=True,

@@ -65,6 +65,9 @@ class DeepSpeedConfig:
     )
     stage3_max_live_parameters: int | None = key(None, "Most parameters gathered at once.", unit="elements", at_least=1)
     overlap_comm: bool = key(False, "Overlap the gradient reduction with the backward pass.")
+    check_overflow: bool | None = key(
+        None, "Skip steps with infinite gradients. bf16 needs no such check.", reference=True, id_if_changed=True
+    )
     cpu_optimizer: str = key(
         "auto",
         "Optimizer of offloaded states. DeepSpeed compiles its own. `auto`: deepspeed on GPUs, else torch.",

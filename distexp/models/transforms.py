@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distexp.config import Config, ConfigError
 from distexp.models.introspection import find_blocks, find_units
-from distexp.system.torch_internals import compile_errors, compiler_settings
+from distexp.system.torch_internals import compile_errors, compiler_settings, limit_stored_activations
 
 BACKEND = "inductor"
 """Backend of ``torch.compile``. Tests choose a faster one."""
@@ -28,6 +28,8 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
     Only ``forward`` of a block or of the model is replaced, so names and parameters stay. The hooks of FSDP
     and ZeRO, which gather parameters, are outside of the recomputed or compiled function.
     """
+    if config.train.compiled != "none":
+        limit_stored_activations(config.train.activation_budget)
     for block in _blocks_to_transform(model, config):
         forward = block.forward
         if config.train.compiled == "blocks":

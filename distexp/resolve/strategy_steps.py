@@ -49,6 +49,11 @@ def check_speed_options(config: Config) -> Iterator[str]:
             )
     if scope == "graphs" and config.cluster.device == "cpu":
         yield "train.compile=graphs needs a GPU, but this run is on cpu: use train.compile=model"
+    if scope == "none" and train.activation_budget is not None:
+        yield (
+            f"train.activation_budget={train.activation_budget:g} is for compiled graphs, but train.compile=false: use "
+            "train.compile=blocks, or train.activation_checkpointing=true in its place"
+        )
     if train.compute_weights != "step":
         return
     if config.precision.name != "bf16":

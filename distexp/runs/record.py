@@ -87,6 +87,7 @@ class Built:
     loss: str | None = key(None, "Loss of a text model: `full`, or `chunked` with the tokens of a chunk.")
     attention: str | None = key(None, "Implementation of the attention, if the model declares it.")
     compiled: str | None = key(None, "What is compiled: `blocks`, `model`, `graphs` (with CUDA graphs) or `none`.")
+    activation_budget: float | None = key(None, "Share of the activations that compiled graphs store.")
     compute_weights: str | None = key(None, "Cast of the weights: `autocast`, or `step` for copies. Null: none.")
     communication_dtype: str | None = key(None, "Data type in which DDP sends gradients.")
     blocks_per_unit: int | None = key(None, "Most blocks in one unit of FSDP.")

@@ -109,6 +109,8 @@ def _values_set_by_distexp(config: Config, world_size: int) -> Iterator[tuple[tu
     yield ("gradient_clipping",), train.gradient_clipping or 0.0
     autocast = uses_autocast(config)
     yield ("bf16", "enabled"), config.precision.name == "bf16" and not autocast
+    if options.check_overflow is False:
+        yield ("bf16", "check_grad_overflow"), False
     yield ("fp16", "enabled"), config.precision.name == "fp16"
     if autocast:
         yield ("torch_autocast",), {"enabled": True, "dtype": "bfloat16"}

@@ -154,6 +154,26 @@ def compiler_settings(module: torch.nn.Module) -> dict[str, Any] | None:
         return dict(read() or {})
 
 
+def limit_stored_activations(share: float | None) -> None:
+    """Set which share of the activations the graphs store that torch compiles from now on.
+
+    Args:
+        share: from 0 to 1. None: all that the compiler chooses to store.
+    """
+    with _explained("torch._functorch.config.activation_memory_budget"):
+        from torch._functorch import config
+
+        config.activation_memory_budget = 1.0 if share is None else share
+
+
+def read_activation_budget() -> float:
+    """Return the share of ``limit_stored_activations``."""
+    with _explained("torch._functorch.config.activation_memory_budget"):
+        from torch._functorch import config
+
+        return float(config.activation_memory_budget)
+
+
 def compile_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of code that does not compile as one graph, or that was compiled for too many shapes."""
     with _explained("torch._dynamo.exc"):

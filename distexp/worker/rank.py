@@ -49,6 +49,7 @@ from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel
 from distexp.system.environment_variables import captured_environment
 from distexp.system.seeding import seed_everything
+from distexp.system.torch_internals import read_activation_budget
 from distexp.system.units import MIB
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
@@ -127,6 +128,8 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     if data.task == "causal_lm":
         built.logits, built.loss = describe_head(model.module)
     built.compiled = read_compiled(model.module)
+    if config.train.activation_budget is not None:
+        built.activation_budget = read_activation_budget()
     attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
     if config.train.save_model and logger.stopped is None:
         events.set_phase("save")

@@ -28,6 +28,13 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
         (("strategy=fsdp", *BF16_STEP), r"compute_weights=step is not supported by strategy=fsdp"),
         (("zero_stage=1", *BF16_STEP), r"compute_weights=step is not supported by strategy=deepspeed"),
         (("strategy=ddp", "engine=hf_trainer", *BF16_STEP), r"compute_weights=step is not supported by engine="),
+        ((*SINGLE, "train.activation_budget=0.5"), r"is for compiled graphs, but train\.compile=false: use .*=blocks"),
+        (
+            (*SINGLE, "train.compile=true", "train.activation_budget=1.5"),
+            r"activation_budget=1\.5 must be above 0 and below 1",
+        ),
+        (("zero_stage=2", "deepspeed.check_overflow=false"), r"for precision=bf16 with zero_stage=1,2, but .*=fp32"),
+        (("zero_stage=3", "precision=bf16", "deepspeed.check_overflow=false"), r"and zero_stage=3: leave it out"),
         (("strategy=ddp", "ddp.communication=fp8"), r"ddp\.communication=fp8 is not one of fp32, bf16"),
     ],
 )

@@ -1,0 +1,51 @@
+"""``train.activation_budget``: compiled graphs store less, and compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from distexp.models import transforms
+from distexp.system.torch_internals import limit_stored_activations, read_activation_budget
+from tests.helpers.attention import build, compute, make_batch
+from tests.helpers.runs import resolve_cell
+
+
+@pytest.fixture(autouse=True)
+def reset_budget() -> Iterator[None]:
+    """Store everything again in the other tests of this process."""
+    yield
+    limit_stored_activations(None)
+
+
+def stored_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, *overrides: str
+) -> tuple[int, Tensor, dict[str, Tensor], float]:
+    """Return the bytes stored for the backward pass, loss and gradients of a compiled model, and the budget."""
+    monkeypatch.setattr(transforms, "BACKEND", "aot_eager_decomp_partition")  # partitions graphs as inductor does
+    torch.compiler.reset()
+    model = build("gpt_tiny", "sdpa")
+    transforms.transform_blocks(model, resolve_cell("model=gpt_tiny", "train.compile=blocks", *overrides))
+    stored: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        stored[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _, loss, gradients = compute(model, make_batch(32, 32))
+    return sum(stored.values()), loss, gradients, read_activation_budget()
+
+
+def test_a_smaller_budget_stores_less_and_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything, loss, gradients, default = stored_and_gradients(monkeypatch)
+    less, same_loss, same_gradients, budget = stored_and_gradients(monkeypatch, "train.activation_budget=0.2")
+    assert (default, budget) == (1.0, 0.2)
+    assert less < 0.8 * everything
+    torch.testing.assert_close(same_loss, loss, rtol=1e-6, atol=0)
+    for name, expected in gradients.items():
+        torch.testing.assert_close(same_gradients[name], expected, rtol=1e-5, atol=1e-7)
