@@ -39,8 +39,11 @@ class Peer:
 
 PEERS = {
     "trainer": Peer("benchmarks.peers.hf", ("single", "ddp", "fsdp"), ("transformers", "accelerate")),
+    "trainer_grouped": Peer("benchmarks.peers.hf", ("single", "ddp"), ("transformers", "accelerate")),
     "workshop": Peer("benchmarks.peers.hf", ("single", "ddp"), ("transformers", "accelerate")),
-    "accelerate": Peer("benchmarks.peers.accelerate_loop", ("single", "ddp", "fsdp"), ("transformers", "accelerate")),
+    "accelerate": Peer(
+        "benchmarks.peers.accelerate_loop", ("single", "ddp", "fsdp", "zero2"), ("transformers", "accelerate")
+    ),
     "raw": Peer("benchmarks.peers.raw", ("single", "ddp")),
     "fsdp2": Peer("benchmarks.peers.fsdp2", ("fsdp",)),
 }
@@ -95,8 +98,8 @@ def _obstacles(peer: Peer, settings: Settings) -> Iterator[str]:
     on_cpu = settings.device == "cpu"
     if on_cpu and settings.precision == "fp16":
         yield "fp16 needs a GPU"
-    if on_cpu and settings.strategy == "fsdp" and settings.peer != "fsdp2":
-        yield "accelerate has FSDP on GPUs only"
+    if on_cpu and settings.strategy in ("fsdp", "zero2") and settings.peer != "fsdp2":
+        yield f"accelerate has {settings.strategy} on GPUs only"
     if settings.peer == "fsdp2" and settings.precision == "fp16":
         yield "it has no fp16"
 
@@ -155,6 +158,7 @@ def _text_overrides(settings: Settings) -> list[str]:
         f"dataset.train_size={settings.wanted_examples}",
         f"dataset.max_length={settings.max_length}",
         f"dataset.packing={str(settings.packs).lower()}",
+        *([f"model.tokenizer={settings.tokenizer}"] if settings.tokenizer else []),
         *(["train.logits=all"] if settings.logits == "all" else []),
     ]
 

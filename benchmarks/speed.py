@@ -71,6 +71,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--packing", action="store_true", help="let distexp pack samples into rows; the others pad them")
     add("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
     add("--max-length", type=int, default=512, help="tokens of a row")
+    add("--tokenizer", default="", help="name or folder; default: a tokenizer trained on the text")
     add("--warmup", type=int, default=10, help="first steps, which are not measured")
     add("--steps", type=int, default=30, help="measured steps")
     add("--repeats", type=int, default=3, help="rounds of all peers")
@@ -136,6 +137,7 @@ def plan(options: argparse.Namespace) -> list[list[Settings]]:
             warmup=options.warmup,
             steps=options.steps,
             max_length=options.max_length,
+            tokenizer=options.tokenizer,
             image_size=options.image_size,
             loader_processes=options.loader_processes if options.data_root else 0,
             logits=options.logits,

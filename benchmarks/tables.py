@@ -94,7 +94,7 @@ def all_rows(measurements: Iterable[Measurement]) -> str:
     rows = group(measurements)
     ours = {row.batch: row for row in rows if row.peer == "ours"}
     header = "strategy | workers | peer | micro-batch | samples/s | lowest | highest | ours / it | efficiency | "
-    header += "peak MiB | loss | status"
+    header += "peak MiB | padding | loss | status"
     cells = [
         [
             *_names(row),
@@ -104,12 +104,13 @@ def all_rows(measurements: Iterable[Measurement]) -> str:
             _number(speed_ratio(ours.get(row.batch), row), "{:.2f}"),
             _number(efficiency(row, rows), "{:.1%}"),
             _number(row.largest("peak_mib"), "{:,.0f}"),
+            _number(row.largest("padding_share"), "{:.1%}"),
             _number(row.largest("loss"), "{:.4f}"),
             row.status,
         ]
         for row in rows
     ]
-    return markdown(header.split(" | "), cells, text=(0, 2, 11))
+    return markdown(header.split(" | "), cells, text=(0, 2, 12))
 
 
 def best_rows(measurements: Iterable[Measurement]) -> str:

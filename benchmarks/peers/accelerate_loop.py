@@ -1,4 +1,4 @@
-"""The training loop of accelerate's documentation, with its options for compilation, DDP and FSDP2."""
+"""The training loop of accelerate's documentation, with its options for compilation, DDP, FSDP2 and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
 from benchmarks.peers.common import PaddedSamples, StepRecorder, build_bloom, measure, start_worker
 from benchmarks.peers.settings import CLIPPING, LEARNING_RATE, WEIGHT_DECAY, Settings
@@ -26,6 +26,10 @@ def plugins(settings: Settings) -> dict[str, Any]:
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["BloomBlock"],
         )
+    if settings.strategy == "zero2":
+        chosen["deepspeed_plugin"] = DeepSpeedPlugin(
+            zero_stage=2, gradient_accumulation_steps=settings.accumulation, gradient_clipping=CLIPPING
+        )
     return chosen
 
 
@@ -39,7 +43,8 @@ def train(settings: Settings) -> dict[str, object]:
         **plugins(settings),
     )
     model: Any = build_bloom(settings, device)
-    loader: Any = PaddedSamples(settings).loader(settings, device, sharded=False)
+    samples = PaddedSamples(settings)
+    loader: Any = samples.loader(settings, device, sharded=False)
     optimizer: Any = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda"
     )
@@ -56,7 +61,7 @@ def train(settings: Settings) -> dict[str, object]:
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             recorder.end_step(loss)
-    return recorder.result()
+    return recorder.result(padding_share=samples.padding_share)
 
 
 if __name__ == "__main__":

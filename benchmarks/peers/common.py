@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.peers.settings import Settings
 from distexp.config import DatasetConfig, ModelConfig
 from distexp.config.paths import conf_dir
+from distexp.data.base import IGNORE
 from distexp.data.squad import load
 from distexp.measure.clock import StepClock
 from distexp.system.units import MIB
@@ -40,6 +43,7 @@ class PaddedSamples(Dataset[Mapping[str, Tensor]]):
             raise SystemExit(f"{settings.train_path} has {len(data.train)} usable examples, fewer than {settings.rows}")
         batch = data.collate([data.train[index] for index in range(settings.rows)])
         self.columns = {**batch.inputs, "labels": batch.labels}
+        self.padding_share = 1 - batch.inputs["attention_mask"].float().mean().item()
         self.vocabulary = data.num_classes
 
     def __len__(self) -> int:
@@ -56,12 +60,35 @@ class PaddedSamples(Dataset[Mapping[str, Tensor]]):
         return DataLoader(self, settings.micro_batch, sampler=sampler, pin_memory=device.type == "cuda", drop_last=True)
 
 
+PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE}
+PADDED_MULTIPLE = 8
+
+
+class TrimmedSamples(PaddedSamples):
+    """The same samples without padding."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        row = super().__getitem__(index)
+        length = int(row["attention_mask"].sum())
+        return {name: column[:length] for name, column in row.items()}
+
+
+def pad_to_longest(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Collate rows of different lengths, padded to the longest one and to a multiple of 8."""
+    longest = max(len(row["labels"]) for row in rows)
+    length = -(-longest // PADDED_MULTIPLE) * PADDED_MULTIPLE
+    return {
+        name: torch.stack([pad(row[name], (0, length - len(row[name])), value=value) for row in rows])
+        for name, value in PADDING.items()
+    }
+
+
 def model_config(settings: Settings) -> ModelConfig:
     """Return the model section of distexp's model group, with random weights."""
     content = OmegaConf.load(conf_dir() / "model" / f"{settings.model}.yaml")
     merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.select(content, "model"))
     config: ModelConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
-    return config
+    return replace(config, tokenizer=settings.tokenizer) if settings.tokenizer else config
 
 
 def build_bloom(settings: Settings, device: torch.device) -> nn.Module:
@@ -121,7 +148,7 @@ class StepRecorder:
         if loss is not None:
             self.losses.append(loss.detach())
 
-    def result(self, mean_loss: float | None = None) -> dict[str, object]:
+    def result(self, mean_loss: float | None = None, padding_share: float | None = None) -> dict[str, object]:
         """Return the result of this worker."""
         durations = self.clock.durations()
         if len(durations) != self.settings.total_steps:
@@ -132,6 +159,7 @@ class StepRecorder:
             "samples_per_second": self.settings.rows_per_step * len(measured) / sum(measured),
             "peak_mib": self._peak_mib(),
             "loss": loss,
+            "padding_share": padding_share,
             "warmup_s": sum(durations[: self.settings.warmup]),
             "device_name": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU",
         }

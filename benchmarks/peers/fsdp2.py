@@ -39,7 +39,8 @@ def train(settings: Settings) -> dict[str, object]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda"
     )
-    loader = PaddedSamples(settings).loader(settings, device, sharded=True)
+    samples = PaddedSamples(settings)
+    loader = samples.loader(settings, device, sharded=True)
     recorder = StepRecorder(settings, device)
     recorder.start()
     for number, host_batch in enumerate(loader, start=1):
@@ -54,7 +55,7 @@ def train(settings: Settings) -> dict[str, object]:
             optimizer.step()
             optimizer.zero_grad()
             recorder.end_step(loss)
-    return recorder.result()
+    return recorder.result(padding_share=samples.padding_share)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``transformers.Trainer``: at its best, or with the settings of the workshop."""
+"""``transformers.Trainer``: at its best, with batches of similar length, or as in the workshop."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import os
 import tempfile
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-from benchmarks.peers.common import PaddedSamples, StepRecorder, build_bloom, measure, start_worker
+from benchmarks.peers.common import (
+    PaddedSamples,
+    StepRecorder,
+    TrimmedSamples,
+    build_bloom,
+    measure,
+    pad_to_longest,
+    start_worker,
+)
 from benchmarks.peers.settings import CLIPPING, LEARNING_RATE, WEIGHT_DECAY, Settings
 
 
@@ -33,6 +41,8 @@ def fast_arguments(settings: Settings) -> dict[str, Any]:
         "torch_compile": settings.compile,
         "logging_nan_inf_filter": False,  # it would wait for the device after every micro-batch
     }
+    if settings.peer == "trainer_grouped":
+        arguments["train_sampling_strategy"] = "group_by_length"
     if settings.device == "cuda":
         arguments["optim"] = "adamw_torch_fused"
     if settings.strategy == "ddp":
@@ -74,11 +84,17 @@ def train(settings: Settings) -> dict[str, object]:
             **({} if settings.peer == "workshop" else fast_arguments(settings)),
         )
         recorder = StepRecorder(settings, device)
-        samples = PaddedSamples(settings)
-        model = build_bloom(settings, device)
-        trainer = Trainer(model=model, args=arguments, train_dataset=samples, callbacks=[Clock(recorder)])
+        grouped = settings.peer == "trainer_grouped"
+        samples = TrimmedSamples(settings) if grouped else PaddedSamples(settings)
+        trainer = Trainer(
+            model=build_bloom(settings, device),
+            args=arguments,
+            data_collator=pad_to_longest if grouped else default_data_collator,
+            train_dataset=samples,
+            callbacks=[Clock(recorder)],
+        )
         output = trainer.train()
-    return recorder.result(mean_loss=output.training_loss)
+    return recorder.result(output.training_loss, None if grouped else samples.padding_share)
 
 
 if __name__ == "__main__":

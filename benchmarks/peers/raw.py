@@ -91,7 +91,7 @@ def train(settings: Settings) -> dict[str, object]:
             scaler.update()
             optimizer.zero_grad()
             recorder.end_step(loss)
-    return recorder.result()
+    return recorder.result(padding_share=samples.padding_share)
 
 
 if __name__ == "__main__":

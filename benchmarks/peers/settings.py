@@ -28,6 +28,7 @@ class Settings:
     Attributes:
         peer: ours, or the name of a training loop.
         data_root: folder of TinyImageNet, for a model of images; then the paths of SQuAD are not used.
+        tokenizer: name or folder of a tokenizer; empty: that of the model group, trained on the text.
         loader_processes: DataLoader processes of each worker, for images.
         strategy: single, ddp, fsdp or zero2.
         workers: processes, with one GPU each.
@@ -50,6 +51,7 @@ class Settings:
     warmup: int = 10
     steps: int = 30
     max_length: int = 512
+    tokenizer: str = ""
     image_size: int = 224
     loader_processes: int = 0
     logits: str = "targets"

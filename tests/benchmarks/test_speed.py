@@ -64,8 +64,22 @@ def test_a_peer_that_failed_is_a_row_without_numbers() -> None:
 
     rows = table_rows(all_rows([*measured("ours", 300, 320, micro_batch=64), failed]))
 
-    assert rows[0] == ["single", "1", "ours", "64", "310.0", "300.0", "320.0", "1.00", "-", "1,000", "-", "completed"]
-    assert rows[1] == ["single", "1", "raw", "64", *["-"] * 7, "out of memory: CUDA out of memory / 4 GiB"]
+    assert rows[0] == [
+        "single",
+        "1",
+        "ours",
+        "64",
+        "310.0",
+        "300.0",
+        "320.0",
+        "1.00",
+        "-",
+        "1,000",
+        "-",
+        "-",
+        "completed",
+    ]
+    assert rows[1] == ["single", "1", "raw", "64", *["-"] * 8, "out of memory: CUDA out of memory / 4 GiB"]
 
 
 def test_the_best_table_compares_the_fastest_batches() -> None:
@@ -139,7 +153,13 @@ def test_a_command_continues_after_an_interruption(
 def test_all_peers_train_the_same_samples_on_a_cpu(squad_files: DatasetConfig, tmp_path: Path) -> None:
     arguments = ["--train-path", str(squad_files.train_path), "--eval-path", str(squad_files.eval_path)]
     arguments += ["--device", "cpu", "--model", "bloom_tiny", "--no-compile", "--peers"]
-    arguments += ["ours,trainer,accelerate,raw,workshop,fsdp2", "--strategies", "ddp,fsdp", "--gpus", "2"]
+    arguments += [
+        "ours,trainer,trainer_grouped,accelerate,raw,workshop,fsdp2",
+        "--strategies",
+        "ddp,fsdp",
+        "--gpus",
+        "2",
+    ]
     arguments += ["--micro-batch", "2", "--max-length", "64", "--warmup", "1", "--steps", "3", "--repeats", "1"]
 
     measurements = speed.main([*arguments, "--results", str(tmp_path / "results")])
@@ -147,7 +167,7 @@ def test_all_peers_train_the_same_samples_on_a_cpu(squad_files: DatasetConfig, t
     found = {(one.settings.peer, one.settings.strategy): one for one in measurements}
     assert {name: one.status for name, one in found.items() if one.status == "failed"} == {}
     completed = {name for name, one in found.items() if one.status == "completed"}
-    expected = {(peer, "ddp") for peer in ("ours", "trainer", "accelerate", "raw")}
+    expected = {(peer, "ddp") for peer in ("ours", "trainer", "trainer_grouped", "accelerate", "raw")}
     assert completed == expected | {("ours", "fsdp"), ("fsdp2", "fsdp")}
     assert found["workshop", "ddp"].reason == "fp16 needs a GPU"
     losses = [one.loss for one in found.values() if one.loss is not None]
