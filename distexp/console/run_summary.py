@@ -60,6 +60,9 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "error", text if record.error.rank is None or rank in text else f"{text} ({rank})"
     if record.preflight is not None:
         yield "interconnect", _interconnect(record.preflight)
+        if products := record.preflight.get("matrix_products"):
+            fastest = max(products, key=lambda one: float(one["tflops"]))
+            yield "matrix ceiling", f"{format_tflops(fastest['tflops'])} in {fastest['precision']}"
     if built is not None:
         yield (
             "built",

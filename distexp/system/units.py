@@ -10,5 +10,7 @@ GIB = 2**30
 
 
 def format_tflops(tflops: float) -> str:
-    """Format a rate in TFLOP/s: ``790 TFLOP/s``, ``0.0312 TFLOP/s``."""
-    return f"{tflops:,.0f} TFLOP/s" if tflops >= 100 else f"{tflops:.3g} TFLOP/s"
+    """Format a rate that is given in TFLOP/s: ``790 TFLOP/s``, ``31.2 GFLOP/s``."""
+    if tflops >= 100:
+        return f"{tflops:,.0f} TFLOP/s"
+    return f"{tflops:.3g} TFLOP/s" if tflops >= 0.1 else f"{tflops * 1000:.3g} GFLOP/s"
