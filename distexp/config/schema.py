@@ -98,6 +98,10 @@ class DatasetConfig:
     image_size: int | None = key(None, "Height and width of an image.", unit="pixels", at_least=1)
     num_classes: int | None = key(None, "Number of image classes of synthetic data.")
     num_workers: int = key(0, "DataLoader processes of each worker.", at_least=0)
+    cache: str | None = key(
+        None, "Memory for all decoded images. They are then augmented on the device. `none`: decode each one again.",
+        choices=("none", "cpu", "gpu"), reference="none", id_if_changed=True,
+    )  # fmt: skip
     keys: list[str] = key([], "Keys that this dataset has. Any other key of this section is an error.")
     options: dict[str, Any] = key({}, "Keys of a custom dataset.")
 

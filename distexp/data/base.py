@@ -35,7 +35,10 @@ Sample = Mapping[str, Tensor]
 
 
 class Samples(Protocol):
-    """A data set with random access by index."""
+    """A data set with random access by index.
+
+    It may have ``set_epoch(epoch)``, called before each epoch, and ``to_device``, see the function ``to_device``.
+    """
 
     def __len__(self) -> int: ...
 
@@ -78,6 +81,15 @@ class Batch:
         """Return a copy in page-locked memory. DataLoader calls this method by its name."""
         inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
         return replace(self, inputs=inputs, labels=self.labels.pin_memory())
+
+
+def to_device(samples: Samples, batch: Batch, device: torch.device) -> Batch:
+    """Return a batch of a data set on a device, ready for the model.
+
+    A data set whose batches are finished on the device has a method ``to_device(batch, device)`` for this.
+    """
+    finish: Callable[[Batch, torch.device], Batch] | None = getattr(samples, "to_device", None)
+    return batch.to(device) if finish is None else finish(batch, device)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Generator, Tensor
 
@@ -75,19 +76,37 @@ class ImageFiles:
         """Select the augmentations of an epoch, in running loader workers too."""
         self.epoch.fill_(epoch)
 
-    def _crop_and_flip(self, pixels: Tensor, index: int) -> Tensor:
+    @property
+    def margin(self) -> int:
+        """Pixels of padding on every side before the random crop."""
+        return self.size // CROP_PADDING_DIVISOR
+
+    def draw_window(self, index: int) -> tuple[int, int, bool]:
+        """Return the augmentation of an image in this epoch.
+
+        Returns:
+            Top and left edge of the crop in the padded image, and whether to flip the crop. Without augmentation it is
+            the image itself.
+        """
+        if not self.augment:
+            return self.margin, self.margin, False
         seed = (self.seed * 100_003 + int(self.epoch)) * 1_000_003 + index
         generator = Generator().manual_seed(seed % 2**63)
-        margin = self.size // CROP_PADDING_DIVISOR
-        top, left = torch.randint(2 * margin + 1, (2,), generator=generator).tolist()
-        padded = torch.nn.functional.pad(pixels, (margin,) * 4)
+        top, left = torch.randint(2 * self.margin + 1, (2,), generator=generator).tolist()
+        return top, left, bool(torch.randint(2, (), generator=generator))
+
+    def _crop_and_flip(self, pixels: Tensor, index: int) -> Tensor:
+        top, left, flip = self.draw_window(index)
+        padded = torch.nn.functional.pad(pixels, (self.margin,) * 4)
         cropped = padded[:, top : top + self.size, left : left + self.size]
-        flip = bool(torch.randint(2, (), generator=generator))
         return cropped.flip(2) if flip else cropped
 
 
-def decode_image(path: Path, size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Decode an image file of any color mode to RGB pixels of shape (size, size, 3).
+def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:
+    """Decode an image file of any color mode to RGB pixels.
+
+    Returns:
+        Pixels of shape (size, size, 3), or (height, width, 3) of the file if the size is None.
 
     Raises:
         DataError: the file is missing, damaged or not an image.
@@ -97,7 +116,7 @@ def decode_image(path: Path, size: int) -> np.ndarray[tuple[int, ...], np.dtype[
             image = _with_eight_bits(file).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode {path} as an image ({error}): restore the file") from error
-    if image.size != (size, size):
+    if size is not None and image.size != (size, size):
         image = image.resize((size, size), Image.Resampling.BILINEAR)
     return np.array(image)
 
@@ -134,7 +153,7 @@ def normalize_pixels(pixels: Tensor) -> Tensor:
     """Convert pixels from 0 to 255 to normalized images, as a ResNet expects them.
 
     Args:
-        pixels: shape (batch, 3, height, width).
+        pixels: shape (batch, 3, height, width), of any data type.
 
     Returns:
         float32 images of the same shape in the channels-last memory format, which makes convolutions

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from distexp.config.custom_code import check_returned
-from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData
+from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData, to_device
 from distexp.data.packing import PackedSamples
 from distexp.data.workload import Workload, measure_workload
 from distexp.distributed.process_group import sum_over_ranks
@@ -281,7 +281,7 @@ class ShardedLoader:
             check_returned(batch, Batch, COLLATE)
             micro_batches.append(batch)
             if len(micro_batches) == self.sharding.accumulation:
-                placed = [batch.to(self.device) for batch in micro_batches]
+                placed = [to_device(self.samples, batch, self.device) for batch in micro_batches]
                 wait_s = time.perf_counter() - started
                 stop.check()  # waits until the device has finished the step before the previous one
                 normalizer, requests = self._sum_counts(micro_batches)

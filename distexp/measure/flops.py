@@ -24,7 +24,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from distexp.config import Config
 from distexp.config.targets import locate
-from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData
+from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData, to_device
 from distexp.data.workload import Workload
 from distexp.models.head import adapt_head
 from distexp.models.introspection import count_forward_flops, count_training_flops
@@ -106,7 +106,7 @@ class FlopCounter:
 
     def __init__(self, config: Config, data: TaskData) -> None:
         self.config, self.data = config, data
-        batch = data.collate([data.train[0]]).to(torch.device("meta"))
+        batch = to_device(data.train, data.collate([data.train[0]]), torch.device("meta"))
         self.inputs = {name: each for name, each in batch.inputs.items() if name not in (POSITIONS, TARGET_LABELS)}
 
     def model_rates(self) -> FlopRates:

@@ -102,5 +102,7 @@ def check_device(config: Config) -> Iterator[str]:
             f"model.attention={config.model.attention} needs a GPU, because it has no backward pass on a CPU: choose "
             "model.attention=sdpa"
         )
+    if config.dataset.cache == "gpu" and not on_gpu:
+        yield "dataset.cache=gpu needs a GPU, but this run is on cpu: choose dataset.cache=cpu"
     if config.offload.pin_memory and not on_gpu:
         yield "offload=pinned needs a GPU, but this run is on cpu: choose offload=true"

@@ -14,10 +14,14 @@ from distexp.config.custom_code import check_returned, one_sentence
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
 from distexp.config.model_checks import ATTENTIONS
+from distexp.resolve.image_bytes import estimate_image_bytes
 from distexp.strategies.base import load_strategy
 
 MIN_FLEX_WIDTH = 16
 """Smallest width of an attention head for which flex attention has a GPU kernel."""
+
+MAX_GPU_BYTES, MAX_CPU_BYTES = 4 * 10**9, 64 * 10**9
+"""Decoded images that ``dataset.cache`` keeps on the GPU, and in CPU memory. TinyImageNet has 1.35 GB."""
 
 MODELS = "distexp.models."
 """Models below this package can compute the logits of targets alone."""
@@ -42,7 +46,7 @@ def fast_values(config: Config) -> Mapping[str, Any]:
     with one_sentence(target, "fast_values()"):
         values = strategy.fast_values(config)
     check_returned(values, Mapping, f"strategy._target_={target}: fast_values()")
-    return {**_model_values(config), **values}
+    return {**_model_values(config), **_image_values(config), **values}
 
 
 def _attention(config: Config) -> str:
@@ -52,6 +56,16 @@ def _attention(config: Config) -> str:
         return "auto"
     width = (model.hidden_size or 0) // (model.num_heads or 1)
     return "flex" if width >= MIN_FLEX_WIDTH and not model.dropout else "sdpa"
+
+
+def _image_values(config: Config) -> Mapping[str, Any]:
+    """Return the memory for the images of a training on GPUs: that of the GPU, if they take a small part of it."""
+    if "cache" not in config.dataset.keys or config.cluster.device != "cuda":
+        return {}
+    needed = estimate_image_bytes(config.dataset)
+    if needed is None or needed > MAX_CPU_BYTES:
+        return {}
+    return {"dataset.cache": "gpu" if needed <= MAX_GPU_BYTES else "cpu"}
 
 
 def _model_values(config: Config) -> Mapping[str, Any]:

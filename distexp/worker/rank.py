@@ -23,6 +23,7 @@ from distexp.config.size_checks import check_samples_per_rank
 from distexp.config.targets import locate
 from distexp.data.base import MODEL_INPUTS, TaskData
 from distexp.data.checks import check_task_data
+from distexp.data.image_cache import cache_images, describe_cache
 from distexp.data.packing import pack_training_set
 from distexp.data.shards import BatchSharding, ShardedLoader
 from distexp.data.targets import LabelsForHead, TargetTokens
@@ -127,7 +128,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     built.tokenizer, built.attention = data.tokenizer_name, read_attention(model.module)
     if data.task == "causal_lm":
         built.logits, built.loss = describe_head(model.module)
-    built.compiled = read_compiled(model.module)
+    built.compiled, built.image_cache = read_compiled(model.module), describe_cache(data)
     if config.train.activation_budget is not None:
         built.activation_budget = read_activation_budget()
     attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
@@ -198,6 +199,8 @@ def load_data(config: Config, context: Context) -> TaskData:
     data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
     check_returned(data, TaskData, f"dataset._target_={target}")
     check_task_data(data, config.model.task, f"dataset._target_={target}")
+    if config.dataset.cache in ("cpu", "gpu"):
+        data = cache_images(data, config.dataset.cache, context.device)
     if config.dataset.packing:
         data = pack_training_set(data, sequence_length(config.dataset, config.model), config.train.seed)
     if config.dataset.bucketing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from distexp.config.field_info import info_of
 from distexp.config.flatten import flatten
 from distexp.config.key_info import schema_fields
 from distexp.console.run_summary import describe_kernels
+from distexp.data.tinyimagenet_sample import write_images
+from distexp.resolve import kernels
 from distexp.resolve.run_id import run_id
 from tests.helpers.runs import resolve_cell
 
@@ -31,6 +34,9 @@ WHOLE = {"train.compile": "model", "train.logits": "targets"}
 BLOCKS = {"train.compile": "blocks", "train.logits": "targets"}
 
 
+IMAGES = {"train.compile": "blocks", "dataset.cache": "gpu"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -46,7 +52,10 @@ BLOCKS = {"train.compile": "blocks", "train.logits": "targets"}
         (("zero_stage=3", GPU), {"train.logits": "targets"}),
         (("strategy=ddp", CPU), {"train.logits": "targets"}),
         (("strategy=single", CPU, BF16), {"train.logits": "targets", "train.compute_weights": "step"}),
-        (("model=resnet_tiny", "strategy=single", GPU), {"train.compile": "model"}),
+        (("model=resnet_tiny", "strategy=single", GPU), {"train.compile": "model", "dataset.cache": "gpu"}),
+        (("model=resnet_tiny", "sharding=full_shard", GPU), {**IMAGES, "fsdp.blocks_per_unit": "auto"}),
+        (("model=resnet_tiny", "strategy=single", GPU, "dataset=synthetic"), {"train.compile": "model"}),
+        (("model=resnet_tiny", "strategy=single", CPU), {}),
     ],
 )
 def test_fast_chooses_for_strategy_trainer_and_device(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
@@ -70,6 +79,25 @@ def test_fast_chooses_an_attention_that_the_model_supports(overrides: tuple[str,
     assert resolve_cell("kernels=fast", "strategy=single", ONE, *overrides).model.attention == expected
     given = "model.attention=eager" in overrides
     assert resolve_cell("strategy=single", ONE, *overrides).model.attention == ("eager" if given else "auto")
+
+
+def test_fast_keeps_images_on_the_gpu_if_they_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_images(tmp_path / "images", train=40, val=20)
+    folder = ("model=resnet_tiny", "dataset=tinyimagenet", f"dataset.root={tmp_path / 'images'}")
+    needed = 60 * 3 * 32 * 32
+
+    def cache(*overrides: str, on_gpu: int, on_cpu: int = 10**12) -> str | None:
+        monkeypatch.setattr(kernels, "MAX_GPU_BYTES", on_gpu)
+        monkeypatch.setattr(kernels, "MAX_CPU_BYTES", on_cpu)
+        return resolve_cell("kernels=fast", "strategy=single", ONE, GPU, *folder, *overrides).dataset.cache
+
+    assert cache(on_gpu=needed) == "gpu"
+    assert cache("dataset.image_size=224", on_gpu=needed) == "gpu", "images are stored at their own size"
+    assert cache(on_gpu=needed - 1) == "cpu"
+    assert cache("dataset.train_size=20", "dataset.eval_size=10", on_gpu=needed // 2) == "gpu"
+    assert cache("dataset.image_size=16", on_gpu=needed // 4) == "gpu"
+    assert cache(on_gpu=needed - 1, on_cpu=needed - 1) == "none"
+    assert cache("dataset.cache=none", on_gpu=needed) == "none"
 
 
 def test_a_key_that_the_user_sets_wins() -> None:

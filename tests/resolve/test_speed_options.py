@@ -9,6 +9,7 @@ from distexp.resolve.run_id import run_id
 from tests.helpers.runs import resolve_cell
 
 SINGLE = ("strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu")
+IMAGES = ("model=resnet_tiny", "dataset=tinyimagenet_sample")
 BF16_STEP = ("precision=bf16", "train.compute_weights=step")
 
 
@@ -36,6 +37,9 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
         (("zero_stage=2", "deepspeed.check_overflow=false"), r"for precision=bf16 with zero_stage=1,2, but .*=fp32"),
         (("zero_stage=3", "precision=bf16", "deepspeed.check_overflow=false"), r"and zero_stage=3: leave it out"),
         (("strategy=ddp", "ddp.communication=fp8"), r"ddp\.communication=fp8 is not one of fp32, bf16"),
+        ((*SINGLE, "dataset.cache=cpu"), r"dataset\.cache=cpu is not a key of dataset=squad_sample: leave it out"),
+        ((*SINGLE, *IMAGES, "dataset.cache=gpu"), r"cache=gpu needs a GPU, but this run is on cpu: choose .*=cpu"),
+        ((*SINGLE, *IMAGES, "dataset.cache=disk"), r"dataset\.cache=disk is not one of none, cpu, gpu"),
     ],
 )
 def test_an_unsupported_option_is_refused_with_a_hint(overrides: tuple[str, ...], message: str) -> None:
@@ -62,3 +66,10 @@ def test_another_launch_is_another_run() -> None:
     others = [run_id(resolve_cell("strategy=ddp", "train.compile=true", change)) for change in changes]
     units = [run_id(resolve_cell("strategy=fsdp", f"fsdp.blocks_per_unit={size}")) for size in (1, 2, "auto")]
     assert len({base, *others, *units}) == 7
+
+
+def test_only_a_cache_changes_the_run_of_images() -> None:
+    """An enlarged image may differ in the last digit of a pixel."""
+    base = run_id(resolve_cell(*SINGLE, *IMAGES))
+    assert run_id(resolve_cell(*SINGLE, *IMAGES, "dataset.cache=none")) == base
+    assert run_id(resolve_cell(*SINGLE, *IMAGES, "dataset.cache=cpu")) != base

@@ -1,0 +1,42 @@
+"""Memory of decoded images, estimated without decoding them."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from distexp.config import DatasetConfig
+
+CHANNELS = 3
+GENERATED_IMAGES, GENERATED_EDGE = 500, 32
+"""Images of ``dataset=tinyimagenet_sample``, and their height."""
+
+
+def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
+    """Return the bytes that ``dataset.cache`` needs, if all images are as large as the first one.
+
+    Returns:
+        The bytes, or None if the folder cannot be read, which another check reports.
+    """
+    found = (GENERATED_IMAGES, GENERATED_EDGE) if dataset.root is None else _measure_folder(dataset.root)
+    if found is None:
+        return None
+    images, edge = found
+    if dataset.train_size is not None and dataset.eval_size is not None:
+        images = dataset.train_size + dataset.eval_size
+    return images * CHANNELS * min(edge, dataset.image_size or edge) ** 2
+
+
+@lru_cache(maxsize=8)
+def _measure_folder(root: str) -> tuple[int, int] | None:
+    """Return the number of images in a folder of TinyImageNet's layout, and the larger edge of one of them."""
+    from PIL import Image
+
+    try:
+        folders = [Path(root, "val", "images"), *(Path(entry, "images") for entry in os.scandir(Path(root, "train")))]
+        images = sum(len(os.listdir(folder)) for folder in folders)
+        with Image.open(next(folders[0].iterdir())) as image:
+            return images, max(image.size)
+    except (OSError, StopIteration):
+        return None
