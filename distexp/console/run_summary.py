@@ -106,7 +106,7 @@ def describe_kernels(config: Mapping[str, Any]) -> str:
     attention = config.get("model", {}).get("attention", AUTO)
     listed = ", ".join([*changed, *([f"model.attention={attention}"] if attention != AUTO else [])])
     if config.get("kernels", {}).get("name") == "fast":
-        return f"fast ({listed or 'the reference: nothing else is supported'})"
+        return f"fast ({listed or 'no faster option for this model and device'})"
     return listed
 
 

@@ -50,10 +50,15 @@ def fast_values(config: Config) -> Mapping[str, Any]:
 
 
 def _attention(config: Config) -> str:
-    """Return the attention for ``model.attention=auto``: flex attention, if the model and the device support it."""
+    """Return the attention for ``model.attention=auto``: flex attention, if the model and the device support it.
+
+    A CPU has no fast attention, but packed rows need SDPA there.
+    """
     model = config.model
-    if model._target_ not in ATTENTIONS or config.cluster.device != "cuda":
+    if model._target_ not in ATTENTIONS:
         return "auto"
+    if config.cluster.device != "cuda":
+        return "sdpa" if config.dataset.packing else "auto"
     width = (model.hidden_size or 0) // (model.num_heads or 1)
     return "flex" if width >= MIN_FLEX_WIDTH and not model.dropout else "sdpa"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from distexp.config import ConfigError
 from distexp.config.field_info import info_of
 from distexp.config.flatten import flatten
 from distexp.config.key_info import schema_fields
@@ -98,6 +99,14 @@ def test_fast_keeps_images_on_the_gpu_if_they_are_few(tmp_path: Path, monkeypatc
     assert cache("dataset.image_size=16", on_gpu=needed // 4) == "gpu"
     assert cache(on_gpu=needed - 1, on_cpu=needed - 1) == "none"
     assert cache("dataset.cache=none", on_gpu=needed) == "none"
+
+
+def test_fast_chooses_an_attention_for_packed_rows_on_a_cpu() -> None:
+    packed = ("dataset.packing=true", "strategy=single", CPU)
+    assert resolve_cell("kernels=fast", *packed).model.attention == "sdpa"
+    assert resolve_cell("kernels=fast", *packed, "model=gpt_tiny").model.attention == "sdpa"
+    with pytest.raises(ConfigError, match=r"dataset.packing=true is not supported by model=bloom_tiny"):
+        resolve_cell(*packed)
 
 
 def test_a_key_that_the_user_sets_wins() -> None:
