@@ -204,6 +204,10 @@ class TrainConfig:
         None, "When weights are cast for `precision=bf16`: in each micro-batch, or once per step.",
         choices=("autocast", "step"), reference="autocast", id_if_changed=True,
     )  # fmt: skip
+    channels_last: bool | None = key(
+        None, "Keep weights of convolutions in the channels-last format, as images are, for single and DDP.",
+        reference=False, id_if_changed=True,
+    )  # fmt: skip
     checkpoint_every: int | str | None = key(
         None, "Steps between two checkpoints, or `epoch`.", choices=("epoch",), at_least=1,
         null="only if the run has to stop early",

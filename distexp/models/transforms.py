@@ -18,6 +18,8 @@ from distexp.system.torch_internals import compile_errors, compiler_settings, li
 BACKEND = "inductor"
 """Backend of ``torch.compile``. Tests choose a faster one."""
 
+CONVOLUTION_AXES = 4
+
 MODEL_SCOPES = ("model", "graphs")
 """Values of ``train.compile`` that compile the whole model as one graph."""
 
@@ -50,6 +52,23 @@ def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
     """
     options: dict[str, Any] = {"mode": "reduce-overhead"} if cuda_graphs and BACKEND == "inductor" else {}
     model.forward = torch.compile(model.forward, backend=BACKEND, fullgraph=True, dynamic=False, **options)
+
+
+def set_memory_format(model: nn.Module, config: Config) -> None:
+    """Convert the weights of convolutions to channels-last, if ``train.channels_last=true``.
+
+    Images are channels-last, so otherwise each convolution copies its weights, and its gradients back.
+    """
+    if config.train.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # changes 4-dimensional tensors only
+
+
+def read_memory_format(model: nn.Module) -> bool | None:
+    """Return whether the weights of convolutions are channels-last; None if the model has none on this worker."""
+    weights = [parameter for parameter in model.parameters() if parameter.dim() == CONVOLUTION_AXES]
+    # With one pixel, as with one channel, both formats are the same.
+    distinct = [weight for weight in weights if weight.shape[1] > 1 and weight.shape[2:].numel() > 1]
+    return all(weight.is_contiguous(memory_format=torch.channels_last) for weight in distinct) if distinct else None
 
 
 def read_compiled(module: nn.Module) -> str:

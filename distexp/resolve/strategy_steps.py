@@ -47,6 +47,7 @@ def check_speed_options(config: Config) -> Iterator[str]:
                 f"train.compile={scope} needs batches of one length, but {several} makes many: leave it out, or use "
                 "train.compile=blocks"
             )
+    yield from _channels_last_errors(config)
     if scope == "graphs" and config.cluster.device == "cpu":
         yield "train.compile=graphs needs a GPU, but this run is on cpu: use train.compile=model"
     if scope == "none" and train.activation_budget is not None:
@@ -64,6 +65,19 @@ def check_speed_options(config: Config) -> Iterator[str]:
     if not strategy.casts_once_per_step or config.engine.name != "native":
         owner = f"strategy={config.strategy.name}" if config.engine.name == "native" else f"engine={config.engine.name}"
         yield f"train.compute_weights=step is not supported by {owner}: leave it out"
+
+
+def _channels_last_errors(config: Config) -> Iterator[str]:
+    if not config.train.channels_last:
+        return
+    if config.model.task != "image_classification":
+        yield (
+            f"train.channels_last=true is for image_classification, but model={config.model.name} is for "
+            f"{config.model.task}: leave it out"
+        )
+    elif not load_strategy(config).keeps_channels_last or config.engine.name != "native":
+        owner = f"strategy={config.strategy.name}" if config.engine.name == "native" else f"engine={config.engine.name}"
+        yield f"train.channels_last=true is not supported by {owner}: leave it out"
 
 
 def check_trainer(config: Config) -> list[str]:

@@ -91,6 +91,7 @@ class Built:
     compute_weights: str | None = key(None, "Cast of the weights: `autocast`, or `step` for copies. Null: none.")
     communication_dtype: str | None = key(None, "Data type in which DDP sends gradients.")
     blocks_per_unit: int | None = key(None, "Most blocks in one unit of FSDP.")
+    channels_last: bool | None = key(None, "Whether convolutions keep channels-last weights. Null: no convolutions.")
     image_cache: str | None = key(None, "Memory of the decoded images: `cpu`, `gpu` or `none`. Null: no images.")
 
 

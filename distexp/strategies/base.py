@@ -105,12 +105,14 @@ class Strategy(ABC):
         requires: what must work on the machine: COMMUNICATION between workers, and names of libraries.
         compile_scopes: supported values of ``train.compile``.
         casts_once_per_step: whether ``train.compute_weights=step`` is supported.
+        keeps_channels_last: whether ``train.channels_last`` is supported.
         hf_adapter: dotted name of the HFAdapter class for ``engine=hf_trainer``; None if that is not supported.
     """
 
     requires: ClassVar[tuple[str, ...]] = (COMMUNICATION,)
     compile_scopes: ClassVar[tuple[str, ...]] = ("blocks",)
     casts_once_per_step: ClassVar[bool] = False
+    keeps_channels_last: ClassVar[bool] = False
     hf_adapter: ClassVar[str | None] = None
 
     @classmethod

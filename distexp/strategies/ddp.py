@@ -21,6 +21,7 @@ class DDP(Strategy):
 
     compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", "model", "graphs")
     casts_once_per_step: ClassVar[bool] = True
+    keeps_channels_last: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DDPAdapter"
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
@@ -60,11 +61,13 @@ class DDP(Strategy):
         """Initialize the model on its device and wrap it."""
         from torch.nn.parallel import DistributedDataParallel
 
+        from distexp.models.transforms import set_memory_format
         from distexp.strategies.compute_weights import copy_weights
         from distexp.strategies.ddp_reduction import set_reduction
         from distexp.strategies.torch_model import TorchModel, read_ddp_distribution
 
         blueprint.materialize(blueprint.model)
+        set_memory_format(blueprint.model, config)
         weights = copy_weights(blueprint.model, config)
         wrapped = DistributedDataParallel(
             blueprint.model,

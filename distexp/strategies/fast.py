@@ -24,6 +24,8 @@ def whole_model_values(config: Config) -> dict[str, Any]:
     native = config.engine.name == "native"
     if native and config.precision.name == "bf16":
         values["train.compute_weights"] = "step"
+    if native and config.model.task == "image_classification" and config.cluster.device == "cuda":
+        values["train.channels_last"] = True
     if config.cluster.device == "cuda":
         values["train.compile"] = "model" if native and not several_lengths(config.dataset) else "blocks"
     return values

@@ -21,6 +21,7 @@ class Single(Strategy):
     requires: ClassVar[tuple[str, ...]] = ()
     compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", "model", "graphs")
     casts_once_per_step: ClassVar[bool] = True
+    keeps_channels_last: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.SingleAdapter"
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
@@ -45,11 +46,13 @@ class Single(Strategy):
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Initialize the model on its device."""
+        from distexp.models.transforms import set_memory_format
         from distexp.strategies.compute_weights import copy_weights
         from distexp.strategies.torch_model import Distribution, TorchModel
 
         module = blueprint.model
         blueprint.materialize(module)
+        set_memory_format(module, config)
         return TorchModel(
             module,
             config,

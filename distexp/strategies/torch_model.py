@@ -211,7 +211,7 @@ def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple
     for name, tensor in [*unwrapped.named_parameters(), *unwrapped.named_buffers()]:
         # Offloaded shards are on the CPU; they are gathered on the device of the process group.
         local = tensor.detach().to(device)
-        yield name, local.full_tensor() if isinstance(local, DTensor) else local
+        yield name, (local.full_tensor() if isinstance(local, DTensor) else local).contiguous()
 
 
 def read_ddp_distribution(wrapped: DistributedDataParallel) -> Distribution:

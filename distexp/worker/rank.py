@@ -37,7 +37,7 @@ from distexp.models.export import check_exportable, save_model
 from distexp.models.head import adapt_head, describe_head
 from distexp.models.introspection import check_forward_arguments, read_attention
 from distexp.models.packing import check_packing
-from distexp.models.transforms import MODEL_SCOPES, read_compiled, transform_blocks
+from distexp.models.transforms import MODEL_SCOPES, read_compiled, read_memory_format, transform_blocks
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
 from distexp.runs.environment import make_environment
@@ -128,6 +128,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     built.tokenizer, built.attention = data.tokenizer_name, read_attention(model.module)
     if data.task == "causal_lm":
         built.logits, built.loss = describe_head(model.module)
+    built.channels_last = read_memory_format(model.module)
     built.compiled, built.image_cache = read_compiled(model.module), describe_cache(data)
     if config.train.activation_budget is not None:
         built.activation_budget = read_activation_budget()

@@ -35,6 +35,7 @@ WHOLE = {"train.compile": "model", "train.logits": "targets"}
 BLOCKS = {"train.compile": "blocks", "train.logits": "targets"}
 
 
+RESNET = {"train.compile": "model", "train.channels_last": True}
 IMAGES = {"train.compile": "blocks", "dataset.cache": "gpu"}
 
 
@@ -53,9 +54,9 @@ IMAGES = {"train.compile": "blocks", "dataset.cache": "gpu"}
         (("zero_stage=3", GPU), {"train.logits": "targets"}),
         (("strategy=ddp", CPU), {"train.logits": "targets"}),
         (("strategy=single", CPU, BF16), {"train.logits": "targets", "train.compute_weights": "step"}),
-        (("model=resnet_tiny", "strategy=single", GPU), {"train.compile": "model", "dataset.cache": "gpu"}),
+        (("model=resnet_tiny", "strategy=single", GPU), {**RESNET, "dataset.cache": "gpu"}),
         (("model=resnet_tiny", "sharding=full_shard", GPU), {**IMAGES, "fsdp.blocks_per_unit": "auto"}),
-        (("model=resnet_tiny", "strategy=single", GPU, "dataset=synthetic"), {"train.compile": "model"}),
+        (("model=resnet_tiny", "strategy=single", GPU, "dataset=synthetic"), RESNET),
         (("model=resnet_tiny", "strategy=single", CPU), {}),
     ],
 )

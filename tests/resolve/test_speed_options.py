@@ -37,6 +37,14 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
         (("zero_stage=2", "deepspeed.check_overflow=false"), r"for precision=bf16 with zero_stage=1,2, but .*=fp32"),
         (("zero_stage=3", "precision=bf16", "deepspeed.check_overflow=false"), r"and zero_stage=3: leave it out"),
         (("strategy=ddp", "ddp.communication=fp8"), r"ddp\.communication=fp8 is not one of fp32, bf16"),
+        (
+            (*SINGLE, "train.channels_last=true"),
+            r"channels_last=true is for image_classification, but model=bloom_tiny",
+        ),
+        (
+            ("strategy=fsdp", *IMAGES, "train.channels_last=true"),
+            r"channels_last=true is not supported by strategy=fsdp",
+        ),
         ((*SINGLE, "dataset.cache=cpu"), r"dataset\.cache=cpu is not a key of dataset=squad_sample: leave it out"),
         ((*SINGLE, *IMAGES, "dataset.cache=gpu"), r"cache=gpu needs a GPU, but this run is on cpu: choose .*=cpu"),
         ((*SINGLE, *IMAGES, "dataset.cache=disk"), r"dataset\.cache=disk is not one of none, cpu, gpu"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from distexp.data.workload import Workload
 from distexp.distributed.context import Context
 from distexp.measure.flops import training_flops
 from distexp.models import transforms
+from distexp.models.blueprint import Blueprint
 from distexp.models.objective import evaluation_sums
+from distexp.models.resnet import build as build_resnet
+from distexp.models.transforms import read_memory_format
 from distexp.runs.events import Events
 from distexp.runs.record import RunRecord
 from distexp.strategies.base import load_strategy
@@ -71,6 +75,37 @@ def test_a_cache_changes_no_loss(train: Train, monkeypatch: pytest.MonkeyPatch) 
         assert other.metrics.eval_losses == plain.metrics.eval_losses
         assert other.metrics.eval_accuracies == plain.metrics.eval_accuracies
         assert other.metrics.tflops_per_device is not None
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_weights_in_the_format_of_images_change_no_loss(train: Train, strategy: str) -> None:
+    plain, changed = train(f"strategy={strategy}"), train(f"strategy={strategy}", "train.channels_last=true")
+    assert plain.built is not None
+    assert changed.built is not None
+    assert (plain.built.channels_last, changed.built.channels_last) == (False, True)
+    assert changed.metrics.train_losses == pytest.approx(plain.metrics.train_losses, rel=1e-4)
+
+
+def test_a_checkpoint_has_weights_of_any_format(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    context = Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
+    models = []
+    for seed, overrides in enumerate(((), ("train.channels_last=true",))):
+        config = make_spec(*SMALL, *overrides).config
+        torch.manual_seed(seed)
+        build = partial(build_resnet, config.model, 10)
+        models.append(load_strategy(config).setup(Blueprint(build, context), config, context))
+    for source, target in (models, models[::-1]):
+        folder = tmp_path / str(id(source))
+        source.save(folder)
+        with torch.no_grad():
+            next(target.module.parameters()).zero_()
+        target.load(folder)
+        for (name, weight), (_, loaded) in zip(source.weights(), target.weights(), strict=True):
+            assert weight.equal(loaded), name
+            assert loaded.is_contiguous(), "safetensors writes no other format"
+    assert [read_memory_format(model.module) for model in models] == [False, True]
+    dist.destroy_process_group()
 
 
 def test_flops_do_not_depend_on_the_cache(tmp_path: Path) -> None:
