@@ -57,7 +57,7 @@ def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
 def set_memory_format(model: nn.Module, config: Config) -> None:
     """Convert the weights of convolutions to channels-last, if ``train.channels_last=true``.
 
-    Images are channels-last, so otherwise each convolution copies its weights, and its gradients back.
+    Images are channels-last. A convolution of images and weights in different formats may have to copy the weights.
     """
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # changes 4-dimensional tensors only
