@@ -11,7 +11,9 @@ import itertools
 import json
 import math
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -39,16 +41,18 @@ def main(arguments: list[str] | None = None) -> list[Measurement]:
     folder = Path(options.results).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     planned = with_enough_examples(plan(options), folder)
+    started = time.monotonic()
     measurements = read_results(folder / "results.json")
     for peers, repeat in [(peers, repeat + 1) for peers in planned for repeat in range(options.repeats)]:
         for settings in peers:
-            if is_done(settings, repeat, measurements):
+            if is_done(settings, repeat, measurements) or time.monotonic() - started > options.budget_s:
                 continue
             place = folder / "runs" / f"{len(measurements):03d}_{settings.peer}"
             measurements.append(measure(settings, repeat, place, options.timeout_s))
             print(describe(measurements[-1]), flush=True)
             write_results(folder, measurements)
-    print(f"\n{(folder / 'table.md').read_text()}\nwritten to {folder}")
+    if measurements:
+        print(f"\n{(folder / 'table.md').read_text()}\nwritten to {folder}")
     return measurements
 
 
@@ -79,6 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--no-compile", dest="compile", action="store_false", help="do not compile the models of the others")
     add("--timeout-s", type=float, default=600.0, help="time limit of one measurement")
+    add("--budget-s", type=float, default=math.inf, help="time after which no further measurement starts")
     add(
         "--results",
         default=f"benchmark_results/{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",
@@ -237,4 +242,6 @@ def write_results(folder: Path, measurements: list[Measurement]) -> None:
 
 
 if __name__ == "__main__":
+    # SIGTERM must end the process of a measurement too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()

@@ -94,7 +94,9 @@ def train(settings: Settings) -> dict[str, object]:
             callbacks=[Clock(recorder)],
         )
         output = trainer.train()
-    return recorder.result(output.training_loss, None if grouped else samples.padding_share)
+    # With several workers this is the loss of rank 0, weighted with its share of the targets.
+    loss = output.training_loss if settings.workers == 1 else None
+    return recorder.result(loss, None if grouped else samples.padding_share)
 
 
 if __name__ == "__main__":
