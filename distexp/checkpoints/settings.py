@@ -23,6 +23,7 @@ UNRELATED = frozenset(
         *("dataset.keys", "dataset.num_workers", "dataset.answer_tokens"),
         *("train.resume", "train.checkpoint_every", "train.save_model", "train.score_answers", "train.eval_batch_size"),
         *("train.measure_after_step", "train.profile_steps", "train.log_every", "train.on_nan"),
+        *("train.global_batch_size", "train.micro_batch_search_s"),  # micro-batch and accumulation show a change
     }
 )
 """Keys of these sections that do not change the training."""

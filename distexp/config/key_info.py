@@ -43,6 +43,8 @@ def describe_values(key: str) -> str | None:
         return f"a section: set one of its keys, {', '.join(each.name for each in fields(hint)[:3])} ..."
     info = info_of(specs[name])
     text = f"one of {info.limits}" if info.choices and info.at_least is None else _describe_type(hint)
+    if info.choices and info.at_least is not None:
+        text = text.replace(TYPE_NAMES[str], ", ".join(map(str, info.choices)))
     return f"{text} or null" if NoneType in get_args(hint) else text
 
 

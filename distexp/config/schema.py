@@ -154,7 +154,18 @@ class TrainConfig:
 
     num_epochs: int = key(3, "Passes over the training set.", at_least=1)
     max_steps: int | None = key(None, "Optimizer steps after which training ends early.", at_least=1, null="no limit")
-    micro_batch_size: int = key(4, "Samples per worker and forward pass.", at_least=1)
+    micro_batch_size: int | str = key(
+        4, "Samples per worker and forward pass. `auto`: the fastest size that fits, for `train.global_batch_size`.",
+        choices=("auto",), at_least=1,
+    )  # fmt: skip
+    global_batch_size: int | None = key(
+        None, "Samples per optimizer step, over all workers. It sets `train.gradient_accumulation_steps`.",
+        at_least=1, null="micro_batch_size x gradient_accumulation_steps x workers", id_if_changed=True,
+    )  # fmt: skip
+    micro_batch_search_s: int = key(
+        180, "Time limit of the search for `micro_batch_size=auto`. Then the best size so far is used.",
+        unit="seconds", at_least=1,
+    )  # fmt: skip
     eval_batch_size: int | None = key(
         None, "Samples per worker in the evaluation.", at_least=1, null="micro_batch_size"
     )
@@ -224,6 +235,17 @@ class TrainConfig:
         if isinstance(self.compile, str):
             return self.compile
         return "blocks" if self.compile else "none"
+
+    @property
+    def micro_batch(self) -> int:
+        """Micro-batch size as a number.
+
+        Raises:
+            ValueError: it is ``auto`` and was not searched yet.
+        """
+        if isinstance(self.micro_batch_size, str):
+            raise ValueError(f"train.micro_batch_size={self.micro_batch_size} is not a number before its search")
+        return self.micro_batch_size
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,50 @@ from distexp.system.torch_internals import set_default_timeout
 
 T = TypeVar("T")
 
+
+Store: TypeAlias = Any
+"""A store of torch, with ``set``, ``get``, ``add``, ``check`` and ``wait``. The stubs of torch do not export it."""
+
 HANG_MARGIN = timedelta(minutes=5)
 """Time that the agents have to detect a hang and to save the stacks, before collectives fail."""
 
 
-def join(spec: RunSpec, run_dir: Path) -> Context:
+def open_store(spec: RunSpec) -> Store:
+    """Return a connection to the store at torchrun's address. The first call on rank 0 starts the server.
+
+    ``join`` starts none if this process has one. torchrun may have a server of its own.
+    """
+    starts_server = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return _connect(spec, starts_server=starts_server)
+
+
+def connect_to_store(spec: RunSpec) -> Store:
+    """Return a new connection to the store of ``open_store``, for a process that was forked after that."""
+    return _connect(spec, starts_server=False)
+
+
+def _connect(spec: RunSpec, *, starts_server: bool) -> Store:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    stores: Any = dist
+    timeout = collective_timeout(spec.config.cluster.hang_timeout_min)
+    return stores.TCPStore(
+        host, port, is_master=starts_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def sub_store(prefix: str, store: Store) -> Store:
+    """Return a view of a store whose keys have a prefix."""
+    stores: Any = dist
+    return stores.PrefixStore(prefix, store)
+
+
+def join(spec: RunSpec, run_dir: Path, store: Store | None = None) -> Context:
     """Initialize the process group from torchrun's environment variables.
+
+    Args:
+        spec: the run.
+        run_dir: directory of the run.
+        store: store in which the ranks find each other; None: a new one.
 
     Raises:
         RuntimeError: the number of workers or GPUs differs from the spec.
@@ -50,6 +88,9 @@ def join(spec: RunSpec, run_dir: Path) -> Context:
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
+        store=store,
+        rank=-1 if store is None else rank,
+        world_size=-1 if store is None else world_size,
     )
     return Context(
         rank=rank,

@@ -32,7 +32,7 @@ def training_arguments(config: Config, context: Context, total_steps: int, adapt
     with adapter.argument_context():
         arguments = TrainingArguments(
             output_dir=str(context.run_dir),
-            per_device_train_batch_size=train.micro_batch_size,
+            per_device_train_batch_size=train.micro_batch,
             gradient_accumulation_steps=train.gradient_accumulation_steps,
             max_steps=total_steps,
             learning_rate=train.learning_rate,

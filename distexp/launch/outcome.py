@@ -25,6 +25,7 @@ from distexp.runs import attempts
 from distexp.runs.environment import make_environment
 from distexp.runs.events import last_value, resume_changes
 from distexp.runs.full_disk import name_folder, release_reserve
+from distexp.runs.micro_batch import add_search
 from distexp.runs.record import RunError, RunInfo, RunRecord
 from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
 from distexp.runs.spec import RunSpec
@@ -113,6 +114,7 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
     environment = make_environment(on_gpu=device == "cuda", variables=variables)
     record = RunRecord(status=status, run=run, config=asdict(spec.config), error=error, environment=environment)
     record.memory["torch"] = [json.loads(path.read_text()) for path in allocator_paths(directory)]
+    add_search(record, directory)
     return record
 
 

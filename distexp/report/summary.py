@@ -123,7 +123,8 @@ def _setup_peaks(overview: Overview) -> Iterator[str]:
     for row in (row for group in overview.groups for row in group.counted_rows if row.completed):
         phases = [entry.get("phases") or {} for entry in row.record.memory.get("cpu") or []]
         setup = max((peaks.get("setup") or 0.0 for peaks in phases), default=0.0)
-        later = max((peak for peaks in phases for phase, peak in peaks.items() if phase != "setup"), default=0.0)
+        steps = [peak for peaks in phases for phase, peak in peaks.items() if phase not in ("setup", "search")]
+        later = max(steps, default=0.0)
         if later and setup > HIGH_SETUP_PEAK * later:
             yield f"Run {row.label} had its memory peak during setup. After setup its peak was {later:,.0f} MiB."
             if row.settings.get("strategy") == "deepspeed":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from distexp.config import Config
+from distexp.config.batch_sizes import searches_micro_batch
 from distexp.config.size_checks import check_samples_per_rank, check_sequence_length
 
 TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
@@ -74,8 +75,9 @@ def check_sizes(config: Config) -> Iterator[str]:
     """Yield an error for texts or micro-batches that are too long or too large."""
     samples = config.dataset.train_size
     errors = [check_sequence_length(config.dataset, config.model)]
+    smallest = 1 if searches_micro_batch(config) else config.train.micro_batch
     if samples is not None:
-        errors.append(check_samples_per_rank(samples, config.cluster.world_size, config.train.micro_batch_size))
+        errors.append(check_samples_per_rank(samples, config.cluster.world_size, smallest))
     yield from filter(None, errors)
 
 

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from distexp.config import Config, ConfigError
 from distexp.config.value_checks import check_values
 from distexp.resolve.absolute_paths import make_paths_absolute
+from distexp.resolve.batch_sizes import set_accumulation
 from distexp.resolve.cross_checks import check_device, check_lengths, check_sizes, check_task, check_tracker
 from distexp.resolve.file_checks import (
     check_checkpoint,
@@ -48,6 +49,7 @@ DECISIONS: tuple[Step, ...] = (
     set_strategy_defaults,  # needs the device
     choose_kernels,  # needs the options of the strategy
     apply_scaling,  # needs the number of workers
+    set_accumulation,  # needs the scaled micro-batch
 )
 """Steps that set what the user left open. Each one relies on those before it."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from distexp.checkpoints.folder import MANIFEST, candidates, read_manifest
 from distexp.config import Config
+from distexp.config.batch_sizes import searches_micro_batch
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
 from distexp.config.model_checks import loads_from_source, weights_source_key
@@ -42,14 +43,22 @@ def run_id(config: Config) -> str:
                 content[section][name] = fingerprint(path)
     _identify_model(config, content["model"])
     _remove_unchanged(content)
-    for key in ("checkpoint_every", "profile_steps"):
-        del content["train"][key]
+    for key in ("checkpoint_every", "profile_steps", "micro_batch_search_s", _redundant_size(config)):
+        content["train"].pop(key, None)
     if content["train"]["compile"] == "blocks":
         content["train"]["compile"] = True
     if content["train"]["resume"] is not None:
         content["train"]["resume"] = checkpoint_fingerprint(Path(content["train"]["resume"]))
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _redundant_size(config: Config) -> str:
+    """Return the key of ``train`` that follows from the others.
+
+    A searched micro-batch is no part of the id, so that all machines give one id. Then the global batch is one.
+    """
+    return "gradient_accumulation_steps" if searches_micro_batch(config) else "global_batch_size"
 
 
 def _remove_unchanged(content: dict[str, Any]) -> None:

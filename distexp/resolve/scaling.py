@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from distexp.config import Config
+from distexp.config.batch_sizes import searches_micro_batch
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
 from distexp.resolve.shrink import check_worker_limit
 from distexp.strategies.base import load_strategy
@@ -94,17 +95,20 @@ def _base_workers(config: Config) -> int:
 
 
 def _split_batch(config: Config) -> None:
-    """Split the global batch of ``base_workers`` among all workers."""
-    config.train.micro_batch_size = config.train.micro_batch_size * _base_workers(config) // config.cluster.world_size
+    """Split the global batch of ``base_workers`` among all workers. A searched micro-batch needs no split."""
+    if not searches_micro_batch(config):
+        config.train.micro_batch_size = config.train.micro_batch * _base_workers(config) // config.cluster.world_size
 
 
 def _micro_batch_errors(config: Config) -> list[str]:
-    samples = config.train.micro_batch_size * _base_workers(config)
+    if searches_micro_batch(config):
+        return []
+    samples = config.train.micro_batch * _base_workers(config)
     if samples % config.cluster.world_size == 0:
         return []
     return [
         f"scaling={config.scaling.name} cannot split {samples} samples (train.micro_batch_size="
-        f"{config.train.micro_batch_size} x scaling.base_workers={_base_workers(config)}) evenly among "
+        f"{config.train.micro_batch} x scaling.base_workers={_base_workers(config)}) evenly among "
         f"{config.cluster.world_size} workers: change one of them"
     ]
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from distexp.config import Config, DatasetConfig, ModelConfig
+from distexp.config.batch_sizes import searches_micro_batch
 from distexp.config.paths import conf_dir
 
 MIN_HEAD_WIDTH, MIN_CHANNELS = 4, 8
@@ -19,7 +20,8 @@ def shrink_to_scale(config: Config) -> list[str]:
         return []
     errors = _shrink_model(config)
     _shrink_data(config)
-    train.micro_batch_size = _at_most(train.micro_batch_size, scale.micro_batch_size)
+    if not searches_micro_batch(config):
+        train.micro_batch_size = _at_most(train.micro_batch, scale.micro_batch_size)
     train.gradient_accumulation_steps = _at_most(train.gradient_accumulation_steps, scale.gradient_accumulation_steps)
     if config.precision.name == "fp16" and config.cluster.device == "cpu":
         config.precision.name = "fp32"  # fp16 needs a GPU

@@ -27,7 +27,7 @@ class Events:
         self.set_phase("setup")
 
     def set_phase(self, phase: str, **content: Any) -> None:
-        """Mark the start of a phase: preflight, setup, warmup, train, profile, eval, save or done."""
+        """Mark the start of a phase: search, preflight, setup, warmup, train, profile, eval, save or done."""
         self.phase = phase
         self.advance()
         self.emit(phase=phase, **content)

@@ -33,7 +33,7 @@ class RunError:
 
     type: str = field(metadata=describe("Class of the error, for example `OutOfMemoryError`."))
     message: str = field(metadata=describe("Message of the error."))
-    phase: str | None = key(None, "Phase of the error: setup, warmup, train, profile, eval or save.")
+    phase: str | None = key(None, "Phase of the error: search, setup, warmup, train, profile, eval or save.")
     rank: int | None = key(None, "Rank of the worker that failed first.")
     errors: list[str] = key([], "All errors of an invalid run. `message` joins them.")
     log: str | None = key(None, "Log of that worker, relative to the run directory. It has the traceback.")
@@ -174,6 +174,18 @@ class Metrics:
             ".cache_hits": "Graphs from the cache of an earlier run.",
             ".cache_misses": "Graphs that were not in the cache.",
             ".cuda_graph_skips": "Graphs for which torch did not record a CUDA graph.",
+        },
+    )
+    micro_batch_search: dict[str, Any] | None = key(
+        None,
+        "Search of `train.micro_batch_size=auto`, before the training.",
+        parts={
+            ".chosen": "Chosen micro-batch size. Null: none fits.",
+            ".candidates[]": "`micro_batch_size`, `outcome` (`fits`, `too_large`, `oom`), `samples_per_second` of a "
+            "step, `peak_mib`, `base_mib` before the last forward pass, `usable_mib`.",
+            ".seconds": "Duration of the search, in seconds.",
+            ".stored_in": "File of the earlier search that gave the result. Null: the run searched.",
+            ".skipped": "Smallest size that was not tried because it needs more memory than there is.",
         },
     )
     data_wait_s: float | None = key(

@@ -15,6 +15,8 @@ EVENTS = "events.jsonl"
 PREDICTIONS = "predictions.json"
 PREFLIGHT = "preflight.json"
 DS_CONFIG = "ds_config.json"
+MICRO_BATCH = "micro_batch.json"
+"""The search of ``train.micro_batch_size=auto``, which rank 0 writes before the training."""
 STOP_REQUEST = "notice.json"
 HEARTBEAT = "heartbeat"
 OWNER = "owner.json"
@@ -38,7 +40,7 @@ ATTEMPTS = "attempts"
 """``attempts/<k>/`` contains the files of attempt k. The files of the latest attempt are in the run directory."""
 
 ATTEMPT_FILES = (
-    *(RESULT, LOGS, MEMORY, MODEL, METRICS, EVENTS, PREDICTIONS, PREFLIGHT),
+    *(RESULT, LOGS, MEMORY, MODEL, METRICS, EVENTS, PREDICTIONS, PREFLIGHT, MICRO_BATCH),
     *(HEARTBEAT, OPERATORS, OWNER, RENDEZVOUS, STOP_REQUEST, OOM_KILLS),
 )
 """Files and folders of one attempt. The record is one too, but gets another name in ``attempts/<k>/``."""
@@ -75,6 +77,11 @@ def log_dir(run_dir: Path, node: int) -> Path:
 def log_path(run_dir: Path, node: int, rank: int) -> Path:
     """Return the file with the output of a rank."""
     return log_dir(run_dir, node) / f"rank{rank}.log"
+
+
+def search_log_path(run_dir: Path, node: int, rank: int) -> Path:
+    """Return the file with the output of a rank's search for a micro-batch size."""
+    return log_dir(run_dir, node) / f"rank{rank}.search.log"
 
 
 def find_log(run_dir: Path, rank: int) -> Path | None:

@@ -44,6 +44,7 @@ class DeepSpeed(Strategy):
     """Optimizer states, gradients and parameters partitioned over the workers by ZeRO."""
 
     requires: ClassVar[tuple[str, ...]] = (COMMUNICATION, "deepspeed")
+    fixes_accumulation: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DeepSpeedAdapter"
 
     def set_defaults(self, config: Config) -> None:

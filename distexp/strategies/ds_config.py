@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import Config
+from distexp.config.batch_sizes import searches_micro_batch
 
 BUCKETS = (
     "reduce_bucket_size",
@@ -102,10 +103,7 @@ def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
 def _values_set_by_distexp(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the path into a ds_config and the value of every key that distexp sets."""
     train, options = config.train, config.deepspeed
-    micro, accumulation = train.micro_batch_size, train.gradient_accumulation_steps
-    yield ("train_micro_batch_size_per_gpu",), micro
-    yield ("gradient_accumulation_steps",), accumulation
-    yield ("train_batch_size",), micro * accumulation * world_size
+    yield from _batch_sizes(config, world_size)
     yield ("gradient_clipping",), train.gradient_clipping or 0.0
     autocast = uses_autocast(config)
     yield ("bf16", "enabled"), config.precision.name == "bf16" and not autocast
@@ -128,6 +126,17 @@ def _values_set_by_distexp(config: Config, world_size: int) -> Iterator[tuple[tu
     for key in BUCKETS:
         if (value := getattr(options, key)) is not None:
             yield ("zero_optimization", key), value
+
+
+def _batch_sizes(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+    train = config.train
+    yield ("train_micro_batch_size_per_gpu",), train.micro_batch_size
+    if searches_micro_batch(config):
+        yield ("gradient_accumulation_steps",), "auto"
+        yield ("train_batch_size",), train.global_batch_size
+    else:
+        yield ("gradient_accumulation_steps",), train.gradient_accumulation_steps
+        yield ("train_batch_size",), train.micro_batch * train.gradient_accumulation_steps * world_size
 
 
 def conflicts(config: Config) -> Iterator[str]:

@@ -44,6 +44,7 @@ from distexp.runs.environment import make_environment
 from distexp.runs.events import Events
 from distexp.runs.files import write_json
 from distexp.runs.full_disk import write_despite_full_disk
+from distexp.runs.micro_batch import add_search
 from distexp.runs.record import Environment, Metrics, RunRecord
 from distexp.runs.run_dir import PREDICTIONS
 from distexp.runs.spec import RunSpec
@@ -57,6 +58,8 @@ from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
 from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.generation import check_has_references, score_answers
+from distexp.worker.micro_batch.processes import ModelParts
+from distexp.worker.micro_batch.search import find_micro_batch
 from distexp.worker.utilization import add_flops
 
 
@@ -75,8 +78,9 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime", on a CPU
     spec = RunSpec.read(run_dir)
+    spec, store = find_micro_batch(spec, run_dir, events, ModelParts(load_data, build_model))
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
-    context = join(spec, run_dir)
+    context = join(spec, run_dir, store)
     place = f"{socket.gethostname()}, {context.device}, rendezvous {rendezvous_address()}"
     print(f"rank {context.rank} of {context.world_size}: {place}", flush=True)
     if not launched:
@@ -145,6 +149,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
         environment=rank_environment(context.device),
         metrics=logger.finish(),
     )
+    add_search(record, context.run_dir)
     if config.train.compiled == "graphs" and context.rank == 0:
         print_graph_skips(record.metrics)
     watched = gather_to_all(logger.allocator.summary())
@@ -253,11 +258,11 @@ def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[Shar
     """Return this rank's loaders of the training and the evaluation set."""
     train, place = config.train, (context.rank, context.world_size)
     unit = "rows" if config.dataset.packing else "samples"
-    if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch_size, unit=unit):
+    if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch, unit=unit):
         raise ConfigError(error)
     shardings = (
-        BatchSharding(*place, train.micro_batch_size, train.gradient_accumulation_steps),
-        BatchSharding(*place, train.eval_batch_size or train.micro_batch_size),
+        BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps),
+        BatchSharding(*place, train.eval_batch_size or train.micro_batch),
     )
     training, evaluation = (
         ShardedLoader(

@@ -23,14 +23,19 @@ from distexp.distributed.process_group import join
 from distexp.models import transforms
 from distexp.runs.events import Events
 from distexp.runs.spec import RunSpec
-from distexp.worker.rank import train
+from distexp.worker.micro_batch.processes import ModelParts
+from distexp.worker.micro_batch.search import find_micro_batch
+from distexp.worker.rank import build_model, load_data, train
 
 
 def main() -> None:
     """Train all cells; rank 0 writes the record and the counted calls of each."""
     torch.set_num_threads(1)
     cells = sorted(path.parent for path in Path(sys.argv[1]).glob("*/spec.json"))
-    context = join(RunSpec.read(cells[0]), cells[0])
+    parts = ModelParts(load_data, build_model)
+    # The processes of a search must be forked before this one uses gloo.
+    specs = {cell: find_micro_batch(RunSpec.read(cell), cell, Events(cell, enabled=False), parts)[0] for cell in cells}
+    context = join(specs[cells[0]], cells[0])
     for cell in cells:
         calls: Counter[str] = Counter()
         is_rank_0 = context.rank == 0
@@ -38,7 +43,7 @@ def main() -> None:
         # Inductor takes half a minute for a model. The graphs are those of the model with any backend.
         backend = "aot_eager" if cell.name.endswith("model_compiled") else "inductor"
         with count_calls(calls), patch.object(transforms, "BACKEND", backend):
-            record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, enabled=is_rank_0))
+            record = train(specs[cell], replace(context, run_dir=cell), Events(cell, enabled=is_rank_0))
         if is_rank_0:
             record.write(cell)
             (cell / "calls.json").write_text(json.dumps(calls))

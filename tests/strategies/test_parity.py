@@ -51,6 +51,7 @@ PACKED = (SDPA, "dataset.packing=true", "dataset.max_length=128")
 BUCKETED = ("dataset.bucketing=true",)
 STEP = "train.compute_weights=step"
 UNITS = "fsdp.blocks_per_unit=2"
+SEARCHED = ("train.micro_batch_size=auto", "train.global_batch_size=24")
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
 CELLS: dict[
     tuple[str, int], dict[str, tuple[str, ...]]
@@ -64,6 +65,7 @@ CELLS: dict[
         "gpt_full_shard_units": ("sharding=full_shard", UNITS, "model=gpt_tiny"),
         "bf16_ddp_communication": ("strategy=ddp", "precision=bf16", "ddp.communication=bf16"),
         "bf16_ddp_step": ("strategy=ddp", "precision=bf16", STEP),
+        "searched_full_shard": ("sharding=full_shard", *SEARCHED),
     },
     ("torch_options", 2): {
         "no_shard_units": ("sharding=no_shard", UNITS),

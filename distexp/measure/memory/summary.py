@@ -21,6 +21,9 @@ PROFILING_PHASE = "profile"
 """Phase that is excluded from the totals, because the profiler uses memory and time itself."""
 
 
+SEARCH_PHASE = "search"
+"""Phase of the search for a micro-batch size. It is excluded too, because it tries sizes that are not chosen."""
+
 TRAINING_PHASES = frozenset({"warmup", "train"})
 """Phases of the training steps. Before them a run may be small for most of its time."""
 
@@ -121,7 +124,8 @@ def _group_by_device(samples: Iterable[MemorySample]) -> dict[tuple[str, int], l
 
 def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
     # The profiler keeps its GPU memory until the process ends, so all later samples are excluded too.
-    counted = list(takewhile(_is_not_profiling, samples)) if kind == GPU else list(filter(_is_not_profiling, samples))
+    select = takewhile if kind == GPU else filter
+    counted = list(select(_is_not_profiling, filter(_is_not_searching, samples)))
     statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
     steps = [sample for sample in counted if sample.phase in TRAINING_PHASES]
     training = Statistics.of(_known(steps, lambda sample: sample.used_mib))
@@ -143,11 +147,16 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
 
 
 def _utilization(samples: Sequence[MemorySample]) -> Entry:
-    values = _known(filter(_is_not_profiling, samples), lambda sample: sample.utilization_pct)
+    counted = filter(_is_not_profiling, filter(_is_not_searching, samples))
+    values = _known(counted, lambda sample: sample.utilization_pct)
     return {
         "average_pct": _mean(values) if values else None,
         "phases": _by_phase(samples, lambda sample: sample.utilization_pct, _mean),
     }
+
+
+def _is_not_searching(sample: MemorySample) -> bool:
+    return sample.phase != SEARCH_PHASE
 
 
 def _is_not_profiling(sample: MemorySample) -> bool:

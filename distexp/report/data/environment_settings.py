@@ -22,7 +22,7 @@ SUBMISSION_KEYS = frozenset(
 """Keys of ``cluster`` that no metric depends on: how a job is submitted, and how long it may run."""
 
 CLUSTER_KEYS = frozenset(field.name for field in fields(ClusterConfig)) - TRAINING_KEYS - SUBMISSION_KEYS
-TRAIN_KEYS = frozenset({"checkpoint_every", "profile_steps"})
+TRAIN_KEYS = frozenset({"checkpoint_every", "profile_steps", "micro_batch_search_s"})
 SECTIONS = frozenset({"measure", "preflight", "tracker"})
 
 GPU = "gpu"

@@ -267,7 +267,7 @@ def _samples(group: RunGroup) -> float | None:
     micro, accumulation, epochs, size, max_steps = (group.setting(name) for name in names)
     steps = group.counted_rows[0].record.metrics.total_steps or max_steps
     bounds = [size * epochs] if size and epochs else []
-    if steps and micro and accumulation:
+    if steps and accumulation and isinstance(micro, (int, float)):
         bounds.append(steps * micro * accumulation * _world(group)[0])
     return min(bounds, default=None)
 

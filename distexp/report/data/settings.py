@@ -66,6 +66,8 @@ def task_name(settings: Mapping[str, Any]) -> str:
 
 def global_batch(settings: Mapping[str, Any]) -> int | None:
     """Return the samples of an optimizer step on all workers; None if unknown."""
+    if settings.get("global_batch_size"):
+        return int(settings["global_batch_size"])
     factors = [settings.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", WORKERS)]
     return math.prod(int(factor) for factor in factors if factor) if all(factors) else None
 

@@ -18,7 +18,8 @@ from distexp.report.traces import MAX_TRACES, RunTrace
 
 NOT_THE_MODEL = frozenset(
     {"strategy", "offload", "engine", "device", "nodes", "workers"}
-    | {"micro_batch_size", "gradient_accumulation_steps", "eval_batch_size", "log_every", "measure_after_step"}
+    | {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "eval_batch_size"}
+    | {"log_every", "measure_after_step"}
 )
 """Settings that distribute a training and should not change its losses, if the global batch is the same."""
 

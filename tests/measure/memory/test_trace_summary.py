@@ -89,6 +89,18 @@ def test_profiling_is_excluded_from_totals(tmp_path: Path) -> None:
     assert found.utilization["gpu"][0]["average_pct"] == pytest.approx(200 / 3)
 
 
+def test_the_search_for_a_micro_batch_is_excluded_from_totals(tmp_path: Path) -> None:
+    """It tries sizes that are not chosen."""
+    events = tmp_path / "events.jsonl"
+    for time_s, phase in ((0, "search"), (2, "train")):
+        write_event(events, time_s, phase)
+    samples = [replace(gpu(t, mib), utilization_pct=mib) for t, mib in enumerate([90.0, 80.0, 30.0, 40.0])]
+    found = summarize([write(tmp_path / "node0.csv", samples)], events)
+    assert found.memory["gpu"][0]["peak_mib"] == 40
+    assert found.memory["gpu"][0]["phases"] == {"search": 90, "train": 40}
+    assert found.utilization["gpu"][0]["average_pct"] == 35
+
+
 def test_phases_by_time(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     write_event(events, 10, "setup")

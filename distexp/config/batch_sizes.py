@@ -1,0 +1,33 @@
+"""Sizes of the batches of a training: micro-batch, accumulation and global batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distexp.config import Config
+
+AUTO = "auto"
+"""Value of ``train.micro_batch_size`` for which the workers search the size."""
+
+
+def searches_micro_batch(config: Config) -> bool:
+    """Return whether the workers search the micro-batch size."""
+    return config.train.micro_batch_size == AUTO
+
+
+def samples_per_worker(config: Config) -> int:
+    """Return the samples of an optimizer step on each worker, for a configuration with a global batch size."""
+    assert config.train.global_batch_size is not None, "resolve() requires it for micro_batch_size=auto"
+    return config.train.global_batch_size // config.cluster.world_size
+
+
+def with_micro_batch(config: Config, size: int, accumulation: int | None = None) -> Config:
+    """Return a configuration with a micro-batch size.
+
+    Args:
+        config: the configuration.
+        size: samples per worker and forward pass.
+        accumulation: micro-batches per optimizer step; None: as many as give the global batch size.
+    """
+    steps = samples_per_worker(config) // size if accumulation is None else accumulation
+    return replace(config, train=replace(config.train, micro_batch_size=size, gradient_accumulation_steps=steps))

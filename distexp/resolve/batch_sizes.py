@@ -1,0 +1,50 @@
+"""The global batch size, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from distexp.config import Config
+from distexp.config.batch_sizes import searches_micro_batch
+
+
+def set_accumulation(config: Config) -> Iterator[str]:
+    """Set the accumulation to the global batch size, and yield an error if no whole number fits."""
+    train, workers = config.train, config.cluster.world_size
+    total = train.global_batch_size
+    if searches_micro_batch(config):
+        yield from _search_errors(config)
+        train.gradient_accumulation_steps = 1  # of each size that the search tries, it has another value
+    elif total is not None:
+        per_pass = train.micro_batch * workers
+        if total % per_pass:
+            yield (
+                f"train.global_batch_size={total} is no multiple of train.micro_batch_size={train.micro_batch} x "
+                f"{workers} workers = {per_pass}: use {_multiples(total, per_pass)}, or another micro-batch size"
+            )
+        train.gradient_accumulation_steps = max(1, total // per_pass)
+
+
+def _search_errors(config: Config) -> Iterator[str]:
+    train, workers = config.train, config.cluster.world_size
+    total = train.global_batch_size
+    if total is None:
+        yield (
+            "train.micro_batch_size=auto needs the samples of an optimizer step: set train.global_batch_size, for "
+            f"example to {16 * workers}"
+        )
+    elif total % workers:
+        yield (
+            f"train.global_batch_size={total} is no multiple of the {workers} workers: use {_multiples(total, workers)}"
+        )
+    if config.engine.name != "native":
+        yield (
+            f"train.micro_batch_size=auto is not supported by engine={config.engine.name}: use engine=native, or a "
+            "number"
+        )
+
+
+def _multiples(total: int, factor: int) -> str:
+    """Return the multiples of a factor next to a number, as in ``60 or 72``."""
+    below = total // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)

@@ -1,0 +1,99 @@
+"""The search of ``train.micro_batch_size=auto`` on disk: ``micro_batch.json`` of a run, and the stored searches.
+
+Rank 0 writes the file of a run before the training starts. So the record contains the search even if the run fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distexp.runs.files import read_json, write_json
+from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import MICRO_BATCH
+from distexp.runs.typed_values import typed
+
+FITS, OUT_OF_MEMORY, TOO_LARGE = "fits", "oom", "too_large"
+"""Outcomes of a candidate. ``too_large``: it ran, and left too little memory."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A micro-batch size that the search tried, over all ranks."""
+
+    micro_batch_size: int
+    outcome: str
+    samples_per_second: float | None = None  # of a whole step, over all ranks
+    peak_mib: float | None = None  # of the rank with the most
+    base_mib: float | None = None  # before the forward pass of the last micro-batch, of the rank with the most
+    usable_mib: float | None = None  # of the rank with the least
+
+
+@dataclass(frozen=True)
+class MicroBatchSearch:
+    """A search, and what it chose."""
+
+    chosen: int | None  # None: no size fits
+    candidates: list[Candidate] = field(default_factory=list)
+    seconds: float = 0.0
+    stored_in: str | None = None  # file of an earlier search that gave this result
+    skipped: int | None = None  # smallest size that was not tried because it needs too much memory
+
+    def write(self, path: Path) -> None:
+        """Write the search as JSON, atomically."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> MicroBatchSearch | None:
+        """Read a search; None if the file is missing or damaged."""
+        try:
+            return cls.from_json(read_json(path))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    @classmethod
+    def from_json(cls, raw: Any) -> MicroBatchSearch:
+        """Return the search that ``asdict`` has made a dictionary of.
+
+        Raises:
+            ValueError: if it is none.
+            TypeError: if a key is missing.
+        """
+        if not isinstance(raw, dict) or not isinstance(raw.get("candidates"), list):
+            raise ValueError(f"{raw!r} is not a search")
+        candidates = [typed(Candidate, each) for each in raw["candidates"]]
+        return typed(cls, {**raw, "candidates": []}).with_candidates(candidates)
+
+    def with_candidates(self, candidates: Sequence[Candidate]) -> MicroBatchSearch:
+        """Return a copy with other candidates."""
+        return MicroBatchSearch(self.chosen, list(candidates), self.seconds, self.stored_in, self.skipped)
+
+
+def describe_search(search: MicroBatchSearch) -> str:
+    """Return the line for the terminal: ``micro-batch: 32 (of 1, 2, 4, 8, 16, 32; 64 ran out of memory)``."""
+    remarks = [f"of {_sizes(search, FITS)}"]
+    remarks += [f"{sizes} left too little memory" for sizes in [_sizes(search, TOO_LARGE)] if sizes]
+    remarks += [f"{sizes} ran out of memory" for sizes in [_sizes(search, OUT_OF_MEMORY)] if sizes]
+    remarks += [f"{search.skipped} would not fit"] if search.skipped is not None else []
+    remarks.append(f"from {search.stored_in}" if search.stored_in else f"{search.seconds:.0f} s")
+    return f"micro-batch: {search.chosen} ({'; '.join(remarks)})"
+
+
+def _sizes(search: MicroBatchSearch, outcome: str) -> str:
+    """Return the sizes with an outcome, as in ``1, 2, 4``."""
+    return ", ".join(map(str, sorted(each.micro_batch_size for each in search.candidates if each.outcome == outcome)))
+
+
+def add_search(record: RunRecord, run_dir: Path) -> None:
+    """Add the search of a run to its record: the candidates, and the sizes that were chosen."""
+    search = MicroBatchSearch.read(run_dir / MICRO_BATCH)
+    if search is None:
+        return
+    record.metrics.micro_batch_search = asdict(search)
+    train = record.config["train"]
+    if search.chosen is not None and isinstance(train["micro_batch_size"], str):
+        workers = record.config["cluster"]["nodes"] * record.config["cluster"]["workers_per_node"]
+        train["micro_batch_size"] = search.chosen
+        train["gradient_accumulation_steps"] = train["global_batch_size"] // (workers * search.chosen)

@@ -1,0 +1,259 @@
+"""Processes that try micro-batch sizes: one per rank, in a separate process group.
+
+A rank that runs out of memory leaves the others in a collective, from which nothing could free them. So each rank forks
+a process for the trials and waits for it. If one of them ends, all ranks end theirs. The ranks themselves use no GPU
+until the search is over, so the training starts in a clean process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from distexp.config import Config, ConfigError
+from distexp.config.batch_sizes import samples_per_worker
+from distexp.data.base import TaskData
+from distexp.distributed.context import Context
+from distexp.distributed.process_group import Store, connect_to_store, join, sub_store
+from distexp.models.blueprint import Blueprint
+from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, Candidate
+from distexp.runs.run_dir import search_log_path
+from distexp.runs.spec import RunSpec
+from distexp.runs.typed_values import typed
+from distexp.strategies.base import load_strategy
+from distexp.system.processes import die_with_parent
+from distexp.system.seeding import seed_everything
+from distexp.worker.compile_cache import use_compile_cache
+from distexp.worker.micro_batch.sizes import SizeSearch, divisors
+from distexp.worker.micro_batch.trial import Trials, config_of_round, micro_batches_per_step
+
+POLL_S = 0.05
+LONGEST = timedelta(days=1)
+"""Timeout for a message of another rank. The agents end a run that hangs earlier."""
+
+MEMORY_CODE = 77
+"""Exit code of a process that ran out of memory."""
+
+MEMORY_ERROR = re.compile(r"out of memory|STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Functions that load the data and build the model of a run."""
+
+    load_data: Callable[[Config, Context], TaskData]
+    build_model: Callable[[Config, TaskData, Context], Blueprint]
+
+
+class SearchError(RuntimeError):
+    """A process that tried micro-batch sizes failed, and not for lack of memory."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Processes that try sizes until one runs out of memory, or the next size needs other processes.
+
+    Attributes:
+        store: the store of this round; its content is the same on all ranks.
+        number: the number of the round.
+        tried: the candidates of earlier rounds.
+    """
+
+    spec: RunSpec
+    run_dir: Path
+    parts: ModelParts
+    store: Store
+    number: int
+    tried: Sequence[Candidate]
+
+    def run(self, deadline: float) -> SizeSearch:
+        """Run the processes on all ranks; return all candidates so far.
+
+        Args:
+            deadline: value of ``time.monotonic`` after which rank 0 ends the round, if there is a candidate.
+
+        Raises:
+            SearchError: a process failed.
+            ConfigError: a process refused the configuration.
+        """
+        rank, world_size = int(os.environ["RANK"]), self.spec.world_size
+        with TemporaryDirectory(prefix="distexp-search-") as folder:
+            pid = self._fork(Path(folder))
+            code = self._wait(pid, deadline if rank == 0 else float("inf"))
+            error = Path(folder, "error.json")
+            known = code not in (0, None) and error.exists()
+            self.store.set(f"end/{rank}", error.read_text() if known else json.dumps({"code": code}))
+        if code not in (0, None):
+            self.store.set("stop", "")
+        self.store.wait([f"end/{each}" for each in range(world_size)], LONGEST)
+        ends = [json.loads(self.store.get(f"end/{each}")) for each in range(world_size)]
+        return self._conclude(ends)
+
+    def _conclude(self, ends: list[dict[str, Any]]) -> SizeSearch:
+        """Return the candidates, with the one during which a process ran out of memory."""
+        codes = [end["code"] for end in ends]
+        out_of_memory = any(code in (MEMORY_CODE, -signal.SIGKILL) for code in codes)
+        if not out_of_memory and any(codes):
+            _raise_first(ends)
+        sizes = json.loads(self.store.get("sizes")) if self.store.check(["sizes"]) else [1]
+        search = SizeSearch(sizes, [*self.tried, *self._candidates()], self.spec.config.train.compiled != "none")
+        failed = search.next_size()
+        if out_of_memory and failed is not None:
+            return replace(search, tried=[*search.tried, Candidate(failed, OUT_OF_MEMORY)])
+        return search
+
+    def _candidates(self) -> list[Candidate]:
+        """Return the candidates of this round so far."""
+        count = self.store.add("candidates", 0)
+        return [typed(Candidate, json.loads(self.store.get(f"candidate/{each}"))) for each in range(count)]
+
+    def _wait(self, pid: int, deadline: float) -> int | None:
+        """Wait for the process of this rank; end it if another rank's has failed, or after the deadline.
+
+        Returns:
+            The exit code as in subprocess; None if the process was ended here.
+        """
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            late = time.monotonic() > deadline and any(
+                each.outcome == FITS for each in [*self.tried, *self._candidates()]
+            )
+            if late:
+                self.store.set("stop", "")
+            if late or self.store.check(["stop"]):
+                os.kill(pid, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                return None if code == -signal.SIGKILL else code  # it may have ended just before
+            time.sleep(POLL_S)
+
+    def _fork(self, folder: Path) -> int:
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            self._run_process(parent, folder)
+        return pid
+
+    def _run_process(self, parent: int, folder: Path) -> NoReturn:
+        """Try sizes in the forked process, and end it."""
+        code = 1
+        try:
+            die_with_parent(parent=parent)
+            self._redirect_output()
+            store = sub_store(_prefix(self.number), connect_to_store(self.spec))
+            group = sub_store("group", store)
+            self._try_sizes(store, replace(join(self.spec, self.run_dir, group), run_dir=folder))
+            code = 0
+        except BaseException as error:
+            traceback.print_exception(error)
+            code = MEMORY_CODE if ran_out_of_memory(error) else 1
+            messages = error.errors if isinstance(error, ConfigError) else None
+            content = {
+                "code": code,
+                "time": time.time(),
+                "type": type(error).__name__,
+                "message": str(error),
+                "errors": messages,
+            }
+            (folder / "error.json").write_text(json.dumps(content))
+        finally:
+            os._exit(code)
+
+    def _redirect_output(self) -> None:
+        rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
+        path = search_log_path(self.run_dir, node, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+    def _try_sizes(self, store: Store, context: Context) -> None:
+        config = self.spec.config
+        # After a fork, the first call repairs the thread pool of torch. Two threads must not do that at once.
+        torch.set_num_threads(config.cluster.cpus_per_worker or 1)
+        if config.train.compile:
+            use_compile_cache()
+        seed_everything(config.train.seed)  # as before a training
+        data = self.parts.load_data(config, context)
+        limit = -(-len(data.train) // context.world_size)
+        sizes = divisors(samples_per_worker(config), limit)
+        store.set("sizes", json.dumps(sizes))
+        search = SizeSearch(sizes, self.tried, config.train.compiled != "none")
+        size = search.next_size()
+        if size is None:
+            return
+        config = config_of_round(config, size)
+        trials = Trials(config, self.parts.build_model(config, data, context), data, context)
+        first = size
+        while size is not None and not needs_new_process(config, first, size):
+            print(f"micro-batch {size}", flush=True)
+            candidate = trials.measure(size)
+            search = replace(search, tried=[*search.tried, candidate])
+            if context.rank == 0:
+                number = len(search.tried) - len(self.tried) - 1
+                store.set(f"candidate/{number}", json.dumps(asdict(candidate)))
+                store.add("candidates", 1)
+            dist.barrier()  # so that the candidate is stored before the next one may run out of memory
+            size = search.next_size()
+        _wait_for_all(store, context.world_size)
+
+
+def start_round(spec: RunSpec, run_dir: Path, parts: ModelParts, store: Store, done: SizeSearch | None) -> Round:
+    """Return the next round of a search, after the results so far."""
+    tried = done.tried if done else []
+    number = len(tried)
+    return Round(spec, run_dir, parts, sub_store(_prefix(number), store), number, tried)
+
+
+def _prefix(number: int) -> str:
+    return f"micro-batch/{number}"
+
+
+def _wait_for_all(store: Store, world_size: int) -> None:
+    """Return when all ranks have left their last collective. Then the end of one process disturbs no other."""
+    if store.add("finished", 1) == world_size:
+        store.set("all finished", "")
+    store.wait(["all finished"], LONGEST)
+
+
+def needs_new_process(config: Config, first: int, size: int) -> bool:
+    """Return whether a size cannot be tried in processes that were made for another size.
+
+    Compiled code would be specialized for several shapes at once, and CUDA graphs keep their memory.
+    """
+    if size == first:
+        return False
+    steps = [micro_batches_per_step(config, each) for each in (first, size)]
+    return config.train.compiled != "none" or (load_strategy(config).fixes_accumulation and steps[0] != steps[1])
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that the memory of the GPU or of the machine is full."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(MEMORY_ERROR.search(str(error)))
+
+
+def _raise_first(ends: Sequence[dict[str, Any]]) -> NoReturn:
+    """Raise the first error of a rank. Later ones are its consequences."""
+    failed = [rank for rank, end in enumerate(ends) if end["code"]]
+    rank = min(failed, key=lambda each: float(ends[each].get("time", 0)))
+    end = ends[rank]
+    if end.get("errors"):
+        raise ConfigError(end["errors"])
+    detail = f"{end['type']}: {end['message']}" if "type" in end else f"exit code {end['code']}"
+    raise SearchError(
+        f"the search for train.micro_batch_size=auto failed on rank {rank} ({detail}): see "
+        f"logs/node*/rank{rank}.search.log, or set a number"
+    )

@@ -1,0 +1,86 @@
+"""The micro-batch size of a run with ``train.micro_batch_size=auto``: stored, or searched."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from distexp.config.batch_sizes import samples_per_worker, searches_micro_batch, with_micro_batch
+from distexp.distributed.process_group import Store, open_store, sub_store
+from distexp.runs.events import Events
+from distexp.runs.micro_batch import MicroBatchSearch, describe_search
+from distexp.runs.run_dir import MICRO_BATCH
+from distexp.runs.spec import RunSpec
+from distexp.worker.micro_batch.processes import LONGEST, ModelParts, start_round
+from distexp.worker.micro_batch.sizes import SizeSearch
+from distexp.worker.micro_batch.stored import read_stored, store, stored_path
+
+NOTHING_FITS = (
+    "train.micro_batch_size=auto found no size that fits: a micro-batch of 1 sample needs more memory than there is. "
+    "Lower dataset.max_length, or choose sharding=full_shard, offload=true or train.activation_checkpointing=true"
+)
+
+
+def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelParts) -> tuple[RunSpec, Store | None]:
+    """Return the run with a number as its micro-batch size, and the store to join; None: a new one.
+
+    All ranks must call it, before they use a GPU. Without ``auto`` it changes nothing.
+
+    Raises:
+        torch.OutOfMemoryError: no size fits.
+    """
+    if not searches_micro_batch(spec.config) or spec.config.preflight.only:
+        return spec, None
+    events.set_phase("search")
+    connection = open_store(spec)
+    is_rank_0 = os.environ["RANK"] == "0"
+    path = stored_path(spec.config)
+    search = _share(connection, "stored", read_stored(path, samples_per_worker(spec.config)) if is_rank_0 else None)
+    if search is None:
+        search = run_search(spec, run_dir, parts, connection)
+        if is_rank_0 and search.chosen is not None:
+            store(search, path)
+    if is_rank_0:
+        search.write(run_dir / MICRO_BATCH)
+    if search.chosen is None:
+        raise torch.OutOfMemoryError(NOTHING_FITS)
+    if is_rank_0:
+        print(describe_search(search), flush=True)
+    events.set_phase("setup")
+    chosen = replace(spec, config=with_micro_batch(spec.config, search.chosen))
+    return chosen, sub_store("training", connection)
+
+
+def run_search(spec: RunSpec, run_dir: Path, parts: ModelParts, connection: Store) -> MicroBatchSearch:
+    """Try sizes until the search is complete or its time is over; the result is the same on all ranks."""
+    started = time.monotonic()
+    deadline = started + spec.config.train.micro_batch_search_s
+    done: SizeSearch | None = None
+    while done is None or (done.next_size() is not None and _may_continue(done, connection, deadline)):
+        done = start_round(spec, run_dir, parts, connection, done).run(deadline)
+    return MicroBatchSearch(done.choose(), list(done.tried), time.monotonic() - started, skipped=done.too_large())
+
+
+def _may_continue(done: SizeSearch, connection: Store, deadline: float) -> bool:
+    """Return whether there is no result, or rank 0 has time for another round; the same on all ranks."""
+    if done.choose() is None:
+        return True
+    key = f"has-time/{len(done.tried)}"
+    if os.environ["RANK"] == "0":
+        connection.set(key, str(int(time.monotonic() < deadline)))
+    connection.wait([key], LONGEST)
+    return bool(connection.get(key) == b"1")
+
+
+def _share(connection: Store, key: str, search: MicroBatchSearch | None) -> MicroBatchSearch | None:
+    """Return rank 0's search on all ranks."""
+    if os.environ["RANK"] == "0":
+        connection.set(key, json.dumps(asdict(search)) if search else "")
+    connection.wait([key], LONGEST)
+    content = connection.get(key)
+    return MicroBatchSearch.from_json(json.loads(content)) if content else None

@@ -1,0 +1,215 @@
+"""What a trial measures, and how its result is stored and recorded."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distexp.config import Config, ConfigError
+from distexp.data.base import Batch
+from distexp.distributed.context import Context
+from distexp.launch.outcome import failed_record
+from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, Candidate, MicroBatchSearch, add_search
+from distexp.runs.record import RunError, RunRecord
+from distexp.worker.micro_batch.processes import (
+    MEMORY_CODE,
+    ModelParts,
+    Round,
+    SearchError,
+    needs_new_process,
+    ran_out_of_memory,
+)
+from distexp.worker.micro_batch.sizes import SizeSearch
+from distexp.worker.micro_batch.stored import read_stored, store, stored_path
+from distexp.worker.micro_batch.trial import StepTime, Trials, combine, config_of_round, longest_first
+from distexp.worker.rank import build_model, load_data
+from tests.helpers.runs import make_spec, resolve_cell
+
+SINGLE = ("strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu", "dataset.train_size=12")
+AUTO = ("train.micro_batch_size=auto", "train.global_batch_size=8", "dataset.eval_size=4")
+FOUND = MicroBatchSearch(4, [Candidate(2, FITS, 5.0, 100.0, 50.0, 900.0), Candidate(4, FITS, 9.0, 120.0)], 3.0)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Iterator[Context]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
+    dist.destroy_process_group()
+
+
+def make_trials(config: Config, context: Context) -> Trials:
+    data = load_data(config, context)
+    return Trials(config, build_model(config, data, context), data, context)
+
+
+def test_a_trial_runs_whole_steps_on_the_longest_samples(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of_round(resolve_cell(*SINGLE, *AUTO, "dataset.bucketing=true"), 2)
+    trials = make_trials(config, context)
+    seen: list[tuple[Batch, bool]] = []
+    forward_backward = trials.model.forward_backward
+
+    def record(batch: Batch, *, normalizer: torch.Tensor, last_micro: bool) -> torch.Tensor:
+        seen.append((batch, last_micro))
+        return forward_backward(batch, normalizer=normalizer, last_micro=last_micro)
+
+    monkeypatch.setattr(trials.model, "forward_backward", record)
+    found = trials.measure(2)
+    assert [last for _, last in seen] == [False, True] * 5, "two warm-up steps and three timed ones"
+    longest = max(len(sample["input_ids"]) for sample in (trials.data.train[index] for index in range(12)))
+    assert seen[0][0].inputs["attention_mask"].sum(dim=1).max() == longest
+    assert len(seen[0][0].labels) == found.micro_batch_size == 2
+    assert trials.tensors().optimizer_states, "the peak contains them"
+    assert found.outcome == FITS
+    assert found.samples_per_second is not None
+    assert found.samples_per_second > 0
+
+
+def test_a_whole_batch_has_one_micro_batch(context: Context) -> None:
+    assert config_of_round(resolve_cell(*SINGLE, *AUTO), 8).train.gradient_accumulation_steps == 1
+    assert config_of_round(resolve_cell(*SINGLE, *AUTO), 4).train.gradient_accumulation_steps == 2
+
+
+def test_images_keep_their_order(context: Context) -> None:
+    config = resolve_cell(*SINGLE, *AUTO, "model=resnet_tiny", "dataset=synthetic")
+    assert longest_first(load_data(config, context).train) == list(range(12))
+
+
+def test_the_slowest_and_fullest_rank_decides() -> None:
+    config = resolve_cell("strategy=ddp", "cluster.workers_per_node=2", "cluster.device=cpu", *AUTO)
+    ranks = [(1.0, 100.0, 60.0, 1000.0), (2.0, 300.0, 50.0, 800.0)]
+    assert combine(4, config, ranks) == Candidate(4, FITS, 4.0, 300.0, 60.0, 800.0)
+    assert combine(4, config, [ranks[0], (2.0, 790.0, 50.0, 800.0)]).outcome == TOO_LARGE
+    assert StepTime(other=2.0, last=3.0).of_whole_step(5) == 11.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "expected"),
+    [
+        (("strategy=single",), (1, 8), False),
+        (("zero_stage=2",), (1, 4), False),
+        (("zero_stage=2",), (4, 8), True),
+        (("strategy=single", "train.compile=blocks"), (2, 4), True),
+        (("strategy=single", "train.compile=blocks"), (4, 4), False),
+    ],
+)
+def test_sizes_share_processes_if_the_model_allows_it(
+    overrides: tuple[str, ...], sizes: tuple[int, int], expected: bool
+) -> None:
+    config = resolve_cell(*SINGLE[1:], *AUTO, *overrides)
+    assert needs_new_process(config, *sizes) == expected
+
+
+class Memory:
+    """A store in this process."""
+
+    def __init__(self, **content: object) -> None:
+        self.content = {name: json.dumps(value).encode() for name, value in content.items()}
+
+    def get(self, key: str) -> bytes:
+        return self.content[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return set(keys) <= set(self.content)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self.content.get(key, b"0")) + amount
+
+
+def conclude(tmp_path: Path, *ends: dict[str, object]) -> SizeSearch:
+    """Return what the ranks conclude after size 1 was tried, and their processes have ended."""
+    one = Candidate(1, FITS, 5.0, 100.0, 50.0, 900.0)
+    store = Memory(sizes=[1, 2, 4, 8], candidates=1, **{"candidate/0": asdict(one)})
+    return Round(make_spec(*SINGLE, *AUTO), tmp_path, ModelParts(load_data, build_model), store, 0, [])._conclude(
+        [*ends]
+    )
+
+
+ENDED_BY_OTHERS = {"code": None}
+CONNECTION_CLOSED = {"code": 1, "time": 5.0, "type": "RuntimeError", "message": "Connection closed by peer"}
+
+
+@pytest.mark.parametrize("code", [MEMORY_CODE, -signal.SIGKILL])
+def test_one_rank_without_memory_ends_the_size_on_all_ranks(code: int, tmp_path: Path) -> None:
+    for other in (ENDED_BY_OTHERS, CONNECTION_CLOSED):
+        search = conclude(tmp_path, other, {"code": code})
+        assert [(each.micro_batch_size, each.outcome) for each in search.tried] == [(1, FITS), (2, OUT_OF_MEMORY)]
+        assert search.next_size() is None
+
+
+def test_other_errors_stop_the_run_with_the_first_cause(tmp_path: Path) -> None:
+    first = {"code": 1, "time": 2.0, "type": "ValueError", "message": "no samples"}
+    with pytest.raises(
+        SearchError, match=r"failed on rank 1 \(ValueError: no samples\): see .*rank1.search.log, or set a"
+    ):
+        conclude(tmp_path, CONNECTION_CLOSED, first)
+    with pytest.raises(SearchError, match=r"rank 0 \(exit code -11\)"):
+        conclude(tmp_path, {"code": -11}, CONNECTION_CLOSED)
+    with pytest.raises(ConfigError, match="lower it"):
+        conclude(tmp_path, {"code": 1, "time": 2.0, "errors": ["x=3 is too much: lower it"]}, ENDED_BY_OTHERS)
+
+
+def test_a_round_that_ended_in_time_has_its_candidates(tmp_path: Path) -> None:
+    search = conclude(tmp_path, ENDED_BY_OTHERS, ENDED_BY_OTHERS)
+    assert [each.micro_batch_size for each in search.tried] == [1]
+    assert search.next_size() == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("Connection closed by peer"), False),
+    ],
+)
+def test_errors_for_lack_of_memory_are_recognized(error: Exception, expected: bool) -> None:
+    assert ran_out_of_memory(error) == expected
+
+
+def test_a_search_is_stored_for_equal_speed_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path))
+    path = stored_path(resolve_cell(*SINGLE, *AUTO))
+    for same in ("train.seed=3", "train.learning_rate=0.1", "train.max_steps=2", "name=other"):
+        assert stored_path(resolve_cell(*SINGLE, *AUTO, same)) == path
+    others = ("train.global_batch_size=16", "precision=bf16", "model.num_layers=3", "train.optimizer=sgd")
+    assert len({path, *(stored_path(resolve_cell(*SINGLE, *AUTO, other)) for other in others)}) == 5
+    assert read_stored(path, samples=8) is None
+    store(FOUND, path)
+    found = read_stored(path, samples=8)
+    assert found is not None
+    assert (found.chosen, found.candidates, found.stored_in) == (4, FOUND.candidates, str(path))
+    assert read_stored(path, samples=6) is None, "4 is no divisor"
+    path.write_text("{")
+    assert read_stored(path, samples=8) is None
+
+
+def test_a_cache_that_cannot_be_written_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    store(FOUND, tmp_path / "file" / "a.json")
+    assert "note: the micro-batch size cannot be stored" in capsys.readouterr().out
+
+
+def test_the_record_of_a_failed_run_has_the_found_size(tmp_path: Path) -> None:
+    spec = make_spec(*SINGLE, *AUTO)
+    FOUND.write(tmp_path / "micro_batch.json")
+    record = failed_record(spec, tmp_path, "failed", RunError("E", "m"), None)
+    assert (record.config["train"]["micro_batch_size"], record.config["train"]["gradient_accumulation_steps"]) == (4, 2)
+    assert record.metrics.micro_batch_search == asdict(FOUND)
+    record.write(tmp_path)
+    assert RunRecord.read(tmp_path / "record.json").metrics.micro_batch_search == asdict(FOUND)
+
+
+def test_a_record_without_a_search_is_unchanged(tmp_path: Path) -> None:
+    spec = make_spec(*SINGLE)
+    record = RunRecord("failed", spec.run, asdict(spec.config))
+    add_search(record, tmp_path)
+    assert record.metrics.micro_batch_search is None
+    assert record.config == asdict(spec.config)
