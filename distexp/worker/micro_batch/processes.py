@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from distexp.config import Config, ConfigError
 from distexp.config.batch_sizes import samples_per_worker
@@ -188,15 +190,16 @@ class Round:
             use_compile_cache()
         seed_everything(config.train.seed)  # as before a training
         data = self.parts.load_data(config, context)
-        limit = -(-len(data.train) // context.world_size)
-        sizes = divisors(samples_per_worker(config), limit)
+        blueprint = self.parts.build_model(config, data, context)
+        sizes = allowed_sizes(config, data, blueprint.model)
         store.set("sizes", json.dumps(sizes))
         search = SizeSearch(sizes, self.tried, config.train.compiled != "none")
         size = search.next_size()
         if size is None:
             return
         config = config_of_round(config, size)
-        trials = Trials(config, self.parts.build_model(config, data, context), data, context)
+        trials = Trials(config, blueprint, data, context)
+        del blueprint  # that of rank 0 holds all weights in host memory
         first = size
         while size is not None and not needs_new_process(config, first, size):
             print(f"micro-batch {size}", flush=True)
@@ -209,6 +212,13 @@ class Round:
             dist.barrier()  # so that the candidate is stored before the next one may run out of memory
             size = search.next_size()
         _wait_for_all(store, context.world_size)
+
+
+def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]:
+    """Return the sizes to choose from, in ascending order. A batch norm may fail for a single sample."""
+    sizes = divisors(samples_per_worker(config), -(-len(data.train) // config.cluster.world_size))
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    return [size for size in sizes if size > 1 or not has_batch_norm] or sizes
 
 
 def start_round(spec: RunSpec, run_dir: Path, parts: ModelParts, store: Store, done: SizeSearch | None) -> Round:

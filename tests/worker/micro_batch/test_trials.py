@@ -23,6 +23,7 @@ from distexp.worker.micro_batch.processes import (
     ModelParts,
     Round,
     SearchError,
+    allowed_sizes,
     needs_new_process,
     ran_out_of_memory,
 )
@@ -79,6 +80,13 @@ def test_a_whole_batch_has_one_micro_batch(context: Context) -> None:
 def test_images_keep_their_order(context: Context) -> None:
     config = resolve_cell(*SINGLE, *AUTO, "model=resnet_tiny", "dataset=synthetic")
     assert longest_first(load_data(config, context).train) == list(range(12))
+
+
+@pytest.mark.parametrize(("model", "expected"), [("gpt_tiny", [1, 2, 4, 8]), ("resnet_tiny", [2, 4, 8])])
+def test_a_batch_norm_gets_several_samples(model: str, expected: list[int], context: Context) -> None:
+    config = resolve_cell(*SINGLE, *AUTO, f"model={model}", "dataset=synthetic")
+    data = load_data(config, context)
+    assert allowed_sizes(config, data, build_model(config, data, context).model) == expected
 
 
 def test_the_slowest_and_fullest_rank_decides() -> None:
