@@ -170,6 +170,8 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
     if metrics.tflops_per_device and metrics.executed_tflops_per_device and (metrics.mfu or metrics.mfu_of_ceiling):
         yield "model FLOPs", _utilization(metrics.tflops_per_device, metrics.mfu, metrics, "MFU")
         yield "executed FLOPs", _utilization(metrics.executed_tflops_per_device, metrics.hfu, metrics, "HFU")
+    if metrics.compile:
+        yield "compilation", _compilation(metrics.compile)
     if metrics.communication is not None:
         yield "communication", _communication(metrics.communication)
 
@@ -187,6 +189,15 @@ def _utilization(tflops: float, fraction: float | None, metrics: Metrics, name: 
     elif fraction is not None:
         parts.append("matrix ceiling not measured: type distexp preflight once")
     return ", ".join(parts)
+
+
+def _compilation(measured: dict[str, Any]) -> str:
+    """Return the time of all compilations.
+
+    For example: ``8.1 s, 4 graphs, with the cache of earlier runs``.
+    """
+    text = f"{measured.get('seconds', 0.0):.1f} s, {format_count(measured.get('graphs', 0), 'graph')}"
+    return f"{text}, with the cache of earlier runs" if measured.get("cache_hits") else text
 
 
 def _interconnect(preflight: dict[str, Any]) -> str:

@@ -117,7 +117,11 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     """Train in the current process group and return the record. One process may train several times."""
     config = spec.config
     if config.train.compile:
-        use_compile_cache()
+        folder = use_compile_cache()
+        if context.rank == 0:
+            print(
+                f"note: the first steps compile, which may take minutes; later runs use the cache {folder}", flush=True
+            )
     seed_everything(config.train.seed)
     data = load_data(config, context)
     training, evaluation = make_loaders(config, data, context)

@@ -40,6 +40,16 @@ def test_the_panel_has_scores_if_they_were_measured() -> None:
     assert lines["eval top-5"] == "70.0% -> 90.0%"
 
 
+def test_the_panel_has_the_time_of_the_compilation() -> None:
+    run = record(0)
+    run.run.duration_s = 4.0
+    assert "compilation" not in dict(summary_lines(run))
+    run.metrics.compile = {"seconds": 8.06, "graphs": 1, "recompilations": 0, "cache_hits": 0}
+    assert dict(summary_lines(run))["compilation"] == "8.1 s, 1 graph"
+    run.metrics.compile = {"seconds": 2.0, "graphs": 4, "recompilations": 0, "cache_hits": 3}
+    assert dict(summary_lines(run))["compilation"] == "2.0 s, 4 graphs, with the cache of earlier runs"
+
+
 def test_the_panel_has_the_utilization_by_the_peak_and_by_the_ceiling() -> None:
     run = record(0)
     run.run.duration_s = 4.0
