@@ -203,3 +203,11 @@ def _explained(name: str) -> Iterator[None]:
             f"{name} of PyTorch {torch.__version__} is not as distexp expects ({error}): "
             "install the version of PyTorch in requirements.txt, or adapt distexp/system/torch_internals.py"
         ) from error
+
+
+def default_compile_cache() -> str:
+    """Return the folder in which inductor keeps compiled code by default. Inductor writes it to the environment."""
+    with _explained("torch._inductor.runtime.cache_dir_utils.default_cache_dir"):
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        return str(Path(default_cache_dir()).absolute())

@@ -11,9 +11,10 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
+from distexp.system.torch_internals import default_compile_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable of torch. If the user sets it, it is left as it is."""
+"""Environment variable of torch. If the user sets it to another folder than torch's default, it is left as it is."""
 
 
 def use_compile_cache() -> Path:
@@ -26,7 +27,8 @@ def use_compile_cache() -> Path:
     Raises:
         ConfigError: the folder cannot be created, or another user can write to it.
     """
-    if chosen := os.environ.get(VARIABLE):
+    chosen = os.environ.get(VARIABLE)
+    if chosen and chosen != default_compile_cache():  # torch sets the variable to its default when it is imported
         return Path(chosen)
     python = ".".join(platform.python_version_tuple()[:2])
     user = cache_dir() / f"compile-{os.getuid()}"

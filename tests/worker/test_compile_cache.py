@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime import cache_dir_utils
 
 from distexp.config import ConfigError
 from distexp.worker.compile_cache import VARIABLE, use_compile_cache
@@ -43,8 +44,17 @@ def test_the_folder_of_the_user_is_left_as_it_is(cache: Path, tmp_path: Path) ->
     assert not cache.exists()
 
 
+def test_the_default_of_torch_is_no_choice_of_the_user(cache: Path) -> None:
+    """Some imports set the variable, so it may be set before a worker asks."""
+    os.environ.pop(VARIABLE)
+    assert cache_dir_utils.cache_dir() == os.environ[VARIABLE], "torch no longer sets it"
+    assert use_compile_cache().parent.parent == cache
+    assert Path(cache_dir_utils.cache_dir()).is_relative_to(cache)
+
+
 PROGRAM = """
 import torch
+from torch._inductor.runtime import cache_dir_utils
 from distexp.system.torch_internals import compile_counters
 from distexp.worker.compile_cache import use_compile_cache
 use_compile_cache()
