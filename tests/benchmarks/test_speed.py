@@ -159,8 +159,9 @@ def test_all_peers_train_the_same_samples_on_a_cpu(squad_files: DatasetConfig, t
     arguments += ["ours,trainer,trainer_grouped,accelerate,raw,workshop,fsdp2"]
     arguments += ["--strategies", "ddp,fsdp", "--gpus", "2"]
     arguments += ["--micro-batch", "2", "--max-length", "64", "--warmup", "1", "--steps", "3", "--repeats", "1"]
+    arguments += ["--timeout-s", "3600", "--results", str(tmp_path / "results")]
 
-    measurements = speed.main([*arguments, "--results", str(tmp_path / "results")])
+    measurements = speed.main(arguments)
 
     found = {(one.settings.peer, one.settings.strategy): one for one in measurements}
     assert {name: one.status for name, one in found.items() if one.status == "failed"} == {}
