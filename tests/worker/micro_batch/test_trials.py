@@ -51,7 +51,9 @@ def make_trials(config: Config, context: Context) -> Trials:
 
 
 def test_a_trial_runs_whole_steps_on_the_longest_samples(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of_round(resolve_cell(*SINGLE, *AUTO, "dataset.bucketing=true"), 2)
+    config = config_of_round(
+        resolve_cell(*SINGLE, *AUTO, "dataset.bucketing=true", "model=gpt_tiny", "dataset.max_length=64"), 2
+    )
     trials = make_trials(config, context)
     seen: list[tuple[Batch, bool]] = []
     forward_backward = trials.model.forward_backward
