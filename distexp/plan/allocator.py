@@ -1,0 +1,184 @@
+"""Model of PyTorch's caching allocator: how much GPU memory it reserves for a sequence of allocations.
+
+It follows ``c10/cuda/CUDACachingAllocator.cpp`` with the default settings. Sizes are rounded to 512 bytes. Blocks of at
+most 1 MiB come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, and larger blocks from their own
+segments, rounded to 2 MiB. A free block is chosen by best fit, and merged with its neighbors. A stream never reuses the
+blocks of another one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from distexp.system.units import MIB
+
+MIN_BLOCK = 512
+SMALL_SIZE = MIB
+"""Largest block of the small pool."""
+SMALL_SEGMENT = 2 * MIB
+MIN_LARGE_ALLOC = 10 * MIB
+LARGE_SEGMENT = 20 * MIB
+ROUND_LARGE = 2 * MIB
+
+
+class OutOfMemoryError(Exception):
+    """An allocation that does not fit, even after the allocator released its free segments."""
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of a segment. Its neighbors in the segment form a linked list."""
+
+    size: int
+    pool: Pool = field(repr=False)
+    order: int  # by address, as far as that is known
+    used: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Size, then age: the order of the free lists."""
+        return self.size, self.order
+
+
+@dataclass
+class Pool:
+    """Free blocks of one pool, sorted by size."""
+
+    small: bool
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
+
+    def add(self, block: Block) -> None:
+        """Add a free block."""
+        insort(self.keys, block.key)
+        self.blocks[block.key] = block
+
+    def remove(self, block: Block) -> None:
+        """Remove a free block."""
+        del self.keys[bisect_left(self.keys, block.key)]
+        del self.blocks[block.key]
+
+    def smallest_at_least(self, size: int) -> Block | None:
+        """Return the smallest free block of a size; None if all are smaller."""
+        index = bisect_left(self.keys, (size, -1))
+        return self.blocks[self.keys[index]] if index < len(self.keys) else None
+
+
+class CachingAllocator:
+    """Bytes that the allocator of one GPU holds.
+
+    Attributes:
+        allocated: Bytes in use, rounded as the allocator rounds them.
+        reserved: Bytes of all segments.
+        retries: How often free segments were released to make room.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        """Create an empty allocator.
+
+        Args:
+            limit: Most bytes to reserve; None for no limit.
+        """
+        self.limit = limit
+        self.allocated = self.reserved = self.retries = 0
+        self.peak_allocated = self.peak_reserved = 0
+        self._pools: dict[tuple[str, bool], Pool] = {}
+        self._created = 0
+
+    def allocate(self, size: int, stream: str = "") -> Block:
+        """Allocate memory for a stream.
+
+        Raises:
+            OutOfMemoryError: if the limit is too low.
+        """
+        rounded = round_size(size)
+        small = rounded <= SMALL_SIZE
+        pool = self._pools.setdefault((stream, small), Pool(small))
+        block = _take_free(pool, rounded) or self._new_segment(rounded, pool)
+        self._split(block, rounded)
+        block.used = True
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Free a block, and merge it with its free neighbors."""
+        self.allocated -= block.size
+        block.used = False
+        for neighbor in (block.before, block.after):
+            if neighbor is not None and not neighbor.used:
+                block.pool.remove(neighbor)
+                _merge(block, neighbor)
+        block.pool.add(block)
+
+    def _new_segment(self, size: int, pool: Pool) -> Block:
+        wanted = segment_size(size)
+        if self.limit is not None and self.reserved + wanted > self.limit:
+            self._release_free_segments()
+            if self.reserved + wanted > self.limit:
+                raise OutOfMemoryError
+        self.reserved += wanted
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return self._block(wanted, pool)
+
+    def _release_free_segments(self) -> None:
+        self.retries += 1
+        for pool in self._pools.values():
+            for block in [each for each in pool.blocks.values() if each.before is None and each.after is None]:
+                pool.remove(block)
+                self.reserved -= block.size
+
+    def _split(self, block: Block, size: int) -> None:
+        """Return the rest of a block to its pool, if it is large enough to be used."""
+        rest = block.size - size
+        if rest < MIN_BLOCK if block.pool.small else rest <= SMALL_SIZE:
+            return
+        remainder = self._block(rest, block.pool)
+        remainder.before, remainder.after = block, block.after
+        if block.after is not None:
+            block.after.before = remainder
+        block.after, block.size = remainder, size
+        block.pool.add(remainder)
+
+    def _block(self, size: int, pool: Pool) -> Block:
+        self._created += 1
+        return Block(size, pool, self._created)
+
+
+def _take_free(pool: Pool, size: int) -> Block | None:
+    block = pool.smallest_at_least(size)
+    if block is not None:
+        pool.remove(block)
+    return block
+
+
+def round_size(size: int) -> int:
+    """Return the size of the block for an allocation."""
+    return max(MIN_BLOCK, _round_up(size, MIN_BLOCK))
+
+
+def segment_size(size: int) -> int:
+    """Return the size of a new segment for a block."""
+    if size <= SMALL_SIZE:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < MIN_LARGE_ALLOC else _round_up(size, ROUND_LARGE)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _merge(block: Block, neighbor: Block) -> None:
+    """Add a neighbor to a block. The neighbor is not used again."""
+    if neighbor is block.before:
+        block.before, block.order = neighbor.before, neighbor.order
+        if block.before is not None:
+            block.before.after = block
+    else:
+        block.after = neighbor.after
+        if block.after is not None:
+            block.after.before = block
+    block.size += neighbor.size
