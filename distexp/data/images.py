@@ -159,13 +159,13 @@ def normalize_pixels(pixels: Tensor) -> Tensor:
         float32 images of the same shape in the channels-last memory format, which makes convolutions
         on GPUs fastest. The activations of the model then have this format too.
     """
-    mean, std = _statistics(pixels.device)
+    mean, std = statistics(pixels.device)
     images = pixels.to(torch.float32, memory_format=torch.channels_last)
     return images.div_(255).sub_(mean).div_(std)
 
 
 @cache
-def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+def statistics(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return MEAN and STD on a device, shape (3, 1, 1).
 
     They are cached because each copy would block the host.

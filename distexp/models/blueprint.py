@@ -35,10 +35,7 @@ class Blueprint:
     def __init__(self, build: Callable[[], nn.Module], context: Context, *, broadcast: bool = True) -> None:
         self._context = context
         self._broadcast = context.world_size > 1 and broadcast
-        source = build() if context.rank == 0 or not self._broadcast else None
-        self._weights: dict[str, Tensor] = {}
-        if source is not None:
-            self._weights = {name: tensor.detach() for name, tensor in _named_tensors(source)}
+        self._weights = self._initial_weights(build)
         with torch.device("meta"):
             self.model = build()
         self._names = {id(tensor): name for name, tensor in _named_tensors(self.model)}
@@ -46,6 +43,12 @@ class Blueprint:
         for module in self.model.modules():
             for attribute, tensor in _direct_tensors(module):
                 self._owners[id(tensor)].append((module, attribute))
+
+    def _initial_weights(self, build: Callable[[], nn.Module]) -> dict[str, Tensor]:
+        """Return the whole parameters and buffers by name, on the ranks that have them."""
+        if self._broadcast and self._context.rank != 0:
+            return {}
+        return {name: tensor.detach() for name, tensor in _named_tensors(build())}
 
     def materialize(self, module: nn.Module, *, recurse: bool = True) -> None:
         """Give a module its parameters and buffers, in fp32 on this worker's device.

@@ -1,4 +1,4 @@
-"""Memory events of one training step, as the tracer records them and the allocator model replays them."""
+"""The allocations and frees of one optimizer step of one worker, as predicted without running it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,31 @@ PARTS = (
     "temporaries",
     "batch",
 )
+"""What a block of memory is for.
+
+- activations: tensors that are kept from the forward pass for the backward pass, also 16-bit copies of weights;
+- logits: tensors with the vocabulary as last axis, in both passes;
+- communication: parameters that FSDP gathered, and the buffers of collectives;
+- temporaries: everything else, for example the gradients of activations, and the workspaces of cuBLAS.
+"""
+
 PHASES = ("setup", "forward", "backward", "optimizer")
+"""Parts of a step. ``setup`` is what is in memory before the step."""
 
 
 class PlanError(Exception):
-    """A training whose memory cannot be traced. The message is the reason."""
+    """A configuration whose memory cannot be predicted; the message has the reason and a hint."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """An allocation, or the free of an earlier one.
+    """One allocation, or its free.
 
     Attributes:
-        bytes: Size. It is negative for a free.
-        block: Number of the allocation. Its free has the same number.
-        part: What the memory is for, one of PARTS.
-        phase: One of PHASES.
+        bytes: requested size; negative for a free. Allocators round it up.
+        block: number of the allocation; its free has the same.
+        part: one of PARTS.
+        phase: one of PHASES, in which the event happens.
         device: ``gpu`` or ``host``.
     """
 
@@ -42,7 +51,13 @@ class Event:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The events of a training step in their order, after those of the setup."""
+    """The events of one optimizer step of one worker, in order.
+
+    Attributes:
+        events: what is in memory before the step, as phase ``setup``, then the step.
+        seconds: time of the prediction.
+        notes: what was assumed.
+    """
 
     events: tuple[Event, ...]
     seconds: float

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -192,6 +192,107 @@ def active_autocast_dtype(autocast: torch.autocast) -> torch.dtype | None:
     """Return the dtype that autocast uses; None if torch has disabled it."""
     with _explained("torch.autocast._enabled"):
         return autocast.fast_dtype if autocast._enabled else None
+
+
+class FakeMode(Protocol):
+    """Torch's mode in which tensors have shapes and no values."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
+
+
+def make_fake_mode() -> FakeMode:
+    """Return a mode in which tensors have shapes, types and devices, but no memory."""
+    with _explained("torch._subclasses.fake_tensor.FakeTensorMode"):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake_of(tensor: Tensor, mode: FakeMode) -> bool:
+    """Return whether a tensor was made in this mode."""
+    return getattr(tensor, "fake_mode", None) is mode
+
+
+@contextmanager
+def without_fake_mode() -> Iterator[None]:
+    """Run the block with real tensors, inside of a fake mode."""
+    with _explained("torch._subclasses.fake_tensor.unset_fake_temporarily"):
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+    with unset_fake_temporarily():
+        yield
+
+
+def fake_mode_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of operations that need the values of tensors."""
+    with _explained("torch._subclasses.fake_tensor"):
+        from torch._subclasses.fake_tensor import (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        )
+
+        return DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Make this process rank 0 of a group whose collectives do nothing, during the block."""
+    with _explained("torch.testing._internal.distributed.fake_pg.FakeStore"):
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        store = FakeStore()
+    torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=store)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def on_storage_resize(call: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Call a function before each change of the size of a storage, during the block. No dispatch mode sees these."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_call(storage: torch.UntypedStorage, size: int) -> Any:
+        call(storage, size)
+        return resize(storage, size)
+
+    torch.UntypedStorage.resize_ = resize_and_call  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@contextmanager
+def fsdp_device(device: torch.device) -> Iterator[None]:
+    """Let ``fully_shard`` use this device for meshes of CPUs, during the block."""
+    with _explained("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh"):
+        from torch.distributed.fsdp._fully_shard import _fully_shard
+
+        module: Any = _fully_shard
+        original = module._get_device_from_mesh
+    module._get_device_from_mesh = lambda mesh: device
+    try:
+        yield
+    finally:
+        module._get_device_from_mesh = original
+
+
+@contextmanager
+def replaced_kernels(kernels: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
+    """Replace kernels of aten by Python functions, for one dispatch key, during the block."""
+    with _explained("torch.library.Library._destroy"):
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        end = library._destroy
+    try:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, dispatch_key, allow_override=True)
+        yield
+    finally:
+        end()
 
 
 @contextmanager

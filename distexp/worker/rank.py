@@ -244,9 +244,11 @@ def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
     return build_checked
 
 
-def build_model(config: Config, data: TaskData, context: Context) -> Blueprint:
+def build_model(
+    config: Config, data: TaskData, context: Context, blueprint_class: type[Blueprint] = Blueprint
+) -> Blueprint:
     """Return the model, not distributed, without memory for its weights."""
-    blueprint = Blueprint(model_factory(config, data), context, broadcast=config.fsdp.sync_module_states)
+    blueprint = blueprint_class(model_factory(config, data), context, broadcast=config.fsdp.sync_module_states)
     if config.dataset._target_.startswith("distexp."):
         check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
     if config.dataset.packing:

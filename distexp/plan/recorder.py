@@ -1,0 +1,189 @@
+"""A recorder of the storages that operations of torch create and free."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from distexp.system.torch_internals import FakeMode, is_fake_of, on_storage_resize
+
+GPU = torch.device("cpu", 1)
+"""The device of traced tensors that a run has on its GPU. Host tensors are on ``cpu``.
+
+Autograd and FSDP need a GPU for tensors on ``cuda``. For a CPU with another index they do not, yet torch distinguishes
+the two devices, copies between them, and refuses to mix them.
+"""
+
+COLLECTIVES = ("fsdp", "c10d", "_c10d_functional")
+"""Namespaces of the operators whose tensors are communication buffers."""
+
+
+@dataclass
+class Block:
+    """One storage, from its allocation to its free.
+
+    Attributes:
+        size: bytes.
+        device: ``gpu`` or ``host``.
+        phase: phase of the allocation.
+        last_axis: size of the last axis of the first tensor in it.
+        in_backward: whether the backward pass allocated it, except for the recomputation of a forward pass.
+        kept: whether it was still there at the end of the forward pass that allocated it.
+        part: what it is for, once that is known.
+    """
+
+    number: int
+    size: int
+    device: str
+    phase: str
+    last_axis: int
+    in_backward: bool
+    kept: bool = False
+    part: str | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """An allocation (or a free) of a block."""
+
+    block: Block
+    phase: str
+    is_free: bool
+
+
+@dataclass
+class _Storage:
+    """A storage that is alive, and its block; None while its size is 0."""
+
+    reference: weakref.ref[Any]
+    device: str
+    last_axis: int
+    block: Block | None = field(default=None)
+
+
+class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records each birth and death of a storage of fake tensors. Views share the storage of their base.
+
+    Attributes:
+        phase: the current phase, which the caller sets.
+        changes: allocations and frees since ``start``.
+    """
+
+    def __init__(self, fake_mode: FakeMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase = "setup"
+        self.changes: list[Change] = []
+        self._fake_mode = fake_mode
+        self._storages: dict[int, _Storage] = {}  # by the address of the storage object
+        self._count = 0
+        self._forward_blocks: list[Block] = []  # of the forward pass that runs now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and record its outputs."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # The operations on the local tensors come here too.
+        if self._forward_blocks and self._is_in_backward():
+            self.end_forward()
+        outputs = func(*args, **(kwargs or {}))
+        self._see(outputs)
+        if func.namespace in COLLECTIVES:
+            self.assign("communication", tensors_in((args, kwargs, outputs)))
+        return outputs
+
+    def _is_in_backward(self) -> bool:
+        """Return whether a backward pass runs, and not the recomputation of a checkpointed forward pass."""
+        return self.phase != "forward" and not (self.phase == "backward" and torch.is_grad_enabled())
+
+    def _see(self, outputs: Any) -> None:
+        for tensor in tensors_in(outputs):
+            if is_fake_of(tensor, self._fake_mode) and tensor.device.type == "cpu":
+                self._register(tensor)
+
+    def _register(self, tensor: Tensor) -> _Storage:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._storages.get(key)
+        if found is None:
+            reference = weakref.ref(storage, lambda _: self._die(key))
+            device = "gpu" if tensor.device == GPU else "host"
+            found = _Storage(reference, device, tensor.shape[-1] if tensor.dim() else 1)
+            self._storages[key] = found
+            self._allocate(found, storage.nbytes())
+        return found
+
+    def _allocate(self, storage: _Storage, size: int) -> None:
+        if size:
+            in_backward = self._is_in_backward()
+            block = Block(self._count, size, storage.device, self.phase, storage.last_axis, in_backward)
+            self._count += 1
+            storage.block = block
+            self.changes.append(Change(block, self.phase, is_free=False))
+            if not in_backward:
+                self._forward_blocks.append(block)
+
+    def _free(self, storage: _Storage) -> None:
+        if storage.block is not None:
+            self.changes.append(Change(storage.block, self.phase, is_free=True))
+            storage.block = None
+
+    def _die(self, key: int) -> None:
+        self._free(self._storages.pop(key))
+
+    def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Record that a storage got another size. FSDP frees parameters in this way."""
+        found = self._storages.get(storage._cdata)
+        if found is not None:
+            self._free(found)
+            self._allocate(found, size)
+            if found.block is not None:
+                found.block.part = "communication"
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record during the block."""
+        with on_storage_resize(self._resize), self:
+            yield
+
+    def start(self) -> None:
+        """Forget the changes so far. Blocks that are alive become allocations of the phase ``setup``."""
+        alive = sorted((each.block for each in self._storages.values() if each.block), key=lambda block: block.number)
+        self.changes = [Change(block, "setup", is_free=False) for block in alive]
+        self._forward_blocks = []
+
+    def end_forward(self) -> None:
+        """Mark the blocks of the forward pass that are still alive."""
+        alive = {id(each.block) for each in self._storages.values()}
+        for block in self._forward_blocks:
+            block.kept = block.kept or id(block) in alive
+        self._forward_blocks = []
+
+    def blocks_since(self, start: int) -> Iterable[Block]:
+        """Return the blocks that are alive and were allocated at or after position ``start`` of ``changes``."""
+        born = {id(change.block) for change in self.changes[start:] if not change.is_free}
+        return [each.block for each in self._storages.values() if each.block is not None and id(each.block) in born]
+
+    def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
+        """Set the part of the blocks of some tensors, unless they have one."""
+        for tensor in tensors:
+            if is_fake_of(tensor, self._fake_mode) and tensor.device.type == "cpu":
+                block = self._register(tensor).block
+                if block is not None and block.part is None:
+                    block.part = part
+
+
+def tensors_in(content: Any) -> Iterator[Tensor]:
+    """Yield the local tensors in nested containers."""
+    for each in tree_iter(content):
+        if isinstance(each, DTensor):
+            yield each._local_tensor
+        elif isinstance(each, Tensor):
+            yield each

@@ -1,0 +1,263 @@
+"""The prediction of the memory of one training step, without a GPU and without weights.
+
+The real model, strategy and training step run with fake tensors: they have a shape, and no values. The process group is
+fake too. A recorder lists the storages that are allocated and freed.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distexp.config import Config, ConfigError
+from distexp.data.base import Batch
+from distexp.data.images import statistics
+from distexp.distributed.context import Context
+from distexp.models.blueprint import Blueprint
+from distexp.models.introspection import find_embeddings
+from distexp.plan.batches import largest_batch
+from distexp.plan.cuda_semantics import CudaFunctions, cuda_autocast
+from distexp.plan.recorder import GPU, Block, StorageRecorder, tensors_in
+from distexp.plan.step_trace import Event, PlanError, StepTrace
+from distexp.strategies.base import load_strategy
+from distexp.strategies.torch_model import TorchModel
+from distexp.system.torch_internals import (
+    FakeMode,
+    fake_mode_errors,
+    fake_process_group,
+    fsdp_device,
+    make_fake_mode,
+    without_fake_mode,
+)
+from distexp.system.units import MIB
+from distexp.worker.rank import build_model, load_data
+
+CUBLAS_WORKSPACES = 2 * 32 * MIB
+"""Bytes that cuBLAS keeps on GPUs since Hopper: 32 MiB for each of the threads of forward and backward pass."""
+
+MICRO_BATCHES = 3
+"""Micro-batches of a step that are traced: the first one, one that adds to gradients, and the last one."""
+
+
+class EmptyBlueprint(Blueprint):
+    """A blueprint whose weights have no values."""
+
+    def _initial_weights(self, build: Any) -> dict[str, Tensor]:
+        return {}
+
+    def get_tensor(self, name: str, like: Tensor) -> Tensor:
+        """Return an empty tensor; no other rank takes part."""
+        return torch.empty(like.shape, dtype=like.dtype, device=self._context.device)
+
+
+def trace_step(config: Config) -> StepTrace:
+    """Return the allocations of one optimizer step of rank 0, as if on a GPU.
+
+    Args:
+        config: a resolved configuration.
+
+    Raises:
+        PlanError: the model cannot be traced, or the configuration is not supported.
+    """
+    started = time.perf_counter()
+    config, notes = _prepare(config)
+    printed = io.StringIO()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(printed):
+            warnings.simplefilter("ignore")
+            recorder, vocabulary = _record(config)
+    except (PlanError, ConfigError):
+        raise
+    except fake_mode_errors() as error:
+        raise PlanError(
+            f"the model cannot be traced, because it computes shapes or decisions from values: {_first_line(error)}"
+        ) from error
+    except Exception as error:
+        raise PlanError(f"the model cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
+    notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
+    return StepTrace(_events(recorder, vocabulary), time.perf_counter() - started, tuple(notes))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _prepare(config: Config) -> tuple[Config, list[str]]:
+    """Return a copy of the configuration that can be traced, and notes about what differs."""
+    config, notes = copy.deepcopy(config), []
+    config.offload.pin_memory = False  # needs a GPU, and takes the same memory
+    config.dataset.num_workers = 0
+    if config.train.compile:
+        notes.append("train.compile: predicted without compilation, which needs no less memory")
+        config.train.compile = False
+    return config, notes
+
+
+def _record(config: Config) -> tuple[StorageRecorder, int | None]:
+    """Run two steps and record the second one. Return the recorder and the size of the vocabulary."""
+    context = _context(config)
+    data = load_data(config, context)
+    batch = largest_batch(config, data)
+    fake_mode = make_fake_mode()
+    recorder = StorageRecorder(fake_mode)
+
+    def start_backward() -> None:
+        recorder.phase = "backward"
+        recorder.end_forward()
+
+    with ExitStack() as stack:
+        stack.enter_context(fake_process_group(context.world_size))
+        stack.enter_context(cuda_autocast())
+        stack.enter_context(fsdp_device(GPU))
+        stack.callback(statistics.cache_clear)  # it would keep fake tensors
+        blueprint = build_model(config, data, context, EmptyBlueprint)
+        vocabulary = _vocabulary(blueprint.model)
+        stack.enter_context(fake_mode)
+        stack.enter_context(recorder.recording())
+        stack.enter_context(CudaFunctions(start_backward))
+        step = TracedStep(config, blueprint, context, recorder)
+        batches = [_to_fake(batch, fake_mode) for _ in range(config.train.gradient_accumulation_steps)]
+        recorder.assign("batch", tensors_in([(each.inputs, each.labels) for each in batches]))
+        step.run(batches)
+        recorder.start()
+        step.run(batches)
+    return recorder, vocabulary
+
+
+def _context(config: Config) -> Context:
+    cluster = config.cluster
+    return Context(
+        rank=0,
+        world_size=cluster.world_size,
+        local_rank=0,
+        workers_per_node=cluster.workers_per_node or 1,
+        nodes=cluster.nodes,
+        device=GPU,
+        run_dir=Path(),
+    )
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Return the size of the vocabulary; None for image models."""
+    sizes = (getattr(module, "weight", None) for _, module in find_embeddings(model))
+    return next((len(weight) for weight in sizes if isinstance(weight, Tensor)), None)
+
+
+def _to_fake(batch: Batch, fake_mode: FakeMode) -> Batch:
+    """Return a batch on the GPU, without values."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    inputs = {name: convert(tensor) for name, tensor in batch.inputs.items()}
+    return replace(batch, inputs=inputs, labels=convert(batch.labels)).to(GPU)
+
+
+class TracedStep:
+    """The model of a run, and its training step."""
+
+    def __init__(self, config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder) -> None:
+        self.recorder = recorder
+        self.model = _set_up(config, blueprint, context)
+        self.model.module.train()
+        self.normalizer = torch.ones((), dtype=torch.int64, device=GPU)
+        module, optimizer = self.model.module, self.model.optimizer
+        _use_cuda_optimizer(config, optimizer)
+        self.model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
+        self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+        recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
+
+    def run(self, batches: list[Batch]) -> None:
+        """Run one optimizer step."""
+        traced = [*batches[: MICRO_BATCHES - 1], batches[-1]] if len(batches) > MICRO_BATCHES else batches
+        contributions = []
+        for position, batch in enumerate(traced, start=1):
+            start = len(self.recorder.changes)
+            self.recorder.phase = "forward"
+            contributions.append(
+                self.model.forward_backward(batch, normalizer=self.normalizer, last_micro=position == len(traced))
+            )
+            self._label_gradients(start)
+        torch.stack(contributions).sum(dim=0)
+        self.recorder.phase = "optimizer"
+        self.model.step(0.1)
+        self.recorder.assign("optimizer_states", tensors_in(dict(self.model.optimizer.state).values()))
+
+    def _label_gradients(self, start: int) -> None:
+        """Label what the backward pass of a micro-batch left."""
+        for block in self.recorder.blocks_since(start):
+            if block.in_backward and block.part in (None, "communication"):
+                block.part = "gradients"
+
+
+def _set_up(config: Config, blueprint: Blueprint, context: Context) -> TorchModel:
+    with _mesh_outside_of_fake_mode():
+        model = load_strategy(config).setup(blueprint, config, context)
+    if not isinstance(model, TorchModel):
+        raise PlanError(f"strategy={config.strategy.name} cannot be traced")
+    return model
+
+
+@contextmanager
+def _mesh_outside_of_fake_mode() -> Iterator[None]:
+    """Let ``init_device_mesh`` use real tensors during the block. It reads their values."""
+    from torch.distributed import device_mesh
+
+    original = device_mesh.init_device_mesh
+
+    def build(*arguments: Any, **options: Any) -> Any:
+        with without_fake_mode():
+            return original(*arguments, **options)
+
+    device_mesh.init_device_mesh = build
+    try:
+        yield
+    finally:
+        device_mesh.init_device_mesh = original
+
+
+def _use_cuda_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of tensors on the GPU use the kernels that it uses on CUDA."""
+    if config.offload.enabled:
+        return
+    for group in optimizer.param_groups:
+        if config.train.optimizer == "adamw":
+            group["fused"], group["foreach"] = True, False
+        else:
+            group["foreach"] = True
+
+
+def _events(recorder: StorageRecorder, vocabulary: int | None) -> tuple[Event, ...]:
+    """Return the recorded changes as events."""
+    workspaces = Event(int(CUBLAS_WORKSPACES), -1, "temporaries", "setup", "gpu")
+    return (
+        workspaces,
+        *(
+            Event(
+                -change.block.size if change.is_free else change.block.size,
+                change.block.number,
+                _part(change.block, vocabulary),
+                change.phase,
+                change.block.device,
+            )
+            for change in recorder.changes
+        ),
+    )
+
+
+def _part(block: Block, vocabulary: int | None) -> str:
+    if block.part is not None:
+        return block.part
+    if vocabulary is not None and block.last_axis == vocabulary:
+        return "logits"
+    return "activations" if block.kept else "temporaries"
