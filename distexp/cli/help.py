@@ -24,8 +24,9 @@ GROUPS = {
     "kernels": "options of speed, set together",
     "cluster": "where it runs",
     "tracker": "experiment tracker",
+    "plan": "prediction of memory before a run",
     "scaling": "how the work changes with the number of workers",
-    "experiment": "presets: the 19 exercises of the workshop (docs/workshop.md), each with its sweep and its table",
+    "experiment": "presets: the 20 exercises of the workshop (docs/workshop.md), each with its sweep and its table",
     "scale": "limits that shrink a run",
 }
 """Config groups and their meaning."""
@@ -42,6 +43,7 @@ EXAMPLES = {
     "distexp cluster.workers_per_node=4": "use more workers",
     "distexp --multirun cluster=slurm cluster.nodes=2,4 strategy=fsdp": "submit job arrays to Slurm",
     "distexp hydra.run.dir=my_run": "choose the run directory",
+    "distexp plan strategy=fsdp model=bloom_3b plan.gpu=a100-80gb": "predict the memory, also without a GPU",
     "distexp --cfg job zero_stage=3": "print the configuration and run nothing",
 }
 """Commands with what they do."""

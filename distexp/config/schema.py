@@ -343,6 +343,24 @@ class PreflightConfig:
 
 
 @dataclass
+class PlanConfig:
+    """Prediction of memory before a run starts, as by `distexp plan`."""
+
+    name: str = key(
+        "warn",
+        "For runs on GPUs. `check`: a run that cannot fit is invalid. `warn`: print a warning if the prediction is "
+        "cached. `off`: nothing.",
+        choices=("check", "warn", "off"),
+    )
+    gpu: str | None = key(None, "GPU model to predict for, as `a100-80gb`.", null="the GPU of this machine")
+    gpu_memory_gb: float | None = key(
+        None, "Memory of the GPU to predict for, in GB of 2**30 bytes.", above=0, null="that of the GPU"
+    )
+    only: bool = key(False, "Predict and do not train. Set by `distexp plan`.")
+    output: str = key("table", "Output of `distexp plan`. Its option `--json` sets it.", choices=("table", "json"))
+
+
+@dataclass
 class ScaleConfig:
     """Upper limits that shrink a run, for example a preset on a laptop. Null means no limit."""
 
@@ -401,6 +419,7 @@ class Config:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

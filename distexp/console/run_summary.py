@@ -41,12 +41,11 @@ def run_title(spec: RunSpec) -> str:
     engine = "" if config.engine.name == "native" else f", {config.engine.name}"
     model = model_label(config.model.name, config.scale.name)
     return (
-        f"{model} on {config.dataset.name}, {_strategy_label(config)}{engine}, {config.precision.name}, "
-        f"{workers}{nodes}"
+        f"{model} on {config.dataset.name}, {strategy_label(config)}{engine}, {config.precision.name}, {workers}{nodes}"
     )
 
 
-def _strategy_label(config: Config) -> str:
+def strategy_label(config: Config) -> str:
     """Return the strategy with its main option: ``fsdp full_shard, offloaded``."""
     name = f"{config.strategy.name} {load_strategy(config).main_option(config)}".rstrip()
     return f"{name}, offloaded" if config.offload.enabled else name

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from multiprocessing import get_context
 from os import getpid
+from pathlib import Path
 from typing import Any, cast
 
 from hydra._internal.config_loader_impl import get_overrides_dirname
@@ -32,6 +33,8 @@ from distexp.launch.config_loader import CheckedConfigLoader
 from distexp.launch.trust import check_trust, packages_trusted_by_user
 from distexp.resolve import resolve
 from distexp.resolve.run_id import run_id
+from distexp.runs.prediction import Curve, write_prediction
+from distexp.runs.record import Predicted
 from distexp.system.hardware import cpu_count
 from distexp.system.processes import die_with_parent
 
@@ -57,6 +60,8 @@ class Cell:
         id: ``run.id`` of the run.
         errors: Why the cell is invalid.
         varied: Overrides that not all cells share.
+        predicted: Predicted memory; None if it is not predicted.
+        curve: Predicted memory through a training step.
     """
 
     overrides: list[str]
@@ -66,11 +71,18 @@ class Cell:
     id: str = INVALID
     errors: list[str] = field(default_factory=list)
     varied: list[str] = field(default_factory=list)
+    predicted: Predicted | None = None
+    curve: Curve = field(default_factory=dict)
 
     @property
     def composed(self) -> DictConfig:
         """Return a new copy of the composed configuration, with the hydra node."""
         return cast(DictConfig, pickle.loads(zlib.decompress(self.packed)))
+
+    def write_prediction(self, directory: Path) -> None:
+        """Write the prediction into the directory of the cell's run, if there is one."""
+        if self.predicted is not None:
+            write_prediction(directory, self.predicted, self.curve)
 
 
 Adjust = Callable[[DictConfig, Sequence[str]], None]
@@ -89,8 +101,7 @@ def compose_cells(
         HydraException: if Hydra cannot compose a cell.
         SweepInterrupted: on Ctrl-C.
     """
-    composer = CellComposer(cast(CheckedConfigLoader, context.config_loader), master)
-    make = partial(make_cell, composer, packages_trusted_by_user(sys.argv[1:]), adjust)
+    make = cell_maker(context, master, adjust)
     try:
         with show_progress("composing", len(overrides)) as advance:
             cells = []
@@ -105,6 +116,12 @@ def compose_cells(
     if len(cells) == 1 and cells[0].errors:
         raise ConfigError(cells[0].errors)
     return cells
+
+
+def cell_maker(context: HydraContext, master: DictConfig, adjust: Adjust | None = None) -> MakeCell:
+    """Return the function that composes and resolves a cell of a command."""
+    composer = CellComposer(cast(CheckedConfigLoader, context.config_loader), master)
+    return partial(make_cell, composer, packages_trusted_by_user(sys.argv[1:]), adjust)
 
 
 def make_cell(composer: CellComposer, trusted: Sequence[str], adjust: Adjust | None, overrides: Sequence[str]) -> Cell:

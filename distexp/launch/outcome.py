@@ -26,6 +26,7 @@ from distexp.runs.environment import make_environment
 from distexp.runs.events import last_value, resume_changes
 from distexp.runs.full_disk import name_folder, release_reserve
 from distexp.runs.micro_batch import add_search
+from distexp.runs.prediction import read_prediction
 from distexp.runs.record import RunError, RunInfo, RunRecord
 from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
 from distexp.runs.spec import RunSpec
@@ -78,6 +79,7 @@ def finalize_run(
         add_traces(record, spec, directory)
     except (OSError, ValueError) as error:  # The record of a finished training matters more than its memory.
         print(f"distexp: {directory} has no memory in its record: {error}", file=sys.stderr)
+    record.predicted = read_prediction(directory)
     attempts.finalize(record)
     record.write(directory)
     return record

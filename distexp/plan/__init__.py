@@ -1,5 +1,6 @@
-"""Memory of a training, computed without running it.
+"""Prediction of the memory of a training, without running it: ``distexp plan``.
 
-So far: parameters, gradients and optimizer states by arithmetic. The number of parameters of a model that is not built
-comes from ``distexp.resolve.parameter_count``. The sampling of real memory is in ``distexp.measure.memory``.
+``tracing`` records a step with fake tensors, ``replay`` replays it on a model of the caching allocator, and ``verdict``
+compares the result with the memory of a GPU. ``planner`` starts the processes that do this, and never imports torch.
+The sampling of real memory is in ``distexp.measure.memory``.
 """

@@ -68,17 +68,25 @@ class _Recorder:
 
 
 def replay(events: Sequence[Event]) -> Replay:
-    """Replay the events of the GPU without a limit of its memory."""
+    """Return the peaks of the events on the GPU, without a limit of its memory.
+
+    The step is replayed twice if it frees what it allocates, because the second one finds other free blocks.
+    """
     on_gpu = [event for event in events if event.device == "gpu"]
+    step = [event for event in on_gpu if event.phase != "setup"]
     recorder = _Recorder(CachingAllocator())
     peak = Point("setup", dict.fromkeys(PARTS, 0))
-    curve = _Curve(sum(event.phase != "setup" for event in on_gpu))
+    curve = _Curve(len(step))
     for event in on_gpu:
         recorder.apply(event)
         if recorder.allocator.allocated > peak.total:
             peak = _point(event, recorder)
         if event.phase != "setup":
             curve.add(event, recorder)
+    if _can_repeat(step):
+        on_gpu += step
+        for event in step:
+            recorder.apply(event)
     allocator = recorder.allocator
     required = _smallest_limit(on_gpu, allocator.peak_allocated, allocator.peak_reserved)
     return Replay(allocator.peak_allocated, allocator.peak_reserved, required, peak, tuple(curve.points))
@@ -92,6 +100,11 @@ def host_peak(events: Iterable[Event]) -> int:
             used += event.bytes
             peak = max(peak, used)
     return peak
+
+
+def _can_repeat(step: Sequence[Event]) -> bool:
+    """Return whether a step frees what it allocates, and nothing else."""
+    return {event.block for event in step if event.bytes >= 0} == {event.block for event in step if event.bytes < 0}
 
 
 class _Curve:

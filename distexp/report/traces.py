@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.runs.jsonl import read_entries
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
+from distexp.runs.prediction import Curve, read_curve
 from distexp.runs.run_dir import MEMORY, METRICS
 
 MAX_TRACES = 8  # more curves would need similar colors
@@ -52,6 +53,7 @@ class RunTrace:
     Attributes:
         name: Settings of the training, or the label of the run.
         steps: Lines of metrics.jsonl.
+        predicted: Predicted memory through a training step; empty if it was not predicted.
     """
 
     group: RunGroup
@@ -60,6 +62,7 @@ class RunTrace:
     steps: tuple[dict[str, Any], ...]
     memory: tuple[MemoryCurve, ...]
     phases: tuple[PhaseInterval, ...]
+    predicted: Curve = field(default_factory=dict)
 
     def curves(self, kind: str) -> list[MemoryCurve]:
         """Return the curves of ``gpu`` or ``cpu`` memory, by node."""
@@ -112,7 +115,7 @@ def _read_trace(group: RunGroup, chosen: Sequence[str], name: str) -> RunTrace:
     directory = row.path.parent
     memory, phases = read_memory(directory / MEMORY)
     steps = tuple(read_steps(directory / METRICS))
-    return RunTrace(group, row, name, steps, tuple(memory), tuple(phases))
+    return RunTrace(group, row, name, steps, tuple(memory), tuple(phases), read_curve(directory))
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

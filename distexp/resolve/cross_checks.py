@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib.util import find_spec
 
 from distexp.config import Config
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.config.size_checks import check_samples_per_rank, check_sequence_length
+from distexp.system.gpu_models import GPU_MODELS
 
 TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
 """Trackers whose name is that of an optional library."""
@@ -92,6 +94,16 @@ def check_tracker(config: Config) -> Iterator[str]:
             yield (
                 f"tracker.{key}={value} is for tracker={owner}, but this run has tracker={tracker.name}: leave it out"
             )
+
+
+def check_plan(config: Config) -> Iterator[str]:
+    """Yield an error for an unknown GPU model, and for two memories."""
+    plan = config.plan
+    if plan.gpu is not None and plan.gpu not in GPU_MODELS:
+        near = get_close_matches(plan.gpu.lower(), GPU_MODELS, n=3, cutoff=0.4) or list(GPU_MODELS)
+        yield f"plan.gpu={plan.gpu} is not a known GPU: use {', '.join(near)}, or set plan.gpu_memory_gb"
+    if plan.gpu is not None and plan.gpu_memory_gb is not None:
+        yield f"plan.gpu={plan.gpu} and plan.gpu_memory_gb={plan.gpu_memory_gb:g} both set the memory: leave one out"
 
 
 def check_device(config: Config) -> Iterator[str]:

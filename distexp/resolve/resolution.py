@@ -14,7 +14,7 @@ from distexp.config import Config, ConfigError
 from distexp.config.value_checks import check_values
 from distexp.resolve.absolute_paths import make_paths_absolute
 from distexp.resolve.batch_sizes import set_accumulation
-from distexp.resolve.cross_checks import check_device, check_lengths, check_sizes, check_task, check_tracker
+from distexp.resolve.cross_checks import check_device, check_lengths, check_plan, check_sizes, check_task, check_tracker
 from distexp.resolve.file_checks import (
     check_checkpoint,
     check_dataset_files,
@@ -63,6 +63,7 @@ CROSS_CHECKS: tuple[Step, ...] = (
     check_tokenizer_files,
     check_checkpoint,
     check_tracker,
+    check_plan,
     check_device,
     check_strategy,
     check_trainer,

@@ -25,7 +25,7 @@ def decide_resources(config: Config) -> list[str]:
 def _decide_local(config: Config) -> list[str]:
     cluster, gpus = config.cluster, visible_gpus()
     if cluster.device == "auto":
-        cluster.device = "cuda" if gpus else "cpu"
+        cluster.device = "cuda" if gpus or config.plan.only else "cpu"
     on_gpu = cluster.device == "cuda"
     if config.preflight.min_busbw_gbps is None and on_gpu:
         config.preflight.min_busbw_gbps = MIN_BUSBW_GBPS
@@ -37,6 +37,8 @@ def _decide_local(config: Config) -> list[str]:
         # numbers of workers have the same number of threads per worker, and their speeds can be compared.
         tiny = config.scale.name == "tiny" and not on_gpu
         cluster.cpus_per_worker = 1 if tiny else max(1, cpu_count() // cluster.world_size)
+    if config.plan.only:  # A prediction is for GPUs that this machine need not have.
+        return []
     if on_gpu and not gpus:
         return ["cluster.device=cuda needs a GPU, but this machine has none: choose cluster.device=cpu"]
     if on_gpu and cluster.world_size > len(gpus):

@@ -31,7 +31,7 @@ def run_id(config: Config) -> str:
     Local datasets and models count by content, not by path.
     """
     content: dict[str, Any] = asdict(config)
-    irrelevant = ("name", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker", "kernels")
+    irrelevant = ("name", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker", "kernels", "plan")
     for key in (*irrelevant, "repeats", "trusted_packages"):
         del content[key]
     content["cluster"] = {key: content["cluster"][key] for key in CLUSTER_KEYS}

@@ -221,6 +221,37 @@ class Metrics:
 
 
 @dataclass
+class Predicted:
+    """Memory of one worker, predicted by `distexp plan` before the run. Null: could not be predicted."""
+
+    peak_allocated_mib: float | None = key(None, "Peak of torch's allocated memory.", unit="MiB")
+    peak_reserved_mib: float | None = key(None, "Peak of torch's reserved memory, without a limit.", unit="MiB")
+    nvidia_smi_mib: float | None = key(None, "Memory of the GPU as nvidia-smi shows it.", unit="MiB")
+    host_peak_mib: float | None = key(None, "Peak of CPU memory on a node.", unit="MiB")
+    phase: str | None = key(None, "Phase of the peak: setup, forward, backward or optimizer.")
+    parts: dict[str, float] = key(
+        {},
+        "What the peak is made of, in MiB.",
+        parts={
+            ".parameters": "Weights.",
+            ".gradients": "Gradients.",
+            ".optimizer_states": "Moments, and master weights.",
+            ".activations": "Kept for the backward pass.",
+            ".logits": "Tensors as wide as the vocabulary.",
+            ".communication": "Gathered parameters and buckets.",
+            ".temporaries": "The rest.",
+        },
+    )
+    verdict: str | None = key(
+        None, "Whether it fits. Null: the GPU is unknown.", choices=("fits", "too_close", "does_not_fit")
+    )
+    seconds: float | None = key(None, "Time of the prediction.", unit="seconds")
+    required_mib: float | None = key(None, "Smallest GPU memory in which the run fits.", unit="MiB")
+    gpu_memory_mib: float | None = key(None, "GPU memory that the verdict is about.", unit="MiB")
+    notes: list[str] = key([], "What was assumed or could not be predicted.")
+
+
+@dataclass
 class RunRecord:
     """Everything that is known about a run."""
 
@@ -260,6 +291,7 @@ class RunRecord:
             ".complaints": "Problems of the GPUs.",
         },
     )
+    predicted: Predicted | None = key(None, "Memory as predicted before the run.")
     schema_version: int = key(SCHEMA_VERSION, "Version of this format.")
 
     def __post_init__(self) -> None:
@@ -317,6 +349,7 @@ class RunRecord:
             memory=raw["memory"],
             utilization=raw["utilization"],
             preflight=preflight if isinstance(preflight, dict) else None,
+            predicted=typed(Predicted, raw["predicted"]) if raw.get("predicted") else None,
         )
 
 

@@ -43,6 +43,7 @@ SHAPES = {
     "fsdp/custom_multi_gpu": GPUS_1_TO_8,
     "fsdp/custom_multi_node": NODES_1_TO_8,
     "fsdp/custom_weak_scaling": [(1, 2), (1, 4), (1, 8), (2, 8)],
+    "memory/parts": 4 * ONE,
 }
 """(nodes, workers on each) of every run, as the workshop has them."""
 
@@ -108,7 +109,9 @@ def check_workshop_hyperparameters(preset: str, record: RunRecord) -> None:
     assert (train["learning_rate"], train["weight_decay"], config["dataset"]["max_length"]) == (5e-5, 0.01, 512)
     assert train["gradient_accumulation_steps"] == 4
     workers = config["cluster"]["nodes"] * config["cluster"]["workers_per_node"]
-    if preset.startswith("deepspeed/"):
+    if preset.startswith("memory/"):
+        assert (train["micro_batch_size"], config["plan"]["name"]) == (4, "check")
+    elif preset.startswith("deepspeed/"):
         assert (train["micro_batch_size"], train["num_epochs"]) == (4, 3)
         assert config["dataset"]["train_size"] == (250 * workers if "weak" in preset else 500)
     else:

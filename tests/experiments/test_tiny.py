@@ -24,7 +24,7 @@ SHORT = ("scale.train_size=16", "scale.eval_size=4", "train.max_steps=2", "train
 
 
 def runs_on_one_worker(preset: str) -> bool:
-    return preset.endswith(("baseline", "single", "single_gpu", "pin_memory", "zero_stages", "model_sizes"))
+    return preset.endswith(("baseline", "single", "single_gpu", "pin_memory", "zero_stages", "model_sizes", "parts"))
 
 
 @pytest.fixture(scope="module")

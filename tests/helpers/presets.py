@@ -14,7 +14,7 @@ from distexp.config import Config, register_schema
 from distexp.config.paths import conf_dir, config_groups
 from distexp.resolve.parameter_count import parameter_count
 from distexp.resolve.run_id import run_id
-from distexp.runs.record import Built, Environment, Metrics, RunInfo, RunRecord
+from distexp.runs.record import Built, Environment, Metrics, Predicted, RunInfo, RunRecord
 
 
 @cache
@@ -60,5 +60,6 @@ def finished(config: Config, number: int, overrides: Sequence[str] = ()) -> RunR
             "torch": [{"rank": 0, "peak_allocated_mib": 15000.0, "average_allocated_mib": 12000.0}],
             "cpu": [{"node": 0, **peaks}],
         },
+        predicted=Predicted(peak_allocated_mib=14900.0),
         utilization={"gpu": [{"node": 0, "index": 0, "average_pct": 90.0}], "cpu": []},
     )

@@ -117,6 +117,14 @@ def test_replay_reserves_what_fragments_leave() -> None:
     assert found.required >= 180 * MIB
 
 
+def test_second_step_uses_the_free_blocks_of_the_first_one() -> None:
+    # The second step puts 10 into the block of 10, 11 into that of 12, and so on: it needs no further segment.
+    sizes = (12, 11, 10)
+    once = [(size, number, "activations", "forward") for number, size in enumerate(sizes)]
+    frees = [(-size, number, "activations", "backward") for number, size in enumerate(sizes)]
+    assert replay(step(*once, *frees)).peak_reserved == (12 + 12 + 10) * MIB
+
+
 def test_curve_has_the_phases_and_the_peak_of_a_long_step() -> None:
     events = step((10, 0, "parameters", "setup"))
     for number in range(1, 2001):

@@ -14,9 +14,10 @@ from omegaconf import DictConfig
 from distexp.config.paths import PACKAGE
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError
-from distexp.launch.composition import Cell, compose_cells
+from distexp.launch.composition import Cell, cell_maker, compose_cells
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.run import run_locally
+from distexp.launch.plan_runs import plan_runs
 from distexp.launch.snapshot import git_root, git_state
 from distexp.launch.sweep import AssignedRun, assign_run_dirs, locked_sweep_dir, write_invalid
 from distexp.runs.existing import DONE
@@ -36,6 +37,8 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
         InterruptedRunError: if a run was interrupted. The cells after it are not started.
     """
     cells = compose_cells(context, master, overrides)
+    if plan_runs(cells, master, cell_maker(context, master)):
+        return []
     with locked_sweep_dir(master, len(cells)) as sweep_dir, continue_after_hangup(sweep_dir):
         return _run_cells(context, master, cells, sweep_dir)
 
@@ -117,6 +120,7 @@ def _as_job(context: HydraContext, run: AssignedRun, screen: Screen) -> JobRetur
 
 def _run(run: AssignedRun, screen: Screen) -> RunRecord:
     if run.cell.config is not None:
+        run.cell.write_prediction(run.directory)
         return run_locally(RunSpec(run.cell.config, run.info), run.directory, screen)
     record = write_invalid(run)
     screen.show_invalid(record)

@@ -16,7 +16,8 @@ from rich.console import Console
 from distexp.config import Config, ConfigError
 from distexp.console.progress import show_progress
 from distexp.exceptions import SweepInterrupted
-from distexp.launch.composition import Cell, compose_cells
+from distexp.launch.composition import Cell, cell_maker, compose_cells
+from distexp.launch.plan_runs import plan_runs
 from distexp.launch.slurm import client
 from distexp.launch.slurm.follow import follow
 from distexp.launch.slurm.script import JobArray
@@ -46,7 +47,10 @@ def run_sweep(
         overrides: The overrides of each cell.
         given: Options under ``hydra.launcher``.
     """
-    cells = compose_cells(context, master, overrides, partial(apply_submitit_options, given))
+    adjust = partial(apply_submitit_options, given)
+    cells = compose_cells(context, master, overrides, adjust)
+    if plan_runs(cells, master, cell_maker(context, master, adjust)):
+        return []
     cluster = cells[0].composed.cluster
     console = Console()
     if cluster.dry_run:
@@ -142,6 +146,7 @@ def prepare_runs(
             attempts.archive_previous(run.directory)
             spec = RunSpec(run.cell.config, run.info)
             spec.write(run.directory)
+            run.cell.write_prediction(run.directory)
             yield PreparedRun(spec, run.directory)
 
 

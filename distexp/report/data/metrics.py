@@ -150,6 +150,17 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
+def _predicted(name: str) -> ReadMetric:
+    return lambda record: _number(getattr(record.predicted, name)) if record.predicted else None
+
+
+def _prediction_error(record: RunRecord) -> float | None:
+    """Return predicted minus measured peak, in percent of the measured one."""
+    predicted = _predicted("peak_allocated_mib")(record)
+    measured = _largest("torch", "peak_allocated_mib")(record) if record.status == "completed" else None
+    return 100 * (predicted / measured - 1) if predicted is not None and measured else None
+
+
 def _ideal_states(record: RunRecord) -> float | None:
     """Return the ideal memory of model states, only if the real one was measured."""
     return ideal_states_mib(record) if device_values(record.memory["torch"], "states_mib") else None
@@ -204,6 +215,9 @@ TABLE_METRICS = (
     Metric("gpu_training_mode_mib", _over_training("gpu", "mode_mib"), "GPU mode\nMiB", "{:z,.0f}", importance=20),
     Metric("torch_peak_allocated_mib", _largest("torch", "peak_allocated_mib"), "torch\npeak MiB", "{:z,.0f}",
            importance=45),
+    Metric("predicted_peak_allocated_mib", _predicted("peak_allocated_mib"), "predicted\npeak MiB", "{:z,.0f}",
+           importance=46),
+    Metric("prediction_error_pct", _prediction_error, "predict.\nerror %", "{:+z.1f}", importance=47),
     Metric("model_states_mib", _largest("torch", "states_mib"), "model\nst. MiB", "{:z,.0f}", importance=28),
     Metric("model_states_ideal_mib", _ideal_states, "by arith-\nmetic MiB", "{:z,.0f}", importance=27),
     Metric("cpu_peak_mib", _largest("cpu", "peak_mib"), "CPU peak\nMiB", "{:z,.0f}", importance=70),
@@ -234,6 +248,9 @@ METRICS = (
     Metric("torch_average_allocated_mib", _largest("torch", "average_allocated_mib")),
     Metric("torch_peak_reserved_mib", _largest("torch", "peak_reserved_mib")),
     Metric("torch_alloc_retries", _largest("torch", "alloc_retries")),
+    Metric("predicted_peak_reserved_mib", _predicted("peak_reserved_mib"), number_format="{:z,.0f}"),
+    Metric("predicted_nvidia_smi_mib", _predicted("nvidia_smi_mib"), number_format="{:z,.0f}"),
+    Metric("predicted_host_peak_mib", _predicted("host_peak_mib"), number_format="{:z,.0f}"),
     Metric("gpu_average_mib", _largest("gpu", "average_mib")),
     Metric("gpu_mode_mib", _largest("gpu", "mode_mib")),
     Metric("cpu_training_average_mib", _over_training("cpu", "average_mib")),

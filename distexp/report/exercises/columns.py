@@ -49,7 +49,7 @@ class Column:
     @property
     def needs_gpu(self) -> bool:
         """Whether runs on CPUs have no value."""
-        return self.gpu_0 or self.metric.startswith(("gpu_", "torch_"))
+        return self.gpu_0 or self.metric.startswith(("gpu_", "torch_", "predict"))
 
     @property
     def survives_failure(self) -> bool:

@@ -1,0 +1,122 @@
+"""Prediction of memory before runs start: ``plan=check`` and ``plan=warn``. Runs on CPUs are not predicted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from distexp.config import Config, ConfigError
+from distexp.launch.composition import INVALID, Cell, MakeCell
+from distexp.plan.cells import search_of, smallest_change
+from distexp.plan.command import show_predictions
+from distexp.plan.estimate import Estimate
+from distexp.plan.planner import Planner
+from distexp.plan.verdict import DOES_NOT_FIT, MIB_PER_GB, TOO_CLOSE, describe_verdict, predict
+from distexp.plan.verdict import gpu_memory_mib as memory_of
+from distexp.runs.record import Predicted
+
+CHECK, WARN = "check", "warn"
+MOST_SEARCHES = 4
+"""Most cells that do not fit for which changes are predicted. Each takes as long as several predictions."""
+
+
+def predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
+    """Predict the cells that run on GPUs. With ``plan=check`` a cell that cannot fit becomes invalid.
+
+    Args:
+        cells: The cells of the command. They get their prediction.
+        make: Composes a variant of a cell.
+        planner: Source of estimates.
+
+    Raises:
+        ConfigError: if there is one cell only, and it cannot fit.
+    """
+    with planner or Planner() as source:
+        _predict_runs(cells, make, source)
+    if len(cells) == 1 and cells[0].errors:
+        raise ConfigError(cells[0].errors)
+
+
+def _predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
+    checked = [cell for cell in cells if _mode(cell) == CHECK]
+    with show_predictions(len(checked)) as advance:
+        outcomes = planner.estimate([_config(cell) for cell in checked], advance)
+    for cell, outcome in zip(checked, outcomes, strict=True):
+        if isinstance(outcome, str):
+            _warn(cell, f"its memory is not predicted: {outcome}")
+        else:
+            _keep(cell, outcome)
+    for cell in cells:
+        if _mode(cell) == WARN and (cached := planner.cached(_config(cell))) is not None:
+            _keep(cell, cached)
+    for cell in cells:
+        _warn_about(cell)
+    _invalidate([cell for cell in checked if _does_not_fit(cell)], make, planner)
+
+
+def _mode(cell: Cell) -> str:
+    """Return ``check`` or ``warn``; empty for a cell that is not predicted."""
+    config = cell.config
+    if config is None or config.cluster.device != "cuda" or config.preflight.only:
+        return ""
+    return config.plan.name if config.plan.name in (CHECK, WARN) else ""
+
+
+def _config(cell: Cell) -> Config:
+    assert cell.config is not None, "only valid cells are predicted"
+    return cell.config
+
+
+def _keep(cell: Cell, estimate: Estimate) -> None:
+    cell.predicted = predict(estimate, memory_of(_config(cell)))
+    cell.curve = estimate.curve
+
+
+def _does_not_fit(cell: Cell) -> bool:
+    return cell.predicted is not None and cell.predicted.verdict == DOES_NOT_FIT
+
+
+def _warn_about(cell: Cell) -> None:
+    predicted = cell.predicted
+    if predicted is None:
+        return
+    if predicted.gpu_memory_mib is None and _mode(cell) == CHECK:
+        _warn(cell, "the memory of its GPU is unknown: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80")
+    elif predicted.verdict == TOO_CLOSE or (predicted.verdict == DOES_NOT_FIT and _mode(cell) == WARN):
+        _warn(cell, f"{describe_need(predicted)}: {describe_verdict(predicted)}")
+
+
+def _warn(cell: Cell, text: str) -> None:
+    label = " ".join(cell.varied).replace("'", "")
+    print(f"distexp: warning: {label + ': ' if label else ''}{text}", file=sys.stderr)
+
+
+def describe_need(predicted: Predicted) -> str:
+    """Return how much memory a run needs, and how much its GPU has."""
+    memory = predicted.gpu_memory_mib or 0.0
+    if predicted.required_mib is None:
+        return f"the model states need {_gb(sum(predicted.parts.values()))}, and the GPU has {_gb(memory)}"
+    peak = f"peak of {_gb(predicted.peak_allocated_mib or 0.0)} in phase {predicted.phase}"
+    return f"the run needs {_gb(predicted.required_mib)} ({peak}), and the GPU has {_gb(memory)}"
+
+
+def _gb(mib: float) -> str:
+    return f"{mib / MIB_PER_GB:,.1f} GB"
+
+
+def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
+    search = len(cells) <= MOST_SEARCHES
+    for cell in cells:
+        assert cell.predicted is not None
+        hint = _hint(cell, make, planner) if search else "distexp plan shows what would fit"
+        cell.errors = [f"plan=check: {describe_need(cell.predicted)}: {hint}, or run it anyway with plan=warn"]
+        cell.config, cell.decided, cell.id = None, cell.config, INVALID
+
+
+def _hint(cell: Cell, make: MakeCell, planner: Planner) -> str:
+    """Return the smallest change that makes a cell fit."""
+    search = search_of(cell, _config(cell), make, planner)
+    best = smallest_change(search.changes(), search.memory_mib) if search else None
+    if best is None:
+        return "use more GPUs, or GPUs with more memory"
+    return f"use {' '.join(best.overrides)} (peak {_gb(best.estimate.peak_allocated_mib or 0.0)})"

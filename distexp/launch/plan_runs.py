@@ -1,0 +1,33 @@
+"""The step between composing the cells of a command and starting their runs: predict their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from distexp.launch.composition import Cell, MakeCell
+
+
+def plan_runs(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> bool:
+    """Predict the memory of the cells if that is requested, and return whether that is all to do.
+
+    Args:
+        cells: The cells of the command.
+        master: Configuration of the command.
+        make: Composes a variant of a cell.
+
+    Raises:
+        ConfigError: with ``plan=check``, if there is one cell only, and it cannot fit.
+    """
+    if master.plan.only:
+        from distexp.plan.command import run_plan
+
+        run_plan(cells, make)
+        return True
+    # A run on CPUs does not import the planner.
+    if any(cell.config is not None and cell.config.cluster.device == "cuda" for cell in cells):
+        from distexp.launch.plan_check import predict_runs
+
+        predict_runs(cells, make)
+    return False

@@ -1,0 +1,37 @@
+"""The command ``distexp plan [--json] [--multirun] [OVERRIDES]``: predict the memory of trainings, without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from distexp.cli.run import main as run
+
+USAGE = """usage: distexp plan [--json] [--multirun] [GROUP=OPTION ...] [KEY=VALUE ...]
+
+Predict the GPU and CPU memory of the runs that the same arguments would start.
+Nothing is trained, no weights are loaded, and no GPU is needed.
+
+  plan.gpu=a100-80gb        predict for this GPU (default: the GPU of this machine)
+  plan.gpu_memory_gb=80     predict for a GPU with this memory
+  --json                    print JSON for programs
+
+examples:
+  distexp plan strategy=fsdp cluster.workers_per_node=4 model=bloom_3b plan.gpu=a100-80gb
+  distexp plan --multirun zero_stage=0,1,2,3 offload=true,false model=bloom_1b7"""
+
+JSON = "--json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Predict and print; return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(given):
+        print(USAGE)
+        return 0
+    output = ["plan.output=json"] if JSON in given else []
+    return run(["plan.only=true", *output, *(text for text in given if text != JSON)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Model states of a run that has not started, by arithmetic: for trainings that cannot be traced."""
+
+from __future__ import annotations
+
+from distexp.config import Config
+from distexp.plan.predicted_memory import BYTES_PER_VALUE, MOMENTS, States, sharded_states, zero_states
+from distexp.resolve.parameter_count import parameter_count
+from distexp.runs.record import Built
+from distexp.strategies.base import load_strategy
+from distexp.system.units import MIB
+
+
+def expected_states_mib(config: Config) -> States | None:
+    """Return the model states of a run that has not started in MiB, by part; None if unknown."""
+    moments, parameters = MOMENTS.get(config.train.optimizer), parameter_count(config.model)
+    if moments is None or parameters is None:
+        return None
+    expected = {"mesh": [1, 1], "offload": "none", **load_strategy(config).expected_build(config)}
+    half = config.strategy.name == "deepspeed" and config.precision.name != "fp32"
+    built = Built(
+        strategy=config.strategy.name,
+        engine=config.engine.name,
+        wrapper="",
+        world_size=config.cluster.world_size,
+        mesh=expected["mesh"],
+        sharded_units=1,
+        zero_stage=expected.get("zero_stage"),
+        offload=expected["offload"],
+        param_dtype="bfloat16" if half else "float32",
+        compute_dtype="",
+        optimizer=config.train.optimizer,
+        parameters=parameters,
+        compute_weights=config.train.compute_weights,
+    )
+    kept = BYTES_PER_VALUE * moments
+    states = sharded_states(built, kept) if built.zero_stage is None else zero_states(built, built.zero_stage, kept)
+    names = {"optimizer": "optimizer_states"}
+    return {names.get(name, name): size * parameters / MIB for name, size in states.items()}

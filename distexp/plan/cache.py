@@ -1,0 +1,85 @@
+"""Cache of estimates, by configuration, by the code that predicts, and by the versions of its libraries."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+from contextlib import suppress
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from distexp import __version__
+from distexp.config import Config, TrainConfig
+from distexp.config.paths import PACKAGE
+from distexp.data.cache import cache_dir
+from distexp.plan.estimate import Estimate
+from distexp.resolve.run_id import run_id
+from distexp.runs.files import read_json, write_json
+
+SOURCES = ("config", "data", "engines", "models", "plan", "strategies", "system", "training")
+"""Packages whose code an estimate depends on."""
+
+LIBRARIES = ("torch", "transformers", "deepspeed")
+
+IRRELEVANT = (
+    *("num_epochs", "max_steps", "learning_rate", "weight_decay", "betas", "eps", "schedule", "step_size", "gamma"),
+    *("warmup_steps", "measure_after_step", "log_every", "seed", "on_nan", "save_model", "score_answers"),
+    *("eval_batch_size", "resume"),
+)
+"""Keys of ``train`` that do not change the memory of a training step."""
+
+
+def read_estimate(config: Config) -> Estimate | None:
+    """Return the cached estimate of a configuration; None if there is none."""
+    try:
+        return Estimate.from_json(read_json(cache_path(config)))
+    except (OSError, ValueError, TypeError):  # A damaged file is replaced.
+        return None
+
+
+def store_estimate(config: Config, estimate: Estimate) -> None:
+    """Keep an estimate. Without a writable cache, print a warning."""
+    path = cache_path(config)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, estimate.to_json())
+    except OSError as error:
+        print(f"distexp: the prediction is not cached: {path.parent}: {error.strerror}", file=sys.stderr)
+
+
+def cache_path(config: Config) -> Path:
+    """Return the file of an estimate."""
+    key = {"run": run_id(_relevant(config)), "code": code_hash(), "versions": library_versions()}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_dir() / "plan" / f"{digest}.json"
+
+
+def _relevant(config: Config) -> Config:
+    """Return a copy in which what does not change the memory has its default."""
+    changed, default = copy.deepcopy(config), TrainConfig()
+    for name in IRRELEVANT:
+        setattr(changed.train, name, getattr(default, name))
+    return changed
+
+
+@lru_cache(maxsize=1)
+def code_hash() -> str:
+    """Return a hash of the code that an estimate depends on."""
+    digest = hashlib.sha256(__version__.encode())
+    for package in SOURCES:
+        for path in sorted((PACKAGE / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def library_versions() -> dict[str, str]:
+    """Return the versions of the installed libraries."""
+    found = {}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -1,0 +1,108 @@
+"""The cells of a command with their predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from distexp.cli.overrides import quote_choice
+from distexp.config import Config
+from distexp.config.paths import config_groups
+from distexp.console.run_summary import strategy_label
+from distexp.launch.composition import Cell, MakeCell
+from distexp.plan.estimate import Estimate
+from distexp.plan.planner import Planner
+from distexp.plan.search import Change, Search
+from distexp.plan.verdict import describe_verdict, gpu_memory_mib, predict
+from distexp.runs.record import Predicted
+
+JSON_KEYS = (
+    *("peak_allocated_mib", "peak_reserved_mib", "nvidia_smi_mib", "host_peak_mib", "phase", "parts", "verdict"),
+    "seconds",
+)
+"""Keys of a cell in the output for programs, besides its overrides. An error is added if there is one."""
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell with its prediction, or the reason why it has none."""
+
+    cell: Cell
+    estimate: Estimate | None = None
+    predicted: Predicted | None = None
+    error: str = ""
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the overrides as typed, without those that the command adds."""
+        typed = (text.replace("'", "") for text in self.cell.overrides)
+        return [text for text in typed if not text.startswith(("plan.only=", "plan.output="))]
+
+    @property
+    def title(self) -> str:
+        """Return strategy and precision: ``fsdp full_shard, offloaded``."""
+        config = self.cell.config
+        return "" if config is None else strategy_label(config)
+
+    @property
+    def verdict(self) -> str:
+        """Return the text of the verdict."""
+        if self.cell.config is not None and self.cell.config.cluster.device == "cpu":
+            return "not checked on cpu"
+        return describe_verdict(self.predicted) if self.predicted else ""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the cell for programs."""
+        predicted = self.predicted or Predicted()
+        found = {name: getattr(predicted, name) for name in JSON_KEYS}
+        return {"overrides": self.overrides, **found, **({"error": self.error} if self.error else {})}
+
+
+def plan_cells(cells: Sequence[Cell], planner: Planner, advance: Callable[[], None]) -> list[PlannedCell]:
+    """Predict all valid cells."""
+    valid = [cell for cell in cells if cell.config is not None]
+    outcomes = iter(planner.estimate([cell.config for cell in valid if cell.config is not None], advance))
+    return [_planned(cell, next(outcomes)) if cell.config is not None else _invalid(cell) for cell in cells]
+
+
+def _planned(cell: Cell, outcome: Estimate | str) -> PlannedCell:
+    assert cell.config is not None
+    if isinstance(outcome, str):
+        return PlannedCell(cell, error=outcome)
+    return PlannedCell(cell, outcome, predict(outcome, gpu_memory_mib(cell.config)))
+
+
+def _invalid(cell: Cell) -> PlannedCell:
+    return PlannedCell(cell, error="invalid: " + " | ".join(cell.errors))
+
+
+def search_of(cell: Cell, config: Config, make: MakeCell, planner: Planner) -> Search | None:
+    """Return the search among variants of a cell; None if the memory of the GPU is unknown."""
+    memory = gpu_memory_mib(config)
+
+    def compose(overrides: Sequence[str]) -> Config | None:
+        quoted = [quote_choice(text, config_groups()) for text in overrides]
+        return make(replace_overrides(cell.overrides, quoted)).config
+
+    return None if memory is None else Search(config, compose, planner.estimate, memory)
+
+
+def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return the overrides of a cell with others, which replace those of the same keys."""
+    replaced = {_key(text) for text in new}
+    if replaced & IMPLY_STRATEGY:
+        replaced |= {"strategy", *IMPLY_STRATEGY}
+    return [*(text for text in overrides if _key(text) not in replaced), *new]
+
+
+IMPLY_STRATEGY = {"sharding", "zero_stage"}
+"""Groups that choose the strategy too."""
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
+
+
+def smallest_change(changes: Sequence[Change], memory_mib: float) -> Change | None:
+    """Return the first change that fits; None if none does."""
+    return next((change for change in changes if change.fits(memory_mib)), None)

@@ -1,0 +1,110 @@
+"""Output of ``distexp plan`` for the cells that Hydra composed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from distexp.launch.composition import Cell, MakeCell
+from distexp.plan.cells import PlannedCell, plan_cells, search_of
+from distexp.plan.planner import Planner
+from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table
+from distexp.plan.verdict import ERROR_BOUND, FITS, MIB_PER_GB
+from distexp.runs.files import nan_to_none
+
+SLOW_S = 100.0
+"""Time of a prediction from which no variants are predicted."""
+
+NO_GPU = "hint: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80 for a verdict"
+
+
+def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
+    """Predict all cells and print the result.
+
+    Args:
+        cells: The cells of the command.
+        make: Composes a variant of a cell.
+        planner: Source of estimates.
+    """
+    with planner or Planner() as source:
+        _run_plan(cells, make, source)
+
+
+def _run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
+    with show_predictions(sum(cell.config is not None for cell in cells)) as advance:
+        planned = plan_cells(cells, planner, advance)
+    if cells[0].composed.plan.output == "json":
+        print(json.dumps(nan_to_none([cell.to_json() for cell in planned]), indent=2))
+        return
+    console = Console()
+    for part in cells_table(planned, console.width):
+        console.print(part, soft_wrap=True)
+    for line in (*_assumptions(planned), *notes(planned)):
+        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+    if len(planned) == 1:
+        _print_details(planned[0], make, planner, console)
+
+
+def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
+    """Yield what the verdicts are about."""
+    memories = {cell.predicted.gpu_memory_mib for cell in planned if cell.predicted is not None}
+    if memories == {None}:
+        yield NO_GPU
+    for memory in sorted(each for each in memories if each is not None):
+        yield f"GPU memory: {memory / MIB_PER_GB:,.1f} GB; error of a prediction: up to {ERROR_BOUND:.0%}"
+
+
+def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, console: Console) -> None:
+    """Print the parts of a single cell, the largest micro-batch, and what would make it fit."""
+    predicted, estimate, config = planned.predicted, planned.estimate, planned.cell.config
+    if predicted is None or estimate is None or config is None:
+        return
+    if predicted.parts:
+        console.print()
+        console.print(parts_table(predicted))
+    search = search_of(planned.cell, config, make, planner)
+    if search is None or not estimate.traced:
+        return
+    if estimate.seconds > SLOW_S:
+        _print(console, f"no search for what fits, because a prediction takes {estimate.seconds:.0f} s")
+        return
+    with show_search():
+        largest = search.largest_micro_batch(estimate)
+    _print(console, micro_batch_line(largest))
+    if predicted.verdict != FITS:
+        with show_search():
+            changes = search.changes()
+        for line in change_lines(changes, search.memory_mib):
+            _print(console, line)
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def show_predictions(total: int) -> Iterator[Callable[[], None]]:
+    """Show a progress bar on stderr until the block ends, if stderr is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)
+
+
+@contextmanager
+def show_search() -> Iterator[None]:
+    """Show on a terminal that variants are predicted."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("searching for what fits"):
+            yield
+    else:
+        yield

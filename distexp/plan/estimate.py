@@ -1,0 +1,144 @@
+"""Estimate of the memory of a training: all that is known before a GPU is chosen."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distexp.config import Config
+from distexp.plan.arithmetic import expected_states_mib
+from distexp.plan.replay import Point, Replay, host_peak, replay
+from distexp.plan.step_trace import PlanError, StepTrace
+from distexp.resolve.parameter_count import parameter_count, ties_embeddings
+from distexp.runs.typed_values import typed
+from distexp.strategies.base import load_strategy
+from distexp.system.units import MIB
+
+SHOWN_PARTS = (
+    *("parameters", "gradients", "optimizer_states", "activations", "logits", "communication", "temporaries"),
+)
+"""Parts of a prediction. The batch is small and counts as temporary."""
+
+
+BYTES_PER_PARAMETER = 4
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory of one worker in MiB. None means that the training could not be traced.
+
+    Attributes:
+        required_mib: Smallest reserved memory in which the step runs.
+        overhead_mib: GPU memory outside of torch's allocator.
+        host_mib: Peak of the CPU memory on a node.
+        parts: What the peak is made of.
+        curve: The phase and the parts at some points of the step.
+        seconds: Time of the prediction.
+        notes: What was assumed, or why the training could not be traced.
+    """
+
+    peak_allocated_mib: float | None = None
+    peak_reserved_mib: float | None = None
+    required_mib: float | None = None
+    overhead_mib: float = 0.0
+    host_mib: float | None = None
+    phase: str | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    curve: dict[str, list[Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def traced(self) -> bool:
+        """Return whether the peak is known, and not only the model states."""
+        return self.peak_allocated_mib is not None
+
+    @property
+    def needed_mib(self) -> float | None:
+        """Return the smallest GPU memory in which the training runs."""
+        return None if self.required_mib is None else self.required_mib + self.overhead_mib
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values for a JSON file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Estimate:
+        """Read an estimate.
+
+        Raises:
+            ValueError, TypeError: if it is none.
+        """
+        return typed(cls, raw)
+
+
+def make_estimate(config: Config) -> Estimate:
+    """Trace a step of a training and return its estimate. It takes seconds to minutes, and imports torch."""
+    tracing = importlib.import_module("distexp.plan.tracing")
+    overheads = importlib.import_module("distexp.plan.overheads")
+    host_memory = importlib.import_module("distexp.plan.host_memory")
+    try:
+        trace = tracing.trace_step(config)
+    except PlanError as error:
+        return arithmetic_estimate(config, str(error))
+    host_mib = host_memory.host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
+    return estimate_of(trace, overheads.overhead_mib(config), host_mib)
+
+
+def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:
+    """Return the number of parameters of the whole model, and of its output head if that is tied to the embedding."""
+    model = config.model
+    held = sum(event.bytes for event in trace.events if (event.part, event.phase) == ("parameters", "setup"))
+    shards = config.cluster.world_size if load_strategy(config).shards_all_parameters(config) else 1
+    parameters = parameter_count(model) or held * shards // BYTES_PER_PARAMETER
+    tied = (model.vocab_size or 0) * (model.hidden_size or 0) if ties_embeddings(model) else 0
+    return parameters, tied
+
+
+def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: float | None) -> Estimate:
+    """Return the estimate of a traced step.
+
+    Args:
+        trace: The step.
+        overheads: GPU memory in MiB outside of torch's allocator, by name.
+        host_mib: Peak of the CPU memory on a node.
+    """
+    found = replay(trace.events)
+    return Estimate(
+        peak_allocated_mib=_mib(found.peak_allocated),
+        peak_reserved_mib=_mib(found.peak_reserved),
+        required_mib=_mib(found.required),
+        overhead_mib=sum(overheads.values()),
+        host_mib=host_mib,
+        phase=found.peak.phase,
+        parts=_shown(found.peak),
+        curve=_curve(found),
+        seconds=round(trace.seconds, 1),
+        notes=list(trace.notes),
+    )
+
+
+def arithmetic_estimate(config: Config, reason: str) -> Estimate:
+    """Return the model states by arithmetic, for a training that cannot be traced."""
+    states = expected_states_mib(config)
+    note = "only the model states, by arithmetic" if states else "the number of parameters is not known either"
+    parts = {name: round(mib, 1) for name, mib in (states or {}).items()}
+    return Estimate(parts=parts, notes=[f"not traced: {reason}", note])
+
+
+def _mib(size: float) -> float:
+    return round(size / MIB, 1)
+
+
+def _shown(point: Point) -> dict[str, float]:
+    """Return the parts in MiB; the batch counts as temporary."""
+    merged = {**point.parts, "temporaries": point.parts["temporaries"] + point.parts["batch"]}
+    return {part: _mib(merged[part]) for part in SHOWN_PARTS}
+
+
+def _curve(found: Replay) -> dict[str, list[Any]]:
+    shown = [_shown(point) for point in found.curve]
+    parts = {part: [values[part] for values in shown] for part in SHOWN_PARTS}
+    return {"phase": [point.phase for point in found.curve], **parts}

@@ -1,0 +1,72 @@
+"""The process that traces: it imports torch once, then forks a process for each configuration.
+
+``python -m distexp.plan.server FOLDER PROCESSES`` waits for ``FOLDER/job0.json``, ``job1.json`` and so on. Each has a
+configuration. The results are ``FOLDER/result0.json`` and so on: ``{"estimate": ...}`` or ``{"error": ...}``. It runs
+until it is ended.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from distexp.config import Config
+from distexp.plan.estimate import make_estimate
+from distexp.plan.jobs import POLL_S, job_path, result_path
+from distexp.runs.files import read_json, write_json
+from distexp.runs.spec import typed_config
+from distexp.system.processes import die_with_parent
+from distexp.worker.group import preload
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trace all jobs of a folder, until the process is ended."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    folder, processes = Path(given[0]), int(given[1])
+    importlib.import_module("distexp.plan.tracing")
+    running: dict[Any, tuple[BaseProcess, Path]] = {}
+    for number in itertools.count():
+        while len(running) >= processes or not job_path(folder, number).exists():
+            if not running:
+                time.sleep(POLL_S)
+            for sentinel in wait(list(running), POLL_S) if running else ():
+                _finish(*running.pop(sentinel))
+        path = result_path(folder, number)
+        config = typed_config(read_json(job_path(folder, number)))
+        preload(config)
+        process = get_context("fork").Process(target=_trace, args=(config, path))
+        process.start()
+        running[process.sentinel] = process, path
+    raise AssertionError("unreachable")
+
+
+def _trace(config: Config, path: Path) -> None:
+    """Trace one configuration and write the result."""
+    die_with_parent()
+    try:
+        write_json(path, {"estimate": make_estimate(config).to_json()})
+    except Exception as error:
+        traceback.print_exc()
+        write_json(path, {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"})
+
+
+def _finish(process: BaseProcess, path: Path) -> None:
+    """Write the result of a process that died without one."""
+    process.join()
+    if not path.exists():
+        code = process.exitcode or 0
+        reason = f"signal {-code}, possibly because this machine is out of memory" if code < 0 else f"exit code {code}"
+        write_json(path, {"error": f"the process that traced it ended by {reason}"})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

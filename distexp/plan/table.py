@@ -1,0 +1,107 @@
+"""What ``distexp plan`` prints: the table of the cells, the parts of a single one, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from distexp.config import Config
+from distexp.plan.cells import PlannedCell, smallest_change
+from distexp.plan.search import Change
+from distexp.plan.verdict import DOES_NOT_FIT, FITS, MIB_PER_GB, TOO_CLOSE, describe_verdict, predict
+from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
+from distexp.runs.record import Predicted
+
+STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
+LABELS = {"optimizer_states": "optimizer states"}
+
+
+def cells_table(cells: Sequence[PlannedCell], width: int) -> list[Table | Text]:
+    """Return the table with a row per cell, the reasons of cells without a prediction, and what is hidden."""
+    planned = [cell for cell in cells if cell.predicted is not None]
+    found: list[Table | Text] = []
+    if planned:
+        shown, hidden = fit_columns(_columns(planned), width)
+        table = build_table(shown)
+        found.append(table)
+        if hidden:
+            found.append(hidden_columns_note(hidden, "Print them with --json."))
+    for cell in cells:
+        if cell.error:
+            label = f"{' '.join(_varied(cell))}: " if len(cells) > 1 else ""
+            found.append(Text(f"{label}{cell.error}", style="yellow"))
+    return found
+
+
+def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
+    configs = [cell.cell.config for cell in cells if cell.cell.config is not None]
+    found = [cell.predicted for cell in cells if cell.predicted is not None]
+    columns = [
+        Column("cell", tuple(" ".join(_varied(cell)) for cell in cells), 40, right=False),
+        Column("strategy", tuple(cell.title for cell in cells), 95, right=False),
+        Column("GPUs", tuple(str(config.cluster.world_size) for config in configs), 90),
+        Column("micro-\nbatch", tuple(map(_micro_batch, configs)), 60),
+        Column("peak\nGB", tuple(_peak(each) for each in found), ALWAYS),
+        Column("reserved\nGB", tuple(_gb(each.peak_reserved_mib) for each in found), 80),
+        Column("nvidia-smi\nGB", tuple(_gb(each.nvidia_smi_mib) for each in found), 70),
+        Column("host\nGB", tuple(_gb(each.host_peak_mib) for each in found), 75),
+        Column("phase", tuple(each.phase or "-" for each in found), 50, right=False),
+        Column("verdict", tuple(cell.verdict for cell in cells), ALWAYS, right=False),
+    ]
+    return columns if len(cells) > 1 else columns[1:]
+
+
+def _varied(cell: PlannedCell) -> list[str]:
+    return [text.replace("'", "") for text in cell.cell.varied]
+
+
+def _micro_batch(config: Config) -> str:
+    steps = config.train.gradient_accumulation_steps
+    return f"{config.train.micro_batch_size}" + (f" x {steps}" if steps > 1 else "")
+
+
+def _peak(predicted: Predicted) -> str:
+    if predicted.peak_allocated_mib is None and predicted.parts:
+        return f"over {_gb(sum(predicted.parts.values()))}"
+    return _gb(predicted.peak_allocated_mib)
+
+
+def _gb(mib: float | None) -> str:
+    return "-" if mib is None else f"{mib / MIB_PER_GB:,.2f}"
+
+
+def parts_table(predicted: Predicted) -> Table:
+    """Return what the peak is made of."""
+    total = sum(predicted.parts.values()) or 1.0
+    parts = {LABELS.get(name, name): mib for name, mib in predicted.parts.items()}
+    return build_table(
+        [
+            Column("part", tuple(parts), ALWAYS, right=False),
+            Column("GB", tuple(map(_gb, parts.values())), ALWAYS),
+            Column("%", tuple(f"{100 * mib / total:.0f}" for mib in parts.values()), ALWAYS),
+        ]
+    )
+
+
+def notes(cells: Sequence[PlannedCell]) -> list[str]:
+    """Return the assumptions of all cells, each one once."""
+    return list(dict.fromkeys(note for cell in cells for note in (cell.predicted.notes if cell.predicted else [])))
+
+
+def micro_batch_line(largest: int | None) -> str:
+    """Return the line about the largest micro-batch."""
+    return "not even a micro-batch of 1 fits" if largest is None else f"largest micro-batch that fits: {largest}"
+
+
+def change_lines(changes: Sequence[Change], memory_mib: float) -> Iterator[str]:
+    """Yield the smallest change that makes a training fit, and all changes with their peaks."""
+    best = smallest_change(changes, memory_mib)
+    if best is None:
+        yield "no change makes it fit: use more GPUs, or a GPU with more memory"
+    else:
+        yield f"smallest change that makes it fit: {' '.join(best.overrides)}"
+    for change in changes:
+        predicted = predict(change.estimate, memory_mib)
+        yield f"  {' '.join(change.overrides)}: peak {_peak(predicted)} GB, {describe_verdict(predicted)}"

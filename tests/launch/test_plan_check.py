@@ -1,0 +1,100 @@
+"""Tests of the prediction before runs start, with estimates that follow a formula."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from distexp.config import ConfigError
+from distexp.launch.outcome import finalize_run
+from distexp.launch.plan_check import predict_runs
+from distexp.plan.estimate import Estimate
+from distexp.resolve.run_id import run_id
+from distexp.runs.prediction import read_curve
+from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import RECORD
+from distexp.runs.spec import RunSpec
+from tests.helpers.planning import FormulaPlanner, composed
+from tests.helpers.runs import make_spec, resolve_cell
+
+SLURM = ("cluster=slurm", "dataset=squad", "strategy=single")
+"""Runs on GPUs, which this machine need not have."""
+
+
+def test_cell_that_cannot_fit_is_invalid(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = (("train.micro_batch_size=100",), ("train.micro_batch_size=10",))
+    with composed([*SLURM, "plan=check", "plan.gpu=a100-80gb"], *cells) as (found, make):
+        predict_runs(found, make, FormulaPlanner())
+    large, small = found
+    assert (large.config, large.id) == (None, "invalid")
+    assert large.decided is not None
+    (error,) = large.errors
+    assert error.startswith(
+        "plan=check: the run needs 102.1 GB (peak of 101.6 GB in phase backward), and the GPU has 79"
+    )
+    assert "use train.logits=targets (peak 52.7 GB), or run it anyway with plan=warn" in error
+    assert small.config is not None
+    assert small.predicted is not None
+    assert (small.predicted.verdict, small.predicted.peak_allocated_mib) == ("fits", 14_000)
+    assert capsys.readouterr().err == ""
+
+
+def test_single_run_that_cannot_fit_is_an_error() -> None:
+    shared = [*SLURM, "plan=check", "plan.gpu_memory_gb=3"]
+    with composed(shared) as (cells, make), pytest.raises(ConfigError, match="use more GPUs, or GPUs with more memory"):
+        predict_runs(cells, make, FormulaPlanner())
+
+
+def test_model_states_that_exceed_the_memory_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    planner = FormulaPlanner(lambda config: Estimate(parts={"parameters": 90_000.0}))
+    shared = [*SLURM, "plan=check", "plan.gpu=a100-80gb"]
+    with composed(shared) as (cells, make), pytest.raises(ConfigError, match=r"the model states need 87\.9 GB"):
+        predict_runs(cells, make, planner)
+
+
+def test_warning_is_printed_for_cached_predictions_only(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = [*SLURM, "plan.gpu=a100-80gb", "train.micro_batch_size=100"]
+    for known in (True, False):
+        planner = FormulaPlanner(known=known)
+        with composed(shared) as (cells, make):
+            predict_runs(cells, make, planner)
+        assert (cells[0].config is not None, planner.count) == (True, 0)
+        assert ("warning: the run needs 102.1 GB" in capsys.readouterr().err) == known
+        assert (cells[0].predicted is not None) == known
+
+
+def test_unknown_gpu_and_failed_predictions_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    for planner, text in (
+        (FormulaPlanner(), "the memory of its GPU is unknown: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80"),
+        (FormulaPlanner(lambda config: "it broke"), "its memory is not predicted: it broke"),
+    ):
+        with composed([*SLURM, "plan=check"]) as (cells, make):
+            predict_runs(cells, make, planner)
+        assert text in capsys.readouterr().err
+        assert cells[0].config is not None
+
+
+@pytest.mark.parametrize("chosen", [("plan=off", *SLURM), ("plan=check", "cluster.device=cpu")])
+def test_nothing_is_predicted_without_a_gpu_or_if_it_is_off(chosen: tuple[str, ...]) -> None:
+    with composed(chosen) as (cells, make):
+        predict_runs(cells, make, FormulaPlanner(known=True))
+    assert (cells[0].predicted, cells[0].errors) == (None, [])
+
+
+def test_prediction_is_no_part_of_the_run_id() -> None:
+    default = run_id(resolve_cell("cluster.device=cpu"))
+    for changed in ("plan=check", "plan=off", "plan.gpu=a100-80gb"):
+        assert run_id(resolve_cell("cluster.device=cpu", changed)) == default
+
+
+def test_record_has_the_prediction_of_its_run(tmp_path: Path) -> None:
+    with composed([*SLURM, "plan=check", "plan.gpu=a100-80gb"]) as (cells, make):
+        predict_runs(cells, make, FormulaPlanner())
+    spec = make_spec("cluster.device=cpu", "measure.enabled=false")
+    cells[0].write_prediction(tmp_path)
+    finalize_run(RunSpec(spec.config, spec.run), tmp_path, {0: 1}, time.time(), "stopped")
+    record = RunRecord.read(tmp_path / RECORD)
+    assert record.predicted == cells[0].predicted
+    assert read_curve(tmp_path)["phase"] == ["forward", "backward"]

@@ -1,0 +1,144 @@
+"""Tests of the output of ``distexp plan``, with estimates that follow a formula."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distexp.plan.command import run_plan
+from distexp.plan.estimate import Estimate
+from distexp.plan.search import Search, candidate_overrides
+from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, gpu_memory_mib, verdict_of
+from tests.helpers.forked_cli import run_forked
+from tests.helpers.planning import FormulaPlanner, composed, linear_estimate
+from tests.helpers.runs import REPOSITORY, resolve_cell
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+PLAN = ("plan.only=true", "dataset=squad")
+
+
+def printed(capsys: pytest.CaptureFixture[str], shared: tuple[str, ...], *cells: tuple[str, ...]) -> str:
+    with composed([*PLAN, *shared], *cells) as (found, make):
+        run_plan(found, make, FormulaPlanner())
+    return capsys.readouterr().out
+
+
+def test_one_configuration_shows_parts_and_largest_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    # 4,000 + 500 + 1,000 per sample fit into 81,050 MiB less 5 %: 72 samples.
+    text = printed(capsys, ("strategy=fsdp", "sharding=no_shard", "plan.gpu=a100-80gb"))
+    assert "fits, 85 % to spare" in text
+    assert "largest micro-batch that fits: 72\n" in text
+    assert "activations" in text
+    assert "error of a prediction: up to 5%" in text
+
+
+def test_too_large_configuration_shows_what_makes_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, ("strategy=single", "train.micro_batch_size=100", "plan.gpu_memory_gb=80"))
+    assert "does not fit by 22.1 GB" in text
+    assert "largest micro-batch that fits: 73\n" in text
+    assert "smallest change that makes it fit: train.logits=targets\n" in text
+    assert "train.micro_batch_size=50 train.gradient_accumulation_steps=2: peak 52.73 GB, fits" in text
+
+
+def test_sweep_shows_every_cell_and_the_reason_of_an_invalid_one(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = (("strategy=ddp", "train.micro_batch_size=70"), ("zero_stage=3",), ("strategy=single", "offload=true"))
+    text = printed(capsys, ("cluster.nodes=2", "cluster.workers_per_node=8", "plan.gpu_memory_gb=75"), *cells)
+    ddp, zero = (next(line for line in text.splitlines() if f" {name} " in line) for name in ("ddp", "ZeRO-3"))
+    assert "too close to call (97 % of the memory" in ddp
+    assert ddp.split()[1:6] == ["train.micro_batch_size=70", "ddp", "16", "70", "72.27"]
+    assert "fits, 89 % to spare" in zero
+    assert "invalid: " in text
+    assert "offload=true" in text
+
+
+def test_without_a_gpu_the_known_gpus_that_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, ("strategy=single", "train.micro_batch_size=20"))
+    assert "fits on rtx5090-32gb and larger" in text
+    assert "hint: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80" in text
+
+
+def test_json_has_the_fields_of_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = (("train.micro_batch_size=2",), ("strategy=single", "offload=true"))
+    text = printed(capsys, ("plan.output=json", "plan.gpu=v100-16gb"), *cells)
+    first, second = json.loads(text)
+    assert list(first) == [
+        "overrides", "peak_allocated_mib", "peak_reserved_mib", "nvidia_smi_mib", "host_peak_mib", "phase", "parts",
+        "verdict", "seconds",
+    ]  # fmt: skip
+    assert first["overrides"] == ["dataset=squad", "plan.gpu=v100-16gb", "train.micro_batch_size=2"]
+    assert (first["peak_allocated_mib"], first["nvidia_smi_mib"], first["verdict"]) == (
+        6_000,
+        pytest.approx(7_100),
+        "fits",
+    )
+    assert second["verdict"] is None
+    assert "offload" in second["error"]
+
+
+def test_training_that_cannot_be_traced_shows_the_model_states(capsys: pytest.CaptureFixture[str]) -> None:
+    planner = FormulaPlanner(lambda config: Estimate(parts={"parameters": 90_000.0}, notes=["not traced: a reason"]))
+    with composed([*PLAN, "plan.gpu=a100-80gb"]) as (cells, make):
+        run_plan(cells, make, planner)
+    text = capsys.readouterr().out
+    assert "does not fit: the model states alone exceed it by 8.7 GB" in text
+    assert "over 87.89" in text
+    assert "not traced: a reason" in text
+
+
+@pytest.mark.parametrize(("memory", "verdict"), [(10_600, FITS), (10_000, TOO_CLOSE), (9_400, DOES_NOT_FIT)])
+def test_verdict_leaves_room_for_the_error(memory: float, verdict: str) -> None:
+    assert verdict_of(Estimate(peak_allocated_mib=9_000, required_mib=9_500, overhead_mib=500), memory) == verdict
+
+
+def test_search_stops_at_a_micro_batch_that_is_invalid() -> None:
+    config = resolve_cell("plan.only=true", "strategy=single", "train.micro_batch_size=4")
+
+    def compose(overrides: object) -> object:
+        (text,) = overrides  # type: ignore[misc]
+        size = int(text.partition("=")[2])
+        return resolve_cell("plan.only=true", "strategy=single", text) if size <= 24 else None
+
+    planner = FormulaPlanner()
+    search = Search(config, compose, planner.estimate, 1e6)  # type: ignore[arg-type]
+    assert search.largest_micro_batch(linear_estimate(config)) is not None
+    assert planner.count <= 6
+
+
+def test_changes_start_with_the_smallest_and_keep_the_global_batch() -> None:
+    config = resolve_cell(
+        "plan.only=true", "zero_stage=1", "cluster.workers_per_node=4", "train.micro_batch_size=8",
+        "train.gradient_accumulation_steps=2",
+    )  # fmt: skip
+    assert list(candidate_overrides(config)) == [
+        ("train.logits=targets",),
+        ("train.micro_batch_size=4", "train.gradient_accumulation_steps=4"),
+        ("train.micro_batch_size=1", "train.gradient_accumulation_steps=16"),
+        ("train.activation_checkpointing=true",),
+        ("zero_stage=3",),
+        ("offload=true",),
+        (
+            "train.logits=targets", "train.micro_batch_size=1", "train.gradient_accumulation_steps=16",
+            "train.activation_checkpointing=true", "zero_stage=3",
+        ),
+    ]  # fmt: skip
+
+
+def test_plans_are_for_gpus_that_this_machine_lacks() -> None:
+    config = resolve_cell("plan.only=true", "strategy=fsdp", "cluster.nodes=4", "cluster.workers_per_node=8",
+                          "precision=fp16", "plan.gpu=h200-141gb")  # fmt: skip
+    assert (config.cluster.device, config.cluster.world_size) == ("cuda", 32)
+    assert gpu_memory_mib(config) == 143_073
+
+
+def test_unknown_gpu_is_an_error_with_near_matches() -> None:
+    done = run_forked("plan", "plan.gpu=a100-80", cwd=REPOSITORY)
+    assert done.returncode == 2
+    assert "plan.gpu=a100-80 is not a known GPU: use a100-80gb, " in done.stderr
+    done = run_forked("plan", "plan.gpu=a100-80gb", "plan.gpu_memory_gb=80", cwd=REPOSITORY)
+    assert "leave one out" in done.stderr

@@ -1,0 +1,94 @@
+"""Tests of estimates and of their cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distexp.plan import cache
+from distexp.plan.cache import cache_path, read_estimate, store_estimate
+from distexp.plan.estimate import Estimate, arithmetic_estimate, estimate_of, model_size
+from distexp.plan.step_trace import Event, StepTrace
+from distexp.plan.verdict import predict
+from distexp.system.units import MIB
+from tests.helpers.planning import linear_estimate
+from tests.helpers.runs import resolve_cell
+
+TRACE = StepTrace(
+    (
+        Event(40 * MIB, 0, "parameters", "setup", "gpu"),
+        Event(500 * MIB, 9, "optimizer_states", "setup", "host"),
+        Event(2 * MIB, 1, "batch", "forward", "gpu"),
+        Event(100 * MIB, 2, "logits", "forward", "gpu"),
+        Event(-100 * MIB, 2, "logits", "backward", "gpu"),
+        Event(-2 * MIB, 1, "batch", "backward", "gpu"),
+    ),
+    3.21,
+    ("an assumption",),
+)
+
+
+def test_estimate_of_a_trace_has_peaks_parts_and_overheads() -> None:
+    found = estimate_of(TRACE, {"context": 400.0, "nccl": 100.0}, 1_500.0)
+    assert (found.peak_allocated_mib, found.peak_reserved_mib, found.required_mib) == (142, 160, 160)
+    assert (found.overhead_mib, found.host_mib, found.needed_mib) == (500, 1_500, 660)
+    assert found.phase == "forward"
+    assert {part: mib for part, mib in found.parts.items() if mib} == {
+        "parameters": 40, "logits": 100, "temporaries": 2,
+    }  # fmt: skip
+    assert found.curve["phase"] == ["forward", "forward", "backward", "backward"]
+    assert found.curve["logits"] == [0, 100, 0, 0]
+    assert (found.seconds, found.notes) == (3.2, ["an assumption"])
+
+
+def test_size_of_the_model_is_that_of_all_shards() -> None:
+    # 40 MiB of parameters are 10 x 2**20 in fp32, on each of 2 workers.
+    config = resolve_cell("plan.only=true", "model=resnet_tiny", "sharding=full_shard", "cluster.workers_per_node=2")
+    assert model_size(config, TRACE) == (20 * MIB, 0)
+    replicated = resolve_cell("plan.only=true", "model=resnet_tiny", "strategy=ddp", "cluster.workers_per_node=2")
+    assert model_size(replicated, TRACE) == (10 * MIB, 0)
+
+
+def test_nvidia_smi_never_shows_more_than_the_gpu_has() -> None:
+    found = estimate_of(TRACE, {"context": 400.0}, None)
+    assert predict(found, None).nvidia_smi_mib == 560
+    assert predict(found, 550.0).nvidia_smi_mib == 550
+
+
+def test_model_states_of_a_model_that_is_not_traced() -> None:
+    # 16 bytes per parameter with AdamW in fp32, a quarter of them on each of 4 workers.
+    config = resolve_cell(
+        "plan.only=true", "model=gpt", "model.tokenizer=byte", "sharding=full_shard", "cluster.workers_per_node=4"
+    )
+    found = arithmetic_estimate(config, "a reason")
+    assert not found.traced
+    assert set(found.parts) == {"parameters", "gradients", "optimizer_states"}
+    assert found.parts["optimizer_states"] == pytest.approx(2 * found.parts["parameters"], rel=1e-3)
+    assert found.notes == ["not traced: a reason", "only the model states, by arithmetic"]
+
+
+def test_cache_keeps_estimates_by_what_changes_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path))
+    config = resolve_cell("plan.only=true", "strategy=single")
+    estimate = linear_estimate(config)
+    assert read_estimate(config) is None
+    store_estimate(config, estimate)
+    assert read_estimate(config) == estimate
+    same = resolve_cell("plan.only=true", "strategy=single", "train.seed=7", "train.max_steps=3", "plan.gpu=a100-80gb")
+    assert read_estimate(same) == estimate
+    for changed in ("train.micro_batch_size=2", "precision=bf16", "train.activation_checkpointing=true"):
+        assert read_estimate(resolve_cell("plan.only=true", "strategy=single", changed)) is None
+    monkeypatch.setattr(cache, "library_versions", lambda: {"torch": "99"})
+    assert read_estimate(config) is None
+
+
+def test_damaged_cache_is_no_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path))
+    config = resolve_cell("plan.only=true", "strategy=single")
+    cache_path(config).parent.mkdir(parents=True)
+    for text in ("{", '{"phase": 3}', "[]"):
+        cache_path(config).write_text(text)
+        assert read_estimate(config) is None
+    store_estimate(config, Estimate(seconds=2.0))
+    assert read_estimate(config) == Estimate(seconds=2.0)
