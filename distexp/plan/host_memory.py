@@ -1,0 +1,68 @@
+"""Host memory of the processes on one node, as the sampler measures it: the sum of their proportional set sizes.
+
+The constants come from the records in ``docs/results`` (torch 2.11, transformers 5.17, DeepSpeed 0.19.8), and
+``tests/plan/test_host_memory.py`` compares them with these records.
+"""
+
+from __future__ import annotations
+
+from distexp.config import Config
+from distexp.system.units import MIB
+
+NODE_MIB = 500.0
+"""Launcher and agent, with their shares of the libraries."""
+
+WORKER_MIB = {"single": 1300.0, "ddp": 1510.0, "fsdp": 1510.0, "deepspeed": 1650.0}
+"""One worker in training: Python, torch, the host side of CUDA, and the libraries of a strategy."""
+
+CPU_ADAM_MIB = 400.0
+"""What a worker needs in addition if DeepSpeed updates the weights on the CPU."""
+
+LOADER_MIB = 450.0
+"""One process of the data loader (``dataset.num_workers``), from ``ddp_multi_gpu``."""
+
+SETUP_NODE_MIB, SETUP_WORKER_MIB = 665.0, 806.0
+"""The same before the first step, when CUDA has loaded few kernels, from ``ddp_multi_gpu``."""
+
+
+def processes_mib(config: Config) -> dict[str, float]:
+    """Return the memory of the processes of the first node during training in MiB, without tensors."""
+    workers = config.cluster.workers_per_node or 1
+    return {
+        "node": NODE_MIB,
+        "workers": workers * _worker_mib(config),
+        "loaders": workers * config.dataset.num_workers * LOADER_MIB,
+    }
+
+
+def _worker_mib(config: Config) -> float:
+    name = config.strategy.name
+    adam = CPU_ADAM_MIB if name == "deepspeed" and config.offload.enabled else 0.0
+    return WORKER_MIB.get(name, WORKER_MIB["fsdp"]) + adam
+
+
+def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> float:
+    """Return the memory of the first node before the first step in MiB. Rank 0 has the whole model in fp32.
+
+    Args:
+        config: a resolved configuration.
+        parameters: number of parameters of the model.
+        tied_parameters: size of an output head that is tied to the embedding. transformers allocates it first.
+    """
+    workers = config.cluster.workers_per_node or 1
+    return SETUP_NODE_MIB + SETUP_WORKER_MIB * workers + 4 * (parameters + tied_parameters) / MIB
+
+
+def host_peak_mib(config: Config, traced_mib: float, parameters: int, tied_parameters: int = 0) -> float:
+    """Return the peak of the host memory on the first node in MiB.
+
+    Args:
+        config: a resolved configuration.
+        traced_mib: peak of the host tensors of one worker in a step, for example of offloaded states.
+        parameters: see ``setup_mib``.
+        tied_parameters: see ``setup_mib``.
+    """
+    workers = config.cluster.workers_per_node or 1
+    training = sum(processes_mib(config).values()) + workers * traced_mib
+    saved = 4 * parameters / MIB if config.train.save_model else 0.0  # rank 0 collects the model
+    return max(training + saved, setup_mib(config, parameters, tied_parameters))
