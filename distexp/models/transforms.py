@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -35,12 +35,18 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
     for block in _blocks_to_transform(model, config):
         forward = block.forward
         if config.train.compiled == "blocks":
-            forward = torch.compile(forward, backend=BACKEND)
+            forward = compile_forward(forward)
         if config.train.activation_checkpointing:
             forward = partial(checkpoint, forward, use_reentrant=False)
         block.forward = forward
     if config.train.compiled in MODEL_SCOPES:
         _compile_model(model, cuda_graphs=config.train.compiled == "graphs")
+
+
+def compile_forward(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return a compiled function. ``distexp.plan.compiled`` replaces this one."""
+    compiled: Callable[..., Any] = torch.compile(forward, backend=BACKEND, **options)
+    return compiled
 
 
 def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
@@ -51,7 +57,7 @@ def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
     skips the code of DDP.
     """
     options: dict[str, Any] = {"mode": "reduce-overhead"} if cuda_graphs and BACKEND == "inductor" else {}
-    model.forward = torch.compile(model.forward, backend=BACKEND, fullgraph=True, dynamic=False, **options)
+    model.forward = compile_forward(model.forward, fullgraph=True, dynamic=False, **options)
 
 
 def set_memory_format(model: nn.Module, config: Config) -> None:

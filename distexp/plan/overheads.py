@@ -2,9 +2,9 @@
 
 On the GPU it is what nvidia-smi shows in addition to torch's reserved memory.
 
-The constants of the GPU are differences of NVML's peak and torch's reserved peak, from the records in ``docs/results`` (H200, torch
-2.11, CUDA 13.0, NCCL 2.28). ``tests/plan/test_overheads.py`` compares them with these records. Other GPUs have not been
-measured.
+The constants of the GPU are differences of NVML's peak and torch's reserved peak, from the records in
+``docs/results`` (H200, torch 2.11, CUDA 13.0, NCCL 2.28). ``tests/plan/test_overheads.py`` compares them with these
+records. Other GPUs have not been measured.
 """
 
 from __future__ import annotations

@@ -26,10 +26,13 @@ from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.introspection import find_embeddings
 from distexp.plan.batches import largest_batch
+from distexp.plan.compiled import traced_compilation
 from distexp.plan.cuda_semantics import CudaFunctions, cuda_autocast
 from distexp.plan.recorder import GPU, Block, StorageRecorder, tensors_in
 from distexp.plan.step_trace import Event, PlanError, StepTrace
+from distexp.plan.traced_deepspeed import TracedDeepSpeed
 from distexp.strategies.base import load_strategy
+from distexp.strategies.deepspeed import DeepSpeed
 from distexp.strategies.torch_model import TorchModel
 from distexp.system.torch_internals import (
     FakeMode,
@@ -95,12 +98,14 @@ def _first_line(error: Exception) -> str:
 def _prepare(config: Config) -> tuple[Config, list[str]]:
     """Return a copy of the configuration that can be traced, and notes about what differs."""
     config, notes = copy.deepcopy(config), []
-    config.offload.pin_memory = False  # needs a GPU, and takes the same memory
+    if not _is_deepspeed(config):
+        config.offload.pin_memory = False  # needs a GPU, and takes the same memory
     config.dataset.num_workers = 0
-    if config.train.compile:
-        notes.append("train.compile: predicted without compilation, which needs no less memory")
-        config.train.compile = False
     return config, notes
+
+
+def _is_deepspeed(config: Config) -> bool:
+    return isinstance(load_strategy(config), DeepSpeed)
 
 
 def _record(config: Config) -> tuple[StorageRecorder, int | None]:
@@ -120,6 +125,8 @@ def _record(config: Config) -> tuple[StorageRecorder, int | None]:
         stack.enter_context(cuda_autocast())
         stack.enter_context(fsdp_device(GPU))
         stack.callback(statistics.cache_clear)  # it would keep fake tensors
+        if config.train.compiled != "none":
+            stack.enter_context(traced_compilation(fake_mode, lambda: recorder))
         blueprint = build_model(config, data, context, EmptyBlueprint)
         vocabulary = _vocabulary(blueprint.model)
         stack.enter_context(fake_mode)
@@ -168,14 +175,19 @@ class TracedStep:
 
     def __init__(self, config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder) -> None:
         self.recorder = recorder
-        self.model = _set_up(config, blueprint, context)
+        self.model = _set_up(config, blueprint, context, recorder)
         self.model.module.train()
         self.normalizer = torch.ones((), dtype=torch.int64, device=GPU)
-        module, optimizer = self.model.module, self.model.optimizer
+        if isinstance(self.model, TorchModel):
+            self._prepare(config, self.model)
+
+    def _prepare(self, config: Config, model: TorchModel) -> None:
+        """Let a model use the kernels of CUDA, and label its parameters."""
+        module, optimizer = model.module, model.optimizer
         _use_cuda_optimizer(config, optimizer)
-        self.model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
+        model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
         self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
-        recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
+        self.recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
 
     def run(self, batches: list[Batch]) -> None:
         """Run one optimizer step."""
@@ -191,7 +203,8 @@ class TracedStep:
         torch.stack(contributions).sum(dim=0)
         self.recorder.phase = "optimizer"
         self.model.step(0.1)
-        self.recorder.assign("optimizer_states", tensors_in(dict(self.model.optimizer.state).values()))
+        if isinstance(self.model, TorchModel):
+            self.recorder.assign("optimizer_states", tensors_in(list(self.model.optimizer.state.values())))
 
     def _label_gradients(self, start: int) -> None:
         """Label what the backward pass of a micro-batch left."""
@@ -200,7 +213,11 @@ class TracedStep:
                 block.part = "gradients"
 
 
-def _set_up(config: Config, blueprint: Blueprint, context: Context) -> TorchModel:
+def _set_up(
+    config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder
+) -> TorchModel | TracedDeepSpeed:
+    if _is_deepspeed(config):
+        return TracedDeepSpeed(blueprint, config, context, recorder.assign)
     with _mesh_outside_of_fake_mode():
         model = load_strategy(config).setup(blueprint, config, context)
     if not isinstance(model, TorchModel):

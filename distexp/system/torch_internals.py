@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -312,3 +312,55 @@ def default_compile_cache() -> str:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         return str(Path(default_cache_dir()).absolute())
+
+
+def graph_backend(compile_graph: Callable[[torch.fx.GraphModule], Any]) -> Any:
+    """Return a backend of ``torch.compile`` that partitions graphs as inductor does, and generates no code.
+
+    Args:
+        compile_graph: returns a function for a forward or backward graph. It takes a list of the graph's inputs.
+    """
+    with _explained("torch._functorch.partitioners, torch._inductor"):
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    def partition(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        joint_graph_passes(joint)
+        return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+
+    return aot_autograd(
+        fw_compiler=lambda graph, _: compile_graph(graph),
+        bw_compiler=lambda graph, _: compile_graph(graph),
+        partition_fn=partition,
+        decompositions=select_decomp_table,
+    )
+
+
+@contextmanager
+def only_mode(mode: Any) -> Iterator[None]:
+    """Run the block with this dispatch mode and no other one, and without function modes."""
+    with _explained("torch.utils._python_dispatch._disable_current_modes, torch.overrides._pop_mode_temporarily"):
+        from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+        from torch.utils._python_dispatch import _disable_current_modes
+    with ExitStack() as stack:
+        for _ in _get_current_function_mode_stack():
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def flex_attention_on_cpu() -> Iterator[None]:
+    """Let ``flex_attention`` be captured for training on a CPU during the block. Its kernels cannot run there."""
+    with _explained("torch.nn.attention.flex_attention._validate_device"):
+        from torch.nn.attention import flex_attention
+
+        original = flex_attention._validate_device
+    flex_attention._validate_device = lambda *_: None
+    try:
+        yield
+    finally:
+        flex_attention._validate_device = original

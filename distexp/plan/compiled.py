@@ -1,0 +1,205 @@
+"""The memory of a compiled region: a model of what inductor allocates for the graphs that torch.compile captures.
+
+Dynamo captures the region, AOTAutograd traces forward and backward pass, and the min-cut partitioner decides what is
+kept for the backward pass, all as in a run. Only the code generation is replaced. Inductor fuses operations into
+kernels, so most intermediate results never exist. A result is in memory if it leaves a kernel: an output of the graph,
+an input or output of an operation that is not fused (such as a matrix product), or the result of a reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from distexp.models import transforms
+from distexp.system.torch_internals import FakeMode, flex_attention_on_cpu, graph_backend, only_mode
+
+VIEWS = (
+    *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "select", "slice", "expand", "unsqueeze"),
+    *("squeeze", "alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "diagonal", "unfold"),
+    "_reshape_alias",
+)
+"""Operations whose result shares the memory of their first argument."""
+
+EXTERN = (
+    *("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "convolution", "convolution_backward"),
+    *("flex_attention", "flex_attention_backward", "sort", "topk", "index_put", "scatter", "scatter_add"),
+    *("_embedding_bag", "embedding_dense_backward", "max_pool2d_with_indices_backward", "_fused_adamw"),
+)
+"""Operations that are kernels of their own. So are all operations with ``attention`` in their name."""
+
+Record = Callable[[], AbstractContextManager[Any]]
+
+
+class GraphMemory:
+    """A graph that allocates what its kernels would allocate, and computes nothing.
+
+    Args:
+        graph_module: the graph, with the shape of each result in ``node.meta["val"]``.
+        record: returns the context in which allocations are recorded.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, record: Record) -> None:
+        self.record = record
+        self._boxed_call = True  # The caller hands over its references, so that inputs can be freed early.
+        self.nodes = list(graph_module.graph.nodes)
+        self.bases = {node: _base(node) for node in self.nodes}
+        self.inputs = [node for node in self.nodes if node.op == "placeholder"]
+        self.outputs: Sequence[Any] = self.nodes[-1].args[0]
+        self.buffers = self._find_buffers()
+        self.last_use = self._find_last_uses()
+
+    def _find_buffers(self) -> set[fx.Node]:
+        """Return the nodes whose results are in memory."""
+        found = {self.bases[node] for node in self.outputs if isinstance(node, fx.Node)}
+        for node in self.nodes:
+            if _is_extern(node):
+                found.add(node)
+                found |= {self.bases[each] for each in node.all_input_nodes}
+            elif _is_reduction(node):
+                found.add(node)
+        return {node for node in found if node.op == "call_function"}
+
+    def _find_last_uses(self) -> dict[fx.Node, int]:
+        """Return the position of the last kernel that reads each buffer and input."""
+        position = {node: index for index, node in enumerate(self.nodes)}
+        last = {node: position[node] for node in (*self.inputs, *self.buffers)}
+        for node in self.buffers:
+            for read in self._reads(node):
+                last[read] = max(last[read], position[node])
+        for node in self.outputs:
+            if isinstance(node, fx.Node):
+                last[self.bases[node]] = len(self.nodes)
+        return last
+
+    def _reads(self, node: fx.Node) -> set[fx.Node]:
+        """Return the buffers and inputs that the kernel of a node reads, also through fused operations."""
+        found: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        pending = list(node.all_input_nodes)
+        while pending:
+            each = self.bases[pending.pop()]
+            if each in seen:
+                continue
+            seen.add(each)
+            if each in self.buffers or each.op == "placeholder":
+                found.add(each)
+            else:
+                pending += each.all_input_nodes
+        return found
+
+    def __call__(self, arguments: list[Any]) -> list[Any]:
+        """Allocate and free what the kernels would, and return tensors with the shapes of the outputs."""
+        memory: dict[fx.Node, Any] = dict(zip(self.inputs, arguments, strict=True))
+        arguments.clear()
+        with torch.no_grad(), self.record():
+            for position, node in enumerate(self.nodes):
+                if node in self.buffers:
+                    dying = [each for each in self._reads(node) if self.last_use[each] == position]
+                    if not _is_extern(node):  # The kernel writes into a buffer that it reads for the last time.
+                        self._reuse(node, dying, memory)
+                    memory[node] = _allocate(node)
+                    for each in dying:
+                        memory.pop(each, None)
+            return [self._output(node, memory) for node in self.outputs]
+
+    def _reuse(self, node: fx.Node, dying: list[fx.Node], memory: dict[fx.Node, Any]) -> None:
+        size = _bytes(node)
+        for each in dying:
+            if _bytes(each) == size and each in memory:
+                del memory[each]
+                return
+
+    def _output(self, node: Any, memory: dict[fx.Node, Any]) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        base = memory[self.bases[node]]
+        value = node.meta["val"]
+        if self.bases[node] is node or not isinstance(value, Tensor):
+            return base
+        if isinstance(base, (tuple, list)):
+            base = next(each for each in base if tuple(each.shape) == tuple(value.shape) and each.dtype == value.dtype)
+        flat = base.as_strided((base.untyped_storage().nbytes() // base.element_size(),), (1,), 0)
+        return flat.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+@contextmanager
+def traced_compilation(fake_mode: FakeMode, record: Record) -> Iterator[None]:
+    """Replace the code generation of ``torch.compile`` by ``GraphMemory`` for models that are built in the block.
+
+    Args:
+        fake_mode: the mode of the traced tensors.
+        record: returns the context in which allocations are recorded.
+    """
+    backend = graph_backend(lambda graph: GraphMemory(graph, record))
+
+    def compile_forward(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        options.pop("mode", None)  # CUDA graphs do not change what a graph allocates.
+        compiled = torch.compile(forward, backend=backend, **options)
+
+        def run(*arguments: Any, **inputs: Any) -> Any:
+            with only_mode(fake_mode), flex_attention_on_cpu():
+                return compiled(*arguments, **inputs)
+
+        return run
+
+    original = transforms.compile_forward
+    transforms.compile_forward = compile_forward
+    torch.compiler.reset()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transforms.compile_forward = original
+        torch.compiler.reset()  # type: ignore[no-untyped-call]
+
+
+def _name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and (_name(node) in VIEWS or _name(node) == "getitem")
+
+
+def _is_extern(node: fx.Node) -> bool:
+    return node.op == "call_function" and (_name(node) in EXTERN or "attention" in _name(node))
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return (
+        node.op == "call_function" and torch.Tag.reduction in tags
+        if hasattr(torch.Tag, "reduction")
+        else (_name(node) in REDUCTIONS)
+    )
+
+
+REDUCTIONS = ("sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax", "argmin", "max", "min")
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return the node whose memory a result shares; the node itself if it is no view."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _values(node: fx.Node) -> Iterator[Tensor]:
+    value = node.meta.get("val")
+    for each in value if isinstance(value, (tuple, list)) else [value]:
+        if isinstance(each, Tensor):
+            yield each
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(each.numel() * each.element_size() for each in _values(node))
+
+
+def _allocate(node: fx.Node) -> Any:
+    tensors = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in _values(node)]
+    return tensors if isinstance(node.meta.get("val"), (tuple, list)) else tensors[0]

@@ -1,0 +1,88 @@
+"""DeepSpeed for fake tensors: the model in DeepSpeed's precision, with the buffers of its ZeRO stage.
+
+DeepSpeed itself reads values and needs its compiled operators, so it cannot run on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distexp.config import Config
+from distexp.data.base import Batch
+from distexp.distributed.context import Context
+from distexp.models.blueprint import Blueprint
+from distexp.models.objective import loss_sum, partial_metrics
+from distexp.plan.zero3 import ZeroThree
+from distexp.plan.zero12 import ZeroOneTwo
+from distexp.plan.zero_buffers import Buffers
+from distexp.plan.zero_stage0 import ZeroStage0
+from distexp.strategies.ds_config import effective_config, fit_buckets, uses_autocast
+from distexp.strategies.ds_model import in_16_bits
+from distexp.strategies.torch_model import DTYPES
+
+Assign = Callable[[str, Iterable[Tensor]], None]
+
+
+class TracedDeepSpeed:
+    """The forward pass, backward pass and update of ``DeepSpeedModel``, on fake tensors.
+
+    Args:
+        blueprint: the model without values.
+        config: the configuration.
+        context: rank 0, and the device that the recorder counts as the GPU.
+        assign: sets the part of tensors.
+    """
+
+    def __init__(self, blueprint: Blueprint, config: Config, context: Context, assign: Assign) -> None:
+        self.module = blueprint.model
+        self.task, self.world_size = config.model.task, config.cluster.world_size
+        blueprint.materialize(self.module)
+        if in_16_bits(config):
+            convert(self.module, DTYPES[config.precision.name])
+        assign("parameters", [*self.module.parameters(), *self.module.buffers()])
+        self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=uses_autocast(config))
+        self.zero = build_zero(self.module, config, Buffers.of(config, context.device, assign))
+
+    def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
+        """Run one micro-batch, as ``DeepSpeedModel.forward_backward`` does."""
+        self.zero.is_last = last_micro
+        with self.autocast:
+            outputs = self.module(**batch.inputs)
+        loss = loss_sum(self.task, outputs, batch) / normalizer
+        metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
+        del outputs
+        (loss * self.world_size).backward()  # type: ignore[no-untyped-call]
+        self.zero.after_backward()
+        return metrics
+
+    def step(self, learning_rate: float) -> None:
+        """Update the weights."""
+        self.zero.step()
+
+
+def build_zero(module: nn.Module, config: Config, buffers: Buffers) -> ZeroStage0 | ZeroOneTwo | ZeroThree:
+    """Return the gradients and states of the stage of a configuration."""
+    settings: dict[str, Any] = effective_config(config, config.cluster.world_size)
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    fit_buckets(settings, sum(sizes), max(sizes))
+    stage = settings["zero_optimization"]["stage"]
+    kind = {0: ZeroStage0, 3: ZeroThree}.get(stage, ZeroOneTwo)
+    return kind(module, config, settings, buffers)
+
+
+def convert(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace parameters and buffers as ``module.to`` does, which fake tensors do not support."""
+    converted: dict[int, Tensor] = {}
+    for owner in module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+                    if id(tensor) not in converted:
+                        copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        converted[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+                    setattr(owner, name, converted[id(tensor)])

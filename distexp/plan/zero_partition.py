@@ -1,0 +1,59 @@
+"""What a stage of ZeRO keeps on one rank, computed from the shapes of the parameters.
+
+Written after the source of DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` and ``stage3.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 2
+"""Elements to which stages 1 and 2 align a partition (``nccl_start_alignment_factor``)."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The share of one rank of one parameter group, for stages 1 and 2.
+
+    Attributes:
+        size: elements of the share, with padding; equal on all ranks.
+        owned: for each parameter of the group, how many of its elements are in this share.
+    """
+
+    size: int
+    owned: tuple[int, ...]
+
+
+def partition_group(sizes: Sequence[int], world_size: int, rank: int) -> Partition:
+    """Return the share of a rank of a group of parameters, which are flattened one after the other."""
+    aligned = -(-sum(sizes) // (ALIGNMENT * world_size)) * ALIGNMENT * world_size
+    share = aligned // world_size
+    first, last = rank * share, (rank + 1) * share
+    owned, offset = [], 0
+    for size in sizes:
+        owned.append(max(0, min(offset + size, last) - max(offset, first)))
+        offset += size
+    return Partition(share, tuple(owned))
+
+
+def fullest_rank(groups: Sequence[Sequence[int]], world_size: int) -> int:
+    """Return the rank with the most elements in the parameters that its shares overlap.
+
+    A rank keeps the whole gradient of a parameter, even if its share has only a part of it.
+    """
+
+    def kept(rank: int) -> int:
+        shares = [partition_group(sizes, world_size, rank) for sizes in groups]
+        return sum(size for sizes, share in zip(groups, shares, strict=True) for size in _overlapping(sizes, share))
+
+    return max(range(world_size), key=kept)
+
+
+def _overlapping(sizes: Sequence[int], share: Partition) -> list[int]:
+    return [size for size, owned in zip(sizes, share.owned, strict=True) if owned]
+
+
+def owners(offset: int, size: int, share: int) -> range:
+    """Return the ranks that have a part of a parameter that starts at ``offset`` of its group."""
+    return range(offset // share, (offset + size - 1) // share + 1)

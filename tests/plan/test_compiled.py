@@ -1,0 +1,101 @@
+"""The predicted memory of compiled regions: what leaves a kernel, and what is kept for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from distexp.models import transforms
+from distexp.plan.compiled import GraphMemory, traced_compilation
+from distexp.plan.recorder import GPU, StorageRecorder
+from distexp.system.torch_internals import FakeMode, make_fake_mode
+
+SIZE = 64 * 64 * 4
+"""Bytes of the matrices in these tests."""
+
+
+@contextmanager
+def compiling() -> Iterator[tuple[FakeMode, StorageRecorder]]:
+    fake_mode = make_fake_mode()
+    recorder = StorageRecorder(fake_mode)
+    with traced_compilation(fake_mode, lambda: recorder), fake_mode, recorder.recording():
+        yield fake_mode, recorder
+
+
+def alive(recorder: StorageRecorder) -> int:
+    return sum(change.block.size * (-1 if change.is_free else 1) for change in recorder.changes)
+
+
+def allocated(recorder: StorageRecorder) -> int:
+    return sum(change.block.size for change in recorder.changes if not change.is_free)
+
+
+def test_fused_operations_allocate_their_result_only() -> None:
+    with compiling() as (_, recorder):
+        run = transforms.compile_forward(lambda x: ((x + 1).cos() * 2).sin())
+        x = torch.empty(64, 64, device=GPU)
+        recorder.start()
+        recorder.changes.clear()
+        y = run(x)
+        assert y.shape == (64, 64)
+        assert y.device == GPU
+        assert allocated(recorder) == SIZE
+
+
+def test_the_inputs_and_results_of_matrix_products_are_in_memory() -> None:
+    with compiling() as (_, recorder):
+        run = transforms.compile_forward(lambda x, w: ((x + 1) @ w).relu())
+        x, w = torch.empty(64, 64, device=GPU), torch.empty(64, 64, device=GPU)
+        recorder.changes.clear()
+        y = run(x, w)
+        assert allocated(recorder) == 3 * SIZE  # x + 1, the product, and its relu
+        assert alive(recorder) == SIZE
+        del y
+        assert alive(recorder) == 0
+
+
+def test_pointwise_results_are_recomputed_in_the_backward_pass() -> None:
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w).sin().cos().sin() @ w).sum()
+
+    with compiling() as (_, recorder):
+        run = transforms.compile_forward(forward)
+        x, w = torch.empty(64, 64, device=GPU), torch.empty(64, 64, device=GPU, requires_grad=True)
+        recorder.changes.clear()
+        loss = run(x, w)
+        kept = alive(recorder)
+        assert SIZE < kept <= 2 * SIZE + 64  # the first product, and the input of the second
+        loss.backward()
+        del loss
+        assert alive(recorder) == SIZE  # the gradient of w
+        assert w.grad is not None
+
+
+def test_compilation_of_runs_is_restored() -> None:
+    original = transforms.compile_forward
+    with pytest.raises(RuntimeError, match="stop"), compiling():
+        assert transforms.compile_forward is not original
+        raise RuntimeError("stop")
+    assert transforms.compile_forward is original
+
+
+def test_a_kernel_writes_into_a_buffer_that_it_reads_for_the_last_time() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    result = graph.call_function(torch.ops.aten.relu.default, (product,))
+    graph.output((result,))
+    fake_mode = make_fake_mode()
+    recorder = StorageRecorder(fake_mode)
+    with fake_mode:
+        value = torch.empty(64, 64, device=GPU)
+        for node in (x, product, result):
+            node.meta["val"] = value
+        outputs = GraphMemory(fx.GraphModule({}, graph), lambda: recorder)([value])
+    sizes = [change.is_free for change in recorder.changes]
+    assert sizes == [False, True, False]  # the result takes the place of the product
+    assert [each.shape for each in outputs] == [value.shape]

@@ -1,0 +1,103 @@
+"""The predicted memory of ZeRO, on sizes that can be computed by hand, and compared with records of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from distexp.config import Config
+from distexp.plan.replay import replay
+from distexp.plan.step_trace import StepTrace
+from distexp.plan.tracing import trace_step
+from distexp.plan.zero_buffers import round_to_power_of_two
+from distexp.plan.zero_partition import fullest_rank, owners, partition_group
+from distexp.system.units import MIB
+from tests.helpers.gpu_records import gpu_records
+from tests.helpers.runs import resolve_cell
+
+
+def test_a_group_is_cut_into_equal_shares() -> None:
+    first, second = (partition_group([6, 2, 5], world_size=2, rank=rank) for rank in (0, 1))
+    assert first.size == second.size == 8  # 13 elements and 3 of padding
+    assert (first.owned, second.owned) == ((6, 2, 0), (0, 0, 5))
+    assert partition_group([6, 5], world_size=4, rank=1).owned == (2, 2)
+
+
+def test_the_fullest_rank_keeps_the_whole_gradient_of_a_parameter_that_is_cut() -> None:
+    assert fullest_rank([[10, 2, 2, 2]], world_size=2) == 1  # 10 + 2 + 2 + 2, against 10
+    assert list(owners(6, 5, share=4)) == [1, 2]
+
+
+def test_locked_host_memory_is_a_power_of_two() -> None:
+    assert [round_to_power_of_two(size) for size in (0, 1, 4, 5)] == [0, 1, 4, 8]
+
+
+TINY = (
+    *("model=gpt_tiny", "model.vocab_size=64", "dataset=synthetic", "dataset.max_length=16", "precision=bf16"),
+    *("train.micro_batch_size=2", "train.gradient_accumulation_steps=2"),
+)
+
+
+def traced(*overrides: str) -> StepTrace:
+    return trace_step(resolve_cell(*TINY, *overrides))
+
+
+def before_step(trace: StepTrace, device: str = "gpu") -> dict[str, int]:
+    """Return the bytes in memory before the step, by part."""
+    found: dict[str, int] = {}
+    for event in trace.events:
+        if event.phase == "setup" and event.device == device and event.block != -1:
+            found[event.part] = found.get(event.part, 0) + event.bytes
+    return found
+
+
+def parameters(trace: StepTrace) -> int:
+    return before_step(trace)["parameters"] // 2
+
+
+def test_stage_2_has_16_bit_weights_and_a_share_of_fp32_states() -> None:
+    trace = traced("zero_stage=2", "cluster.workers_per_node=2")
+    held = before_step(trace)
+    assert held["optimizer_states"] == pytest.approx(12 * parameters(trace) / 2, rel=0.001)
+    assert "gradients" not in held
+    assert {event.part for event in trace.events if event.phase == "backward"} >= {"gradients", "communication"}
+
+
+def test_offloaded_states_are_on_the_host() -> None:
+    trace = traced("zero_stage=2", "offload=true", "cluster.workers_per_node=1")
+    on_host = before_step(trace, "host")
+    assert "optimizer_states" not in before_step(trace)
+    assert on_host["optimizer_states"] == pytest.approx(12 * parameters(trace), rel=0.001)
+    assert on_host["gradients"] == pytest.approx((4 + 2) * parameters(trace), rel=0.001)  # fp32, and accumulated
+
+
+def test_stage_3_gathers_parameters_for_their_use() -> None:
+    trace = traced("zero_stage=3", "cluster.workers_per_node=2", "deepspeed.stage3_param_persistence_threshold=0")
+    assert before_step(trace)["parameters"] == pytest.approx(2 * before_step(trace)["gradients"] / 2, rel=0.001)
+    gathered = [event for event in trace.events if event.part == "communication" and event.phase == "forward"]
+    assert any(event.bytes > 0 for event in gathered)
+    assert any(event.bytes < 0 for event in gathered)
+
+
+def recorded(path: str) -> Config:
+    """Return the configuration of a run of the workshop's exercises, for this machine, which has no GPU."""
+    record = gpu_records()[path]
+    settings = record.config
+    offload = str(settings["offload"]["enabled"]).lower()
+    config = resolve_cell(
+        *("model=bloom_560m", "model.init=random", "dataset=squad_sample", "dataset.max_length=512"),
+        *("model.vocab_size=250880", "dataset.padding=max_length", "precision=bf16"),
+        *(f"zero_stage={settings['deepspeed']['zero_stage']}", f"offload={offload}"),
+        *("train.micro_batch_size=4", "train.gradient_accumulation_steps=4"),
+        f"cluster.workers_per_node={settings['cluster']['workers_per_node']}",
+    )
+    config.precision.name = "fp16"  # refused on CPUs
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "limit"), [(0, 0.002), (1, 0.002), (2, 0.002), (3, 0.002), (4, 0.01), (5, 0.02)])
+def test_the_peak_is_that_of_two_gpus(run: int, limit: float) -> None:
+    path = f"deepspeed/two_gpu_stages/{run}"
+    measured = gpu_records()[path].memory["torch"][0]["peak_allocated_mib"]
+    predicted = replay(trace_step(recorded(path)).events).peak_allocated / MIB
+    assert abs(predicted / measured - 1) < limit, (predicted, measured)
