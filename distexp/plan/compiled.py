@@ -30,7 +30,7 @@ EXTERN = (
     *("flex_attention", "flex_attention_backward", "sort", "topk", "index_put", "scatter", "scatter_add"),
     *("_embedding_bag", "embedding_dense_backward", "max_pool2d_with_indices_backward", "_fused_adamw"),
 )
-"""Operations that are kernels of their own. So are all operations with ``attention`` in their name."""
+"""Operations that are not fused with others. So are all operations with ``attention`` in their name."""
 
 Record = Callable[[], AbstractContextManager[Any]]
 
@@ -149,12 +149,12 @@ def traced_compilation(fake_mode: FakeMode, record: Record) -> Iterator[None]:
 
     original = transforms.compile_forward
     transforms.compile_forward = compile_forward
-    torch.compiler.reset()  # type: ignore[no-untyped-call]
+    torch.compiler.reset()
     try:
         yield
     finally:
         transforms.compile_forward = original
-        torch.compiler.reset()  # type: ignore[no-untyped-call]
+        torch.compiler.reset()
 
 
 def _name(node: fx.Node) -> str:

@@ -70,8 +70,9 @@ def build_zero(module: nn.Module, config: Config, buffers: Buffers) -> ZeroStage
     sizes = [parameter.numel() for parameter in module.parameters()]
     fit_buckets(settings, sum(sizes), max(sizes))
     stage = settings["zero_optimization"]["stage"]
-    kind = {0: ZeroStage0, 3: ZeroThree}.get(stage, ZeroOneTwo)
-    return kind(module, config, settings, buffers)
+    if stage == 0:
+        return ZeroStage0(module, config, settings, buffers)
+    return (ZeroThree if stage == 3 else ZeroOneTwo)(module, config, settings, buffers)
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> None:

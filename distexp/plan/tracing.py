@@ -97,7 +97,8 @@ def _first_line(error: Exception) -> str:
 
 def _prepare(config: Config) -> tuple[Config, list[str]]:
     """Return a copy of the configuration that can be traced, and notes about what differs."""
-    config, notes = copy.deepcopy(config), []
+    config = copy.deepcopy(config)
+    notes: list[str] = []
     if not _is_deepspeed(config):
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
     config.dataset.num_workers = 0

@@ -71,7 +71,7 @@ class ZeroOneTwo:
         self.gradients: Tensor | None = None  # all_grad_tensors, averaged_gradients
         self.is_last = False
         for param in self.params:
-            param.register_post_accumulate_grad_hook(self._on_gradient)
+            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _partition(self, groups: list[list[nn.Parameter]], world_size: int) -> None:
         """Compute the shares of the rank that keeps most."""

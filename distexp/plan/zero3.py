@@ -58,7 +58,7 @@ class ZeroThree:
         self.bucket: list[nn.Parameter] = []
         self.oversized: dict[nn.Parameter, Tensor] = {}
         for param in self.params:
-            param.register_post_accumulate_grad_hook(self._on_gradient)
+            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _share(self, param: nn.Parameter) -> int:
         return -(-param.numel() // self.world_size)

@@ -345,7 +345,7 @@ def only_mode(mode: Any) -> Iterator[None]:
         from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
         from torch.utils._python_dispatch import _disable_current_modes
     with ExitStack() as stack:
-        for _ in _get_current_function_mode_stack():
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             stack.enter_context(_pop_mode_temporarily())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(mode)
