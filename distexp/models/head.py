@@ -23,6 +23,7 @@ from distexp.config import ConfigError, TrainConfig
 from distexp.data.base import IGNORE, TARGET_LABELS, TARGET_POSITIONS
 from distexp.models.linear_loss import linear_cross_entropy
 from distexp.models.objective import LOSS_SUM, get_logits
+from distexp.system.torch_internals import has_values
 
 CONSTANT = 4096.5
 """A value that is exact in fp32 and in no 16-bit type, and larger than any cap of logits."""
@@ -199,7 +200,7 @@ class _LossReader:
         if tuple(logits.shape) != (1, 2, self.adapted.vocabulary):
             raise self._error()
         loss, constants = logits[0, 0, 0], logits[0, 1]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not has_values(logits):
             return torch.where((constants == CONSTANT).all(), loss, torch.nan)
         if self.model.training not in self.checked:
             if not bool((constants == CONSTANT).all()):

@@ -93,11 +93,21 @@ class CudaFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.backward:
             self._on_backward()
+            with self:  # The recomputation of checkpointed blocks calls functions too.
+                return _backward(*args, **kwargs)
         elif func is functional.dropout and not kwargs.get("inplace"):
             return _dropout(*args, **kwargs)
         elif func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
+        elif func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            # They make real tensors, whose device cannot be that of the traced ones.
+            return func(*args, **{**kwargs, "device": None}).to(kwargs["device"])
         return func(*args, **kwargs)
+
+
+def _backward(tensor: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
+    """Run a backward pass, as ``Tensor.backward``."""
+    torch.autograd.backward(tensor, gradient, **options)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002

@@ -154,7 +154,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def start(self) -> None:
-        """Forget the changes so far. Blocks that are alive become allocations of the phase ``setup``."""
+        """Drop the changes so far. Blocks that are alive become allocations of the phase ``setup``."""
         alive = sorted((each.block for each in self._storages.values() if each.block), key=lambda block: block.number)
         self.changes = [Change(block, "setup", is_free=False) for block in alive]
         self._forward_blocks = []

@@ -30,6 +30,7 @@ from distexp.plan.compiled import traced_compilation
 from distexp.plan.cuda_semantics import CudaFunctions, cuda_autocast
 from distexp.plan.recorder import GPU, Block, StorageRecorder, tensors_in
 from distexp.plan.step_trace import Event, PlanError, StepTrace
+from distexp.plan.traced_ddp import traced_ddp
 from distexp.plan.traced_deepspeed import TracedDeepSpeed
 from distexp.strategies.base import load_strategy
 from distexp.strategies.deepspeed import DeepSpeed
@@ -219,7 +220,7 @@ def _set_up(
 ) -> TorchModel | TracedDeepSpeed:
     if _is_deepspeed(config):
         return TracedDeepSpeed(blueprint, config, context, recorder.assign)
-    with _mesh_outside_of_fake_mode():
+    with _mesh_outside_of_fake_mode(), traced_ddp():
         model = load_strategy(config).setup(blueprint, config, context)
     if not isinstance(model, TorchModel):
         raise PlanError(f"strategy={config.strategy.name} cannot be traced")

@@ -215,6 +215,11 @@ def is_fake_of(tensor: Tensor, mode: FakeMode) -> bool:
     return getattr(tensor, "fake_mode", None) is mode
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has values, and not only a shape as in a fake mode."""
+    return getattr(tensor, "fake_mode", None) is None and not tensor.is_meta
+
+
 @contextmanager
 def without_fake_mode() -> Iterator[None]:
     """Run the block with real tensors, inside of a fake mode."""
