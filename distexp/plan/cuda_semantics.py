@@ -6,7 +6,7 @@ Autocast has other lists of operations for CUDA, and some kernels keep other ten
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from distexp.system.torch_internals import replaced_kernels
+from distexp.system.torch_internals import around_backward, replaced_kernels
 
 FP32_OPERATIONS = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh"),
@@ -87,27 +87,35 @@ class CudaFunctions(TorchFunctionMode):
     def __init__(self, on_backward: Callable[[], None]) -> None:
         super().__init__()
         self._on_backward = on_backward
+        self._is_suspended = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Use the replacements during the block, also in the recomputation of checkpointed blocks.
+
+        Torch leaves the mode while it calls ``Tensor.backward``.
+        """
+        with around_backward(lambda: self if self._is_suspended else nullcontext()), self:
+            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, or its replacement."""
         kwargs = kwargs or {}
         if func is Tensor.backward:
             self._on_backward()
-            with self:  # The recomputation of checkpointed blocks calls functions too.
-                return _backward(*args, **kwargs)
-        elif func is functional.dropout and not kwargs.get("inplace"):
+            self._is_suspended = True
+            try:
+                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
+            finally:
+                self._is_suspended = False
+        if func is functional.dropout and not kwargs.get("inplace"):
             return _dropout(*args, **kwargs)
-        elif func is functional.scaled_dot_product_attention:
+        if func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
-        elif func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             # They make real tensors, whose device cannot be that of the traced ones.
             return func(*args, **{**kwargs, "device": None}).to(kwargs["device"])
         return func(*args, **kwargs)
-
-
-def _backward(tensor: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
-    """Run a backward pass, as ``Tensor.backward``."""
-    torch.autograd.backward(tensor, gradient, **options)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002

@@ -133,7 +133,7 @@ def _record(config: Config) -> tuple[StorageRecorder, int | None]:
         vocabulary = _vocabulary(blueprint.model)
         stack.enter_context(fake_mode)
         stack.enter_context(recorder.recording())
-        stack.enter_context(CudaFunctions(start_backward))
+        stack.enter_context(CudaFunctions(start_backward).used())
         step = TracedStep(config, blueprint, context, recorder)
         batches = [_to_fake(batch, fake_mode) for _ in range(config.train.gradient_accumulation_steps)]
         recorder.assign("batch", tensors_in([(each.inputs, each.labels) for each in batches]))

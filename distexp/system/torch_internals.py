@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -253,6 +253,24 @@ def fake_process_group(world_size: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run each backward pass of autograd in a context, during the block."""
+    with _explained("torch.autograd._engine_run_backward"):
+        module: Any = torch.autograd
+        original = module._engine_run_backward
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with context():
+            return original(*arguments, **options)
+
+    module._engine_run_backward = run
+    try:
+        yield
+    finally:
+        module._engine_run_backward = original
 
 
 @contextmanager
