@@ -8,6 +8,7 @@ from typing import Any
 from distexp.config import Config, ModelConfig
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
+from distexp.runs.devices import device_values
 from distexp.runs.record import Metrics, RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import STAND_IN, failure_text, format_count, model_label, record_model_label
@@ -80,11 +81,25 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "peak memory", ", ".join(memory)
     if parts := record.memory.get("parts"):
         yield "memory parts", _largest_parts(parts)
+    yield from _prediction(record)
     if metrics.train_runtime is not None:
         yield (
             "runtime",
             f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s total",
         )
+
+
+def _prediction(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield the predicted peak of torch's memory next to the measured one."""
+    predicted = record.predicted.peak_allocated_mib if record.predicted else None
+    measured = max(device_values(record.memory.get("torch"), "peak_allocated_mib"), default=None)
+    if predicted is None:
+        return
+    if measured and record.status == "completed":
+        error = 100 * (predicted / measured - 1)
+        yield "prediction", f"{_mib(predicted)} allocated by torch, measured {_mib(measured)} ({error:+.1f} %)"
+    else:
+        yield "prediction", f"{_mib(predicted)} allocated by torch"
 
 
 def _wrapper(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distexp.console.run_summary import run_title, summary_lines
-from distexp.runs.record import RunError
+from distexp.runs.record import Predicted, RunError
 from tests.helpers.records import add_parts, record
 from tests.helpers.runs import make_spec
 
@@ -65,6 +65,15 @@ def test_the_panel_has_the_utilization_by_the_peak_and_by_the_ceiling() -> None:
     lines = dict(summary_lines(run))
     assert lines["model FLOPs"] == "400 TFLOP/s per worker, MFU 40.0%, 50.0% of the matrix ceiling (800 TFLOP/s)"
     assert lines["executed FLOPs"] == "600 TFLOP/s per worker, HFU 60.0%, 75.0% of the matrix ceiling (800 TFLOP/s)"
+
+
+def test_the_panel_has_the_prediction_and_its_error() -> None:
+    run = record(0)
+    run.run.duration_s = 4.0
+    run.predicted = Predicted(peak_allocated_mib=990.0)
+    assert dict(summary_lines(run))["prediction"] == "990 MiB allocated by torch"
+    run.memory["torch"] = [{"rank": 0, "peak_allocated_mib": 1000.0}, {"rank": 1, "peak_allocated_mib": 900.0}]
+    assert dict(summary_lines(run))["prediction"] == "990 MiB allocated by torch, measured 1,000 MiB (-1.0 %)"
 
 
 def test_the_panel_has_the_parts_of_the_memory_of_one_worker() -> None:
