@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from distexp.config import Config, ConfigError
 from distexp.launch.composition import INVALID, Cell, MakeCell
 from distexp.plan.cells import search_of, smallest_change
-from distexp.plan.command import show_predictions
+from distexp.plan.command import show_predictions, show_search
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner
 from distexp.plan.verdict import DOES_NOT_FIT, MIB_PER_GB, TOO_CLOSE, describe_verdict, predict
@@ -116,7 +116,8 @@ def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None
 def _hint(cell: Cell, make: MakeCell, planner: Planner) -> str:
     """Return the smallest change that makes a cell fit."""
     search = search_of(cell, _config(cell), make, planner)
-    best = smallest_change(search.changes(), search.memory_mib) if search else None
+    with show_search():
+        best = smallest_change(search.changes(), search.memory_mib) if search else None
     if best is None:
         return "use more GPUs, or GPUs with more memory"
     return f"use {' '.join(best.overrides)} (peak {_gb(best.estimate.peak_allocated_mib or 0.0)})"

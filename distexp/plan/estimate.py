@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distexp.config import Config
 from distexp.plan.arithmetic import expected_states_mib
+from distexp.plan.host_memory import host_peak_mib
+from distexp.plan.overheads import overhead_mib
 from distexp.plan.replay import Point, Replay, host_peak, replay
 from distexp.plan.step_trace import PlanError, StepTrace
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
@@ -76,15 +77,14 @@ class Estimate:
 
 def make_estimate(config: Config) -> Estimate:
     """Trace a step of a training and return its estimate. It takes seconds to minutes, and imports torch."""
-    tracing = importlib.import_module("distexp.plan.tracing")
-    overheads = importlib.import_module("distexp.plan.overheads")
-    host_memory = importlib.import_module("distexp.plan.host_memory")
+    from distexp.plan.tracing import trace_step
+
     try:
-        trace = tracing.trace_step(config)
+        trace = trace_step(config)
     except PlanError as error:
         return arithmetic_estimate(config, str(error))
-    host_mib = host_memory.host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
-    return estimate_of(trace, overheads.overhead_mib(config), host_mib)
+    host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
+    return estimate_of(trace, overhead_mib(config), host_mib)
 
 
 def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:

@@ -1,0 +1,51 @@
+"""Tests of the process that traces: a real one, with tiny models."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import pytest
+
+from distexp.plan.estimate import Estimate
+from distexp.plan.planner import Planner, Server, started_server
+from tests.helpers.runs import resolve_cell
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path))
+
+
+def refuse(*arguments: object) -> NoReturn:
+    raise AssertionError("a cached estimate was traced again")
+
+
+def test_estimates_come_from_a_process_and_then_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = ("plan.only=true", "strategy=single", "train.micro_batch_size=2")
+    configs = [resolve_cell(*tiny), resolve_cell(*tiny, "model.num_layers=1"), resolve_cell(*tiny)]
+    advanced = []
+    with Planner() as planner:
+        first, shallow, again = planner.estimate(configs, lambda: advanced.append(1))
+    assert isinstance(first, Estimate), first
+    assert isinstance(shallow, Estimate), shallow
+    assert len(advanced) == 2, "equal configurations are traced once"
+    assert first is again
+    assert first.traced
+    assert shallow.parts["parameters"] < first.parts["parameters"]
+    assert (first.peak_reserved_mib or 0) >= (first.peak_allocated_mib or 0) > sum(first.parts.values()) * 0.99
+    assert set(first.curve["phase"]) >= {"forward", "backward"}
+    assert psutil.Process().children(recursive=True) == [], "the process was ended"
+    monkeypatch.setattr(Server, "trace", refuse)
+    with Planner() as planner:
+        assert planner.estimate(configs) == [first, shallow, first]
+
+
+def test_process_that_dies_is_reported() -> None:
+    with started_server(1) as server:
+        os.kill(server.process.pid, signal.SIGKILL)
+        (outcome,) = server.trace([resolve_cell("plan.only=true")], lambda: None)
+    assert outcome == "the process that traces failed: it wrote no message"
