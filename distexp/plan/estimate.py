@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from distexp.config import Config
@@ -24,6 +24,9 @@ SHOWN_PARTS = (
 
 
 BYTES_PER_PARAMETER = 4
+HOST = "host_"
+NATIVE = "native"
+"""The trainer whose steps are traced."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ def make_estimate(config: Config) -> Estimate:
     except PlanError as error:
         return arithmetic_estimate(config, str(error))
     host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
+    if config.engine.name != NATIVE:
+        note = f"engine={config.engine.name}: predicted as for engine={NATIVE}"
+        trace = replace(trace, notes=(*trace.notes, note))
     return estimate_of(trace, overhead_mib(config), host_mib)
 
 
@@ -102,7 +108,7 @@ def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: floa
 
     Args:
         trace: The step.
-        overheads: GPU memory in MiB outside of torch's allocator, by name.
+        overheads: MiB outside of the allocator, by name. Names that start with ``host_`` are not on the GPU.
         host_mib: Peak of the CPU memory on a node.
     """
     found = replay(trace.events)
@@ -110,7 +116,7 @@ def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: floa
         peak_allocated_mib=_mib(found.peak_allocated),
         peak_reserved_mib=_mib(found.peak_reserved),
         required_mib=_mib(found.required),
-        overhead_mib=sum(overheads.values()),
+        overhead_mib=sum(mib for name, mib in overheads.items() if not name.startswith(HOST)),
         host_mib=host_mib,
         phase=found.peak.phase,
         parts=_shown(found.peak),

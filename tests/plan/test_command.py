@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from distexp.plan.cache import store_estimate
 from distexp.plan.command import run_plan
 from distexp.plan.estimate import Estimate
 from distexp.plan.search import Search, candidate_overrides
@@ -79,6 +81,19 @@ def test_json_has_the_fields_of_predicted(capsys: pytest.CaptureFixture[str]) ->
     )
     assert second["verdict"] is None
     assert "offload" in second["error"]
+
+
+def test_command_prints_one_json_document_and_writes_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
+    config = resolve_cell("plan.only=true", "strategy=single")
+    store_estimate(config, linear_estimate(config))
+    (tmp_path / "here").mkdir()
+    done = run_forked("plan", "--json", "strategy=single", "plan.gpu=a100-80gb", cwd=tmp_path / "here")
+    assert (done.returncode, done.stderr) == (0, "")
+    (cell,) = json.loads(done.stdout)
+    assert cell["overrides"] == ["strategy=single", "plan.gpu=a100-80gb"]
+    assert (cell["peak_allocated_mib"], cell["verdict"]) == (12_000, "fits")
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 def test_training_that_cannot_be_traced_shows_the_model_states(capsys: pytest.CaptureFixture[str]) -> None:

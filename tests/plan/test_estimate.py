@@ -30,7 +30,7 @@ TRACE = StepTrace(
 
 
 def test_estimate_of_a_trace_has_peaks_parts_and_overheads() -> None:
-    found = estimate_of(TRACE, {"context": 400.0, "nccl": 100.0}, 1_500.0)
+    found = estimate_of(TRACE, {"context": 400.0, "nccl": 100.0, "host_workers": 1_300.0}, 1_500.0)
     assert (found.peak_allocated_mib, found.peak_reserved_mib, found.required_mib) == (142, 160, 160)
     assert (found.overhead_mib, found.host_mib, found.needed_mib) == (500, 1_500, 660)
     assert found.phase == "forward"
