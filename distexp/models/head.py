@@ -11,7 +11,7 @@ they change it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -37,13 +37,14 @@ class HeadRequest:
         shape: batch and length of the inputs.
         positions: tokens to select, as indices into batch x length; None: all.
         labels: labels of the selected tokens, shape (batch, length); None: return logits.
-        calls: calls of the head in this forward pass.
+        counts: ``calls`` of the head in this forward pass. It is a dict, because dynamo of torch 2.13 loses changes of
+            attributes after flex attention.
     """
 
     shape: tuple[int, ...] = ()
     positions: Tensor | None = None
     labels: Tensor | None = None
-    calls: int = 0
+    counts: dict[str, int] = field(default_factory=lambda: {"calls": 0})
 
     @property
     def is_plain(self) -> bool:
@@ -72,7 +73,7 @@ class HeadForward:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits of the selected tokens, or their loss in the form of ``_as_logits``."""
         request = self.request
-        request.calls += 1
+        request.counts["calls"] += 1
         if request.is_plain:
             logits: Tensor = self.plain_forward(hidden)
             return logits
@@ -153,14 +154,15 @@ def _with_request(model: nn.Module, adapted: HeadForward) -> Callable[..., Any]:
     def forward(*arguments: Any, **inputs: Any) -> Any:
         positions, labels = inputs.pop(TARGET_POSITIONS, None), inputs.pop(TARGET_LABELS, None)
         request.positions, request.labels = positions, labels
-        request.shape, request.calls = _batch_shape(*arguments, *inputs.values()), 0
+        request.shape, request.counts["calls"] = _batch_shape(*arguments, *inputs.values()), 0
         outputs = plain_forward(*arguments, **inputs)
         request.positions = request.labels = None
         if positions is None and labels is None:
             return outputs
-        if request.calls != 1:
+        calls = request.counts["calls"]
+        if calls != 1:
             raise ConfigError(
-                f"{adapted.settings}: {type(model).__name__} calls its output head {request.calls} times in a forward "
+                f"{adapted.settings}: {type(model).__name__} calls its output head {calls} times in a forward "
                 f"pass, not once: {adapted.hint}"
             )
         if labels is not None:

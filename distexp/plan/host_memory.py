@@ -1,7 +1,7 @@
 """Host memory of the processes on one node, as the sampler measures it: the sum of their proportional set sizes.
 
 The constants come from the records in ``docs/results`` (torch 2.11, transformers 5.17, DeepSpeed 0.19.8), and
-``tests/plan/test_host_memory.py`` compares them with these records.
+``tests/plan/test_overheads.py`` compares them with these records.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ WORKER_MIB = {"single": 1300.0, "ddp": 1510.0, "fsdp": 1510.0, "deepspeed": 1650
 
 CPU_ADAM_MIB = 400.0
 """What a worker needs in addition if DeepSpeed updates the weights on the CPU."""
+
+COMPILE_MIB = {"none": 0.0, "blocks": 550.0, "model": 1900.0, "graphs": 1900.0}
+"""What a worker needs in addition for ``train.compile``: code, and the processes that compile. It differed between runs
+of the same configuration by up to 1,800 MiB, depending on what was cached."""
 
 LOADER_MIB = 450.0
 """One process of the data loader (``dataset.num_workers``), from ``ddp_multi_gpu``."""
@@ -38,7 +42,7 @@ def processes_mib(config: Config) -> dict[str, float]:
 def _worker_mib(config: Config) -> float:
     name = config.strategy.name
     adam = CPU_ADAM_MIB if name == "deepspeed" and config.offload.enabled else 0.0
-    return WORKER_MIB.get(name, WORKER_MIB["fsdp"]) + adam
+    return WORKER_MIB.get(name, WORKER_MIB["fsdp"]) + adam + COMPILE_MIB[config.train.compiled]
 
 
 def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> float:

@@ -1,8 +1,6 @@
-"""Memory that a trace does not contain: of CUDA and NCCL on the GPU, and of the processes on the host.
+"""GPU memory that a trace does not contain: what nvidia-smi shows in addition to torch's reserved memory.
 
-On the GPU it is what nvidia-smi shows in addition to torch's reserved memory.
-
-The constants of the GPU are differences of NVML's peak and torch's reserved peak, from the records in
+The constants are differences of NVML's peak and torch's reserved peak, from the records in
 ``docs/results`` (H200, torch 2.11, CUDA 13.0, NCCL 2.28). ``tests/plan/test_overheads.py`` compares them with these
 records. Other GPUs have not been measured.
 """
@@ -10,7 +8,6 @@ records. Other GPUs have not been measured.
 from __future__ import annotations
 
 from distexp.config import Config
-from distexp.plan.host_memory import processes_mib
 
 CONTEXT_MIB = 1309.0
 """CUDA context and loaded kernels, from ``deepspeed/baseline``: one GPU, no communication."""
@@ -35,14 +32,10 @@ DEEPSPEED_SEVERAL_MIB = 384.0
 
 
 def overhead_mib(config: Config) -> dict[str, float]:
-    """Return the MiB per GPU that NVML reports beyond torch's reserved memory, and those of the host per node.
-
-    Names of the parts on the host start with ``host_``.
-    """
+    """Return the MiB per GPU that NVML reports beyond torch's reserved memory, by part."""
     return {
         "context": CONTEXT_MIB + (CUDNN_MIB if config.model.task == "image_classification" else 0.0),
         "communicators": _communicators_mib(config),
-        **{f"host_{name}": size for name, size in processes_mib(config).items()},
     }
 
 

@@ -23,6 +23,7 @@ def recorded_config(record: RunRecord) -> Config:
     config = _namespace(record.config)
     assert record.built is not None
     config.cluster.world_size = record.built.world_size
+    config.train.compiled = "blocks" if config.train.compile else "none"
     return cast(Config, config)
 
 

@@ -14,8 +14,7 @@ TIED = {"bloom_560m": 250_880 * 1024}
 
 
 def on_gpu(record: RunRecord) -> float:
-    sizes = overhead_mib(recorded_config(record))
-    return sum(size for name, size in sizes.items() if not name.startswith("host_"))
+    return sum(overhead_mib(recorded_config(record)).values())
 
 
 def test_nvml_is_the_reserved_memory_and_the_overhead() -> None:
