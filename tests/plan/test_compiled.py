@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor, fx
 
 from distexp.models import transforms
 from distexp.plan.compiled import GraphMemory, traced_compilation
 from distexp.plan.recorder import GPU, StorageRecorder
+from distexp.plan.replay import replay
+from distexp.plan.tracing import trace_step
 from distexp.system.torch_internals import FakeMode, make_fake_mode
+from distexp.system.units import MIB
+from tests.helpers.runs import resolve_cell
 
 SIZE = 64 * 64 * 4
 """Bytes of the matrices in these tests."""
@@ -97,3 +102,28 @@ def test_a_kernel_writes_into_a_buffer_that_it_reads_for_the_last_time() -> None
     sizes = [change.is_free for change in recorder.changes]
     assert sizes == [False, True, False]  # the result takes the place of the product
     assert [each.shape for each in outputs] == [value.shape]
+
+
+BLOOM = (
+    *("model=bloom_560m", "model.init=random", "model.vocab_size=250880", "dataset=squad_sample", "precision=bf16"),
+    *("dataset.max_length=512", "dataset.padding=max_length", "train.gradient_accumulation_steps=1"),
+)
+TARGETS_64 = ("train.logits=targets", "train.micro_batch_size=64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "attention", "measured"),
+    [
+        (("strategy=single", "train.compile=blocks", "train.micro_batch_size=16"), "eager", 43_846),
+        (("zero_stage=2", "cluster.workers_per_node=2", "train.compile=blocks", *TARGETS_64), "flex", 29_917),
+        (("strategy=single", "train.compile=model", "train.compute_weights=step", *TARGETS_64), "flex", 32_971),
+    ],
+)
+def test_the_peak_of_compiled_models_is_that_of_gpus(overrides: tuple[str, ...], attention: str, measured: int) -> None:
+    """Compare with torch's peak in MiB on H200s (torch 2.11, real SQuAD)."""
+    config = resolve_cell(*BLOOM, *overrides)
+    if attention == "flex":
+        config.model.attention = "flex"  # refused on CPUs
+    predicted = replay(trace_step(config).events).peak_allocated / MIB
+    assert abs(predicted / measured - 1) < 0.01, predicted
