@@ -12,7 +12,7 @@ USAGE = """usage: distexp plan [--json] [--multirun] [GROUP=OPTION ...] [KEY=VAL
 Predict the GPU and CPU memory of the runs that the same arguments would start.
 Nothing is trained, no weights are loaded, and no GPU is needed.
 
-  plan.gpu=a100-80gb        predict for this GPU (default: the GPU of this machine)
+  plan.gpu=a100-80gb        predict for this GPU (default: that of this machine)
   plan.gpu_memory_gb=80     predict for a GPU with this memory
   --json                    print JSON for programs
 
