@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -207,6 +208,7 @@ def make_fake_mode() -> FakeMode:
     with _explained("torch._subclasses.fake_tensor.FakeTensorMode"):
         from torch._subclasses.fake_tensor import FakeTensorMode
 
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # It logs errors that it raises.
         return FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -2,46 +2,143 @@
 
 from __future__ import annotations
 
-from distexp.plan.step_trace import PARTS, PHASES, StepTrace
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from distexp.distributed.context import Context
+from distexp.plan.batches import largest_batch
+from distexp.plan.cuda_semantics import cuda_autocast
+from distexp.plan.step_trace import PARTS, PHASES, PlanError, StepTrace
 from distexp.plan.tracing import CUBLAS_WORKSPACES, trace_step
+from distexp.worker.rank import load_data
 from tests.helpers.runs import resolve_cell
 
+TINY = (
+    *("model=gpt_tiny", "model.vocab_size=96", "model.num_layers=1", "dataset=synthetic", "dataset.max_length=16"),
+    *("train.micro_batch_size=2", "train.gradient_accumulation_steps=1"),
+)
+HIDDEN, VOCABULARY, TENSORS = 64, 96, 17
+PARAMETERS = 2 * VOCABULARY * HIDDEN + 128 * HIDDEN + 2 * HIDDEN + (4 * 64 * 65 + 65 * 256 + 257 * 64 + 4 * 64)
 
-def sizes(trace: StepTrace, *, phase: str, device: str = "gpu") -> dict[str, int]:
+
+@cache
+def traced(*overrides: str) -> StepTrace:
+    return trace_step(resolve_cell(*TINY, *overrides))
+
+
+def sizes(trace: StepTrace, phase: str, device: str = "gpu") -> Counter[str]:
     """Return the bytes of each part that are in memory after a phase, without the workspaces of cuBLAS."""
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for event in trace.events:
         if PHASES.index(event.phase) <= PHASES.index(phase) and event.device == device and event.block != -1:
-            total[event.part] = total.get(event.part, 0) + event.bytes
-    return {part: size for part, size in total.items() if size}
+            total[event.part] += event.bytes
+    return total
 
 
-def tiny(*overrides: str) -> StepTrace:
-    return trace_step(
-        resolve_cell(
-            *("model=gpt_tiny", "model.vocab_size=64", "dataset=synthetic", "dataset.max_length=16"),
-            *("train.micro_batch_size=2", "train.gradient_accumulation_steps=1", *overrides),
-        )
-    )
-
-
-def test_states_of_a_single_worker_have_the_sizes_of_the_arithmetic() -> None:
-    trace = tiny("strategy=single")
-    parameters = sizes(trace, phase="setup")["parameters"]
-    after = sizes(trace, phase="backward")
-    steps = 4 * (after["optimizer_states"] - 2 * parameters) // 16
-    assert after["gradients"] == parameters
-    assert 0 < steps <= parameters // 4  # a step counter of 4 bytes for each tensor
-    assert sizes(trace, phase="setup")["batch"] == 3 * 2 * 16 * 8  # ids, mask and labels
+def test_states_of_one_worker_are_those_of_the_arithmetic() -> None:
+    trace = traced("strategy=single")
+    before, after = sizes(trace, "setup"), sizes(trace, "backward")
+    assert before["parameters"] == 4 * PARAMETERS
+    assert before["optimizer_states"] == 8 * PARAMETERS + 4 * TENSORS  # each tensor has a step counter
+    assert before["gradients"] == 0
+    assert after["gradients"] == 4 * PARAMETERS
+    assert before["batch"] == 3 * 2 * 16 * 8  # ids, mask and labels
     assert all(event.part in PARTS and event.phase in PHASES for event in trace.events)
     assert trace.events[0].bytes == CUBLAS_WORKSPACES
 
 
-def test_every_free_matches_its_allocation() -> None:
+def test_every_free_has_the_size_of_its_allocation() -> None:
     alive: dict[int, int] = {}
-    for event in tiny("strategy=single", "train.gradient_accumulation_steps=2").events:
+    for event in traced("strategy=single").events:
         if event.bytes > 0:
             assert event.block not in alive
             alive[event.block] = event.bytes
         else:
             assert alive.pop(event.block) == -event.bytes
+
+
+def test_logits_have_the_vocabulary_as_last_axis() -> None:
+    logits = 4 * 2 * 16 * VOCABULARY
+    born = [event.bytes for event in traced("strategy=single").events if event.part == "logits" and event.bytes > 0]
+    assert set(born) == {logits}
+
+
+def test_checkpointed_blocks_keep_their_inputs_only() -> None:
+    plain, checkpointed = (
+        sizes(traced("strategy=single", *extra), "forward")["activations"]
+        for extra in ((), ("train.activation_checkpointing=true",))
+    )
+    block_input = 4 * 2 * 16 * HIDDEN
+    assert plain - checkpointed > 10 * block_input
+
+
+def test_two_workers_of_fsdp_hold_half_of_the_states_each() -> None:
+    trace = traced("sharding=full_shard", "cluster.workers_per_node=2")
+    before = sizes(trace, "setup")
+    assert before["parameters"] == pytest.approx(4 * PARAMETERS / 2, rel=0.01)
+    assert before["optimizer_states"] == pytest.approx(8 * PARAMETERS / 2, rel=0.01)
+    assert sizes(trace, "backward")["gradients"] == pytest.approx(4 * PARAMETERS / 2, rel=0.01)
+    gathered = [event for event in trace.events if event.part == "communication"]
+    assert sum(event.bytes for event in gathered if event.bytes > 0) > 4 * PARAMETERS
+
+
+def test_offloaded_states_are_on_the_host() -> None:
+    trace = traced("sharding=full_shard", "cluster.workers_per_node=2", "offload=true")
+    on_gpu, on_host = sizes(trace, "backward"), sizes(trace, "backward", "host")
+    assert on_gpu["parameters"] == on_gpu["optimizer_states"] == on_gpu["gradients"] == 0
+    assert on_host["parameters"] == pytest.approx(4 * PARAMETERS / 2, rel=0.01)
+    assert on_host["gradients"] == pytest.approx(4 * PARAMETERS / 2, rel=0.01)
+    assert on_host["optimizer_states"] == pytest.approx(8 * PARAMETERS / 2, rel=0.01)
+
+
+def test_gradients_of_ddp_are_views_of_its_buckets_unless_refused() -> None:
+    two = ("strategy=ddp", "cluster.workers_per_node=2")
+    views, copies = traced(*two), traced(*two, "ddp.gradient_as_bucket_view=false")
+    assert sizes(views, "setup")["gradients"] + sizes(views, "setup")["communication"] == 4 * PARAMETERS
+    assert sum(sizes(copies, "backward").values()) - sum(sizes(views, "backward").values()) == 4 * PARAMETERS
+
+
+def test_the_largest_micro_batch_has_the_most_targets() -> None:
+    config = resolve_cell(
+        *(
+            "model=gpt_tiny",
+            "dataset=squad_sample",
+            "train.logits=targets",
+            "train.micro_batch_size=4",
+            "strategy=single",
+        )
+    )
+    data = load_data(config, Context(0, 1, 0, 1, 1, torch.device("cpu"), Path()))
+    largest = largest_batch(config, data)
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(config.train.seed)).tolist()
+    first = data.collate([data.train[index] for index in order[:4]])
+    assert largest.num_targets >= first.num_targets
+    assert largest.num_samples == 4
+
+
+def test_a_model_that_depends_on_values_is_refused_with_the_reason() -> None:
+    config = resolve_cell("model=resnet_tiny", "dataset=synthetic", "strategy=single")
+    config.model._target_ = "tests.helpers.value_dependent_model.build"
+    with pytest.raises(PlanError, match=r"decisions from values: .*masked_select"):
+        trace_step(config)
+
+
+def test_autocast_uses_the_lists_of_cuda() -> None:
+    values = torch.ones(2, 4, dtype=torch.bfloat16)
+
+    def dtypes() -> list[torch.dtype]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [
+                torch.nn.functional.layer_norm(values, (4,)).dtype,
+                torch.softmax(values, dim=-1).dtype,
+                values.sum().dtype,
+                torch.mm(values.float(), values.float().t()).dtype,
+            ]
+
+    with cuda_autocast():
+        assert dtypes() == [torch.float32] * 3 + [torch.bfloat16]
+    assert dtypes()[0] == torch.bfloat16

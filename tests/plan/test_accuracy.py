@@ -1,0 +1,63 @@
+"""The predicted peak of torch, compared with records of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from distexp.config import Config
+from distexp.plan.replay import replay
+from distexp.plan.tracing import trace_step
+from distexp.system.units import MIB
+from tests.helpers.gpu_records import gpu_records
+from tests.helpers.runs import resolve_cell
+
+SLOW = (
+    "ddp_multi_gpu/1",
+    "deepspeed/baseline/0",  # one GPU, without a strategy
+    "fsdp_multi_gpu/0",
+    "fsdp_multi_gpu/1",
+    "fsdp_multi_gpu/2",
+    *(f"fsdp_sharding/{cell}" for cell in (1, 2, 3, 5, 7)),
+    "fsdp_sharding_two_gpus/0",
+    "fsdp_custom_multi_gpu/0",
+)
+
+
+def recorded(path: str) -> Config:
+    """Return the configuration of a record with random data of the same shape. It resolves without a GPU."""
+    settings = gpu_records()[path].config
+    train, cluster, data = settings["train"], settings["cluster"], settings["dataset"]
+    images = settings["model"]["task"] == "image_classification"
+    shape = ("dataset.image_size=224",) if images else (f"dataset.max_length={data['max_length']}",)
+    sharding = settings["fsdp"]["sharding"]
+    config = resolve_cell(
+        *(f"model={settings['model']['name']}", "dataset=synthetic", "dataset.train_size=4096", *shape),
+        f"strategy={settings['strategy']['name']}",
+        *((f"sharding={sharding}",) if settings["strategy"]["name"] == "fsdp" else ()),
+        f"offload={str(settings['offload']['enabled']).lower()}",
+        f"cluster.nodes={cluster['nodes']}",
+        f"cluster.workers_per_node={cluster['workers_per_node']}",
+        f"train.micro_batch_size={train['micro_batch_size']}",
+        f"train.gradient_accumulation_steps={train['gradient_accumulation_steps']}",
+        f"train.optimizer={train['optimizer']}",
+        "precision=bf16",
+    )
+    config.precision.name = settings["precision"]["name"]  # fp16 is refused on CPUs
+    return config
+
+
+def error_of(path: str) -> float:
+    """Return the relative error of the prediction."""
+    measured = max(rank["peak_allocated_mib"] for rank in gpu_records()[path].memory["torch"])
+    predicted = replay(trace_step(recorded(path)).events).peak_allocated / MIB
+    return float(predicted / measured - 1)
+
+
+def test_the_peak_of_gpt_is_that_of_two_gpus() -> None:
+    assert abs(error_of("fsdp_custom_multi_gpu/1")) < 0.005
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SLOW)
+def test_the_peak_is_that_of_gpus(path: str) -> None:
+    assert abs(error_of(path)) < 0.01, path
