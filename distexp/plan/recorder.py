@@ -36,6 +36,7 @@ class Block:
         device: ``gpu`` or ``host``.
         phase: phase of the allocation.
         last_axis: size of the last axis of the first tensor in it.
+        stream: stream of the allocation; empty for that of the computation.
         in_backward: whether the backward pass allocated it, except for the recomputation of a forward pass.
         kept: whether it was still there at the end of the forward pass that allocated it.
         part: what it is for, once that is known.
@@ -46,6 +47,7 @@ class Block:
     device: str
     phase: str
     last_axis: int
+    stream: str
     in_backward: bool
     kept: bool = False
     part: str | None = None
@@ -76,15 +78,18 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         phase: the current phase, which the caller sets.
         changes: allocations and frees since ``start``.
+        collectives_stream: stream of the communication buffers whose library does not select one on a CPU.
     """
 
     def __init__(self, fake_mode: FakeMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "setup"
         self.changes: list[Change] = []
+        self.collectives_stream = ""
         self._fake_mode = fake_mode
         self._storages: dict[int, _Storage] = {}  # by the address of the storage object
         self._count = 0
+        self._main_stream = torch.cpu.current_stream()
         self._forward_blocks: list[Block] = []  # of the forward pass that runs now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,12 +128,17 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _allocate(self, storage: _Storage, size: int) -> None:
         if size:
             in_backward = self._is_in_backward()
-            block = Block(self._count, size, storage.device, self.phase, storage.last_axis, in_backward)
+            block = Block(self._count, size, storage.device, self.phase, storage.last_axis, self._stream(), in_backward)
             self._count += 1
             storage.block = block
             self.changes.append(Change(block, self.phase, is_free=False))
             if not in_backward:
                 self._forward_blocks.append(block)
+
+    def _stream(self) -> str:
+        """Return the name of the current stream. FSDP selects its streams also on a CPU, where they have no effect."""
+        current = torch.cpu.current_stream()
+        return "" if current is self._main_stream else f"stream {id(current)}"
 
     def _free(self, storage: _Storage) -> None:
         if storage.block is not None:

@@ -14,9 +14,6 @@ CURVE_POINTS = 160
 LIMIT_ACCURACY = 0.01
 """Relative accuracy of the smallest memory in which a step runs."""
 
-COMMUNICATION = "communication"
-"""Part that is allocated in the stream of the collectives."""
-
 
 @dataclass(frozen=True)
 class Point:
@@ -58,7 +55,7 @@ class _Recorder:
 
     def apply(self, event: Event) -> None:
         if event.bytes >= 0:
-            block = self.allocator.allocate(event.bytes, COMMUNICATION if event.part == COMMUNICATION else "")
+            block = self.allocator.allocate(event.bytes, event.stream)
             self.blocks[event.block] = block, event.part
             self.used[event.part] += block.size
         else:

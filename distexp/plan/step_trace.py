@@ -40,6 +40,8 @@ class Event:
         part: one of PARTS.
         phase: one of PHASES, in which the event happens.
         device: ``gpu`` or ``host``.
+        stream: name of the CUDA stream of the allocation; empty for that of the computation. The allocator of torch
+            reuses memory only in the stream that allocated it.
     """
 
     bytes: int
@@ -47,6 +49,7 @@ class Event:
     part: str
     phase: str
     device: str
+    stream: str = ""
 
 
 @dataclass(frozen=True)

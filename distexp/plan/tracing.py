@@ -219,6 +219,7 @@ def _set_up(
     config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder
 ) -> TorchModel | TracedDeepSpeed:
     if _is_deepspeed(config):
+        recorder.collectives_stream = "collectives"
         return TracedDeepSpeed(blueprint, config, context, recorder.assign)
     with _mesh_outside_of_fake_mode(), traced_ddp():
         model = load_strategy(config).setup(blueprint, config, context)
@@ -268,10 +269,15 @@ def _events(recorder: StorageRecorder, vocabulary: int | None) -> tuple[Event, .
                 _part(change.block, vocabulary),
                 change.phase,
                 change.block.device,
+                _stream(change.block, recorder),
             )
             for change in recorder.changes
         ),
     )
+
+
+def _stream(block: Block, recorder: StorageRecorder) -> str:
+    return recorder.collectives_stream if block.part == "communication" and not block.stream else block.stream
 
 
 def _part(block: Block, vocabulary: int | None) -> str:

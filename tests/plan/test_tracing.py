@@ -82,7 +82,9 @@ def test_two_workers_of_fsdp_hold_half_of_the_states_each() -> None:
     assert before["parameters"] == pytest.approx(4 * PARAMETERS / 2, rel=0.01)
     assert before["optimizer_states"] == pytest.approx(8 * PARAMETERS / 2, rel=0.01)
     assert sizes(trace, "backward")["gradients"] == pytest.approx(4 * PARAMETERS / 2, rel=0.01)
+    assert all(event.stream == "" for event in trace.events if event.part in ("activations", "logits"))
     gathered = [event for event in trace.events if event.part == "communication"]
+    assert len({event.stream for event in gathered}) > 1  # some buffers are those of FSDP's own streams
     assert sum(event.bytes for event in gathered if event.bytes > 0) > 4 * PARAMETERS
 
 
