@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from distexp.config import Config, ConfigError
+from distexp.config.batch_sizes import searches_micro_batch
 from distexp.launch.composition import INVALID, Cell, MakeCell
 from distexp.plan.cells import search_of, smallest_change
 from distexp.plan.command import show_predictions, show_search
@@ -57,7 +58,7 @@ def _predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> No
 def _mode(cell: Cell) -> str:
     """Return ``check`` or ``warn``; empty for a cell that is not predicted."""
     config = cell.config
-    if config is None or config.cluster.device != "cuda" or config.preflight.only:
+    if config is None or config.cluster.device != "cuda" or config.preflight.only or searches_micro_batch(config):
         return ""
     return config.plan.name if config.plan.name in (CHECK, WARN) else ""
 

@@ -24,7 +24,7 @@ READ_BATCHES = 8
 def largest_batch(config: Config, data: TaskData) -> Batch:
     """Return the micro-batch of any rank with the most positions, and of those the one with the most targets."""
     samples = PaddedDataset(data.train)
-    size = config.train.micro_batch_size
+    size = config.train.micro_batch
     if config.model.task != "causal_lm":
         return data.collate([data.train[0]] * size)
     lengths, targets = _token_counts(data.train)
@@ -44,12 +44,12 @@ def largest_batch(config: Config, data: TaskData) -> Batch:
 def _micro_batches(config: Config, samples: Samples, *, epochs: int) -> Tensor:
     """Return the indices of the micro-batches of all ranks, shape (micro-batches, samples)."""
     train = config.train
-    sharding = BatchSharding(0, config.cluster.world_size, train.micro_batch_size, train.gradient_accumulation_steps)
+    sharding = BatchSharding(0, config.cluster.world_size, train.micro_batch, train.gradient_accumulation_steps)
     lengths = _lengths(samples) if config.dataset.bucketing else None
     sampler = ShardedBatchSampler(len(samples), sharding, seed=train.seed, shuffle=True, lengths=lengths)
     plan = StepPlan(train, sampler.steps_per_epoch)
     used = [sampler.global_batches(epoch)[: len(plan.steps_of(epoch, 0))] for epoch in list(plan.epochs(0))[:epochs]]
-    return torch.cat(used).view(-1, train.micro_batch_size)
+    return torch.cat(used).view(-1, train.micro_batch)
 
 
 def _lengths(samples: Samples) -> NDArray[np.int64] | None:

@@ -55,7 +55,7 @@ class Search:
         Args:
             known: Estimate of the configuration.
         """
-        first = self.config.train.micro_batch_size
+        first = self.config.train.micro_batch
         needed = {first: known.needed_mib}
         low, high = (first, LARGEST_MICRO_BATCH) if self._fits(known) else (0, first)
         size = 2 * first if low else first // 2
@@ -125,9 +125,9 @@ def _light_changes(config: Config) -> Iterator[tuple[str, ...]]:
     train = config.train
     if config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full":
         yield ("train.logits=targets",)
-    if train.micro_batch_size > 1:
-        for size in _smaller_sizes(train.micro_batch_size):
-            steps = train.gradient_accumulation_steps * train.micro_batch_size // size
+    if train.micro_batch > 1:
+        for size in _smaller_sizes(train.micro_batch):
+            steps = train.gradient_accumulation_steps * train.micro_batch // size
             yield (f"{MICRO_BATCH}={size}", f"{ACCUMULATION}={steps}")
     if not train.activation_checkpointing:
         yield ("train.activation_checkpointing=true",)

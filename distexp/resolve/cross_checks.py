@@ -97,8 +97,13 @@ def check_tracker(config: Config) -> Iterator[str]:
 
 
 def check_plan(config: Config) -> Iterator[str]:
-    """Yield an error for an unknown GPU model, and for two memories."""
+    """Yield an error for an unknown GPU model, for two memories, and for a micro-batch that is not known yet."""
     plan = config.plan
+    if searches_micro_batch(config) and (plan.only or plan.name == "check"):
+        yield (
+            "a prediction of memory needs a number of samples, but train.micro_batch_size=auto: type a number, or "
+            "leave plan=check out, because the search finds a size that fits"
+        )
     if plan.gpu is not None and plan.gpu not in GPU_MODELS:
         near = get_close_matches(plan.gpu.lower(), GPU_MODELS, n=3, cutoff=0.4) or list(GPU_MODELS)
         yield f"plan.gpu={plan.gpu} is not a known GPU: use {', '.join(near)}, or set plan.gpu_memory_gb"

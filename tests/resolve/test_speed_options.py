@@ -81,3 +81,12 @@ def test_only_a_cache_changes_the_run_of_images() -> None:
     base = run_id(resolve_cell(*SINGLE, *IMAGES))
     assert run_id(resolve_cell(*SINGLE, *IMAGES, "dataset.cache=none")) == base
     assert run_id(resolve_cell(*SINGLE, *IMAGES, "dataset.cache=cpu")) != base
+
+
+def test_a_prediction_needs_the_size_of_the_micro_batch() -> None:
+    searched = ("train.micro_batch_size=auto", "train.global_batch_size=8", "cluster=slurm")
+    assert resolve_cell(*searched, "plan=warn").plan.name == "warn"
+    with pytest.raises(
+        ConfigError, match=r"needs a number of samples, but train\.micro_batch_size=auto: type a number"
+    ):
+        resolve_cell(*searched, "plan=check")
