@@ -1,7 +1,7 @@
 """Typed configuration: the schema, its metadata, and checks of single sections."""
 
+from distexp.config.cluster_section import ClusterConfig
 from distexp.config.schema import (
-    ClusterConfig,
     Config,
     ConfigError,
     DatasetConfig,

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from distexp.config.cluster_section import ClusterConfig
 from distexp.config.field_info import key
 from distexp.config.strategy_sections import DDPConfig, DeepSpeedConfig, FSDPConfig
 
@@ -246,64 +247,6 @@ class TrainConfig:
         if isinstance(self.micro_batch_size, str):
             raise ValueError(f"train.micro_batch_size={self.micro_batch_size} is not a number before its search")
         return self.micro_batch_size
-
-
-@dataclass
-class ClusterConfig:
-    """Where a run starts, and its resources. Some keys are for Slurm only."""
-
-    name: str = key("local", "Name of the cluster.")
-    launcher: str = key("local", "Set by `cluster=`, together with `hydra/launcher`.", choices=("local", "slurm"))
-    nodes: int = key(1, "Nodes. On one machine more than one are simulated.", at_least=1)
-    workers_per_node: int | None = key(
-        None, "Workers per node.", at_least=1, null="one per GPU, or 2 without GPUs (1 on Slurm)"
-    )
-    device: str = key("auto", "Device of the workers. `auto` is cuda on Slurm.", choices=("auto", "cuda", "cpu"))
-    cpus_per_worker: int | None = key(
-        None, "CPU threads of each worker.", at_least=1, null="an equal share of the cores, or 4 on Slurm"
-    )
-    timeout_min: float | None = key(
-        None, "Time limit of a run.", unit="minutes", above=0, null="none, or the limit of the Slurm partition"
-    )
-    hang_timeout_min: float = key(
-        30.0, "Time without progress after which a run counts as hung.", unit="minutes", above=0
-    )
-    debug: bool = key(False, "Enable the debug logs of NCCL and torch.distributed.")
-    environment: dict[str, str] = key({}, "Environment variables of the workers only, for example `NCCL_*`.")
-    gpus_per_node: int | None = key(
-        None, "GPUs of each node.", at_least=0, null="one per worker on cuda, none on cpu", slurm_only=True
-    )
-    memory_gb: float | None = key(
-        None, "Memory of each node.", unit="GB", above=0, slurm_only=True,
-        null="the default of the cluster, or all memory with `exclusive`",
-    )  # fmt: skip
-    partition: str | None = key(None, "Partition.", slurm_only=True)
-    constraint: str | None = key(None, "Required node features.", slurm_only=True)
-    account: str | None = key(None, "Account to charge.", slurm_only=True)
-    qos: str | None = key(None, "Quality of service.", slurm_only=True)
-    reservation: str | None = key(None, "Reservation.", slurm_only=True)
-    exclusive: bool = key(False, "Allocate whole nodes.", slurm_only=True)
-    sbatch: dict[str, Any] = key({}, "More options of sbatch, as `{mail-type: END}`.", slurm_only=True)
-    srun: list[str] = key([], "More options of srun, as `[--cpu-bind=none]`.", slurm_only=True)
-    signal_delay_s: int = key(
-        120, "Time before the time limit at which a run is asked to stop.", unit="seconds", at_least=0
-    )
-    requeue: bool = key(True, "Let Slurm requeue a run after a node failure or a preemption.")
-    modules: list[str] = key([], "Modules to load in the job.", slurm_only=True)
-    setup: list[str] = key([], "Shell lines to run in the job, after the modules.", slurm_only=True)
-    python: str | None = key(
-        None, "Python command of the jobs, possibly in a container.", null="the Python that submits", slurm_only=True
-    )
-    array_parallelism: int | None = key(
-        None, "Most runs of one job array at the same time.", at_least=1, null="no limit", slurm_only=True
-    )
-    wait: bool = key(True, "Wait for the jobs. False: print the job ids and exit.")
-    dry_run: bool = key(False, "Print the sbatch files and submit nothing.", slurm_only=True)
-
-    @property
-    def world_size(self) -> int:
-        """Workers on all nodes; one on each node while ``workers_per_node`` is still null."""
-        return self.nodes * (self.workers_per_node or 1)
 
 
 @dataclass
