@@ -41,6 +41,11 @@ class MicroBatchSearch:
     stored_in: str | None = None  # file of an earlier search that gave this result
     skipped: int | None = None  # smallest size that was not tried because it needs too much memory
 
+    @property
+    def untried(self) -> bool:
+        """Whether the chosen size was not tried, because the time limit ended the search."""
+        return self.chosen is not None and all(each.micro_batch_size != self.chosen for each in self.candidates)
+
     def write(self, path: Path) -> None:
         """Write the search as JSON, atomically."""
         write_json(path, asdict(self))
@@ -77,6 +82,7 @@ def describe_search(search: MicroBatchSearch) -> str:
     remarks += [f"{sizes} left too little memory" for sizes in [_sizes(search, TOO_LARGE)] if sizes]
     remarks += [f"{sizes} ran out of memory" for sizes in [_sizes(search, OUT_OF_MEMORY)] if sizes]
     remarks += [f"{search.skipped} would not fit"] if search.skipped is not None else []
+    remarks += ["chosen by its memory, because the time for trials was over"] if search.untried else []
     remarks.append(f"from {search.stored_in}" if search.stored_in else f"{search.seconds:.0f} s")
     return f"micro-batch: {search.chosen} ({'; '.join(remarks)})"
 

@@ -43,7 +43,7 @@ def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelP
     search = _share(connection, "stored", read_stored(path, samples_per_worker(spec.config)) if is_rank_0 else None)
     if search is None:
         search = run_search(spec, run_dir, parts, connection)
-        if is_rank_0 and search.chosen is not None:
+        if is_rank_0 and search.chosen is not None and not search.untried:
             store(search, path)
     if is_rank_0:
         search.write(run_dir / MICRO_BATCH)

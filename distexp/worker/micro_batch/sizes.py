@@ -39,6 +39,10 @@ def ladder(sizes: Sequence[int]) -> list[int]:
     return rungs
 
 
+UNTRIED_SHARE = 0.7
+"""Fraction of the memory that a size may need which is chosen without a trial."""
+
+
 @dataclass(frozen=True)
 class SizeSearch:
     """The results of a search so far.
@@ -58,7 +62,13 @@ class SizeSearch:
         return self._next_compiled() if self.compiled else self._next_eager()
 
     def choose(self) -> int | None:
-        """Return the fastest size that fits; of sizes that are equally fast the smallest. None if none fits."""
+        """Return the fastest size that fits; of sizes that are equally fast the smallest. None if none fits.
+
+        If there was time for one size of a compiled model only, it is the largest that will fit by a wide margin. A
+        larger micro-batch is rarely slower, but the small first size nearly always is.
+        """
+        if self.compiled and len(self._fitting()) == 1 and self.next_size() is not None:
+            return max(size for size in self.sizes if self._needs_no_trial(size))
         best = self._best_speed()
         fast = [each for each in self._fitting() if _speed(each) >= best * (1 - MIN_GAIN)]
         return min((each.micro_batch_size for each in fast), default=None)
@@ -121,6 +131,15 @@ class SizeSearch:
         """Return whether a size should fit, if memory grows linearly. Growth is never slower than that."""
         needed, usable = self._predicted_mib(size), min((each.usable_mib or 0 for each in self._fitting()), default=0)
         return needed is None or not usable or needed <= usable * USABLE_SHARE
+
+    def _needs_no_trial(self, size: int) -> bool:
+        """Return whether a size fits by a wide margin, or was tried."""
+        fitting = self._fitting()[0]
+        if size == fitting.micro_batch_size:
+            return True
+        needed, usable = self._predicted_mib(size), fitting.usable_mib
+        larger = fitting.micro_batch_size < size < self._bound()
+        return larger and needed is not None and usable is not None and needed <= usable * UNTRIED_SHARE
 
     def _predicted_mib(self, size: int) -> float | None:
         known = sorted(

@@ -125,6 +125,15 @@ def test_a_compiled_model_jumps_to_the_largest_size(
     assert (tried(search), search.choose()) == (expected, chosen)
 
 
+@pytest.mark.parametrize(("per_sample", "chosen"), [(1, 64), (12, 32), (50, 8), (200, 4)])
+def test_without_time_for_a_second_compilation_the_memory_decides(per_sample: float, chosen: int) -> None:
+    memory = linear(100, per_sample)
+    first = Candidate(4, FITS, rising(4), memory(4), memory(0), USABLE)
+    search = SizeSearch(divisors(64, 64), [first], compiled=True)
+    assert search.choose() == chosen
+    assert memory(chosen) <= 0.7 * USABLE or chosen == 4
+
+
 def test_the_terminal_shows_what_was_tried() -> None:
     tries = [Candidate(size, FITS, 1.0) for size in (1, 2, 8)] + [
         Candidate(16, OUT_OF_MEMORY),
@@ -136,4 +145,10 @@ def test_the_terminal_shows_what_was_tried() -> None:
     )
     assert describe_search(MicroBatchSearch(8, tries[:3], 12.4, "F", 16)) == (
         "micro-batch: 8 (of 1, 2, 8; 16 would not fit; from F)"
+    )
+    assert not found.untried
+    short = MicroBatchSearch(64, tries[:1], 80.2)
+    assert short.untried
+    assert describe_search(short) == (
+        "micro-batch: 64 (of 1; chosen by its memory, because the time for trials was over; 80 s)"
     )
