@@ -61,13 +61,13 @@ CELLS: dict[
         "full_shard": ("sharding=full_shard",),
         "shard_grad_op_offload": ("sharding=shard_grad_op", "offload=true"),
         "hybrid_shard": ("sharding=hybrid_shard",),
+    },
+    ("torch_options", 2): {
         "chunked_gpt_full_shard": (*CHUNKED, TARGETS, "sharding=full_shard", "model=gpt_tiny"),
         "gpt_full_shard_units": ("sharding=full_shard", UNITS, "model=gpt_tiny"),
         "bf16_ddp_communication": ("strategy=ddp", "precision=bf16", "ddp.communication=bf16"),
         "bf16_ddp_step": ("strategy=ddp", "precision=bf16", STEP),
         "searched_full_shard": ("sharding=full_shard", *SEARCHED),
-    },
-    ("torch_options", 2): {
         "no_shard_units": ("sharding=no_shard", UNITS),
         "shard_grad_op_units": ("sharding=shard_grad_op", UNITS),
         "hybrid_shard_units": ("sharding=hybrid_shard", "fsdp.blocks_per_unit=auto"),
@@ -138,9 +138,9 @@ CELLS: dict[
         "zero1": ("zero_stage=1",),
         "zero2_offload": ("zero_stage=2", "offload=true"),
         "zero3": ("zero_stage=3",),
-        "chunked_zero3": (*CHUNKED, TARGETS, "zero_stage=3"),
     },
     ("deepspeed_options", 2): {
+        "chunked_zero3": (*CHUNKED, TARGETS, "zero_stage=3"),
         "zero0": ("zero_stage=0",),
         "zero1_offload": ("zero_stage=1", "offload=true"),
         "zero2": ("zero_stage=2",),
