@@ -28,6 +28,7 @@ def test_estimates_come_from_a_process_and_then_from_the_cache(monkeypatch: pyte
     tiny = ("plan.only=true", "strategy=single", "train.micro_batch_size=2")
     configs = [resolve_cell(*tiny), resolve_cell(*tiny, "model.num_layers=1"), resolve_cell(*tiny)]
     advanced = []
+    children = psutil.Process().children(recursive=True)  # of other tests, such as those of torch's compiler
     with Planner() as planner:
         first, shallow, again = planner.estimate(configs, lambda: advanced.append(1))
     assert isinstance(first, Estimate), first
@@ -38,7 +39,8 @@ def test_estimates_come_from_a_process_and_then_from_the_cache(monkeypatch: pyte
     assert shallow.parts["parameters"] < first.parts["parameters"]
     assert (first.peak_reserved_mib or 0) >= (first.peak_allocated_mib or 0) > sum(first.parts.values()) * 0.99
     assert set(first.curve["phase"]) >= {"forward", "backward"}
-    assert psutil.Process().children(recursive=True) == [], "the process was ended"
+    left = [each for each in psutil.Process().children(recursive=True) if each not in children]
+    assert left == [], "the process was ended"
     monkeypatch.setattr(Server, "trace", refuse)
     with Planner() as planner:
         assert planner.estimate(configs) == [first, shallow, first]
