@@ -19,17 +19,22 @@ from distexp.plan.estimate import Estimate
 from distexp.resolve.run_id import run_id
 from distexp.runs.files import read_json, write_json
 
-SOURCES = ("config", "data", "engines", "models", "plan", "strategies", "system", "training")
+SOURCES = (
+    *("config", "data", "distributed", "engines", "models", "plan", "resolve", "strategies", "system", "training"),
+    "worker",
+)
 """Packages whose code an estimate depends on."""
 
 LIBRARIES = ("torch", "transformers", "deepspeed")
 
 IRRELEVANT = (
-    *("num_epochs", "max_steps", "learning_rate", "weight_decay", "betas", "eps", "schedule", "step_size", "gamma"),
-    *("warmup_steps", "measure_after_step", "log_every", "seed", "on_nan", "save_model", "score_answers"),
-    *("eval_batch_size", "resume"),
+    *("learning_rate", "weight_decay", "betas", "eps", "schedule", "step_size", "gamma", "warmup_steps"),
+    *("measure_after_step", "log_every", "on_nan", "score_answers", "eval_batch_size", "resume"),
 )
-"""Keys of ``train`` that do not change the memory of a training step."""
+"""Keys of ``train`` that do not change an estimate."""
+
+BATCH_KEYS = ("num_epochs", "max_steps", "seed")
+"""Keys of ``train`` that decide which samples are in the largest micro-batch."""
 
 
 def read_estimate(config: Config) -> Estimate | None:
@@ -60,9 +65,19 @@ def cache_path(config: Config) -> Path:
 def _relevant(config: Config) -> Config:
     """Return a copy in which what does not change the memory has its default."""
     changed, default = copy.deepcopy(config), TrainConfig()
-    for name in IRRELEVANT:
+    for name in IRRELEVANT if _sizes_vary(config) else (*IRRELEVANT, *BATCH_KEYS):
         setattr(changed.train, name, getattr(default, name))
     return changed
+
+
+def _sizes_vary(config: Config) -> bool:
+    """Return whether the memory of a step depends on the samples of its micro-batch."""
+    dataset, train = config.dataset, config.train
+    if config.model.task != "causal_lm":
+        return False
+    padded = dataset.padding == "max_length" and not dataset.bucketing and not dataset.packing
+    is_custom = not dataset._target_.startswith("distexp.")  # It may pad in another way.
+    return is_custom or not padded or train.logits != "all" or train.loss != "full"
 
 
 @lru_cache(maxsize=1)

@@ -77,10 +77,19 @@ def test_cache_keeps_estimates_by_what_changes_the_memory(tmp_path: Path, monkey
     assert read_estimate(config) == estimate
     same = resolve_cell("plan.only=true", "strategy=single", "train.seed=7", "train.max_steps=3", "plan.gpu=a100-80gb")
     assert read_estimate(same) == estimate
-    for changed in ("train.micro_batch_size=2", "precision=bf16", "train.activation_checkpointing=true"):
+    for changed in (
+        "train.micro_batch_size=2", "precision=bf16", "train.activation_checkpointing=true", "train.save_model=true",
+    ):  # fmt: skip
         assert read_estimate(resolve_cell("plan.only=true", "strategy=single", changed)) is None
     monkeypatch.setattr(cache, "library_versions", lambda: {"torch": "99"})
     assert read_estimate(config) is None
+
+
+@pytest.mark.parametrize("varies", ["dataset.padding=longest", "train.logits=targets"])
+@pytest.mark.parametrize("chosen", ["train.max_steps=3", "train.num_epochs=2", "train.seed=7"])
+def test_cache_distinguishes_what_chooses_the_texts_if_their_lengths_count(varies: str, chosen: str) -> None:
+    shared = ("plan.only=true", "strategy=single", "dataset=squad", varies)
+    assert cache_path(resolve_cell(*shared)) != cache_path(resolve_cell(*shared, chosen))
 
 
 def test_damaged_cache_is_no_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
