@@ -1,4 +1,4 @@
-"""Cache of estimates, by configuration, by the code that predicts, and by the versions of its libraries."""
+"""Cache of estimates, by configuration, by the code of distexp and of custom packages, and by versions of libraries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from distexp import __version__
@@ -57,7 +58,12 @@ def store_estimate(config: Config, estimate: Estimate) -> None:
 
 def cache_path(config: Config) -> Path:
     """Return the file of an estimate."""
-    key = {"run": run_id(_relevant(config)), "code": code_hash(), "versions": library_versions()}
+    key = {
+        "run": run_id(_relevant(config)),
+        "code": code_hash(),
+        "custom": [package_hash(name) for name in custom_packages(config)],
+        "versions": library_versions(),
+    }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     return cache_dir() / "plan" / f"{digest}.json"
 
@@ -87,6 +93,26 @@ def code_hash() -> str:
     for package in SOURCES:
         for path in sorted((PACKAGE / package).rglob("*.py")):
             digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def custom_packages(config: Config) -> list[str]:
+    """Return the packages outside of distexp whose code an estimate depends on."""
+    targets = (config.model._target_, config.dataset._target_, config.strategy._target_)
+    return sorted({target.partition(".")[0] for target in targets} - {"distexp"})
+
+
+@lru_cache(maxsize=16)
+def package_hash(name: str) -> str:
+    """Return a hash of the names, sizes and times of a package's modules, which are not imported."""
+    digest = hashlib.sha256(name.encode())
+    with suppress(ImportError, ValueError, OSError):  # The process that traces reports what cannot be imported.
+        spec = find_spec(name)
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        modules = [Path(spec.origin)] if spec and spec.origin else []
+        for path in sorted({*modules, *(path for folder in folders for path in Path(folder).rglob("*.py"))}):
+            found = path.stat()
+            digest.update(f"{path}:{found.st_size}:{found.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 

@@ -92,6 +92,25 @@ def test_cache_distinguishes_what_chooses_the_texts_if_their_lengths_count(varie
     assert cache_path(resolve_cell(*shared)) != cache_path(resolve_cell(*shared, chosen))
 
 
+@pytest.mark.parametrize("module", ["own_model.py", "own_model/__init__.py", "own_model/parts/layers.py"])
+def test_cache_distinguishes_the_code_of_custom_packages(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / module).write_text("LAYERS = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = resolve_cell("plan.only=true", "strategy=single")
+    assert cache.custom_packages(config) == []
+    config.model._target_ = "own_model.build"
+    assert cache.custom_packages(config) == ["own_model"]
+    before = cache_path(config)
+    (tmp_path / module).write_text("LAYERS = 100\n")
+    assert cache_path(config) == before, "read once"
+    cache.package_hash.cache_clear()
+    assert cache_path(config) != before
+    cache.package_hash.cache_clear()
+
+
 def test_damaged_cache_is_no_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path))
     config = resolve_cell("plan.only=true", "strategy=single")
