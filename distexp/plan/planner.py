@@ -69,7 +69,8 @@ class Planner:
         missing = [path for path in unique if path not in found]
         for path, outcome in zip(missing, self.trace([unique[path] for path in missing], advance), strict=True):
             found[path] = outcome
-            if isinstance(outcome, Estimate):
+            # The reason why a training was not traced may be gone the next time, such as a missing download.
+            if isinstance(outcome, Estimate) and outcome.traced:
                 store_estimate(unique[path], outcome)
         return [found[path] for path in paths]
 

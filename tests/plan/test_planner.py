@@ -46,6 +46,15 @@ def test_estimates_come_from_a_process_and_then_from_the_cache(monkeypatch: pyte
         assert planner.estimate(configs) == [first, shallow, first]
 
 
+def test_estimate_without_a_trace_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [Estimate(notes=["not traced: no network"]), Estimate(peak_allocated_mib=1.0)]
+    left = list(outcomes)
+    monkeypatch.setattr(Planner, "trace", lambda _, configs, advance: [left.pop(0) for _ in configs])
+    config = resolve_cell("plan.only=true", "strategy=single")
+    with Planner() as planner:
+        assert [planner.estimate([config])[0] for _ in range(3)] == [*outcomes, outcomes[1]]
+
+
 def test_process_that_dies_is_reported() -> None:
     with started_server(1) as server:
         os.kill(server.process.pid, signal.SIGKILL)
