@@ -71,6 +71,13 @@ def decode_once(files: ImageFiles) -> Tensor:
     return torch.from_numpy(np.load(path, mmap_mode="c"))
 
 
+def decoded_bytes(files: ImageFiles) -> int:
+    """Return the size of what ``decode_once`` returns, if all images are as large as the first one."""
+    height, width, _ = decode_image(files.root / files.files[0], None).shape
+    size = files.size if height != width or height > files.size else height
+    return len(files) * CHANNELS * size**2
+
+
 def read_ahead(pixels: Tensor) -> None:
     """Read all pixels of a memory-mapped file, so that later accesses find them in memory."""
     flat = pixels.view(-1)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import Config, ConfigError
-from distexp.data.base import Batch
-from distexp.data.images import statistics
+from distexp.data.base import Batch, Samples
+from distexp.data.decoded import decoded_bytes
+from distexp.data.images import ImageFiles, statistics
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.introspection import find_embeddings
@@ -74,12 +75,13 @@ def trace_step(config: Config) -> StepTrace:
         PlanError: the model cannot be traced, or the configuration is not supported.
     """
     started = time.perf_counter()
+    images_on_gpu = config.dataset.cache == "gpu"
     config, notes = _prepare(config)
     printed = io.StringIO()
     try:
         with warnings.catch_warnings(), redirect_stdout(printed):
             warnings.simplefilter("ignore")
-            recorder, vocabulary = _record(config)
+            recorder, vocabulary = _record(config, images_on_gpu=images_on_gpu)
     except (PlanError, ConfigError):
         raise
     except fake_mode_errors() as error:
@@ -103,17 +105,34 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     if not _is_deepspeed(config):
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
     config.dataset.num_workers = 0
+    if config.dataset.cache == "gpu":
+        notes.append("dataset.cache=gpu: the images count as temporaries")
+    elif config.dataset.cache == "cpu":
+        notes.append("dataset.cache=cpu: the images are not in the predicted host memory")
+    config.dataset.cache = "none"  # To decode all images takes minutes, and does not change the step.
     return config, notes
+
+
+def _decoded_bytes(samples: Samples) -> int:
+    """Return the bytes of the decoded images.
+
+    Raises:
+        PlanError: they are no image files, which a run refuses too.
+    """
+    if not isinstance(samples, ImageFiles):
+        raise PlanError("dataset.cache=gpu needs data of distexp.data.images.ImageFiles: use dataset.cache=none")
+    return decoded_bytes(samples)
 
 
 def _is_deepspeed(config: Config) -> bool:
     return isinstance(load_strategy(config), DeepSpeed)
 
 
-def _record(config: Config) -> tuple[StorageRecorder, int | None]:
+def _record(config: Config, *, images_on_gpu: bool) -> tuple[StorageRecorder, int | None]:
     """Run two steps and record the second one. Return the recorder and the size of the vocabulary."""
     context = _context(config)
     data = load_data(config, context)
+    image_bytes = sum(map(_decoded_bytes, (data.train, data.evaluation))) if images_on_gpu else 0
     batch = largest_batch(config, data)
     fake_mode = make_fake_mode()
     recorder = StorageRecorder(fake_mode)
@@ -134,6 +153,8 @@ def _record(config: Config) -> tuple[StorageRecorder, int | None]:
         stack.enter_context(fake_mode)
         stack.enter_context(recorder.recording())
         stack.enter_context(CudaFunctions(start_backward).used())
+        images = torch.empty(image_bytes, dtype=torch.uint8, device=GPU)
+        recorder.assign("batch", [images])
         step = TracedStep(config, blueprint, context, recorder)
         batches = [_to_fake(batch, fake_mode) for _ in range(config.train.gradient_accumulation_steps)]
         recorder.assign("batch", tensors_in([(each.inputs, each.labels) for each in batches]))

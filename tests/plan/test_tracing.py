@@ -122,6 +122,14 @@ def test_the_largest_micro_batch_has_the_most_targets() -> None:
     assert largest.num_samples == 4
 
 
+def test_images_in_gpu_memory_are_part_of_the_peak() -> None:
+    small = ("model=resnet_tiny", "model.depths=[1,1,1,1]", "strategy=single", "train.micro_batch_size=2")
+    size = ("dataset.train_size=24", "dataset.eval_size=8", "plan.only=true")
+    cpu, gpu = (trace_step(resolve_cell(*small, *size, f"dataset.cache={place}")) for place in ("cpu", "gpu"))
+    assert sizes(gpu, "setup")["batch"] - sizes(cpu, "setup")["batch"] == (24 + 8) * 3 * 32 * 32
+    assert gpu.notes == ("dataset.cache=gpu: the images count as temporaries",)
+
+
 def test_a_model_that_depends_on_values_is_refused_with_the_reason() -> None:
     config = resolve_cell("model=resnet_tiny", "dataset=synthetic", "strategy=single")
     config.model._target_ = "tests.helpers.value_dependent_model.build"
