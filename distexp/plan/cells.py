@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from distexp.cli.overrides import quote_choice
 from distexp.config import Config
@@ -15,12 +15,6 @@ from distexp.plan.planner import Planner
 from distexp.plan.search import Change, Search
 from distexp.plan.verdict import describe_verdict, gpu_memory_mib, predict
 from distexp.runs.record import Predicted
-
-JSON_KEYS = (
-    *("peak_allocated_mib", "peak_reserved_mib", "nvidia_smi_mib", "host_peak_mib", "phase", "parts", "verdict"),
-    "seconds",
-)
-"""Keys of a cell in the output for programs, besides its overrides. An error is added if there is one."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +46,9 @@ class PlannedCell:
         return describe_verdict(self.predicted) if self.predicted else ""
 
     def to_json(self) -> dict[str, object]:
-        """Return the cell for programs."""
-        predicted = self.predicted or Predicted()
-        found = {name: getattr(predicted, name) for name in JSON_KEYS}
-        return {"overrides": self.overrides, **found, **({"error": self.error} if self.error else {})}
+        """Return the cell for programs: its overrides, what is predicted, and the error if there is one."""
+        predicted = asdict(self.predicted or Predicted())
+        return {"overrides": self.overrides, **predicted, **({"error": self.error} if self.error else {})}
 
 
 def plan_cells(cells: Sequence[Cell], planner: Planner, advance: Callable[[], None]) -> list[PlannedCell]:

@@ -71,7 +71,7 @@ def test_json_has_the_fields_of_predicted(capsys: pytest.CaptureFixture[str]) ->
     first, second = json.loads(text)
     assert list(first) == [
         "overrides", "peak_allocated_mib", "peak_reserved_mib", "nvidia_smi_mib", "host_peak_mib", "phase", "parts",
-        "verdict", "seconds",
+        "verdict", "seconds", "required_mib", "gpu_memory_mib", "notes",
     ]  # fmt: skip
     assert first["overrides"] == ["dataset=squad", "plan.gpu=v100-16gb", "train.micro_batch_size=2"]
     assert (first["peak_allocated_mib"], first["nvidia_smi_mib"], first["verdict"]) == (
@@ -104,6 +104,10 @@ def test_training_that_cannot_be_traced_shows_the_model_states(capsys: pytest.Ca
     assert "does not fit: the model states alone exceed it by 8.7 GB" in text
     assert "over 87.89" in text
     assert "not traced: a reason" in text
+    with composed([*PLAN, "plan.output=json"]) as (cells, make):
+        run_plan(cells, make, planner)
+    (cell,) = json.loads(capsys.readouterr().out)
+    assert (cell["peak_allocated_mib"], cell["notes"]) == (None, ["not traced: a reason"])
 
 
 @pytest.mark.parametrize(("memory", "verdict"), [(10_600, FITS), (10_000, TOO_CLOSE), (9_400, DOES_NOT_FIT)])
