@@ -83,6 +83,7 @@ def search_of(cell: Cell, config: Config, make: MakeCell, planner: Planner) -> S
 def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return the overrides of a cell with others, which replace those of the same keys."""
     replaced = {_key(text) for text in new}
+    replaced |= {KEY_OF_GROUP[group] for group in replaced & KEY_OF_GROUP.keys()}
     if replaced & IMPLY_STRATEGY:
         replaced |= {"strategy", *IMPLY_STRATEGY}
     return [*(text for text in overrides if _key(text) not in replaced), *new]
@@ -90,6 +91,9 @@ def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]
 
 IMPLY_STRATEGY = {"sharding", "zero_stage"}
 """Groups that choose the strategy too."""
+
+KEY_OF_GROUP = {"zero_stage": "deepspeed.zero_stage", "sharding": "fsdp.sharding", "offload": "offload.enabled"}
+"""The key that a group sets. A typed key would take precedence over the group."""
 
 
 def _key(override: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distexp.plan.cache import store_estimate
+from distexp.plan.cells import replace_overrides
 from distexp.plan.command import run_plan
 from distexp.plan.estimate import Estimate
 from distexp.plan.search import Search, candidate_overrides
@@ -146,6 +147,18 @@ def test_changes_start_with_the_smallest_and_keep_the_global_batch() -> None:
             "train.activation_checkpointing=true", "zero_stage=3",
         ),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "change"),
+    [
+        ("deepspeed.zero_stage=1", "zero_stage=3"),
+        ("fsdp.sharding=shard_grad_op", "sharding=full_shard"),
+        ("offload.enabled=false", "offload=true"),
+    ],
+)
+def test_change_replaces_a_key_that_was_typed(typed: str, change: str) -> None:
+    assert replace_overrides(["model=gpt", typed], [change]) == ["model=gpt", change]
 
 
 def test_plans_are_for_gpus_that_this_machine_lacks() -> None:
