@@ -9,7 +9,7 @@ from distexp.config import Config, ConfigError
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.launch.composition import INVALID, Cell, MakeCell
 from distexp.plan.cells import search_of, smallest_change
-from distexp.plan.command import show_predictions, show_search
+from distexp.plan.command import SLOW_S, show_predictions, show_search
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner
 from distexp.plan.verdict import DOES_NOT_FIT, MIB_PER_GB, TOO_CLOSE, describe_verdict, predict
@@ -17,6 +17,7 @@ from distexp.plan.verdict import gpu_memory_mib as memory_of
 from distexp.runs.record import Predicted
 
 CHECK, WARN = "check", "warn"
+UNKNOWN_CHANGE = "use more GPUs, or GPUs with more memory"
 MOST_SEARCHES = 4
 """Most cells that do not fit for which changes are predicted. Each takes as long as several predictions."""
 
@@ -116,9 +117,14 @@ def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None
 
 def _hint(cell: Cell, make: MakeCell, planner: Planner) -> str:
     """Return the smallest change that makes a cell fit."""
+    assert cell.predicted is not None
+    if cell.predicted.required_mib is None:  # Its variants cannot be traced either.
+        return UNKNOWN_CHANGE
+    if (cell.predicted.seconds or 0.0) > SLOW_S:
+        return f"a prediction takes {cell.predicted.seconds:.0f} s, so no changes are predicted: {UNKNOWN_CHANGE}"
     search = search_of(cell, _config(cell), make, planner)
     with show_search():
         best = smallest_change(search.changes(), search.memory_mib) if search else None
     if best is None:
-        return "use more GPUs, or GPUs with more memory"
+        return UNKNOWN_CHANGE
     return f"use {' '.join(best.overrides)} (peak {_gb(best.estimate.peak_allocated_mib or 0.0)})"

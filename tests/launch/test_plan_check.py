@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from distexp.runs.prediction import read_curve
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.spec import RunSpec
-from tests.helpers.planning import FormulaPlanner, composed
+from tests.helpers.planning import FormulaPlanner, composed, linear_estimate
 from tests.helpers.runs import make_spec, resolve_cell
 
 SLURM = ("cluster=slurm", "dataset=squad", "strategy=single")
@@ -52,6 +53,17 @@ def test_model_states_that_exceed_the_memory_are_enough(capsys: pytest.CaptureFi
     shared = [*SLURM, "plan=check", "plan.gpu=a100-80gb"]
     with composed(shared) as (cells, make), pytest.raises(ConfigError, match=r"the model states need 87\.9 GB"):
         predict_runs(cells, make, planner)
+
+
+@pytest.mark.parametrize(
+    ("slow", "hint"), [(Estimate(parts={"parameters": 90_000.0}), "use more GPUs"), (None, "a prediction takes 500 s")]
+)
+def test_no_changes_are_predicted_if_that_is_slow_or_useless(slow: Estimate | None, hint: str) -> None:
+    planner = FormulaPlanner(lambda config: slow or replace(linear_estimate(config), seconds=500.0))
+    shared = [*SLURM, "plan=check", "plan.gpu=a100-80gb", "train.micro_batch_size=100"]
+    with composed(shared) as (cells, make), pytest.raises(ConfigError, match=hint):
+        predict_runs(cells, make, planner)
+    assert planner.count == 1
 
 
 def test_warning_is_printed_for_cached_predictions_only(capsys: pytest.CaptureFixture[str]) -> None:
