@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -10,11 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Self
 
 import psutil
 
 from distexp.config import Config
+from distexp.exceptions import InterruptedRunError
 from distexp.plan.cache import cache_path, read_estimate, store_estimate
 from distexp.plan.estimate import Estimate
 from distexp.plan.jobs import LOG, POLL_S, job_path, result_path
@@ -22,6 +25,7 @@ from distexp.runs.files import read_json, write_json
 from distexp.system.cgroups import memory_limits
 from distexp.system.hardware import cpu_count
 from distexp.system.processes import end_tree, start_module
+from distexp.system.signals import handle_signals
 from distexp.system.units import GIB
 
 SERVER = "distexp.plan.server"
@@ -126,9 +130,18 @@ def parallel_processes() -> int:
 
 @contextmanager
 def started_server(processes: int) -> Iterator[Server]:
-    """Start the process that traces, and end it with the block. It sees no GPU, and each of its processes one core."""
+    """Start the process that traces, and end it with the block. It sees no GPU, and each of its processes one core.
+
+    Raises:
+        InterruptedRunError: on a signal that would end this process, after the folder was removed.
+    """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    with tempfile.TemporaryDirectory(prefix="distexp-plan-") as name:
+    # A signal that is ignored stays ignored, as with nohup.
+    ending = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    with (
+        handle_signals(_raise_interrupted, *ending),
+        tempfile.TemporaryDirectory(prefix="distexp-plan-") as name,
+    ):
         folder = Path(name)
         with (folder / LOG).open("w") as log:
             process = start_module(SERVER, name, str(processes), env=environment, output=log)
@@ -136,3 +149,7 @@ def started_server(processes: int) -> Iterator[Server]:
                 yield Server(process, folder)
             finally:
                 end_tree(process, GRACE_S)
+
+
+def _raise_interrupted(number: int, _: FrameType | None) -> None:
+    raise InterruptedRunError(number)

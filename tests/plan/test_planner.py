@@ -10,8 +10,10 @@ from typing import NoReturn
 import psutil
 import pytest
 
+from distexp.exceptions import InterruptedRunError
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner, Server, started_server
+from distexp.system.signals import handle_signals
 from tests.helpers.runs import resolve_cell
 
 
@@ -53,6 +55,20 @@ def test_estimate_without_a_trace_is_not_cached(monkeypatch: pytest.MonkeyPatch)
     config = resolve_cell("plan.only=true", "strategy=single")
     with Planner() as planner:
         assert [planner.estimate([config])[0] for _ in range(3)] == [*outcomes, outcomes[1]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_leaves_no_process_and_no_folder(number: signal.Signals) -> None:
+    with pytest.raises(InterruptedRunError), started_server(1) as server:
+        signal.raise_signal(number)
+    assert server.process.poll() is not None
+    assert not server.folder.exists()
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_ignored_signal_stays_ignored() -> None:
+    with handle_signals(signal.SIG_IGN, signal.SIGHUP), started_server(1):
+        signal.raise_signal(signal.SIGHUP)
 
 
 def test_process_that_dies_is_reported() -> None:
