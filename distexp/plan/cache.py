@@ -30,7 +30,7 @@ LIBRARIES = ("torch", "transformers", "deepspeed")
 
 IRRELEVANT = (
     *("learning_rate", "weight_decay", "betas", "eps", "schedule", "step_size", "gamma", "warmup_steps"),
-    *("measure_after_step", "log_every", "on_nan", "score_answers", "eval_batch_size", "resume"),
+    *("measure_after_step", "log_every", "on_nan", "score_answers", "resume"),
 )
 """Keys of ``train`` that do not change an estimate."""
 

@@ -105,6 +105,8 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     if not _is_deepspeed(config):
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
     config.dataset.num_workers = 0
+    if (config.train.eval_batch_size or 0) > config.train.micro_batch:
+        notes.append(f"train.eval_batch_size={config.train.eval_batch_size}: the evaluation may need more memory")
     if config.dataset.cache == "gpu":
         notes.append("dataset.cache=gpu: the images count as temporaries")
     elif config.dataset.cache == "cpu":

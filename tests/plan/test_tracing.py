@@ -13,7 +13,7 @@ from distexp.distributed.context import Context
 from distexp.plan.batches import largest_batch
 from distexp.plan.cuda_semantics import cuda_autocast
 from distexp.plan.step_trace import PARTS, PHASES, PlanError, StepTrace
-from distexp.plan.tracing import CUBLAS_WORKSPACES, trace_step
+from distexp.plan.tracing import CUBLAS_WORKSPACES, _prepare, trace_step
 from distexp.worker.rank import load_data
 from tests.helpers.runs import resolve_cell
 
@@ -128,6 +128,12 @@ def test_images_in_gpu_memory_are_part_of_the_peak() -> None:
     cpu, gpu = (trace_step(resolve_cell(*small, *size, f"dataset.cache={place}")) for place in ("cpu", "gpu"))
     assert sizes(gpu, "setup")["batch"] - sizes(cpu, "setup")["batch"] == (24 + 8) * 3 * 32 * 32
     assert gpu.notes == ("dataset.cache=gpu: the images count as temporaries",)
+
+
+@pytest.mark.parametrize(("size", "noted"), [(2, False), (8, True)])
+def test_evaluation_with_larger_batches_is_noted(size: int, *, noted: bool) -> None:
+    _, notes = _prepare(resolve_cell(*TINY, "strategy=single", f"train.eval_batch_size={size}"))
+    assert notes == (["train.eval_batch_size=8: the evaluation may need more memory"] if noted else [])
 
 
 def test_a_model_that_depends_on_values_is_refused_with_the_reason() -> None:
