@@ -62,7 +62,8 @@ def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
     """
     loss = loss_sum(task, outputs, batch)
     sums = torch.zeros(4, dtype=torch.float64, device=loss.device)
-    sums[0], sums[1] = loss.detach(), batch.num_targets
+    sums[0] = loss.detach()
+    sums[1].fill_(batch.num_targets)  # sums[1] = ... would block until the GPU is idle
     if task == "image_classification":
         sums[2], sums[3] = (count_correct(outputs, batch, choices=choices) for choices in (1, 5))
     return sums
