@@ -20,6 +20,9 @@ from distexp.data.base import IGNORE
 FP16_SCALE = 256.0
 """Factor of the gradients of logits in fp16. Probabilities below 6e-8 would be 0 without it."""
 
+FP16_TOKENS = 4096
+"""Most tokens times factor in a sum over the tokens of a chunk in fp16, which has no values above 65504."""
+
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk_tokens: int
@@ -75,9 +78,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         chunk_tokens: int,
     ) -> Tensor:
-        """Return the loss and keep the gradients, multiplied by ``ctx.scale``."""
+        """Return the loss and keep the gradients, multiplied by ``ctx.scale`` and ``ctx.weight_scale``."""
         ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.scale = FP16_SCALE if dtype == torch.float16 else 1.0
+        ctx.scale, ctx.weight_scale = _scales(dtype, chunk_tokens)
         matrix, vector = _cast(weight, bias, dtype)
         loss = hidden.new_zeros((), dtype=torch.float32)
         hidden_gradients: list[Tensor] = []
@@ -92,9 +95,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 hidden_gradients.append((gradient @ matrix).masked_fill_(ignored[:, None], 0))
             if ctx.needs_input_grad[1]:
-                weight_gradient = _add_product(weight_gradient, gradient.t(), inputs)
+                factors = inputs if ctx.scale == ctx.weight_scale else inputs * (ctx.weight_scale / ctx.scale)
+                weight_gradient = _add_product(weight_gradient, gradient.t(), factors)
             if bias is not None and ctx.needs_input_grad[2]:
-                product = (gradient.t() @ (~ignored).to(dtype)).float()
+                product = (gradient.t() @ ((~ignored).to(dtype) * (ctx.weight_scale / ctx.scale))).float()
                 bias_gradient = product if bias_gradient is None else bias_gradient + product
         ctx.save_for_backward(torch.cat(hidden_gradients) if hidden_gradients else None, weight_gradient, bias_gradient)
         return loss
@@ -102,17 +106,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, multiplied by that of the loss."""
-        factor = grad_output / ctx.scale
+        weight_factor = grad_output / ctx.weight_scale
         hidden, weight, bias = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         return (
-            _scale(hidden, factor, hidden_dtype),
-            _scale(weight, factor, weight_dtype),
-            _scale(bias, factor, weight_dtype),
+            _scale(hidden, grad_output / ctx.scale, hidden_dtype),
+            _scale(weight, weight_factor, weight_dtype),
+            _scale(bias, weight_factor, weight_dtype),
             None,
             None,
             None,
         )
+
+
+def _scales(dtype: torch.dtype, chunk_tokens: int) -> tuple[float, float]:
+    """Return the factors of the gradients of the hidden states, and of weight and bias.
+
+    The latter are sums over the tokens of a chunk. If most tokens had the same target, they would be infinite with the
+    factor of the former, and no loss scaling could prevent that.
+    """
+    if dtype != torch.float16:
+        return 1.0, 1.0
+    return FP16_SCALE, min(FP16_SCALE, 2.0 ** math.floor(math.log2(FP16_TOKENS / chunk_tokens)))
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -74,6 +74,19 @@ def test_16_bits_are_as_precise_as_without_chunks(autocast: Any, dtype: torch.dt
         assert after < 1.3 * before + 1e-4
 
 
+@pytest.mark.parametrize("chunk", [64, 1024])
+def test_one_target_for_all_tokens_is_finite_in_fp16(chunk: int) -> None:
+    """The gradient of its row is a sum over all tokens, which have similar hidden states."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = (2 + torch.randn(600, HIDDEN, generator=generator)).requires_grad_()
+    head, labels = nn.Linear(HIDDEN, VOCABULARY), torch.zeros(600, dtype=torch.long)
+    exact = list(loss_and_gradients(plain(hidden, head, labels), hidden, head))
+    with torch.autocast("cpu", torch.float16):
+        loss = linear_cross_entropy(hidden, head.weight, head.bias, labels, chunk)
+    for found, wanted in zip(loss_and_gradients(loss, hidden, head), exact, strict=True):
+        assert float((found - wanted).norm() / wanted.norm()) < 2e-3
+
+
 @pytest.mark.parametrize("chunk", [5, 1000])
 def test_the_evaluation_has_the_same_loss(chunk: int) -> None:
     hidden, head, labels = inputs()
