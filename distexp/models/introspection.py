@@ -87,8 +87,7 @@ def max_positions(model: nn.Module) -> int | None:
     positions = getattr(bare, "positions", None)
     if isinstance(positions, nn.Embedding):
         return positions.num_embeddings
-    config = getattr(bare, "config", None)
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+    limit = getattr(_text_config(bare), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
@@ -100,10 +99,15 @@ def read_attention(model: nn.Module) -> str | None:
     """
     bare = getattr(model, "module", model)
     declared = getattr(bare, "attention_implementation", None)
-    config = getattr(bare, "config", None)
-    if declared is None and config is not None:
-        declared = getattr(config.get_text_config(), "_attn_implementation", None)
+    if declared is None:
+        declared = getattr(_text_config(bare), "_attn_implementation", None)
     return None if declared is None else str(declared)
+
+
+def _text_config(model: nn.Module) -> Any:
+    """Return the configuration of a model of transformers; None for others, whose ``config`` may be anything."""
+    read = getattr(getattr(model, "config", None), "get_text_config", None)
+    return None if read is None else read()
 
 
 def supports_logits_to_keep(model: nn.Module) -> bool:

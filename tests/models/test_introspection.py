@@ -10,7 +10,7 @@ from torch import nn
 
 from distexp.config import ConfigError
 from distexp.models import bloom, gpt, resnet
-from distexp.models.introspection import count_forward_flops, find_units
+from distexp.models.introspection import count_forward_flops, find_units, max_positions, read_attention
 from distexp.models.transforms import transform_blocks
 from tests.helpers.runs import resolve_cell
 
@@ -112,6 +112,13 @@ def test_flops_of_a_transformer_are_those_of_its_matrix_products(name: str) -> N
     layer = 2 * tokens * (4 * hidden * hidden + 2 * hidden * 256) + 2 * (2 * tokens * LENGTH * hidden)
     expected = 2 * layer + 2 * tokens * hidden * 1024
     assert count_forward_flops(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}) == expected
+
+
+def test_a_custom_model_may_have_a_config_of_any_class() -> None:
+    model = nn.Linear(2, 2)
+    model.config = {"max_position_embeddings": 8}  # type: ignore[assignment]
+    assert read_attention(model) is None
+    assert max_positions(model) is None
 
 
 def test_flops_of_a_resnet_are_those_of_its_convolutions() -> None:
