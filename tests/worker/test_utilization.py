@@ -84,6 +84,18 @@ def test_a_model_that_cannot_be_counted_has_no_flops(
     assert run.metrics.model_tflops_per_sample is run.metrics.tflops_per_device is None
 
 
+def test_no_error_of_a_custom_model_fails_a_finished_run(
+    config: Config, data: TaskData, logger: MetricsLogger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_attribute(*_: object) -> None:
+        raise AttributeError("weight")
+
+    monkeypatch.setattr(utilization, "training_flops", read_attribute)
+    run = finished_run()
+    add_flops(run, config, data, logger)
+    assert run.metrics.model_tflops_per_sample is None
+
+
 def finished_run() -> RunRecord:
     """Return the record of a run on an H200, whose datasheet has a peak in fp32."""
     run = record(0, speed=SPEED, peak=1.0)
