@@ -39,4 +39,4 @@ def several_lengths(dataset: DatasetConfig) -> str:
     """Return the setting because of which batches have different lengths; empty if all have the same."""
     if dataset.bucketing:
         return "dataset.bucketing=true"
-    return "dataset.padding=longest" if dataset.padding == "longest" and not dataset.packing else ""
+    return "dataset.padding=longest" if dataset.padding == "longest" else ""  # packed rows are not all full

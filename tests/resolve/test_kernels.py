@@ -47,6 +47,7 @@ IMAGES = {"train.compile": "blocks", "dataset.cache": "gpu"}
         (("strategy=ddp", GPU, BF16), {**WHOLE, "train.compute_weights": "step", "ddp.bucket_cap_mb": 250.0}),
         (("strategy=ddp", GPU, BF16, "engine=hf_trainer", "cluster.workers_per_node=2"), BLOCKS),
         (("strategy=ddp", GPU, "dataset.padding=longest"), BLOCKS),
+        (("model=gpt_tiny", "strategy=ddp", GPU, "dataset.padding=longest", "dataset.packing=true"), BLOCKS),
         (("sharding=hybrid_shard", GPU, BF16), {**BLOCKS, "fsdp.blocks_per_unit": "auto"}),
         (("strategy=fsdp", GPU, "engine=hf_trainer", "cluster.workers_per_node=2"), BLOCKS),
         (("zero_stage=2", GPU, BF16), {**BLOCKS, "deepspeed.check_overflow": False}),

@@ -22,6 +22,13 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
         (("strategy=ddp", "engine=hf_trainer", "train.compile=model"), r"not supported by engine=hf_trainer"),
         ((*SINGLE, "train.compile=graphs"), r"compile=graphs needs a GPU, but this run is on cpu: use .*=model"),
         ((*SINGLE, "train.compile=model", "dataset.padding=longest"), r"one length, but dataset\.padding=longest"),
+        (
+            (
+                *SINGLE,
+                *("model=gpt_tiny", "train.compile=model", "dataset.packing=true", "dataset.padding=longest"),
+            ),
+            r"one length, but dataset\.padding=longest",
+        ),
         ((*SINGLE, "train.compile=model", "dataset.bucketing=true"), r"one length, but dataset\.bucketing=true"),
         ((*SINGLE, "train.compile=loop"), r"train\.compile=loop is not one of false, true, blocks, model, graphs"),
         (("strategy=ddp", "train.compile=true", "ddp.bucket_cap_mb=0.5"), r"bucket_cap_mb=0\.5 is too small"),
