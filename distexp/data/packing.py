@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distexp.config import ConfigError
 from distexp.data.base import IGNORE, POSITIONS, Sample, Samples, TaskData
 from distexp.data.text import check_text_collate, sample_lengths
 
@@ -63,10 +64,15 @@ def pack_training_set(data: TaskData, length: int, seed: int) -> TaskData:
         seed: seed of the order of samples of the same length.
 
     Raises:
-        ConfigError: the collate function of the data cannot pad rows.
+        ConfigError: the collate function of the data cannot pad rows, or a sample is longer than a row.
     """
     check_text_collate(data, "packing")
     lengths = sample_lengths(data.train)
+    if (longest := int(lengths.max())) > length:
+        raise ConfigError(
+            f"dataset.packing=true makes rows of {length} tokens, but a training sample has {longest}: raise "
+            "dataset.max_length, or cut the samples in the dataset"
+        )
     rows = assign_rows(lengths, length, seed)
     padding = 1 - lengths.sum() / (len(rows) * length)
     note = f"packing: {len(lengths)} samples are in {len(rows)} rows of {length} tokens with {padding:.1%} padding"

@@ -154,6 +154,13 @@ def test_padding_on_the_left_is_refused_for_fast_attention() -> None:
         RightPadding(lambda samples: replace(batch, inputs=left))([])
 
 
+def test_a_sample_longer_than_a_row_is_refused() -> None:
+    data = text_data()
+    longest = int(sample_lengths(data.train).max())
+    with pytest.raises(ConfigError, match=rf"rows of {longest - 1} tokens, but a training sample has {longest}: raise"):
+        pack_training_set(data, longest - 1, seed=0)
+
+
 def test_custom_data_needs_the_collate_function_of_text() -> None:
     data = replace(text_data(), collate=TextCollate(0, 40).__call__)
     with pytest.raises(ConfigError, match=r"dataset.packing=true needs data whose collate is a distexp.data.text.Text"):
