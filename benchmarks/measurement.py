@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,6 +110,7 @@ def measure(settings: Settings, repeat: int, folder: Path, timeout_s: float) -> 
     reason = reason_not_to_run(settings)
     if reason is not None:
         return Measurement(settings, repeat, "not run", reason)
+    shutil.rmtree(folder, ignore_errors=True)  # of a measurement that was interrupted
     folder.mkdir(parents=True)
     ours = settings.peer in OURS
     command = our_command(settings, folder / "run") if ours else peer_command(settings, folder)

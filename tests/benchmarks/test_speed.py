@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import speed
+from benchmarks import measurement, speed
 from benchmarks.measurement import Measurement, reason_not_to_run
 from benchmarks.peers.settings import Settings
 from benchmarks.tables import all_rows, best, best_rows, efficiency, group, speed_ratio
@@ -150,6 +150,20 @@ def test_a_command_continues_after_an_interruption(
     assert calls == [("ours", 2), ("trainer", 2)]  # what failed is not repeated
     assert len(measurements) == 5
     assert len(table_rows(all_rows(measurements))) == 3
+
+
+def test_a_measurement_replaces_the_files_of_an_interrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(command: list[str], env: dict[str, str], log: Path, timeout_s: float) -> int:
+        log.write_text("ValueError: no result")
+        return 1
+
+    monkeypatch.setattr(measurement, "run", fail)
+    (tmp_path / "000_ours" / "run").mkdir(parents=True)
+    found = measurement.measure(settings("ours"), 1, tmp_path / "000_ours", 1.0)
+    assert found.status == "failed"
+    assert not (tmp_path / "000_ours" / "run").exists()
 
 
 @pytest.mark.slow
