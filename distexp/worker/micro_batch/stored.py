@@ -28,9 +28,11 @@ SAME_SPEED = (
     *("num_epochs", "max_steps", "learning_rate", "weight_decay", "betas", "eps", "momentum", "schedule", "step_size"),
     *("gamma", "warmup_steps", "measure_after_step", "profile_steps", "log_every", "seed", "on_nan", "resume"),
     *("checkpoint_every", "save_model", "score_answers", "eval_batch_size", "gradient_accumulation_steps"),
-    "micro_batch_search_s",
 )
-"""Keys of ``train`` on which neither the speed nor the memory of a step depends."""
+"""Keys of ``train`` on which neither the speed nor the memory of a step depends.
+
+The time limit is part of the key, because a search with more time may find a faster size.
+"""
 
 FACTS = ("python", "torch", "cuda", "transformers", "deepspeed", "gpu_name", "gpu_total_mib", "cpu_count")
 """Facts of the machine, as in the record."""

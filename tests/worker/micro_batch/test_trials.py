@@ -189,8 +189,11 @@ def test_a_search_is_stored_for_equal_speed_and_memory(tmp_path: Path, monkeypat
     path = stored_path(resolve_cell(*SINGLE, *AUTO))
     for same in ("train.seed=3", "train.learning_rate=0.1", "train.max_steps=2", "name=other"):
         assert stored_path(resolve_cell(*SINGLE, *AUTO, same)) == path
-    others = ("train.global_batch_size=16", "precision=bf16", "model.num_layers=3", "train.optimizer=sgd")
-    assert len({path, *(stored_path(resolve_cell(*SINGLE, *AUTO, other)) for other in others)}) == 5
+    others = (
+        *("train.global_batch_size=16", "precision=bf16", "model.num_layers=3", "train.optimizer=sgd"),
+        "train.micro_batch_search_s=9",
+    )
+    assert len({path, *(stored_path(resolve_cell(*SINGLE, *AUTO, other)) for other in others)}) == 6
     assert read_stored(path, samples=8) is None
     store(FOUND, path)
     found = read_stored(path, samples=8)
