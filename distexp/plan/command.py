@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from distexp.exceptions import SweepFailedError
 from distexp.launch.composition import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
 from distexp.plan.planner import Planner
@@ -39,6 +40,7 @@ def _run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
         planned = plan_cells(cells, planner, advance)
     if cells[0].composed.plan.output == "json":
         print(json.dumps(nan_to_none([cell.to_json() for cell in planned]), indent=2))
+        _check_predicted(planned)
         return
     console = Console()
     for part in cells_table(planned, console.width):
@@ -47,6 +49,13 @@ def _run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
         console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
     if len(planned) == 1:
         _print_details(planned[0], make, planner, console)
+    _check_predicted(planned)
+
+
+def _check_predicted(planned: Sequence[PlannedCell]) -> None:
+    """Raise SweepFailedError if there is no prediction at all. The reasons are in the output."""
+    if all(cell.predicted is None for cell in planned):
+        raise SweepFailedError
 
 
 def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:

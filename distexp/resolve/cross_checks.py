@@ -104,6 +104,8 @@ def check_plan(config: Config) -> Iterator[str]:
             "a prediction of memory needs a number of samples, but train.micro_batch_size=auto: type a number, or "
             "leave plan=check out, because the search finds a size that fits"
         )
+    if plan.only and config.cluster.device == "cpu":
+        yield "distexp plan predicts the memory of GPUs, but cluster.device=cpu: leave cluster.device out"
     if plan.gpu is not None and plan.gpu not in GPU_MODELS:
         near = get_close_matches(plan.gpu.lower(), GPU_MODELS, n=3, cutoff=0.4) or list(GPU_MODELS)
         yield f"plan.gpu={plan.gpu} is not a known GPU: use {', '.join(near)}, or set plan.gpu_memory_gb"

@@ -6,7 +6,7 @@ Rank 0 writes the file of a run before the training starts. So the record contai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class MicroBatchSearch:
     seconds: float = 0.0
     stored_in: str | None = None  # file of an earlier search that gave this result
     skipped: int | None = None  # smallest size that was not tried because it needs too much memory
+    complete: bool = True  # False: the time limit ended the search
 
     @property
     def untried(self) -> bool:
@@ -73,7 +74,7 @@ class MicroBatchSearch:
 
     def with_candidates(self, candidates: Sequence[Candidate]) -> MicroBatchSearch:
         """Return a copy with other candidates."""
-        return MicroBatchSearch(self.chosen, list(candidates), self.seconds, self.stored_in, self.skipped)
+        return replace(self, candidates=list(candidates))
 
 
 def describe_search(search: MicroBatchSearch) -> str:
@@ -82,7 +83,10 @@ def describe_search(search: MicroBatchSearch) -> str:
     remarks += [f"{sizes} left too little memory" for sizes in [_sizes(search, TOO_LARGE)] if sizes]
     remarks += [f"{sizes} ran out of memory" for sizes in [_sizes(search, OUT_OF_MEMORY)] if sizes]
     remarks += [f"{search.skipped} would not fit"] if search.skipped is not None else []
-    remarks += ["chosen by its memory, because the time for trials was over"] if search.untried else []
+    if not search.complete:
+        remarks.append(
+            "chosen by its memory, because the time was over" if search.untried else "then the time was over"
+        )
     remarks.append(f"from {search.stored_in}" if search.stored_in else f"{search.seconds:.0f} s")
     return f"micro-batch: {search.chosen} ({'; '.join(remarks)})"
 

@@ -174,3 +174,16 @@ def test_unknown_gpu_is_an_error_with_near_matches() -> None:
     assert "plan.gpu=a100-80 is not a known GPU: use a100-80gb, " in done.stderr
     done = run_forked("plan", "plan.gpu=a100-80gb", "plan.gpu_memory_gb=80", cwd=REPOSITORY)
     assert "leave one out" in done.stderr
+
+
+def test_json_has_the_errors_of_a_single_configuration() -> None:
+    done = run_forked("plan", "--json", "strategy=single", "offload=true", cwd=REPOSITORY)
+    assert done.returncode == 1, "nothing was predicted"
+    (cell,) = json.loads(done.stdout)
+    assert "offload=true is not supported by strategy=single" in cell["error"]
+
+
+def test_predictions_are_for_gpus() -> None:
+    done = run_forked("plan", "cluster.device=cpu", cwd=REPOSITORY)
+    assert done.returncode == 2
+    assert "predicts the memory of GPUs, but cluster.device=cpu: leave cluster.device out" in done.stderr

@@ -36,6 +36,7 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
         (("strategy=fsdp", *BF16_STEP), r"compute_weights=step is not supported by strategy=fsdp"),
         (("zero_stage=1", *BF16_STEP), r"compute_weights=step is not supported by strategy=deepspeed"),
         (("strategy=ddp", "engine=hf_trainer", *BF16_STEP), r"compute_weights=step is not supported by engine="),
+        (("strategy=ddp", *BF16_STEP, "ddp.find_unused_parameters=true"), r"gives every weight a gradient"),
         ((*SINGLE, "train.activation_budget=0.5"), r"is for compiled graphs, but train\.compile=false: use .*=blocks"),
         (
             (*SINGLE, "train.compile=true", "train.activation_budget=1.5"),

@@ -43,7 +43,7 @@ def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelP
     search = _share(connection, "stored", read_stored(path, samples_per_worker(spec.config)) if is_rank_0 else None)
     if search is None:
         search = run_search(spec, run_dir, parts, connection)
-        if is_rank_0 and search.chosen is not None and not search.untried:
+        if is_rank_0 and search.chosen is not None and search.complete:
             store(search, path)
     if is_rank_0:
         search.write(run_dir / MICRO_BATCH)
@@ -63,7 +63,13 @@ def run_search(spec: RunSpec, run_dir: Path, parts: ModelParts, connection: Stor
     done: SizeSearch | None = None
     while done is None or (done.next_size() is not None and _may_continue(done, connection, deadline)):
         done = start_round(spec, run_dir, parts, connection, done).run(deadline)
-    return MicroBatchSearch(done.choose(), list(done.tried), time.monotonic() - started, skipped=done.too_large())
+    return MicroBatchSearch(
+        done.choose(),
+        list(done.tried),
+        time.monotonic() - started,
+        skipped=done.too_large(),
+        complete=done.next_size() is None,
+    )
 
 
 def _may_continue(done: SizeSearch, connection: Store, deadline: float) -> bool:

@@ -147,8 +147,9 @@ def test_the_terminal_shows_what_was_tried() -> None:
         "micro-batch: 8 (of 1, 2, 8; 16 would not fit; from F)"
     )
     assert not found.untried
-    short = MicroBatchSearch(64, tries[:1], 80.2)
+    short = MicroBatchSearch(64, tries[:1], 80.2, complete=False)
     assert short.untried
-    assert describe_search(short) == (
-        "micro-batch: 64 (of 1; chosen by its memory, because the time for trials was over; 80 s)"
+    assert describe_search(short) == ("micro-batch: 64 (of 1; chosen by its memory, because the time was over; 80 s)")
+    assert describe_search(MicroBatchSearch(2, tries[:2], 80.2, complete=False)) == (
+        "micro-batch: 2 (of 1, 2; then the time was over; 80 s)"
     )
