@@ -47,6 +47,7 @@ def path_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_this_machine_can_train() -> None:
     done = run_doctor("--json")
     content = json.loads(done.stdout)

@@ -129,6 +129,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+@pytest.mark.slow
 def test_invalid_cells_get_records_and_the_others_run(sweep: tuple[Path, str]) -> None:
     records = [RunRecord.read(sweep[0] / str(number) / "record.json") for number in range(4)]
     assert [record.status for record in records] == ["invalid", "completed", "completed", "completed"]
