@@ -62,11 +62,6 @@ def check_speed_options(config: Config) -> Iterator[str]:
             f"train.compute_weights=step is for precision=bf16, but this run has precision={config.precision.name}: "
             "use precision=bf16, or leave it out"
         )
-    if config.strategy.name == "ddp" and config.ddp.find_unused_parameters:
-        yield (
-            "train.compute_weights=step gives every weight a gradient, so ddp.find_unused_parameters=true would not "
-            "keep unused weights as they are: use train.compute_weights=autocast, or leave find_unused_parameters out"
-        )
     if not strategy.casts_once_per_step or config.engine.name != "native":
         owner = f"strategy={config.strategy.name}" if config.engine.name == "native" else f"engine={config.engine.name}"
         yield f"train.compute_weights=step is not supported by {owner}: leave it out"

@@ -27,15 +27,22 @@ class DDP(Strategy):
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model with few buckets, and cast the weights once per step."""
         values = whole_model_values(config)
+        if config.ddp.find_unused_parameters:
+            values.pop("train.compute_weights", None)
         return {**values, "ddp.bucket_cap_mb": FAST_BUCKET_MB} if values.get("train.compile") == "model" else values
 
     def validate(self, config: Config) -> list[str]:
-        """Refuse offload, and buckets that dynamo cannot use."""
+        """Refuse offload, buckets that dynamo cannot use, and copies of weights that may be unused."""
         errors = offload_errors(config)
         if config.train.compile and config.ddp.bucket_cap_mb is not None and config.ddp.bucket_cap_mb < 1:
             errors.append(
                 f"ddp.bucket_cap_mb={config.ddp.bucket_cap_mb:g} is too small for train.compile, whose first "
                 "bucket has 1 MB: use at least 1, or train.compile=false"
+            )
+        if config.train.compute_weights == "step" and config.ddp.find_unused_parameters:
+            errors.append(
+                "train.compute_weights=step gives every weight a gradient, so ddp.find_unused_parameters=true would "
+                "change unused ones too: use train.compute_weights=autocast, or leave find_unused_parameters out"
             )
         return errors
 

@@ -45,6 +45,7 @@ IMAGES = {"train.compile": "blocks", "dataset.cache": "gpu"}
         (("strategy=single", GPU), WHOLE),
         (("strategy=single", GPU, BF16), {**WHOLE, "train.compute_weights": "step"}),
         (("strategy=ddp", GPU, BF16), {**WHOLE, "train.compute_weights": "step", "ddp.bucket_cap_mb": 250.0}),
+        (("strategy=ddp", GPU, BF16, "ddp.find_unused_parameters=true"), {**WHOLE, "ddp.bucket_cap_mb": 250.0}),
         (("strategy=ddp", GPU, BF16, "engine=hf_trainer", "cluster.workers_per_node=2"), BLOCKS),
         (("strategy=ddp", GPU, "dataset.padding=longest"), BLOCKS),
         (("model=gpt_tiny", "strategy=ddp", GPU, "dataset.padding=longest", "dataset.packing=true"), BLOCKS),
