@@ -232,7 +232,7 @@ class TrainConfig:
 
     @property
     def compiled(self) -> str:
-        """What is compiled: blocks, model, graphs, or none."""
+        """Return what is compiled: blocks, model, graphs, or none."""
         if isinstance(self.compile, str):
             return self.compile
         return "blocks" if self.compile else "none"

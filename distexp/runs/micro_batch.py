@@ -44,7 +44,7 @@ class MicroBatchSearch:
 
     @property
     def untried(self) -> bool:
-        """Whether the chosen size was not tried, because the time limit ended the search."""
+        """Return whether the chosen size was not tried, because the time limit ended the search."""
         return self.chosen is not None and all(each.micro_batch_size != self.chosen for each in self.candidates)
 
     def write(self, path: Path) -> None:
