@@ -9,7 +9,8 @@ from distexp.config import Config, ModelConfig
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
 from distexp.runs.devices import device_values
-from distexp.runs.record import Metrics, RunRecord
+from distexp.runs.metrics import Metrics
+from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import STAND_IN, failure_text, format_count, model_label, record_model_label
 from distexp.strategies.base import load_strategy

@@ -25,7 +25,8 @@ from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
 from distexp.runs.events import Events
 from distexp.runs.heartbeat import Heartbeat
 from distexp.runs.jsonl import append_line
-from distexp.runs.record import Metrics, RunError
+from distexp.runs.metrics import Metrics
+from distexp.runs.record import RunError
 from distexp.runs.run_dir import METRICS
 from distexp.training.schedule import StepPlan
 

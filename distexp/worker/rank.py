@@ -44,8 +44,9 @@ from distexp.runs.environment import make_environment
 from distexp.runs.events import Events
 from distexp.runs.files import write_json
 from distexp.runs.full_disk import write_despite_full_disk
+from distexp.runs.metrics import Metrics
 from distexp.runs.micro_batch import add_search
-from distexp.runs.record import Environment, Metrics, RunRecord
+from distexp.runs.record import Environment, RunRecord
 from distexp.runs.run_dir import PREDICTIONS
 from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel

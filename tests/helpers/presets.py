@@ -14,7 +14,8 @@ from distexp.config import Config, register_schema
 from distexp.config.paths import conf_dir, config_groups
 from distexp.resolve.parameter_count import parameter_count
 from distexp.resolve.run_id import run_id
-from distexp.runs.record import Built, Environment, Metrics, Predicted, RunInfo, RunRecord
+from distexp.runs.metrics import Metrics
+from distexp.runs.record import Built, Environment, Predicted, RunInfo, RunRecord
 
 
 @cache

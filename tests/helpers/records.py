@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import Config
-from distexp.runs.record import Built, Environment, Metrics, RunError, RunInfo, RunRecord
+from distexp.runs.metrics import Metrics
+from distexp.runs.record import Built, Environment, RunError, RunInfo, RunRecord
 
 GPU = "NVIDIA H200"
 

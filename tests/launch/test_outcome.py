@@ -18,7 +18,8 @@ from distexp.launch.slurm.client import JobState
 from distexp.launch.slurm.status import write_missing_record
 from distexp.runs.attempts import NO_RECORD
 from distexp.runs.environment import package_version
-from distexp.runs.record import Metrics, RunRecord
+from distexp.runs.metrics import Metrics
+from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import DISK_RESERVE, RECORD, RESULT
 from distexp.runs.spec import RunSpec
 from distexp.worker.rank import write_outcome

@@ -17,7 +17,7 @@ from distexp.data.targets import TargetTokens
 from distexp.data.text import TextCollate
 from distexp.distributed.context import Context
 from distexp.runs.events import Events
-from distexp.runs.record import Metrics
+from distexp.runs.metrics import Metrics
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
 

@@ -1,0 +1,180 @@
+"""Metrics of a training, as in ``metrics`` of ``record.json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from distexp.config.field_info import key
+
+
+@dataclass
+class Metrics:
+    """Metrics of the training. Speed excludes the warmup steps unless noted otherwise."""
+
+    train_loss: float | None = key(None, "Mean loss of all steps, as in the Hugging Face Trainer.")
+    train_losses: list[float] = key([], "Mean training loss of each epoch.")
+    eval_loss: float | None = key(None, "Loss of the last evaluation.")
+    eval_losses: list[float] = key([], "Loss of each evaluation.")
+    eval_runtime: float | None = key(None, "Duration of the last evaluation.", unit="seconds")
+    train_runtime: float | None = key(
+        None, "Duration of the training with evaluation and saving, as in the Trainer.", unit="seconds"
+    )
+    train_samples_per_second: float | None = key(
+        None, "Training speed without evaluation, after `train.measure_after_step`.", unit="samples/s"
+    )
+    train_samples_per_second_overall: float | None = key(
+        None, "Training speed with evaluation, as in the Trainer.", unit="samples/s"
+    )
+    train_steps_per_second: float | None = key(None, "Optimizer steps per second.", unit="steps/s")
+    eval_samples_per_second: float | None = key(None, "Speed of the last evaluation.", unit="samples/s")
+    steps_per_epoch: int | None = key(None, "Optimizer steps per epoch.")
+    total_steps: int | None = key(None, "Optimizer steps of the training.")
+    tokens_per_second: float | None = key(None, "Training speed in tokens without padding.", unit="tokens/s")
+    padding_share: float | None = key(
+        None, "Fraction of the positions of the training batches that is padding. Padding samples count as padding."
+    )
+    step_time_s: dict[str, float] | None = key(
+        None,
+        "Duration of a step.",
+        unit="seconds",
+        parts={".p50": "Median.", ".p90": "90th percentile.", ".max": "Longest step."},
+    )
+    speed_error: dict[str, float] | None = key(
+        None,
+        "Standard error of the training speed, from the means of blocks of consecutive steps.",
+        parts={".relative": "Error divided by the speed.", ".blocks": "Number of blocks."},
+    )
+    communication: dict[str, Any] | None = key(
+        None,
+        "Communication in the steps of `train.profile_steps`, as means over the ranks.",
+        parts={
+            ".share": "Fraction of the step time in collectives.",
+            ".exposed_share": "Fraction of the step time in collectives that no computation hides.",
+            ".profiled_steps": "Number of profiled steps.",
+            ".first_step": "First profiled step, counted from 1.",
+            ".step_s": "Duration of a profiled step, in seconds.",
+            ".by_collective": "Fraction of the step time for each kind of collective.",
+            ".ranks[]": "`rank`, `share` and `exposed_share` of each rank.",
+            ".note": "Why values are null.",
+        },
+    )
+    step_breakdown: list[dict[str, Any]] | None = key(
+        None,
+        "Where the median profiled step goes, for each rank. All parts but the hidden communication add up to it.",
+        parts={
+            "[].rank": "Rank.",
+            "[].step_ms": "Duration of the step, in ms.",
+            "[].matmul_ms": "Matrix kernels, in ms.",
+            "[].other_kernels_ms": "Other kernels, in ms.",
+            "[].exposed_communication_ms": "Collectives that no computation hides, in ms.",
+            "[].waiting_ms": "Waiting for the slowest rank, in ms.",
+            "[].launch_idle_ms": "GPU without work because the CPU launches kernels too slowly, in ms.",
+            "[].data_wait_ms": "Waiting for data, in ms.",
+            "[].optimizer_ms": "Optimizer, in ms.",
+            "[].host_ms": "Other work of the CPU, in ms.",
+            "[].hidden_communication_ms": "Collectives behind computation, in ms. It is not part of the sum.",
+        },
+    )
+    explanation: dict[str, Any] | None = key(
+        None,
+        "Largest loss of the profiled step.",
+        parts={
+            ".loss": "Name of the loss.",
+            ".share": "Fraction of the step.",
+            ".sentence": "What the profile shows.",
+            ".try": "Overrides that may reduce it.",
+        },
+    )
+    step_times_by_rank: list[dict[str, Any]] | None = key(
+        None,
+        "Duration of a step on each rank.",
+        parts={
+            "[].rank": "Rank.",
+            "[].p50_s": "Median, in seconds.",
+            "[].p90_s": "90th percentile, in seconds.",
+            "[].max_s": "Longest step, in seconds.",
+            "[].own_ms": "Time without waiting for other ranks, in ms. Null: unknown.",
+        },
+    )
+    stragglers: list[dict[str, Any]] | None = key(
+        None,
+        "Ranks that are slower than the others. Null: not checked.",
+        parts={
+            "[].rank": "Rank.",
+            "[].gpu": "Index of its GPU.",
+            "[].host": "Its host.",
+            "[].slower_by_pct": "Percent by which it is slower.",
+            "[].evidence": "What shows the cause.",
+        },
+    )
+    energy: dict[str, Any] | None = key(
+        None,
+        "Energy and cost of the run. Null values were not measured.",
+        parts={
+            ".gpu_j": "Energy of the GPUs by their counters, in joules.",
+            ".gpu_j_by_power": "The same from the sampled power, in joules.",
+            ".cpu_j": "Energy of the CPUs, in joules.",
+            ".gpu_j_training": "Energy of the GPUs during training, in joules.",
+            ".j_per_sample": "Energy of the GPUs per training sample, in joules.",
+            ".j_per_token": "Energy of the GPUs per token, in joules.",
+            ".kwh": "Energy of the run, in kWh.",
+            ".gpu_hours": "Hours of all GPUs.",
+            ".co2e_g": "Emissions, in grams of CO2e.",
+            ".price": "Price.",
+        },
+    )
+    compile: dict[str, Any] | None = key(
+        None,
+        "Compilations of `train.compile` on rank 0. The first steps contain their time.",
+        parts={
+            ".seconds": "Time in the compiler, in seconds.",
+            ".graphs": "Compiled graphs.",
+            ".recompilations": "Compilations of code that was compiled before, for example for another shape.",
+            ".cache_hits": "Graphs from the cache of an earlier run.",
+            ".cache_misses": "Graphs that were not in the cache.",
+            ".cuda_graph_skips": "Graphs for which torch did not record a CUDA graph.",
+        },
+    )
+    micro_batch_search: dict[str, Any] | None = key(
+        None,
+        "Search of `train.micro_batch_size=auto`, before the training.",
+        parts={
+            ".chosen": "Chosen micro-batch size. Null: none fits.",
+            ".candidates[]": "`micro_batch_size`, `outcome` (`fits`, `too_large`, `oom`), `samples_per_second` of a "
+            "step, `peak_mib`, `base_mib` before the last forward pass, `usable_mib`.",
+            ".seconds": "Duration of the search, in seconds.",
+            ".stored_in": "File of the earlier search that gave the result. Null: the run searched.",
+            ".skipped": "Smallest size that was not tried because it needs more memory than there is.",
+        },
+    )
+    data_wait_s: float | None = key(
+        None, "Time that rank 0 waits for its data, over all steps. Waiting for the GPU does not count.", unit="seconds"
+    )
+    model_tflops_per_sample: float | None = key(
+        None,
+        "FLOPs of a sample without padding, forward and backward pass. They do not depend on strategy or kernels.",
+        unit="TFLOP",
+    )
+    executed_tflops_per_sample: float | None = key(
+        None, "FLOPs that run for a sample: with padding and recomputation, without skipped blocks.", unit="TFLOP"
+    )
+    tflops_per_device: float | None = key(
+        None,
+        "Achieved model FLOPs per worker. Records without `model_tflops_per_sample` count padding.",
+        unit="TFLOP/s",
+    )
+    executed_tflops_per_device: float | None = key(None, "Achieved executed FLOPs per worker.", unit="TFLOP/s")
+    matrix_ceiling_tflops: float | None = key(
+        None, "A large matrix product on this device, from the latest `distexp preflight`.", unit="TFLOP/s"
+    )
+    mfu: float | None = key(None, "Model FLOPs utilization: fraction of the datasheet's peak, from 0 to 1.")
+    mfu_of_ceiling: float | None = key(None, "Model FLOPs as a fraction of `matrix_ceiling_tflops`.")
+    hfu: float | None = key(None, "Executed FLOPs as a fraction of the datasheet's peak.")
+    hfu_of_ceiling: float | None = key(None, "Executed FLOPs as a fraction of `matrix_ceiling_tflops`.")
+    exact_match: float | None = key(None, "Exact match of SQuAD, with `train.score_answers`.", unit="percent")
+    f1: float | None = key(None, "F1 of SQuAD, with `train.score_answers`.", unit="percent")
+    train_accuracies: list[float] = key([], "Training accuracy of each epoch, from 0 to 1.")
+    eval_accuracies: list[float] = key([], "Accuracy of each evaluation, from 0 to 1.")
+    eval_top5_accuracies: list[float] = key([], "Top-5 accuracy of each evaluation. With fewer than 5 classes it is 1.")
+    energy_j_per_sample: float | None = key(None, "GPU energy per training sample.", unit="joules")
