@@ -33,6 +33,10 @@ class ClusterConfig:
     gpus_per_node: int | None = key(
         None, "GPUs of each node.", at_least=0, null="one per worker on cuda, none on cpu", slurm_only=True
     )
+    gpu_memory_limit_gb: float | None = key(
+        None, "Memory that a worker may use on its GPU, to try a smaller one, in GB of 2**30 bytes.", above=0,
+        null="all",
+    )  # fmt: skip
     memory_gb: float | None = key(
         None, "Memory of each node.", unit="GB", above=0, slurm_only=True,
         null="the default of the cluster, or all memory with `exclusive`",

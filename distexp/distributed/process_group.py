@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distexp.distributed.context import Context
+from distexp.distributed.memory_limit import limit_memory
 from distexp.runs.spec import RunSpec
 from distexp.system.torch_internals import set_default_timeout
 
@@ -81,6 +82,7 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None) -> Context:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        limit_memory(device, spec.config.cluster.gpu_memory_limit_gb)
     timeout = collective_timeout(spec.config.cluster.hang_timeout_min)
     set_default_timeout(timeout)
     # gloo is needed on GPUs too, for tensors that are offloaded to the CPU.

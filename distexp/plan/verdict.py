@@ -26,6 +26,8 @@ def gpu_memory_mib(config: Config) -> float | None:
         return config.plan.gpu_memory_gb * MIB_PER_GB
     if config.plan.gpu is not None:
         return GPU_MODELS[config.plan.gpu]
+    if config.cluster.gpu_memory_limit_gb is not None:
+        return config.cluster.gpu_memory_limit_gb * MIB_PER_GB
     if config.cluster.launcher == "slurm" or not visible_gpus():
         return None
     return min(gpu.total_mib for gpu in visible_gpus()) * USABLE_SHARE

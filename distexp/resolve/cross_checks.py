@@ -116,6 +116,11 @@ def check_plan(config: Config) -> Iterator[str]:
 def check_device(config: Config) -> Iterator[str]:
     """Yield an error for each setting that needs a GPU, if the run has none."""
     on_gpu = config.cluster.device == "cuda"
+    if config.cluster.gpu_memory_limit_gb is not None and not (on_gpu or config.plan.only):
+        yield (
+            f"cluster.gpu_memory_limit_gb={config.cluster.gpu_memory_limit_gb:g} needs a GPU, but this run is on "
+            "cpu: leave it out"
+        )
     if config.precision.name == "fp16" and not on_gpu:
         yield "precision=fp16 needs a GPU, but this run is on cpu: choose precision=bf16 or fp32"
     if config.model.attention in ("flex", "flash") and not on_gpu:

@@ -22,7 +22,7 @@ FORMAT = 1
 
 SECTIONS = ("model", "dataset", "strategy", "ddp", "fsdp", "deepspeed", "offload", "precision", "train")
 
-CLUSTER_KEYS = ("nodes", "workers_per_node", "device", "cpus_per_worker")
+CLUSTER_KEYS = ("nodes", "workers_per_node", "device", "cpus_per_worker", "gpu_memory_limit_gb")
 
 SAME_SPEED = (
     *("num_epochs", "max_steps", "learning_rate", "weight_decay", "betas", "eps", "momentum", "schedule", "step_size"),

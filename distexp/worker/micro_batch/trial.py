@@ -17,6 +17,7 @@ from distexp.data.base import Batch, Samples, TaskData, to_device
 from distexp.data.shards import PaddedDataset, StepData
 from distexp.data.text import sample_lengths
 from distexp.distributed.context import Context
+from distexp.distributed.memory_limit import usable_bytes
 from distexp.distributed.process_group import gather_to_all, sum_over_ranks
 from distexp.measure.clock import synchronize
 from distexp.models.blueprint import Blueprint
@@ -117,8 +118,7 @@ class Trials:
         """Return the memory that this process has or can get, without that of CUDA itself."""
         device = self.context.device
         if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            return (free + torch.cuda.memory_reserved(device)) / MIB
+            return usable_bytes(device) / MIB
         workers = self.context.workers_per_node
         available = memory_mib(device) + psutil.virtual_memory().available / workers / MIB
         return min(available, usable_memory() / workers / MIB)
