@@ -33,7 +33,7 @@ from distexp.launch.config_loader import CheckedConfigLoader
 from distexp.launch.trust import check_trust, packages_trusted_by_user
 from distexp.resolve import resolve
 from distexp.resolve.run_id import run_id
-from distexp.runs.prediction import Curve, write_prediction
+from distexp.runs.prediction import Curve, remove_prediction, write_prediction
 from distexp.runs.record import Predicted
 from distexp.system.hardware import cpu_count
 from distexp.system.processes import die_with_parent
@@ -80,8 +80,10 @@ class Cell:
         return cast(DictConfig, pickle.loads(zlib.decompress(self.packed)))
 
     def write_prediction(self, directory: Path) -> None:
-        """Write the prediction into the directory of the cell's run, if there is one."""
-        if self.predicted is not None:
+        """Write the prediction into the directory of the cell's run. Without one, remove that of an earlier attempt."""
+        if self.predicted is None:
+            remove_prediction(directory)
+        else:
             write_prediction(directory, self.predicted, self.curve)
 
 

@@ -17,6 +17,7 @@ from distexp.plan.verdict import gpu_memory_mib as memory_of
 from distexp.runs.record import Predicted
 
 CHECK, WARN = "check", "warn"
+BEFORE_START = " before the first run starts (plan=off: start at once)"
 UNKNOWN_CHANGE = "use more GPUs, or GPUs with more memory"
 MOST_SEARCHES = 4
 """Most cells that do not fit for which changes are predicted. Each takes as long as several predictions."""
@@ -41,8 +42,9 @@ def predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner | None 
 
 def _predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
     checked = [cell for cell in cells if _mode(cell) == CHECK]
-    with show_predictions(len(checked)) as advance:
-        outcomes = planner.estimate([_config(cell) for cell in checked], advance)
+    configs = [_config(cell) for cell in checked]
+    with show_predictions(planner.count_missing(configs), BEFORE_START) as advance:
+        outcomes = planner.estimate(configs, advance)
     for cell, outcome in zip(checked, outcomes, strict=True):
         if isinstance(outcome, str):
             _warn(cell, f"its memory is not predicted: {outcome}")

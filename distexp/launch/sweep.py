@@ -26,7 +26,7 @@ from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
 from distexp.runs.files import write_json
 from distexp.runs.full_disk import name_folder
 from distexp.runs.record import RunInfo, RunRecord
-from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, MULTIRUN
+from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, MULTIRUN, PREDICTED
 from distexp.runs.run_lock import sweep_lock
 from distexp.runs.text import join_first, suggest_command
 
@@ -56,6 +56,8 @@ def write_invalid(run: AssignedRun) -> RunRecord:
     """Write the record of an invalid cell and return it."""
     content = _composed_content(run.composed) if run.cell.decided is None else asdict(run.cell.decided)
     record = invalid_record(run.info, content, run.cell.errors)
+    record.predicted = run.cell.predicted
+    run.cell.write_prediction(run.directory)
     record.write(run.directory)
     return record
 
@@ -196,7 +198,7 @@ def _check_no_foreign_files(directory: Path) -> None:
     Raises:
         ConfigError: with their names.
     """
-    found = [name for name in ATTEMPT_FILES if (directory / name).exists()]
+    found = [name for name in (*ATTEMPT_FILES, PREDICTED) if (directory / name).exists()]
     if found:
         (directory / HYDRA).rmdir()
         raise ConfigError(

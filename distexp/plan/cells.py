@@ -73,9 +73,10 @@ def search_of(cell: Cell, config: Config, make: MakeCell, planner: Planner) -> S
     """Return the search among variants of a cell; None if the memory of the GPU is unknown."""
     memory = gpu_memory_mib(config)
 
-    def compose(overrides: Sequence[str]) -> Config | None:
+    def compose(overrides: Sequence[str]) -> Config | str:
         quoted = [quote_choice(text, config_groups()) for text in overrides]
-        return make(replace_overrides(cell.overrides, quoted)).config
+        variant = make(replace_overrides(cell.overrides, quoted))
+        return variant.config or " | ".join(variant.errors)
 
     return None if memory is None else Search(config, compose, planner.estimate, memory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -36,7 +37,8 @@ def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = No
 
 
 def _run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
-    with show_predictions(sum(cell.config is not None for cell in cells)) as advance:
+    configs = [cell.config for cell in cells if cell.config is not None]
+    with show_predictions(planner.count_missing(configs), "") as advance:
         planned = plan_cells(cells, planner, advance)
     if cells[0].composed.plan.output == "json":
         print(json.dumps(nan_to_none([cell.to_json() for cell in planned]), indent=2))
@@ -96,10 +98,18 @@ def _print(console: Console, text: str) -> None:
 
 
 @contextmanager
-def show_predictions(total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on stderr until the block ends, if stderr is a terminal."""
+def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
+    """Show on stderr that memory is predicted: a line, or on a terminal a progress bar until the block ends.
+
+    Args:
+        total: Number of configurations that are not in the cache.
+        remark: What to add to the line.
+    """
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or not total:
+        if total:
+            plural = "s" if total > 1 else ""
+            print(f"distexp: predicting the memory of {total} configuration{plural}{remark}", file=sys.stderr)
         yield lambda: None
         return
     columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -14,15 +14,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-import psutil
-
 from distexp.config import Config
 from distexp.exceptions import InterruptedRunError
 from distexp.plan.cache import cache_path, read_estimate, store_estimate
 from distexp.plan.estimate import Estimate
 from distexp.plan.jobs import LOG, POLL_S, job_path, result_path
 from distexp.runs.files import read_json, write_json
-from distexp.system.cgroups import memory_limits
+from distexp.system.cgroups import available_memory, cpu_limit
 from distexp.system.hardware import cpu_count
 from distexp.system.processes import end_tree, start_module
 from distexp.system.signals import handle_signals
@@ -31,6 +29,9 @@ from distexp.system.units import GIB
 SERVER = "distexp.plan.server"
 MEMORY_PER_PROCESS = 3 * GIB
 """Memory that a process may need to trace a model."""
+
+MOST_PROCESSES = 16
+"""Most configurations that are traced at a time; a login node has many cores and many users."""
 
 GRACE_S = 1.0
 
@@ -55,12 +56,16 @@ class Planner:
         """Return the cached estimate; None if there is none."""
         return read_estimate(config)
 
+    def count_missing(self, configs: Sequence[Config]) -> int:
+        """Return how many different configurations are not in the cache."""
+        return sum(not path.exists() for path in {cache_path(config) for config in configs})
+
     def estimate(self, configs: Sequence[Config], advance: Callable[[], None] = lambda: None) -> list[Outcome]:
         """Return the estimate of each configuration, in their order. Equal ones are traced once.
 
         Args:
             configs: Resolved configurations.
-            advance: Called after each configuration.
+            advance: Called after each configuration that is not in the cache.
         """
         paths = [cache_path(config) for config in configs]
         unique = dict(zip(paths, configs, strict=True))
@@ -69,7 +74,6 @@ class Planner:
             estimate = self.cached(config)
             if estimate is not None:
                 found[path] = estimate
-                advance()
         missing = [path for path in unique if path not in found]
         for path, outcome in zip(missing, self.trace([unique[path] for path in missing], advance), strict=True):
             found[path] = outcome
@@ -123,9 +127,9 @@ class Server:
 
 
 def parallel_processes() -> int:
-    """Return how many configurations to trace at a time, by cores and memory."""
-    available = min(psutil.virtual_memory().available, *memory_limits(), 1 << 62)
-    return max(1, min(cpu_count(), int(available // MEMORY_PER_PROCESS)))
+    """Return how many configurations to trace at a time, by the cores and the memory that are free for this process."""
+    cores = min(cpu_count(), int(cpu_limit() or MOST_PROCESSES), MOST_PROCESSES)
+    return max(1, min(cores, available_memory() // MEMORY_PER_PROCESS))
 
 
 @contextmanager

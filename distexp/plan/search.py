@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
-from distexp.plan.verdict import ERROR_BOUND, FITS, verdict_of
+from distexp.plan.micro_batches import MICRO_BATCH, Compose, EstimateAll, LargestMicroBatch, MicroBatchSizes
+from distexp.plan.verdict import FITS, verdict_of
 
-LARGEST_MICRO_BATCH = 1 << 20
-MOST_TRIES = 6
-MICRO_BATCH = "train.micro_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
-
-EstimateAll = Callable[[Sequence[Config]], Sequence[Estimate | str]]
-Compose = Callable[[Sequence[str]], Config | None]
-"""Function that returns the configuration of a cell with further overrides; None if it is invalid."""
 
 
 @dataclass(frozen=True)
@@ -47,49 +41,9 @@ class Search:
     estimate: EstimateAll
     memory_mib: float
 
-    def largest_micro_batch(self, known: Estimate) -> int | None:
-        """Return the largest micro-batch that fits; None if not even one sample fits.
-
-        The memory is nearly linear in the micro-batch. So two estimates propose a size, and a further one checks it.
-
-        Args:
-            known: Estimate of the configuration.
-        """
-        first = self.config.train.micro_batch
-        needed = {first: known.needed_mib}
-        low, high = (first, LARGEST_MICRO_BATCH) if self._fits(known) else (0, first)
-        size = 2 * first if low else first // 2
-        for _ in range(MOST_TRIES):
-            if not low < size < high:
-                break
-            estimate = self._estimate(size)
-            low, high = (size, high) if estimate is not None and self._fits(estimate) else (low, size)
-            if estimate is None:
-                size = (low + high) // 2
-                continue
-            needed[size] = estimate.needed_mib
-            size = min(self._proposal(needed), high - 1)
-        return low or None
-
-    def _fits(self, estimate: Estimate) -> bool:
-        return verdict_of(estimate, self.memory_mib) == FITS
-
-    def _proposal(self, needed: dict[int, float | None]) -> int:
-        """Return the size at which the line through the two largest known sizes reaches the memory."""
-        known = sorted((size, mib) for size, mib in needed.items() if mib is not None)
-        (small, less), (large, more) = known[-2:]
-        slope = (more - less) / (large - small)
-        if slope <= 0:
-            return 2 * large
-        return int(small + (self.memory_mib / (1 + ERROR_BOUND) - less) / slope)
-
-    def _estimate(self, size: int) -> Estimate | None:
-        """Return the estimate for a micro-batch; None if it is invalid, for example more than all samples."""
-        config = self.compose([f"{MICRO_BATCH}={size}"])
-        if config is None:
-            return None
-        (outcome,) = self.estimate([config])
-        return outcome if isinstance(outcome, Estimate) and outcome.traced else None
+    def largest_micro_batch(self, known: Estimate) -> LargestMicroBatch:
+        """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
+        return MicroBatchSizes(self.config, self.compose, self.estimate, self.memory_mib).largest(known)
 
     def changes(self) -> list[Change]:
         """Return the changes that reduce the memory, the smallest change first. Each has its estimate.
@@ -97,7 +51,8 @@ class Search:
         The last one is all of them together, without offloading.
         """
         candidates = list(candidate_overrides(self.config))
-        composed = [(overrides, config) for overrides in candidates if (config := self.compose(overrides)) is not None]
+        found = [(overrides, self.compose(overrides)) for overrides in candidates]
+        composed = [(overrides, config) for overrides, config in found if not isinstance(config, str)]
         outcomes = self.estimate([config for _, config in composed])
         return [
             Change(overrides, outcome)
@@ -128,7 +83,9 @@ def _light_changes(config: Config) -> Iterator[tuple[str, ...]]:
     if train.micro_batch > 1:
         for size in _smaller_sizes(train.micro_batch):
             steps = train.gradient_accumulation_steps * train.micro_batch // size
-            yield (f"{MICRO_BATCH}={size}", f"{ACCUMULATION}={steps}")
+            # A global batch size sets the accumulation.
+            more = () if train.global_batch_size is not None else (f"{ACCUMULATION}={steps}",)
+            yield (f"{MICRO_BATCH}={size}", *more)
     if not train.activation_checkpointing:
         yield ("train.activation_checkpointing=true",)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import sys
 import time
 import traceback
@@ -27,11 +28,15 @@ from distexp.runs.spec import typed_config
 from distexp.system.processes import die_with_parent
 from distexp.worker.group import preload
 
+NICENESS = 10
+"""Lower priority of the processes that trace, because others may use the machine, for example a login node."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trace all jobs of a folder, until the process is ended."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     folder, processes = Path(given[0]), int(given[1])
+    os.nice(NICENESS)
     importlib.import_module("distexp.plan.tracing")
     running: dict[Any, tuple[BaseProcess, Path]] = {}
     for number in itertools.count():

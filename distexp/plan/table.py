@@ -9,6 +9,7 @@ from rich.text import Text
 
 from distexp.config import Config
 from distexp.plan.cells import PlannedCell, smallest_change
+from distexp.plan.micro_batches import LargestMicroBatch
 from distexp.plan.search import Change
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, MIB_PER_GB, TOO_CLOSE, describe_verdict, predict
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
@@ -90,9 +91,12 @@ def notes(cells: Sequence[PlannedCell]) -> list[str]:
     return list(dict.fromkeys(note for cell in cells for note in (cell.predicted.notes if cell.predicted else [])))
 
 
-def micro_batch_line(largest: int | None) -> str:
+def micro_batch_line(largest: LargestMicroBatch) -> str:
     """Return the line about the largest micro-batch."""
-    return "not even a micro-batch of 1 fits" if largest is None else f"largest micro-batch that fits: {largest}"
+    if largest.size is None:
+        return "not even a micro-batch of 1 fits"
+    size = f"{largest.size}" if largest.is_exact else f"at least {largest.size}"
+    return f"largest micro-batch that fits: {size}" + (f" ({largest.invalid})" if largest.invalid else "")
 
 
 def change_lines(changes: Sequence[Change], memory_mib: float) -> Iterator[str]:

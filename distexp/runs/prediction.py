@@ -23,6 +23,11 @@ def write_prediction(directory: Path, predicted: Predicted, curve: Curve) -> Non
     write_json(directory / PREDICTED, {"predicted": asdict(predicted), "curve": dict(curve)})
 
 
+def remove_prediction(directory: Path) -> None:
+    """Remove the prediction of a run, if it has one. The records of its earlier attempts keep theirs."""
+    (directory / PREDICTED).unlink(missing_ok=True)
+
+
 def read_prediction(directory: Path) -> Predicted | None:
     """Return the prediction of a run; None if it has none."""
     try:

@@ -11,9 +11,11 @@ import pytest
 from distexp.config import ConfigError
 from distexp.launch.outcome import finalize_run
 from distexp.launch.plan_check import predict_runs
+from distexp.launch.snapshot import GitState
+from distexp.launch.sweep import AssignedRun, make_run_info, write_invalid
 from distexp.plan.estimate import Estimate
 from distexp.resolve.run_id import run_id
-from distexp.runs.prediction import read_curve
+from distexp.runs.prediction import read_curve, read_prediction
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.spec import RunSpec
@@ -110,3 +112,18 @@ def test_record_has_the_prediction_of_its_run(tmp_path: Path) -> None:
     record = RunRecord.read(tmp_path / RECORD)
     assert record.predicted == cells[0].predicted
     assert read_curve(tmp_path)["phase"] == ["forward", "backward"]
+    replace(cells[0], predicted=None).write_prediction(tmp_path)  # of a later attempt, which has none
+    assert (read_prediction(tmp_path), read_curve(tmp_path)) == (None, {})
+
+
+def test_record_of_an_invalid_cell_has_its_prediction(tmp_path: Path) -> None:
+    shared = (*SLURM, "plan=check", "plan.gpu=a100-80gb", "train.micro_batch_size=100")
+    with composed(shared, ["train.seed=1"], ["train.seed=2"]) as (cells, make):
+        predict_runs(cells, make, FormulaPlanner())
+        info = make_run_info(cells[0], 0, GitState())
+        write_invalid(AssignedRun(cells[0], info, tmp_path, cells[0].composed))
+    record = RunRecord.read(tmp_path / RECORD)
+    assert (record.status, record.predicted) == ("invalid", cells[0].predicted)
+    assert record.predicted is not None
+    assert record.predicted.verdict == "does_not_fit"
+    assert read_prediction(tmp_path) == record.predicted

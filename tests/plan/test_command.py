@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from distexp.config import Config
 from distexp.plan.cache import store_estimate
 from distexp.plan.cells import replace_overrides
 from distexp.plan.command import run_plan
 from distexp.plan.estimate import Estimate
+from distexp.plan.micro_batches import LargestMicroBatch
 from distexp.plan.search import Search, candidate_overrides
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, gpu_memory_mib, verdict_of
 from tests.helpers.forked_cli import run_forked
@@ -119,15 +123,30 @@ def test_verdict_leaves_room_for_the_error(memory: float, verdict: str) -> None:
 def test_search_stops_at_a_micro_batch_that_is_invalid() -> None:
     config = resolve_cell("plan.only=true", "strategy=single", "train.micro_batch_size=4")
 
-    def compose(overrides: object) -> object:
-        (text,) = overrides  # type: ignore[misc]
-        size = int(text.partition("=")[2])
-        return resolve_cell("plan.only=true", "strategy=single", text) if size <= 24 else None
+    def compose(overrides: Sequence[str]) -> Config | str:
+        size = int(overrides[0].partition("=")[2])
+        return resolve_cell("plan.only=true", "strategy=single", *overrides) if size <= 24 else "too few samples"
 
     planner = FormulaPlanner()
-    search = Search(config, compose, planner.estimate, 1e6)  # type: ignore[arg-type]
-    assert search.largest_micro_batch(linear_estimate(config)) is not None
-    assert planner.count <= 6
+    found = Search(config, compose, planner.estimate, 1e6).largest_micro_batch(linear_estimate(config))
+    assert (found, planner.count <= 8) == (LargestMicroBatch(24, invalid="too few samples"), True)
+
+
+@pytest.mark.parametrize(("memory_mib", "largest"), [(11_000, 4), (19_000, 12), (30_000, 24), (5_300, None)])
+def test_sizes_keep_the_global_batch(memory_mib: float, largest: int | None) -> None:
+    fixed = ("plan.only=true", "strategy=single", "train.global_batch_size=24")
+
+    def several_cost_more(config: Config) -> Estimate:
+        return replace(linear_estimate(config), overhead_mib=500.0 if config.train.micro_batch == 24 else 2_000.0)
+
+    def compose(overrides: Sequence[str]) -> Config:
+        return resolve_cell(*fixed, *overrides)
+
+    planner = FormulaPlanner(several_cost_more)
+    config = compose(["train.micro_batch_size=2"])
+    found = Search(config, compose, planner.estimate, memory_mib).largest_micro_batch(several_cost_more(config))
+    assert (found.size, found.is_exact, planner.count <= 6) == (largest, True, True)
+    assert ("train.micro_batch_size=1",) in list(candidate_overrides(config))
 
 
 def test_changes_start_with_the_smallest_and_keep_the_global_batch() -> None:

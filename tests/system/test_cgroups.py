@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from distexp.launch import oom
+from distexp.plan.planner import parallel_processes
 from distexp.system import cgroups
-from distexp.system.cgroups import MemoryCgroup, memory_limits, oom_kills, usable_memory
+from distexp.system.cgroups import (
+    MemoryCgroup,
+    available_memory,
+    cpu_limit,
+    memory_limits,
+    oom_kills,
+    usable_memory,
+)
 
 
 def test_usable_memory_is_at_most_that_of_the_machine() -> None:
@@ -29,6 +37,42 @@ def test_limits_of_all_parents_count(
     (tmp_path / "job" / name).write_text(f"{64 * 2**20}\n")
     monkeypatch.setattr(cgroups, "memory_cgroups", lambda pid: [MemoryCgroup(tmp_path, "job/step", version)])
     assert min(memory_limits()) == usable_memory() == 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("version", "names"),
+    [(2, ("memory.max", "memory.current")), (1, ("memory.limit_in_bytes", "memory.usage_in_bytes"))],
+)
+def test_available_memory_is_what_the_cgroups_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, names: tuple[str, str]
+) -> None:
+    (tmp_path / "job").mkdir()
+    for name, mib in zip(names, (64, 50), strict=True):
+        (tmp_path / "job" / name).write_text(f"{mib * 2**20}\n")
+    (tmp_path / "job" / "memory.stat").write_text(f"anon {40 * 2**20}\ninactive_file {10 * 2**20}\n")
+    monkeypatch.setattr(cgroups, "memory_cgroups", lambda pid: [MemoryCgroup(tmp_path, "job", version)])
+    assert available_memory() == 24 * 2**20
+    assert parallel_processes() == 1, "there is memory for less than one process, and one is needed"
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "cores"),
+    [
+        ("0::/job", {"job/cpu.max": "250000 100000", "cpu.max": "max 100000"}, 2.5),
+        ("4:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000"}, 0.5),
+        ("0::/job", {"job/cpu.max": "max 100000"}, None),
+        ("0::/job", {"job/other": ""}, None),
+    ],
+)
+def test_cores_that_the_cgroups_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, files: dict[str, str], cores: float | None
+) -> None:
+    for name, text in {**files, "self": f"{group}\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cgroups, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "OWN_CGROUPS", tmp_path / "self")
+    assert cpu_limit() == cores
 
 
 @pytest.mark.parametrize(("version", "name"), [(2, "memory.events"), (1, "memory.oom_control")])

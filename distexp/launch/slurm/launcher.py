@@ -49,14 +49,15 @@ def run_sweep(
     """
     adjust = partial(apply_submitit_options, given)
     cells = compose_cells(context, master, overrides, adjust)
+    cluster = cells[0].composed.cluster
+    # Predictions may take minutes, so what would stop the submission is checked before them.
+    max_size = 0 if cluster.dry_run or master.plan.only else _check_slurm()
     if plan_runs(cells, master, cell_maker(context, master, adjust)):
         return []
-    cluster = cells[0].composed.cluster
     console = Console()
     if cluster.dry_run:
         print_scripts(cells, Path(master.hydra.sweep.dir).absolute(), console)
         return []
-    max_size = _check_slurm()
     with locked_sweep_dir(master, len(cells)) as claimed:
         sweep_dir = claimed.absolute()
         try:

@@ -1,0 +1,135 @@
+"""The largest micro-batch that fits into the memory of a GPU."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from distexp.config import Config
+from distexp.config.batch_sizes import samples_per_worker
+from distexp.plan.estimate import Estimate
+from distexp.plan.verdict import ERROR_BOUND, FITS, verdict_of
+
+LARGEST_MICRO_BATCH = 1 << 20
+MOST_ROUNDS = 5
+"""Most rounds of a search. In each, two sizes are estimated at the same time."""
+
+NOT_PREDICTED = "the memory of a larger one could not be predicted"
+
+MICRO_BATCH = "train.micro_batch_size"
+
+EstimateAll = Callable[[Sequence[Config]], Sequence[Estimate | str]]
+Compose = Callable[[Sequence[str]], Config | str]
+"""Function that returns the configuration of a cell with further overrides, or why it is invalid."""
+
+
+@dataclass(frozen=True)
+class LargestMicroBatch:
+    """Result of a search.
+
+    Attributes:
+        size: The largest micro-batch that fits; None if not even one sample fits.
+        is_exact: Whether all larger ones are known not to fit.
+        invalid: Why a larger one is invalid; empty if its memory is the limit.
+    """
+
+    size: int | None
+    is_exact: bool = True
+    invalid: str = ""
+
+
+@dataclass
+class MicroBatchSizes:
+    """Search among the micro-batches of one configuration.
+
+    Without ``train.global_batch_size``, the number of micro-batches per step stays the same. With it, the global batch
+    does, so that only its divisors are sizes.
+    """
+
+    config: Config
+    compose: Compose
+    estimate: EstimateAll
+    memory_mib: float
+    _needed: dict[int, float] = field(default_factory=dict)
+    _invalid: dict[int, str] = field(default_factory=dict)
+
+    def largest(self, known: Estimate) -> LargestMicroBatch:
+        """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
+        sizes, first = self._sizes(), self.config.train.micro_batch
+        self._needed[first] = known.needed_mib or 0.0
+        # A step of a single micro-batch may need less memory than one of several, which adds up whole gradients.
+        if self.config.train.global_batch_size is not None and self._fit([sizes[-1]]) == [sizes[-1]]:
+            return LargestMicroBatch(sizes[-1], invalid="it is the whole global batch of a worker")
+        position = sizes.index(first)
+        low, high = (position, len(sizes)) if self._fit([first]) else (-1, position)
+        for _ in range(MOST_ROUNDS):
+            positions = self._next_positions(sizes, low, high)
+            if not positions:
+                break
+            fitting = self._fit([sizes[each] for each in positions])
+            low = max([low, *(each for each in positions if sizes[each] in fitting)])
+            high = min([high, *(each for each in positions if sizes[each] not in fitting)])
+            high = self._first_invalid(sizes, low, high)
+        is_exact = high - low == 1 or low == len(sizes) - 1
+        reason = self._invalid.get(sizes[high], "") if high < len(sizes) else ""
+        return LargestMicroBatch(sizes[low] if low >= 0 else None, is_exact, reason)
+
+    def _first_invalid(self, sizes: Sequence[int], low: int, high: int) -> int:
+        """Return the first position whose size is invalid, if that of ``high`` is; else ``high``."""
+        if high == len(sizes) or sizes[high] in self._needed:
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self.compose([f"{MICRO_BATCH}={sizes[middle]}"])
+            if isinstance(found, str):
+                high, self._invalid[sizes[middle]] = middle, found
+            else:
+                low = middle
+        return high
+
+    def _sizes(self) -> Sequence[int]:
+        if self.config.train.global_batch_size is None:
+            return range(1, LARGEST_MICRO_BATCH + 1)
+        whole = samples_per_worker(self.config)
+        return [size for size in range(1, whole + 1) if whole % size == 0]
+
+    def _fit(self, sizes: Sequence[int]) -> list[int]:
+        """Return those of some sizes that fit, up to the first that does not."""
+        self._estimate([size for size in sizes if size not in self._needed and size not in self._invalid])
+        fitting = []
+        for size in sizes:
+            estimate = Estimate(required_mib=self._needed.get(size))
+            if size in self._invalid or verdict_of(estimate, self.memory_mib) != FITS:
+                break
+            fitting.append(size)
+        return fitting
+
+    def _estimate(self, sizes: Sequence[int]) -> None:
+        composed = {size: self.compose([f"{MICRO_BATCH}={size}"]) for size in sizes}
+        self._invalid |= {size: found for size, found in composed.items() if isinstance(found, str)}
+        valid = {size: found for size, found in composed.items() if not isinstance(found, str)}
+        for size, outcome in zip(valid, self.estimate(list(valid.values())), strict=True):
+            needed = outcome.needed_mib if isinstance(outcome, Estimate) else None
+            if needed is None:
+                self._invalid[size] = NOT_PREDICTED
+            else:
+                self._needed[size] = needed
+
+    def _next_positions(self, sizes: Sequence[int], low: int, high: int) -> list[int]:
+        """Return up to two positions between one that fits and one that does not."""
+        if high - low <= 1:
+            return []
+        sized = self._proposal(sizes[low] if low >= 0 else 0, sizes[high] if high < len(sizes) else 2)
+        wanted = [bisect_right(sizes, size) - 1 for size in sized]
+        return sorted({min(max(position, low + 1), high - 1) for position in wanted})
+
+    def _proposal(self, low: int, high: int) -> tuple[int, int]:
+        """Return two sizes to estimate. The memory is nearly linear in the micro-batch."""
+        known = sorted(self._needed.items())[-2:]
+        if len(known) < 2:
+            return (2 * low, 4 * low) if low else (1, high // 2)
+        (small, less), (large, more) = known
+        slope = (more - less) / (large - small)
+        size = int(small + (self.memory_mib / (1 + ERROR_BOUND) - less) / slope) if slope > 0 else 2 * large
+        return size, size + 1
