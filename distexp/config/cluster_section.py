@@ -62,6 +62,14 @@ class ClusterConfig:
         None, "Most runs of one job array at the same time.", at_least=1, null="no limit", slurm_only=True
     )
     wait: bool = key(True, "Wait for the jobs. False: print the job ids and exit.")
+    gco2_per_kwh: float | None = key(
+        None, "Carbon intensity of the electricity, for `metrics.energy.co2e_g`.", unit="grams of CO2e per kWh",
+        at_least=0, null="no CO2e in record and tables",
+    )  # fmt: skip
+    price_per_gpu_hour: float | None = key(
+        None, "Price of an hour of one GPU, in any currency, for `metrics.energy.price`.", at_least=0,
+        null="no price in record and tables",
+    )  # fmt: skip
     dry_run: bool = key(False, "Print the sbatch files and submit nothing.", slurm_only=True)
 
     @property

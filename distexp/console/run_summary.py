@@ -8,6 +8,7 @@ from typing import Any
 from distexp.config import Config, ModelConfig
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
+from distexp.console.energy import energy_lines
 from distexp.runs.devices import device_values
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
@@ -83,6 +84,7 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if parts := record.memory.get("parts"):
         yield "memory parts", _largest_parts(parts)
     yield from _prediction(record)
+    yield from energy_lines(metrics.energy or {})
     if metrics.train_runtime is not None:
         yield (
             "runtime",

@@ -20,7 +20,9 @@ from typing import Any
 from distexp.checkpoints.folder import remove_unfinished
 from distexp.launch.failures import classify_failure, current_phase
 from distexp.launch.node import worker_environment
-from distexp.measure.memory.summary import energy_j, run_traces, summarize_run
+from distexp.measure.energy.cost import energy_entry
+from distexp.measure.energy.trace_energy import TraceEnergy, measure_energy
+from distexp.measure.memory.summary import run_traces, summarize_run
 from distexp.runs import attempts
 from distexp.runs.environment import make_environment
 from distexp.runs.events import last_value, resume_changes
@@ -78,7 +80,7 @@ def finalize_run(
     try:
         add_traces(record, spec, directory)
     except (OSError, ValueError) as error:  # The record of a finished training matters more than its memory.
-        print(f"distexp: {directory} has no memory in its record: {error}", file=sys.stderr)
+        print(f"distexp: {directory} has no memory or energy in its record: {error}", file=sys.stderr)
     record.predicted = read_prediction(directory)
     attempts.finalize(record)
     record.write(directory)
@@ -132,15 +134,24 @@ def invalid_record(run: RunInfo, config: dict[str, Any], errors: list[str]) -> R
 
 
 def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
-    """Add the preflight's results and the summaries of the memory traces to a record."""
+    """Add the preflight's results, and what the memory traces contain, to a record."""
     if (directory / PREFLIGHT).exists():
         record.preflight = json.loads((directory / PREFLIGHT).read_text())
-    if not spec.config.measure.enabled:
-        return
-    summary = summarize_run(directory, spec.nodes)
-    record.memory.update(summary.memory)
-    record.utilization.update(summary.utilization)
-    joules = energy_j(run_traces(directory, spec.nodes), directory / EVENTS)
+    if spec.config.measure.enabled:
+        summary = summarize_run(directory, spec.nodes)
+        record.memory.update(summary.memory)
+        record.utilization.update(summary.utilization)
+    add_energy(record, spec, directory)
+
+
+def add_energy(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add energy and cost to a record. Without measurement only the GPU-hours and their price are known."""
+    traces = run_traces(directory, spec.nodes)
+    energy = measure_energy(traces, directory / EVENTS) if spec.config.measure.enabled else TraceEnergy()
     samples = last_value(directory, "measured_samples")
-    if joules is not None and samples:
-        record.metrics.energy_j_per_sample = joules / samples
+    tokens = last_value(directory, "measured_tokens")
+    record.metrics.energy = energy_entry(
+        energy, spec.config.cluster, duration_s=record.run.duration_s, samples=samples, tokens=tokens
+    )
+    if energy.gpu_training is not None and samples:
+        record.metrics.energy_j_per_sample = energy.gpu_training / samples

@@ -24,7 +24,8 @@ class MemorySample:
         used_mib: On a GPU: what all its users hold. On the CPU: what the process tree holds.
         utilization_pct: Percent of the device, or of all cores that the node may use.
         job_mib: This job's part of a GPU's memory, if NVML reports it.
-        energy_j: The GPU's own counter. It starts at an arbitrary value.
+        energy_j: Of a GPU its own counter, which starts at an arbitrary value. On the CPU, the run's part since the
+            first sample.
         source: How the memory was read. It marks the samples of a less exact method.
         compiler_mib: What compilers hold, for example while DeepSpeed compiles. It is not in ``used_mib``.
     """

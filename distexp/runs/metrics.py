@@ -108,20 +108,23 @@ class Metrics:
             "[].evidence": "What shows the cause.",
         },
     )
-    energy: dict[str, Any] | None = key(
+    energy: dict[str, float | None] | None = key(
         None,
-        "Energy and cost of the run. Null values were not measured.",
+        "Energy and cost of the latest attempt. Training means the steps that count for the speed.",
         parts={
-            ".gpu_j": "Energy of the GPUs by their counters, in joules.",
-            ".gpu_j_by_power": "The same from the sampled power, in joules.",
-            ".cpu_j": "Energy of the CPUs, in joules.",
-            ".gpu_j_training": "Energy of the GPUs during training, in joules.",
-            ".j_per_sample": "Energy of the GPUs per training sample, in joules.",
-            ".j_per_token": "Energy of the GPUs per token, in joules.",
-            ".kwh": "Energy of the run, in kWh.",
-            ".gpu_hours": "Hours of all GPUs.",
-            ".co2e_g": "Emissions, in grams of CO2e.",
-            ".price": "Price.",
+            ".gpu_j": "Joules of the run's own GPUs, by NVML's energy counter. Null: a GPU has none, or uses MIG.",
+            ".gpu_j_by_power": "The same, by the integral of the sampled power, as a check.",
+            ".power_difference_pct": "Difference of the two, in percent of `gpu_j`.",
+            ".cpu_j": "The run's part of the energy of the CPU packages, by RAPL. Null: not readable.",
+            ".gpu_j_training": "Joules of the GPUs in the training alone.",
+            ".cpu_j_training": "Joules of the CPUs in the training alone.",
+            ".idle_w": "Power of the GPUs before the workers used them, in watts.",
+            ".j_per_sample": "Joules of the training per sample: of the GPUs, or of the CPUs in a run on CPUs.",
+            ".j_per_token": "The same per token without padding.",
+            ".kwh": "Energy of GPUs and, if known, CPUs over the whole run, in kWh.",
+            ".gpu_hours": "Number of GPUs times the duration of the run, in hours.",
+            ".co2e_g": "`kwh` times `cluster.gco2_per_kwh`, in grams.",
+            ".price": "`gpu_hours` times `cluster.price_per_gpu_hour`.",
         },
     )
     compile: dict[str, Any] | None = key(

@@ -208,6 +208,8 @@ class MetricsLogger:
         counts = [self.measured_tokens, self.tokens, self.positions, *astuple(self.measured_work)]
         measured_tokens, tokens, positions, *work = sum_over_ranks(torch.tensor(counts, device=self.device)).tolist()
         self.measured_work = Workload(*work)
+        if measured_tokens:
+            self.events.emit(measured_tokens=measured_tokens)
         metrics = self.metrics
         self._reduce_window()
         metrics.train_loss = sum(self.losses) / len(self.losses)

@@ -51,6 +51,7 @@ class GpuReader:
             index: self._query(f"handle of GPU {index}", partial(self._nvml.nvmlDeviceGetHandleByIndex, index))
             for index in indices
         }
+        self._partitioned = {index for index, handle in self._handles.items() if self._uses_mig(handle)}
 
     def close(self) -> None:
         """Shut NVML down."""
@@ -66,8 +67,7 @@ class GpuReader:
         nvml = self._nvml
         memory, source = self._memory(index, handle)
         busy = self._query(f"utilization of GPU {index}", partial(nvml.nvmlDeviceGetUtilizationRates, handle))
-        milliwatts = self._query(f"power of GPU {index}", partial(nvml.nvmlDeviceGetPowerUsage, handle))
-        millijoules = self._query(f"energy of GPU {index}", partial(nvml.nvmlDeviceGetTotalEnergyConsumption, handle))
+        milliwatts, millijoules = self._power_and_energy(index, handle)
         return GpuReading(
             index=index,
             used_mib=None if memory is None else memory.used / MIB,
@@ -78,6 +78,22 @@ class GpuReader:
             energy_j=None if millijoules is None else millijoules / 1000,
             source=source,
         )
+
+    def _power_and_energy(self, index: int, handle: Any) -> tuple[int | None, int | None]:
+        """Return mW and mJ; None if other users share the GPU with MIG, because both are of the whole GPU."""
+        nvml = self._nvml
+        if index in self._partitioned:
+            return None, None
+        return (
+            self._query(f"power of GPU {index}", partial(nvml.nvmlDeviceGetPowerUsage, handle)),
+            self._query(f"energy of GPU {index}", partial(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)),
+        )
+
+    def _uses_mig(self, handle: Any) -> bool:
+        try:
+            return bool(self._nvml.nvmlDeviceGetMigMode(handle)[0])
+        except Exception:  # any: most GPUs have no MIG, and old drivers do not know it
+            return False
 
     def _memory(self, index: int, handle: Any) -> tuple[Any, str]:
         """Return the memory as nvidia-smi counts it; old versions of NVML count the driver's reserve as used."""

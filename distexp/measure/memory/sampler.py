@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from distexp.measure.energy.cpu_reader import CpuEnergyReader
 from distexp.measure.memory.cost_limit import CostLimit
 from distexp.measure.memory.gpu_reader import GpuReader, GpuReading
 from distexp.measure.memory.process_tree import ProcessTree
@@ -72,6 +73,7 @@ class Sampler:
         self._tail = PhaseTail(events or path.parent.parent / EVENTS)
         self._tree = ProcessTree(self.root_pid)
         self._gpus: GpuReader | None = None
+        self._cpu_energy = CpuEnergyReader()
         self._total_mib: float | None = None
         self._read_at: float | None = None
         self._limit = CostLimit(SAMPLING_SHARE, COST_WINDOW)
@@ -151,6 +153,7 @@ class Sampler:
         tree = self._tree.read()
         elapsed = None if self._read_at is None else clock - self._read_at
         self._read_at = clock
+        energy = self._cpu_energy.read(tree.cpu_s)
         if tree.memory is not None and "rss" in tree.memory.source:
             self._warn(
                 "rss",
@@ -165,6 +168,7 @@ class Sampler:
             used_mib=tree.memory.mib if tree.memory else None,
             total_mib=self._total_mib,
             utilization_pct=100 * tree.cpu_s / elapsed / self.cores if elapsed else None,
+            energy_j=energy.tree_j if energy else None,
             source=tree.memory.source if tree.memory else "",
             compiler_mib=tree.memory.compiler_mib if tree.memory else None,
         )

@@ -1,19 +1,18 @@
-"""Memory, utilization and energy of a run, computed from its memory traces for the record."""
+"""Memory and utilization of a run, computed from its memory traces for the record."""
 
 from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
-from distexp.runs.phases import PhaseEvent, phase_at, phase_intervals, read_phase_events
+from distexp.runs.phases import PhaseEvent, phase_at, read_phase_events
 from distexp.runs.run_dir import EVENTS, memory_trace_path
 
 Entry = dict[str, Any]
@@ -183,59 +182,3 @@ def _by_phase(
         if known is not None and sample.phase:
             phases.setdefault(sample.phase, []).append(known)
     return {phase: combine(values) for phase, values in phases.items()}
-
-
-def energy_j(traces: Sequence[Path], events: Path, phases: Collection[str] = frozenset({"train"})) -> float | None:
-    """Return the energy in joules that all GPUs of all traces used in some phases.
-
-    The default is the training after the warm-up. Each GPU counts with its energy counter or, if it has none, with the
-    trapezoidal integral of its power. Between two samples, energy grows linearly.
-
-    Returns:
-        The energy, or None if a trace or a value is missing, or a trace ends too early.
-    """
-    total = 0.0
-    spans = phase_intervals(read_phase_events(events), phases)
-    for path in traces:
-        try:
-            devices = _group_by_device(read_memory_trace(path).samples)
-        except (OSError, ValueError):
-            return None
-        curves = [_energy_curve(samples) for (kind, _), samples in devices.items() if kind == GPU]
-        energies = [_energy_in(curve, span) for curve in curves for span in spans]
-        known = [energy for energy in energies if energy is not None]
-        if not energies or len(known) < len(energies):
-            return None
-        total += sum(known)
-    return total if traces else None
-
-
-def _energy_curve(samples: Sequence[MemorySample]) -> list[tuple[float, float]]:
-    """Return (unix time in s, energy in J from an arbitrary start); empty if the GPU reports no energy or power."""
-    counter = [(s.unix_time_s, s.energy_j) for s in samples if s.energy_j is not None]
-    if len(counter) == len(samples) and all(a[1] <= b[1] for a, b in pairwise(counter)):
-        return counter
-    power = [(s.unix_time_s, s.power_w) for s in samples if s.power_w is not None]
-    curve = [(power[0][0], 0.0)] if power else []
-    for (begin, first), (end, last) in pairwise(power):
-        curve.append((end, curve[-1][1] + (end - begin) * (first + last) / 2))
-    return curve
-
-
-def _energy_in(curve: Sequence[tuple[float, float]], span: tuple[float, float]) -> float | None:
-    """Return the joules in an interval, or None if the samples miss more than two spacings at an end of it."""
-    if len(curve) < 2:
-        return None
-    begin, end = span[0], min(span[1], curve[-1][0]) if math.isinf(span[1]) else span[1]
-    spacing = (curve[-1][0] - curve[0][0]) / (len(curve) - 1)
-    if curve[0][0] - begin > 2 * spacing or end - curve[-1][0] > 2 * spacing:
-        return None
-    return _interpolate(curve, end) - _interpolate(curve, begin)
-
-
-def _interpolate(curve: Sequence[tuple[float, float]], time_s: float) -> float:
-    """Return the value of a curve at a time, with linear interpolation and extrapolation."""
-    position = min(max(bisect_right(curve, (time_s, math.inf)), 1), len(curve) - 1)
-    before, after = curve[position - 1], curve[position]
-    slope = (after[1] - before[1]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
-    return before[1] + slope * (time_s - before[0])

@@ -58,6 +58,10 @@ def _step_time(quantile: str) -> ReadMetric:
     return lambda record: _number((record.metrics.step_time_s or {}).get(quantile))
 
 
+def _energy(name: str) -> ReadMetric:
+    return lambda record: _number((record.metrics.energy or {}).get(name))
+
+
 def _communication_percent(name: str) -> ReadMetric:
     def read(record: RunRecord) -> float | None:
         fraction = _number((record.metrics.communication or {}).get(name))
@@ -225,6 +229,10 @@ TABLE_METRICS = (
     Metric("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:z.0f}", importance=15),
     Metric("train_runtime_s", _metric("train_runtime"), "run-\ntime s", importance=48),
     Metric("energy_j_per_sample", _metric("energy_j_per_sample"), "J per\nsample", "{:z,.2f}", importance=30),
+    Metric("energy_kwh", _energy("kwh"), "kWh", "{:z,.4f}", importance=17),
+    Metric("gpu_hours", _energy("gpu_hours"), "GPU-\nhours", "{:z,.3f}", importance=16),
+    Metric("co2e_g", _energy("co2e_g"), "CO2e g", "{:z,.1f}", importance=29),
+    Metric("price", _energy("price"), "price", "{:z,.2f}", importance=31),
     Metric(SPEEDUP, _from_other_runs, "speedup", "{:z.2f}", importance=75),
     Metric(EFFICIENCY, _from_other_runs, "effi-\nciency %", "{:z.0f}", importance=80),
 )  # fmt: skip
@@ -234,6 +242,10 @@ _FILE_METRICS = (
     "steps_per_epoch", "total_steps", "data_wait_s", "tflops_per_device", "mfu",
     "executed_tflops_per_device", "model_tflops_per_sample", "executed_tflops_per_sample", "matrix_ceiling_tflops",
 )  # fmt: skip
+_FILE_ENERGIES = (
+    "gpu_j", "gpu_j_by_power", "power_difference_pct", "cpu_j", "gpu_j_training", "cpu_j_training", "idle_w",
+    "j_per_token",
+)  # fmt: skip
 
 METRICS = (
     *TABLE_METRICS,
@@ -242,6 +254,7 @@ METRICS = (
     Metric(STEP_NOISE, _step_noise_percent),
     Metric(NOISE, _from_other_runs),
     Metric(EXPOSED, _communication_percent("exposed_share")),
+    *(Metric(f"energy_{name}", _energy(name)) for name in _FILE_ENERGIES),
     Metric("eval_runtime_s", _metric("eval_runtime")),
     Metric("step_time_p90_s", _step_time("p90")),
     Metric("step_time_max_s", _step_time("max")),

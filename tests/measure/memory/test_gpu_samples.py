@@ -63,6 +63,19 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+def test_a_gpu_that_is_shared_with_mig_has_no_energy(
+    tmp_path: Path, nvml: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Power and energy would be those of all users of the GPU."""
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 5_000
+    nvml.nvmlDeviceGetMigMode = lambda handle: [handle == 1, handle == 1]
+    whole, part = gpu_rows(tmp_path, [0, 1])[:2]
+    assert (whole.power_w, whole.energy_j) == (412.345, 5.0)
+    assert (part.power_w, part.energy_j) == (None, None)
+    assert part.used_mib is not None
+    assert "energy" not in capsys.readouterr().err
+
+
 def process(pid: int, mib: int | None) -> SimpleNamespace:
     return SimpleNamespace(pid=pid, usedGpuMemory=None if mib is None else mib * MIB)
 

@@ -1,4 +1,4 @@
-"""Tests of summary, phases and energy with hand-written traces."""
+"""Tests of summary and phases with hand-written traces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.measure.memory.summary import Statistics, energy_j, join_phases, summarize
+from distexp.measure.memory.summary import Statistics, join_phases, summarize
 from distexp.runs.memory_trace import REQUIRED_COLUMNS, MemorySample, MemoryTraceWriter, read_memory_trace
 from distexp.runs.phases import PhaseEvent, PhaseTail, phase_at, phase_intervals, read_phase_events
 
@@ -133,36 +133,3 @@ def test_phase_tail_follows_and_restarts(tmp_path: Path) -> None:
     write_event(events, 50, "warmup")
     assert tail.at(100) == "warmup"
     assert tail.at(15) == ""
-
-
-@pytest.fixture
-def events(tmp_path: Path) -> Path:
-    path = tmp_path / "events.jsonl"
-    for time_s, phase in ((0, "warmup"), (2.25, "train"), (4, "eval"), (6, "train"), (8, "done")):
-        write_event(path, time_s, phase)
-    return path
-
-
-def test_energy_of_a_phase_from_power(tmp_path: Path, events: Path) -> None:
-    """Power grows by 10 W per second and is linear between samples, also at the limits of a phase."""
-    path = write(tmp_path / "node0.csv", [gpu(t / 2, 1.0, power=5.0 * t) for t in range(20)])
-    expected = 5 * (4**2 - 2.25**2) + 5 * (8**2 - 6**2)
-    assert energy_j([path], events) == pytest.approx(expected, rel=0.003)
-    assert energy_j([path, path], events) == pytest.approx(2 * expected, rel=0.003)
-    assert energy_j([path], events, {"eval"}) == pytest.approx(5 * (6**2 - 4**2))
-
-
-def test_energy_from_the_counter(tmp_path: Path, events: Path) -> None:
-    path = write(tmp_path / "node0.csv", [gpu(t, 1.0, power=1.0, energy=1000 + 100.0 * t) for t in range(10)])
-    assert energy_j([path], events) == pytest.approx(100 * (1.75 + 2))
-
-
-def test_unknown_energy_is_none(tmp_path: Path, events: Path) -> None:
-    torn = write(tmp_path / "node0.csv", [gpu(t / 2, 1.0, power=100.0) for t in range(9)])  # ends at 4 s
-    silent = write(tmp_path / "node1.csv", [gpu(t, 1.0) for t in range(10)])
-    no_gpu = write(tmp_path / "node2.csv", [MemorySample(1.0, "", "cpu", 0, 1.0)])
-    assert energy_j([torn], events) is None
-    assert energy_j([silent], events) is None
-    assert energy_j([no_gpu], events) is None
-    assert energy_j([tmp_path / "missing.csv"], events) is None
-    assert energy_j([], events) is None

@@ -1,0 +1,1 @@
+"""Energy and cost of a run."""
