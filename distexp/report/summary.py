@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
+from distexp.report.data.energy_totals import sum_energy
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP
 from distexp.report.data.noise import SINGLE_CPU_RUN, distinct_ratio
 from distexp.report.data.overview import NOISE_MARK, Overview
@@ -13,6 +14,7 @@ from distexp.report.data.repeats import RunGroup, Spread, difference_noise
 from distexp.report.data.rows import Row
 from distexp.report.data.scaling_remarks import remark_on_scaling
 from distexp.report.data.settings import global_batch
+from distexp.report.data.stragglers import describe_stragglers
 from distexp.report.data.text import format_noise, name_runs
 from distexp.runs.text import STAND_IN, join_first, record_model_label
 
@@ -34,12 +36,14 @@ def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[s
     yield from explain_cpu_speeds(overview)
     yield from _fastest(overview)
     yield from _smallest(overview)
+    yield from describe_stragglers(overview.rows)
     yield from _setup_peaks(overview)
     yield from remark_on_scaling(overview)
     yield from _few_steps(overview)
     yield from _global_batches(overview)
     yield from _definitions(overview, hidden)
     yield from _repeats(overview)
+    yield from _total_energy(overview)
     yield from _incomplete_runs(overview)
 
 
@@ -196,3 +200,11 @@ def _incomplete_runs(overview: Overview) -> Iterator[str]:
     if counts:
         each = ", ".join(f"{count} {status}" for status, count in counts.items())
         yield f"{sum(counts.values())} of {len(overview.rows)} runs did not complete: {each}."
+
+
+def _total_energy(overview: Overview) -> Iterator[str]:
+    """Yield energy and cost of all runs together."""
+    totals = sum_energy(overview.rows)
+    if totals is not None and totals.runs > 1:
+        runs = f"{totals.measured} of {totals.runs}" if totals.measured < totals.runs else f"{totals.runs}"
+        yield f"Total of {runs} runs: {', '.join(totals.texts())}."

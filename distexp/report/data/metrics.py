@@ -62,6 +62,12 @@ def _energy(name: str) -> ReadMetric:
     return lambda record: _number((record.metrics.energy or {}).get(name))
 
 
+def _energy_per_sample(record: RunRecord) -> float | None:
+    """Return the energy of a sample. Older records have that of the GPUs only, in another key."""
+    energy = _energy("j_per_sample")(record)
+    return _number(record.metrics.energy_j_per_sample) if energy is None else energy
+
+
 def _communication_percent(name: str) -> ReadMetric:
     def read(record: RunRecord) -> float | None:
         fraction = _number((record.metrics.communication or {}).get(name))
@@ -180,6 +186,7 @@ STEP_NOISE = "train_samples_per_second_step_noise_pct"
 NOISE = "train_samples_per_second_noise_pct"
 SPEEDUP = "speedup"
 EFFICIENCY = "efficiency_pct"
+ENERGY = "energy_j_per_sample"
 COMMUNICATION = "communication_pct"
 EXPOSED = "communication_exposed_pct"
 MEMORIES = {
@@ -228,7 +235,7 @@ TABLE_METRICS = (
     Metric("gpu_utilization_pct", _mean_utilization("gpu"), "GPU\nutil %", "{:z.0f}", importance=38),
     Metric("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:z.0f}", importance=15),
     Metric("train_runtime_s", _metric("train_runtime"), "run-\ntime s", importance=48),
-    Metric("energy_j_per_sample", _metric("energy_j_per_sample"), "J per\nsample", "{:z,.2f}", importance=30),
+    Metric(ENERGY, _energy_per_sample, "J per\nsample", "{:z,.2f}", importance=30),
     Metric("energy_kwh", _energy("kwh"), "kWh", "{:z,.4f}", importance=17),
     Metric("gpu_hours", _energy("gpu_hours"), "GPU-\nhours", "{:z,.3f}", importance=16),
     Metric("co2e_g", _energy("co2e_g"), "CO2e g", "{:z,.1f}", importance=29),

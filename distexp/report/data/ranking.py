@@ -1,4 +1,4 @@
-"""Rankings of runs: by task, by one metric, and the Pareto front of memory and throughput."""
+"""Rankings of runs: by task, by one metric, and the Pareto front of a cost and throughput."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ def equal_to_best(ranked: Sequence[tuple[RunGroup, Spread]]) -> list[tuple[RunGr
     return [(group, value) for group, value in ranked[1:] if is_within_noise(best, value)]
 
 
-def pareto_fronts(overview: Overview, memory: str) -> list[list[RunGroup]]:
-    """Return the Pareto front of each task: no other group is both smaller and faster. The smallest comes first.
+def pareto_fronts(overview: Overview, cost: str) -> list[list[RunGroup]]:
+    """Return the Pareto front of each task: no other group is both cheaper and faster. The cheapest comes first.
 
-    A difference within the noise does not count. Of two runs with equal speeds only the smaller one is on the front.
+    The cost is a metric such as the memory or the energy per sample.
+    A difference within the noise does not count. Of two runs with equal speeds only the cheaper one is on the front.
     """
-    known = [group for group in overview.groups if group.completed and group.metric(memory) and group.metric(SPEED)]
-    return [_pareto_front(groups, memory) for groups in group_by_task(known).values()]
+    known = [group for group in overview.groups if group.completed and group.metric(cost) and group.metric(SPEED)]
+    return [_pareto_front(groups, cost) for groups in group_by_task(known).values()]
 
 
-def _pareto_front(groups: Sequence[RunGroup], memory: str) -> list[RunGroup]:
+def _pareto_front(groups: Sequence[RunGroup], cost: str) -> list[RunGroup]:
     points = [
         (size, speed, group) for group in groups
-        if (size := group.metric(memory)) and (speed := group.metric(SPEED))
+        if (size := group.metric(cost)) and (speed := group.metric(SPEED))
     ]  # fmt: skip
     points.sort(key=lambda point: (point[0].mean, -point[1].mean))
     front: list[tuple[Spread, Spread, RunGroup]] = []
@@ -68,7 +69,7 @@ def _pareto_front(groups: Sequence[RunGroup], memory: str) -> list[RunGroup]:
 
 
 def _dominates(one: Sequence[Spread], other: Sequence[Spread]) -> bool:
-    """Return whether a point is better than another in memory or speed, and not worse in the other one."""
+    """Return whether a point is better than another in cost or speed, and not worse in the other one."""
     size, speed = _order(other[0], one[0]), _order(one[1], other[1])
     return size >= 0 and speed >= 0 and size + speed > 0
 

@@ -35,7 +35,7 @@ class LegendEntry:
 
     label: str
     color: str  # of the palette
-    shape: str  # line, ring or area
+    shape: str  # line, ring, area or bar
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Frame:
     """The axes of a chart, and its size in pixels.
 
     Attributes:
-        x: Range of the field ``memory``.
+        x: Range of the field ``cost``.
         y: Range of the field ``speed``.
     """
 
@@ -35,7 +35,7 @@ class Frame:
 
     def pixels(self, row: Row) -> tuple[float, float]:
         """Return the position of a row, from the upper left corner."""
-        across, up = ((row[name] - low) / (high - low) for name, (low, high) in (("memory", self.x), ("speed", self.y)))
+        across, up = ((row[name] - low) / (high - low) for name, (low, high) in (("cost", self.x), ("speed", self.y)))
         return self.width * across, self.height * (1 - up)
 
 
@@ -79,7 +79,7 @@ def place_labels(
     """Return the rows of the labels by their place. A label without room at a width has no row for it.
 
     Args:
-        points: Rows with ``run``, ``memory`` and ``speed``. The first ones get a label first.
+        points: Rows with ``run``, ``cost`` and ``speed``. The first ones get a label first.
         marks: Rows of other marks that labels must not hide.
         steps: Rows of each line with horizontal and vertical steps, which labels avoid if they can.
         frame: Axes and height of the chart. The width is that of the page.

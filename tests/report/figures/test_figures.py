@@ -92,13 +92,29 @@ def test_differences_within_the_noise_make_no_front(tmp_path: Path) -> None:
         for run in runs:
             run.metrics.speed_error = {"relative": error, "blocks": 10.0}
         drawn = figures(with_traces(path, runs))["memory_throughput"]
-        assert "Differences within the noise do not count." in drawn.caption
         layers = drawn.panels[0].chart.to_dict(validate=False)["layer"]
         return [point["run"] for layer in layers if layer["mark"].get("interpolate")
                 for point in layer["data"]["values"]]  # fmt: skip
 
     assert front(tmp_path / "exact", 0.001) == ["1", "0"]
-    assert front(tmp_path / "noisy", 0.04) == ["1"]
+    assert front(tmp_path / "noisy", 0.04) == [], "a front of one run is no line"
+    captions = [figures(tmp_path / name)["memory_throughput"].caption for name in ("exact", "noisy")]
+    assert ["Differences within the noise do not count." in caption for caption in captions] == [True, False]
+    assert ["Pareto front" in caption for caption in captions] == [True, False]
+
+
+def test_energy_has_a_front_of_its_own(tmp_path: Path) -> None:
+    runs = [
+        record(n, strategy=name, speed=speed, peak=9.0)
+        for n, (name, speed) in enumerate((("ddp", 90.0), ("fsdp", 60.0)))
+    ]
+    assert "energy_throughput" not in figures(with_traces(tmp_path / "without", runs))
+    for run, joules in zip(runs, (0.5, 0.25), strict=True):
+        run.metrics.energy_j_per_sample = joules
+    figure = figures(with_traces(tmp_path / "with", runs))["energy_throughput"]
+    line, points = layers_of(figure.panels[0])[:2]
+    assert (values_of(line, "run"), values_of(points, "cost")) == (["1", "0"], [0.5, 0.25])
+    assert "Pareto front: no other run is both more economical and faster." in figure.caption
 
 
 def test_weak_scaling_compares_the_work_per_second(tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""Parts of a training step, by rank, of the runs that were profiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distexp.report.data.checked_values import number_of, texts_of
+from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import RunGroup
+from distexp.report.data.rows import Row
+from distexp.report.data.settings import MAX_LENGTH, format_setting, global_batch
+from distexp.report.data.text_table import TextTable
+
+STEP, HIDDEN, WAITING = "step_ms", "hidden_communication_ms", "waiting_ms"
+STEP_PARTS = {
+    "matmul_ms": "matrix kernels",
+    "other_kernels_ms": "other kernels",
+    "exposed_communication_ms": "exposed communication",
+    WAITING: "waiting for other ranks",
+    "launch_idle_ms": "GPU idle: slow launches",
+    "data_wait_ms": "data wait",
+    "optimizer_ms": "optimizer",
+    "host_ms": "host work",
+}
+"""Titles of the parts that add up to the step."""
+
+TITLE = "Parts of the median step (%)"
+NOTE = "Hidden communication runs behind computation. It is not part of the sum."
+SLOWEST_NOTE = "Rank: the slowest one, if waiting for others does not count."
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The median step of a rank.
+
+    Attributes:
+        parts: Milliseconds by key of ``STEP_PARTS``, without those that were not measured.
+        hidden_ms: Communication behind computation; None if unknown.
+    """
+
+    rank: int
+    step_ms: float
+    parts: dict[str, float]
+    hidden_ms: float | None
+
+    @property
+    def own_ms(self) -> float:
+        """Return the time without waiting for other ranks."""
+        return self.step_ms - self.parts.get(WAITING, 0.0)
+
+
+@dataclass(frozen=True)
+class ProfiledRun:
+    """A profiled run. It is the first of its repeats that was profiled."""
+
+    group: RunGroup
+    row: Row
+    ranks: tuple[RankStep, ...]
+
+    @property
+    def slowest(self) -> RankStep:
+        """Return the rank with the most time of its own: the others wait for it."""
+        return max(self.ranks, key=lambda each: (each.own_ms, -each.rank))
+
+    @property
+    def explanation(self) -> dict[str, Any]:
+        """Return the largest loss; empty if there is none."""
+        return self.row.record.metrics.explanation or {}
+
+    @property
+    def sentence(self) -> str:
+        """Return the sentence about the largest loss, with the overrides to try; empty if there is none."""
+        sentences = texts_of(self.explanation, "sentence")
+        if not sentences:
+            return ""
+        overrides = [text for text in texts_of(self.explanation, "try") if text not in sentences[0]]
+        return sentences[0] + (f" Try {' or '.join(overrides)}." if overrides else "")
+
+
+def profiled_runs(overview: Overview) -> list[ProfiledRun]:
+    """Return the completed runs whose step was profiled, one of each group of repeats."""
+    found = []
+    for group in overview.groups:
+        runs = ((row, tuple(_read_ranks(row))) for row in group.counted_rows if group.completed)
+        profiled = next(((row, ranks) for row, ranks in runs if ranks), None)
+        if profiled is not None:
+            found.append(ProfiledRun(group, *profiled))
+    return found
+
+
+def _read_ranks(row: Row) -> Iterator[RankStep]:
+    for entry in row.record.metrics.step_breakdown or ():
+        rank, step = number_of(entry, "rank"), number_of(entry, STEP)
+        if rank is not None and step:
+            parts = {name: value for name in STEP_PARTS if (value := number_of(entry, name)) is not None}
+            yield RankStep(int(rank), step, parts, number_of(entry, HIDDEN))
+
+
+@dataclass(frozen=True)
+class StepUnit:
+    """What the steps of some runs are divided by, so that a comparison is fair.
+
+    Attributes:
+        per_sample: Whether times are those of a sample, because the steps have different numbers of samples.
+    """
+
+    per_sample: bool
+
+    @property
+    def title(self) -> str:
+        """Return the title of the axis."""
+        return "ms per sample" if self.per_sample else "ms per step"
+
+    def convert(self, run: ProfiledRun, milliseconds: float) -> float:
+        """Return a time of a run in this unit."""
+        batch = global_batch(run.row.settings) if self.per_sample else None
+        return milliseconds / batch if batch else milliseconds
+
+
+def fair_unit(runs: Sequence[ProfiledRun]) -> StepUnit:
+    """Return the unit: per sample if the runs have different global batches, and all are known."""
+    batches = {global_batch(run.row.settings) for run in runs}
+    return StepUnit(per_sample=len(batches) > 1 and None not in batches)
+
+
+def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTable:
+    """Build the table: the slowest rank of each run, or all ranks of the only one."""
+    unit = fair_unit(runs)
+    shown = [(run, step) for run in runs for step in (run.ranks if len(runs) == 1 else (run.slowest,))]
+    columns: dict[str, list[str]] = {"run": [run.row.label for run, _ in shown]}
+    for name in overview.varied:
+        columns[name] = [format_setting(run.group.setting(name), MAX_LENGTH) for run, _ in shown]
+    num_labels = len(columns) + 1
+    columns["rank"] = [str(step.rank) for _, step in shown]
+    columns["step (ms)"] = [f"{step.step_ms:,.2f}" for _, step in shown]
+    if unit.per_sample:
+        columns[unit.title] = [f"{unit.convert(run, step.step_ms):,.3f}" for run, step in shown]
+    for name, title in STEP_PARTS.items():
+        columns[title] = [_percent(step.parts.get(name), step) for _, step in shown]
+    columns["hidden communication"] = [_percent(step.hidden_ms, step) for _, step in shown]
+    columns["largest loss"] = [_largest_loss(run) for run, _ in shown]
+    known = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
+    rows = tuple(zip(*known.values(), strict=True))
+    more = f"{len(rows) - MOST_ROWS} more rows are in the records." if len(rows) > MOST_ROWS else ""
+    note = " ".join(filter(None, (NOTE, SLOWEST_NOTE if len(runs) > 1 else "", more)))
+    return TextTable(TITLE, tuple(known), rows[:MOST_ROWS], note, num_labels=num_labels)
+
+
+def _percent(value: float | None, step: RankStep) -> str:
+    return "-" if value is None else f"{100 * value / step.step_ms:.1f}"
+
+
+def _largest_loss(run: ProfiledRun) -> str:
+    loss, share = texts_of(run.explanation, "loss"), number_of(run.explanation, "share")
+    if not loss:
+        return "-"
+    return loss[0].replace("_", " ") + ("" if share is None else f", {share:.0%}")

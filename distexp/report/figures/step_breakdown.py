@@ -1,0 +1,120 @@
+"""Where the step goes: a stacked bar for each profiled run, or for each rank of the only one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import altair as alt
+
+from distexp.report.data.overview import Overview
+from distexp.report.data.step_parts import (
+    STEP_PARTS,
+    ProfiledRun,
+    RankStep,
+    build_step_table,
+    fair_unit,
+    profiled_runs,
+)
+from distexp.report.figures.base import Figure, LegendEntry, Panel
+from distexp.report.figures.theme import color, inline_data
+from distexp.report.traces import RunTrace
+
+MOST_BARS = 24
+FEW_BARS = 8  # so few have their settings as labels
+MOST_SENTENCES = 8
+LINE_HEIGHT = 14  # pixels of a line of a label
+ROOM = 1.16  # of the axis, relative to the longest bar: for its label
+Bars = Sequence[tuple[str, ProfiledRun, RankStep]]
+
+
+def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure; None if no run was profiled."""
+    runs = profiled_runs(overview)
+    if not runs:
+        return None
+    bars = _name_bars(overview, runs)
+    return Figure(
+        "step_breakdown", "Where the step goes", (Panel("", _draw(overview, runs, bars[:MOST_BARS])),),
+        " ".join(_describe(runs, len(bars))), tuple(_explain(overview, runs)), (build_step_table(overview, runs),),
+        tuple(LegendEntry(title, shade, "bar") for title, shade in _colors(bars).items()),
+    )  # fmt: skip
+
+
+def _describe(runs: Sequence[ProfiledRun], count: int) -> Iterator[str]:
+    if len(runs) == 1:
+        yield "A bar is the median step of a rank."
+    else:
+        yield "A bar is the median step of a run's slowest rank."
+    if fair_unit(runs).per_sample:
+        yield "Times are per sample, because the global batch sizes differ."
+    yield "The parts add up to the step. Communication that runs behind computation is not drawn."
+    if count > MOST_BARS:
+        yield f"Drawn: {MOST_BARS} of {count}."
+
+
+def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
+    """Yield the largest loss of each run, and the overrides that may reduce it."""
+    explained = [run for run in runs if run.sentence]
+    for run in explained[:MOST_SENTENCES]:
+        yield f"R{overview.describe(run.group)[1:]}: {run.sentence}"
+    if len(explained) > MOST_SENTENCES:
+        yield f"{len(explained) - MOST_SENTENCES} more: distexp explain RUN."
+
+
+def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[tuple[str, ProfiledRun, RankStep]]:
+    """Return the bars with their labels: the ranks of the only run, or a run each."""
+    if len(runs) == 1:
+        return [(f"rank {step.rank}", runs[0], step) for step in runs[0].ranks]
+    names = [overview.format_settings(run.group) if len(runs) <= FEW_BARS else "" for run in runs]
+    return [
+        (name if name and names.count(name) == 1 else f"run {run.row.label}", run, run.slowest)
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def _draw(overview: Overview, runs: Sequence[ProfiledRun], bars: Bars) -> alt.LayerChart:
+    unit = fair_unit(runs)
+    names = [name for name, *_ in bars]
+    lengths = [unit.convert(run, step.step_ms) for _, run, step in bars]
+    lines = max(name.count(", ") + 1 for name in names)
+    axis = alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=190, ticks=False, domain=False, grid=False,
+                    labelOffset=-LINE_HEIGHT * (lines - 1) / 2)  # fmt: skip
+    y = alt.Y("bar:N", sort=names, title=None, axis=axis, scale=alt.Scale(paddingInner=0.25))
+    x = alt.X("ms:Q", title=unit.title, stack="zero", axis=alt.Axis(tickCount=6),
+              scale=alt.Scale(domain=[0, ROOM * max(lengths)], nice=False))  # fmt: skip
+    parts = alt.Chart(inline_data(list(_parts(overview, runs, bars)))).mark_bar().encode(
+        x=x, y=y, color=_part_color(bars), order="order:Q",
+        tooltip=["run:N", "rank:Q", "settings:N", "part:N",
+                 alt.Tooltip("ms:Q", title=unit.title, format=",.3~f"),
+                 alt.Tooltip("share:Q", title="of the step", format=".1%")],
+    )  # fmt: skip
+    totals = [{"bar": name, "ms": each, "text": f"{each:,.3g}"} for name, each in zip(names, lengths, strict=True)]
+    labels = alt.Chart(inline_data(totals)).mark_text(align="left", dx=5).encode(x="ms:Q", y=y, text="text:N")
+    return alt.layer(parts, labels).properties(height=max(30, LINE_HEIGHT * lines + 12) * len(bars))
+
+
+def _colors(bars: Bars) -> dict[str, str]:
+    """Return the color of each part that any bar has, by its title."""
+    return {
+        title: f"c{n}" for n, (name, title) in enumerate(STEP_PARTS.items(), start=1)
+        if any(step.parts.get(name) for *_, step in bars)
+    }  # fmt: skip
+
+
+def _part_color(bars: Bars) -> alt.Color:
+    colors = _colors(bars)
+    scale = alt.Scale(domain=list(colors), range=list(map(color, colors.values())))
+    return alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4))
+
+
+def _parts(overview: Overview, runs: Sequence[ProfiledRun], bars: Bars) -> Iterator[dict[str, Any]]:
+    unit = fair_unit(runs)
+    for name, run, step in bars:
+        for order, (part, milliseconds) in enumerate(step.parts.items()):
+            yield {
+                "bar": name, "run": run.row.label, "rank": step.rank,
+                "settings": overview.format_settings(run.group), "part": STEP_PARTS[part], "order": order,
+                "ms": float(f"{unit.convert(run, milliseconds):.5g}"),
+                "share": round(milliseconds / step.step_ms, 4),
+            }  # fmt: skip

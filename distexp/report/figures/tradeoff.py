@@ -1,0 +1,198 @@
+"""Chart of a cost, such as memory or energy, against throughput: a point per training, and the Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import altair as alt
+
+from distexp.report.data.metrics import SPEED
+from distexp.report.data.overview import Overview
+from distexp.report.data.ranking import pareto_fronts
+from distexp.report.data.repeats import RunGroup
+from distexp.report.data.settings import MAX_LENGTH, format_setting
+from distexp.report.figures.base import SINGLE_WIDTH
+from distexp.report.figures.label_placement import Frame, is_shown, place_labels
+from distexp.report.figures.theme import MOST_COLORS, color, inline_data
+
+MOST_LABELS = 16
+CROWD = 200  # points; more are drawn small and pale
+CLOSE = 0.1  # relative; an axis that shows less would make small differences look large
+HEIGHT = 340  # pixels
+MARGIN = 0.06  # of the axes, relative to the values
+SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"]
+FRONT = "Pareto front"
+FRONT_DASH = [5, 4]
+LEGEND_COLUMNS = alt.ExprRef("width < 420 ? 2 : 4")
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The horizontal axis: a metric of which less is better.
+
+    Attributes:
+        metric: Name of the metric.
+        number_format: Format of a value in the tooltip.
+    """
+
+    metric: str
+    title: str
+    unit: str
+    number_format: str
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """The runs of a chart of a cost against throughput.
+
+    Attributes:
+        failed: Groups that are drawn as crosses on the axis of the cost.
+    """
+
+    overview: Overview
+    cost: Cost
+    failed: tuple[RunGroup, ...] = ()
+
+    @property
+    def groups(self) -> list[RunGroup]:
+        """Return the completed groups whose cost and speed were measured."""
+        return [
+            group for group in self.overview.groups
+            if group.completed and group.metric(self.cost.metric) and group.metric(SPEED)
+        ]  # fmt: skip
+
+    @property
+    def fronts(self) -> list[list[RunGroup]]:
+        """Return the Pareto fronts that are lines: a front of one run is a point."""
+        return [front for front in pareto_fronts(self.overview, self.cost.metric) if len(front) > 1]
+
+    @property
+    def has_labels(self) -> bool:
+        """Return whether the points are few enough for labels."""
+        return len(self.groups) <= MOST_LABELS
+
+    def describe(self, cheaper: str) -> Iterator[str]:
+        """Yield how to read the marks; ``cheaper`` is the adjective for a lower cost."""
+        if self.fronts:
+            yield f"Pareto front: no other run is both {cheaper} and faster."
+            if any(speed.noise is not None for group in self.groups if (speed := group.metric(SPEED))):
+                yield "Differences within the noise do not count."
+        if self.has_labels:
+            yield "Labels: runs of the table, if there is room."
+
+    def draw(self) -> alt.LayerChart | None:
+        """Draw the chart; None if there are no points."""
+        channels = _Channels(self.overview, self.cost.metric)
+        points = [channels.point(group) for group in self.groups]
+        if not points:
+            return None
+        failed = [{**channels.point(group), "speed": 0.0} for group in self.failed]
+        frame = _frame(points + failed)
+        x, y = self._axes(frame)
+        front = [
+            {**channels.point(group), "front": n, "line": FRONT}
+            for n, groups in enumerate(self.fronts) for group in groups
+        ]  # fmt: skip
+        layers: list[Any] = [_front_line(front, x, y)] if front else []
+        layers.append(self._marks(points, **channels.encodings(points), x=x, y=y))
+        if self.has_labels:
+            layers += _labels(points, failed, front, frame, x=x, y=y)
+        return alt.layer(*layers, *self._crosses(failed, x, y)).properties(height=HEIGHT)
+
+    def _axes(self, frame: Frame) -> tuple[alt.X, alt.Y]:
+        scales = [alt.Scale(domain=list(ends), nice=False, zero=False) for ends in (frame.x, frame.y)]
+        title = f"{self.cost.title} ({self.cost.unit})"
+        x = alt.X("cost:Q", title=title, scale=scales[0], axis=alt.Axis(tickCount=8))
+        return x, alt.Y("speed:Q", title="samples/s", scale=scales[1])
+
+    def _marks(self, points: Rows, **encodings: Any) -> alt.Chart:
+        size, opacity = (25, 0.5) if len(points) > CROWD else (90, 0.9)
+        marks = alt.Chart(inline_data(points)).mark_point(filled=True, size=size, opacity=opacity, strokeWidth=0)
+        return marks.encode(tooltip=self._tooltip(), **encodings)
+
+    def _crosses(self, failed: Rows, x: alt.X, y: alt.Y) -> list[Any]:
+        """Draw a cross on the axis of the cost for each run out of memory, at the peak it reached."""
+        if not failed:
+            return []
+        base = alt.Chart(inline_data(failed)).encode(x=x, y=y, tooltip=self._tooltip())
+        cross = base.mark_point(shape="M-.5 -.5L.5 .5M.5 -.5L-.5 .5", size=160, strokeWidth=2.5, color=color("bad"))
+        if len(failed) > MOST_LABELS:
+            return [cross]
+        return [cross, base.mark_text(dy=-14, color=color("bad"), fontWeight=600).encode(text=alt.value("OOM"))]
+
+    def _tooltip(self) -> list[alt.Tooltip]:
+        return [
+            alt.Tooltip("run:N"), alt.Tooltip("settings:N"), alt.Tooltip("status:N"),
+            alt.Tooltip("cost:Q", title=self.cost.unit, format=self.cost.number_format),
+            alt.Tooltip("speed:Q", title="samples/s", format=",.1f"),
+        ]  # fmt: skip
+
+
+def _labels(points: Rows, failed: Rows, front: Rows, frame: Frame, **axes: Any) -> Iterator[alt.Chart]:
+    """Yield the labels with their runs, a layer for each place next to a mark."""
+    fronts = [list(steps) for _, steps in groupby(front, key=lambda point: point["front"])]
+    for place, rows in place_labels(points, failed, fronts, frame).items():
+        if rows:
+            labels = alt.Chart(inline_data(rows)).mark_text(align=place.align, dx=place.dx, dy=place.dy)
+            yield labels.encode(**axes, text="run:N", opacity=is_shown())
+
+
+def _frame(rows: Rows) -> Frame:
+    """Return the axes. That of the cost is at least 20 % wide, and that of the speed starts at 0."""
+    costs = [row["cost"] for row in rows]
+    low, high = min(costs), max(costs)
+    margin = CLOSE * high if high - low < CLOSE * high else MARGIN * (high - low)
+    fastest = max(row["speed"] for row in rows)
+    return Frame((max(0.0, low - margin), high + margin), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
+
+
+def _front_line(front: Rows, x: alt.X, y: alt.Y) -> alt.Chart:
+    legend = alt.Legend(title=None, symbolType="stroke", symbolSize=250, symbolDash=FRONT_DASH)
+    dash = alt.StrokeDash("line:N", scale=alt.Scale(domain=[FRONT], range=[FRONT_DASH]), legend=legend)
+    line = alt.Chart(inline_data(front)).mark_line(interpolate="step-after", strokeWidth=1.5, color=color("muted"))
+    return line.encode(x=x, y=y, detail="front:N", strokeDash=dash)
+
+
+class _Channels:
+    """The two settings shown as color and shape: the first ones with few enough values."""
+
+    def __init__(self, overview: Overview, cost: str) -> None:
+        def count(name: str) -> int:
+            return len({format_setting(group.setting(name)) for group in overview.groups})
+
+        self.overview = overview
+        self.cost = cost
+        self.color = next((name for name in overview.varied if 2 <= count(name) <= MOST_COLORS), None)
+        others = (name for name in overview.varied if name != self.color and 2 <= count(name) <= len(SHAPES))
+        self.shape = next(others, None)
+
+    def point(self, group: RunGroup) -> dict[str, Any]:
+        """Return the data of a point."""
+        cost, speed = group.metric(self.cost), group.metric(SPEED)
+        return {
+            "run": group.label,
+            "settings": self.overview.format_settings(group) or group.label,
+            "cost": cost and float(f"{cost.mean:.6g}"),
+            "speed": speed and round(speed.mean, 3),
+            "status": group.status,
+            "color": self.color and format_setting(group.setting(self.color), MAX_LENGTH),
+            "shape": self.shape and format_setting(group.setting(self.shape), MAX_LENGTH),
+        }
+
+    def encodings(self, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the encodings of color and shape, with legends."""
+        found: dict[str, Any] = {"color": alt.value(color("c1"))}
+        for channel, setting, encode, options in (
+            ("color", self.color, alt.Color, {}),
+            ("shape", self.shape, alt.Shape, {"range": SHAPES}),
+        ):
+            if setting:
+                domain = list(dict.fromkeys(point[channel] for point in points))
+                legend = alt.Legend(title=setting, direction="horizontal", columns=LEGEND_COLUMNS)
+                scale = alt.Scale(domain=domain, **options)
+                found[channel] = encode(f"{channel}:N", scale=scale, legend=legend)
+        return found

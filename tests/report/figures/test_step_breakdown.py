@@ -1,0 +1,143 @@
+"""Tests of the figure of where the step goes, of energy totals, and of sentences about stragglers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distexp.report.data.overview import Overview
+from distexp.report.data.rows import load_rows
+from distexp.report.data.step_parts import STEP_PARTS
+from distexp.report.figures.base import Figure
+from distexp.report.figures.step_breakdown import build_step_breakdown
+from distexp.report.summary import summarize
+from distexp.runs.record import RunRecord
+from tests.helpers.records import record, write
+
+OWN = dict(zip(STEP_PARTS, (40.0, 20.0, 10.0, 0.0, 8.0, 2.0, 15.0, 5.0), strict=True))
+
+
+def breakdown(rank: int, waiting: float = 0.0, **parts: float | None) -> dict[str, Any]:
+    """Return an entry whose parts are 100 ms and the time of waiting, unless other ``parts`` are given."""
+    return {"rank": rank, **OWN, "waiting_ms": waiting, "step_ms": 100 + waiting, "hidden_communication_ms": 30.0,
+            **parts}  # fmt: skip
+
+
+def profiled(number: int, *ranks: dict[str, Any], **settings: Any) -> RunRecord:
+    run = record(number, train__micro_batch_size=4, overrides=(f"run={number}",), **settings)
+    run.metrics.step_breakdown = list(ranks)
+    return run
+
+
+def overview(path: Path, *runs: RunRecord) -> Overview:
+    write(path, *runs)
+    return Overview.from_rows(load_rows([path])[0])
+
+
+def figure(path: Path, *runs: RunRecord) -> Figure:
+    built = build_step_breakdown(overview(path, *runs), [])
+    assert built is not None
+    return built
+
+
+def bars(drawn: Figure) -> list[dict[str, Any]]:
+    values: list[dict[str, Any]] = drawn.panels[0].chart.to_dict(validate=False)["layer"][0]["data"]["values"]
+    return values
+
+
+def test_a_single_run_has_a_bar_for_each_rank(tmp_path: Path) -> None:
+    drawn = figure(tmp_path, profiled(0, breakdown(0, 25.0), breakdown(1)))
+    sums = {name: sum(each["ms"] for each in bars(drawn) if each["bar"] == name) for name in ("rank 0", "rank 1")}
+    assert sums == pytest.approx({"rank 0": 125.0, "rank 1": 100.0})
+    (table,) = drawn.tables
+    cells = [dict(zip(table.header, row, strict=True)) for row in table.rows]
+    assert [(row["rank"], row["step (ms)"], row["matrix kernels"]) for row in cells] == [
+        ("0", "125.00", "32.0"),
+        ("1", "100.00", "40.0"),
+    ]
+    assert cells[1]["hidden communication"] == "30.0"
+    assert [entry.label for entry in drawn.legend] == list(STEP_PARTS.values())
+
+
+def test_runs_are_compared_by_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
+    slow = breakdown(1, matmul_ms=65.0, step_ms=125.0)
+    runs = [profiled(n, breakdown(0, 25.0), slow, strategy=name) for n, name in enumerate(("ddp", "fsdp"))]
+    drawn = figure(tmp_path, *runs)
+    assert {each["rank"] for each in bars(drawn)} == {1}
+    assert {each["bar"] for each in bars(drawn)} == {"strategy=ddp", "strategy=fsdp"}
+    assert "per sample" not in drawn.caption
+
+
+def test_runs_with_other_global_batches_are_compared_per_sample(tmp_path: Path) -> None:
+    runs = [profiled(n, breakdown(0)) for n in range(2)]
+    runs[1].config["train"]["micro_batch_size"] = 8
+    drawn = figure(tmp_path, *runs)
+    assert "Times are per sample, because the global batch sizes differ." in drawn.caption
+    sums = {name: sum(each["ms"] for each in bars(drawn) if each["run"] == name) for name in ("0", "1")}
+    assert sums == pytest.approx({"0": 100 / 8, "1": 100 / 16})
+    assert [row[-1] for row in drawn.tables[0].rows] == ["30.0", "30.0"], "percent of the step"
+
+
+def test_a_part_that_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
+    drawn = figure(tmp_path, profiled(0, breakdown(0, launch_idle_ms=None), breakdown(1, launch_idle_ms=None)))
+    title = STEP_PARTS["launch_idle_ms"]
+    assert title not in {each["part"] for each in bars(drawn)} | set(drawn.tables[0].header)
+    assert title not in {entry.label for entry in drawn.legend}
+
+
+def test_the_largest_loss_is_explained_with_what_to_try(tmp_path: Path) -> None:
+    runs = [profiled(n, breakdown(0), strategy=name) for n, name in enumerate(("ddp", "fsdp"))]
+    for run, overrides in zip(runs, (["kernels=fast", "train.micro_batch_size=32"], []), strict=True):
+        run.metrics.explanation = {
+            "loss": "launch_idle", "share": 0.17, "sentence": "17% idle; see kernels=fast.", "try": overrides,
+        }  # fmt: skip
+    drawn = figure(tmp_path, *runs)
+    assert drawn.sentences == (
+        "Run 0 (strategy=ddp): 17% idle; see kernels=fast. Try train.micro_batch_size=32.",
+        "Run 1 (strategy=fsdp): 17% idle; see kernels=fast.",
+    )
+    assert [row[-1] for row in drawn.tables[0].rows] == ["launch idle, 17%"] * 2
+
+
+def test_a_hundred_runs_are_a_few_bars(tmp_path: Path) -> None:
+    runs = [profiled(n, breakdown(0)) for n in range(30)]
+    for run in runs:
+        run.config["train"]["learning_rate"] = (1 + run.run.number) / 1e6
+        run.metrics.explanation = {"sentence": "It is compute-bound."}
+    drawn = figure(tmp_path, *runs)
+    assert len({each["bar"] for each in bars(drawn)}) == 24
+    assert "Drawn: 24 of 30." in drawn.caption
+    assert drawn.sentences[-1] == "22 more: distexp explain RUN."
+
+
+@pytest.mark.parametrize("content", [None, [], [{}], [{"rank": 0, "step_ms": "long"}], [{"rank": "a", "step_ms": 1}]])
+def test_records_without_a_breakdown_have_no_figure(tmp_path: Path, content: Any) -> None:
+    run = record(0)
+    run.metrics.step_breakdown = content
+    assert build_step_breakdown(overview(tmp_path, run), []) is None
+
+
+def sentences(path: Path, *runs: RunRecord) -> list[str]:
+    return list(summarize(overview(path, *runs)))
+
+
+def test_energy_and_cost_of_all_runs_are_added(tmp_path: Path) -> None:
+    runs = [record(n, status="failed" if n == 1 else "completed") for n in range(3)]
+    assert not any("Total of" in text for text in sentences(tmp_path / "without", *runs))
+    for run, price in zip(runs[:2], (0.5, None), strict=True):
+        run.metrics.energy = {"kwh": 0.125, "gpu_hours": 1.5, "co2e_g": 50.0, "price": price}
+    found = sentences(tmp_path / "with", *runs)
+    assert "Total of 2 of 3 runs: 0.250 kWh, 3.00 GPU-hours, 100 g CO2e, price 0.50." in found
+
+
+def test_stragglers_are_named_with_their_evidence(tmp_path: Path) -> None:
+    run = record(3)
+    run.metrics.stragglers = [
+        {"rank": 1, "gpu": 1, "host": "n1", "slower_by_pct": 23.4, "evidence": "SM clock at 1,200 MHz"},
+        {"rank": 2, "gpu": None, "host": None, "slower_by_pct": 5, "evidence": None},
+    ]
+    found = sentences(tmp_path, run)
+    assert "Straggler in run 3: rank 1 (GPU 1 on n1) is 23% slower than the others: SM clock at 1,200 MHz." in found
+    assert "Straggler in run 3: rank 2 is 5% slower than the others." in found
