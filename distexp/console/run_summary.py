@@ -10,6 +10,7 @@ from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
 from distexp.console.energy import energy_lines
 from distexp.runs.devices import device_values
+from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, tensor_entries
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
@@ -81,8 +82,10 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     ]
     if memory:
         yield "peak memory", ", ".join(memory)
-    if parts := record.memory.get("parts"):
+    if parts := tensor_entries(record.memory):
         yield "memory parts", _largest_parts(parts)
+    if peak := highest_peak(record.memory):
+        yield "memory peak", _peak_parts(peak)
     yield from _prediction(record)
     yield from energy_lines(metrics.energy or {})
     if metrics.train_runtime is not None:
@@ -239,7 +242,14 @@ def _communication(measured: dict[str, Any]) -> str:
     return f"{measured['share']:.0%} of step time{overlap}, over {steps} (profile/rank0.json.gz)"
 
 
-def _largest_parts(entries: list[dict[str, Any]]) -> str:
+def _peak_parts(peak: Mapping[str, Any]) -> str:
+    """Return the parts of the highest peak of a step, without those that are empty."""
+    shown = [(name.removesuffix("_mib").replace("_", " "), peak.get(name)) for name in PEAK_PARTS]
+    texts = [f"{name} {value:,.0f}" for name, value in shown if value is not None and round(value)]
+    return f"{_mib(peak['allocated_mib'])} in the {peak['phase']} phase: {', '.join(texts)}"
+
+
+def _largest_parts(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return the parts of the memory of the worker with the most, in MiB."""
     names = [name for name in entries[0] if name.endswith("_mib")]
     entry = max(entries, key=lambda each: sum(each.get(name) or 0.0 for name in names))

@@ -79,6 +79,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     def training_step(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
         """Run one micro-batch, and count its activations in the first step."""
+        self.inputs.logger.parts.start_forward()
         with self.inputs.logger.parts.count_activations(model):
             loss: Tensor = super().training_step(model, *arguments, **keywords)
         return loss

@@ -164,7 +164,11 @@ class RunRecord:
             "over the training steps alone `training_average_mib`, `training_mode_mib`.",
             ".torch[]": "`rank`, `peak_allocated_mib`, `average_allocated_mib`, `peak_reserved_mib`, `alloc_retries`.",
             ".parts[]": "Tensors of each rank: `rank`, `parameters_mib`, `gradients_mib`, `optimizer_states_mib`, "
-            "`activations_mib` (saved for the backward pass of a micro-batch), `phase`.",
+            "`activations_mib` (saved for the backward pass of a micro-batch), `phase` (`train`). With "
+            "`train.profile_steps` on a GPU also the peaks of a step, with `phase` `forward`, `backward` and "
+            "`optimizer`: the parts of `predicted.parts`, `other_mib`, their sum `allocated_mib`, `reserve_mib` "
+            "(reserved and not allocated), `context_mib` (outside of torch's allocator) and `context_source` (NVML "
+            "counted this `process`, or the whole `gpu`).",
             ".cpu[]": "PSS of all processes of the run: `node`, and the keys of `gpu[]` without `index`.",
         },
     )

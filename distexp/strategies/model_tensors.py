@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from distexp.measure.memory.parts import ModelTensors
+from distexp.measure.memory.model_tensors import ModelTensors
+from distexp.models.introspection import find_embeddings
+from distexp.system.torch_internals import ddp_bucket_sizes
 
 
 def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:
@@ -30,7 +33,27 @@ def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:
             *_tensors_in(getattr(optimizer, "grad_partitions_flat_buffer", None)),
         ],
         optimizer_states=[*masters, *_tensors_in(getattr(_innermost(optimizer), "state", None))],
+        buffers=list(module.buffers()),
+        communication=[
+            bucket.buffer
+            for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values()
+            if isinstance(getattr(bucket, "buffer", None), torch.Tensor)
+        ],
+        bucket_sizes=ddp_bucket_sizes(module) if isinstance(module, DistributedDataParallel) else (),
+        names={
+            id(parameter): name.removeprefix("module.").replace("_orig_mod.", "")
+            for name, parameter in module.named_parameters()
+        },
+        vocabulary=_vocabulary(module),
     )
+
+
+def _vocabulary(module: nn.Module) -> int | None:
+    """Return the size of the vocabulary; None for image models. ZeRO's stage 3 keeps the shape of freed weights."""
+    bare = getattr(module, "module", module)
+    weights = [getattr(embedding, "weight", None) for _, embedding in find_embeddings(bare)]
+    shapes = [getattr(weight, "ds_shape", weight.shape) for weight in weights if isinstance(weight, torch.Tensor)]
+    return int(shapes[0][0]) if shapes else None
 
 
 MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")

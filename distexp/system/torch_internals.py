@@ -101,6 +101,30 @@ def ddp_communication_dtype(wrapped: Any) -> torch.dtype:
         return first.dtype
 
 
+def ddp_bucket_sizes(wrapped: Any) -> list[int]:
+    """Return the bytes of the buckets of a DistributedDataParallel, as rebuilt after its first backward pass."""
+    with _explained("DistributedDataParallel._get_ddp_logging_data"):
+        data = wrapped._get_ddp_logging_data()
+        text = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+        return [int(size) for size in text.split(",") if size.strip()]
+
+
+def start_memory_history(max_entries: int) -> None:
+    """Record each allocation of GPU memory with its Python stack, and each free."""
+    with _explained("torch.cuda.memory._record_memory_history"):
+        torch.cuda.memory._record_memory_history(
+            "all", context="alloc", stacks="python", max_entries=max_entries, clear_history=True
+        )
+
+
+def stop_memory_history(device: int) -> list[dict[str, Any]]:
+    """End the recording; return the entries of a GPU in order: ``action``, ``addr``, ``size`` and ``frames``."""
+    with _explained("torch.cuda.memory._snapshot"):
+        entries: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][device]
+        torch.cuda.memory._record_memory_history(None)
+        return entries
+
+
 @dataclass(frozen=True)
 class CompileEvent:
     """The start or the end of a compilation."""

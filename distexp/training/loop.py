@@ -25,7 +25,7 @@ def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable
         logger.start_steps()
         for step in inputs.training.iter_steps(epoch, plan.steps_of(epoch, logger.steps)):
             with logger.parts.count_activations(model.module):
-                contribution = train_step(model, step)
+                contribution = train_step(model, step, logger.parts.start_forward)
             logger.before_update()
             rate = plan.learning_rate(logger.steps)
             norm = model.step(rate)
@@ -34,10 +34,13 @@ def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable
         end_epoch(model, inputs)
 
 
-def train_step(model: DistributedModel, step: StepData) -> torch.Tensor:
+def train_step(
+    model: DistributedModel, step: StepData, before_forward: Callable[[], None] = lambda: None
+) -> torch.Tensor:
     """Run all micro-batches of a step; return this rank's contribution to its metrics."""
     contributions = []
     for position, batch in enumerate(step.micro_batches, start=1):
+        before_forward()
         last = position == len(step.micro_batches)
         contributions.append(model.forward_backward(batch, normalizer=step.normalizer, last_micro=last))
     return torch.stack(contributions).sum(dim=0)

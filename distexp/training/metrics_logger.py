@@ -21,6 +21,7 @@ from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
 from distexp.measure.compilation import CompileWatch
 from distexp.measure.memory.allocator import AllocatorWatch
 from distexp.measure.memory.parts import PartsWatch
+from distexp.measure.memory.step_recording import StepRecording
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
 from distexp.runs.events import Events
 from distexp.runs.heartbeat import Heartbeat
@@ -168,6 +169,8 @@ class MetricsLogger:
         if self.profiler.window is not None and self.steps == self.profiler.window.steps_before:
             self._set_phase("profile")
             self.profiler.start()
+            if self.device.type == "cuda":  # the warm-up of the profiler counts in no metric
+                self.parts.record_step(StepRecording(self.device, self.allocator.keep_peaks))
             self.clock.restart()
         elif self.steps - self.resumed_at == self.plan.train.measure_after_step:
             self._set_phase("train")
@@ -225,6 +228,7 @@ class MetricsLogger:
             metrics.tokens_per_second = measured_tokens / sum(durations) if measured_tokens else None
         if self._file is not None:
             self._file.close()
+        self.parts.cancel()
         if self.profiler.has_started:
             self.events.set_phase("profile")
         metrics.communication = self.profiler.summary()

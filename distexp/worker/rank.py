@@ -160,7 +160,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     watched = gather_to_all(logger.allocator.summary())
     record.memory["torch"] = [entry for entry in watched if entry is not None]
     parts = gather_to_all(logger.parts.summary())
-    record.memory["parts"] = [entry for entry in parts if entry is not None]
+    record.memory["parts"] = [entry for entries in parts for entry in entries]
     if context.rank == 0:
         add_flops(record, config, data, logger)
     if config.train.score_answers and logger.stopped is None:

@@ -130,3 +130,17 @@ def test_the_panel_has_the_error_with_its_phase_and_rank() -> None:
     assert dict(summary_lines(run))["error"] == "ValueError in phase train: bad value (rank 1)"
     run.error = RunError("SIGKILL", "rank 1 was terminated by SIGKILL", "train", 1)
     assert dict(summary_lines(run))["error"] == "SIGKILL in phase train: rank 1 was terminated by SIGKILL"
+
+
+def test_the_panel_has_the_highest_peak_of_a_recorded_step() -> None:
+    run = add_parts(record(0), parameters=3.0)
+    run.run.duration_s = 4.0
+    assert "memory peak" not in dict(summary_lines(run))
+    tensors = dict(summary_lines(run))["memory parts"]
+    empty = dict.fromkeys(("logits_mib", "communication_mib"))
+    for phase, activations in (("forward", 90.0), ("backward", 1200.0)):
+        peak = {"parameters_mib": 30.0, "activations_mib": activations, "other_mib": 0.2, **empty}
+        run.memory["parts"].append({"rank": 0, "phase": phase, "allocated_mib": 30.0 + activations, **peak})
+    lines = dict(summary_lines(run))
+    assert lines["memory peak"] == "1,230 MiB in the backward phase: parameters 30, activations 1,200"
+    assert lines["memory parts"] == tensors, "the tensors do not depend on the recorded step"

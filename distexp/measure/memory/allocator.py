@@ -8,6 +8,8 @@ import torch
 
 from distexp.system.units import MIB
 
+PEAKS = ("peak_allocated_mib", "peak_reserved_mib")
+
 
 class AllocatorWatch:
     """Samples of allocated memory after each step and before each update, and the allocator's peaks."""
@@ -15,6 +17,7 @@ class AllocatorWatch:
     def __init__(self, device: torch.device, rank: int) -> None:
         self.device, self.rank = device, rank
         self.total = self.samples = self.states = 0
+        self._kept: dict[str, Any] = {}  # peaks before they were reset
 
     def before_update(self) -> None:
         """Record the allocated memory: model states, gradients and buffers, but no activations."""
@@ -27,13 +30,21 @@ class AllocatorWatch:
             self.total += torch.cuda.memory_allocated(self.device)
             self.samples += 1
 
+    def keep_peaks(self) -> None:
+        """Keep the peaks, which are about to be reset."""
+        self._kept = self._peaks()
+
+    def _peaks(self) -> dict[str, Any]:
+        peaks = allocator_peaks(self.device, self.rank)
+        return peaks | {name: max(peaks[name], self._kept.get(name, 0.0)) for name in PEAKS}
+
     def summary(self) -> dict[str, Any] | None:
         """Return an entry of ``memory.torch`` in MiB, or None on the CPU."""
         if self.device.type != "cuda":
             return None
         average = self.total / self.samples / MIB if self.samples else None
         states = self.states / MIB if self.samples > 1 else None  # the first update creates the optimizer states
-        return {**allocator_peaks(self.device, self.rank), "average_allocated_mib": average, "states_mib": states}
+        return {**self._peaks(), "average_allocated_mib": average, "states_mib": states}
 
 
 def allocator_peaks(device: torch.device, rank: int) -> dict[str, Any]:

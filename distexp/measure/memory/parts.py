@@ -1,25 +1,17 @@
-"""Memory of one rank by part: parameters, gradients, optimizer states and activations."""
+"""Memory of one rank by part: its tensors in the first step, and on a GPU the peaks of a later step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from distexp.measure.memory.model_tensors import ModelTensors
 from distexp.measure.memory.saved_tensors import SavedTensorCounter, storage_sizes
+from distexp.measure.memory.step_recording import StepRecording
 from distexp.system.units import MIB
-
-
-@dataclass(frozen=True)
-class ModelTensors:
-    """Tensors of a distributed model on this rank. Views of one storage count once."""
-
-    parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    optimizer_states: Sequence[Tensor]
 
 
 class PartsWatch:
@@ -38,6 +30,19 @@ class PartsWatch:
         self.gradients: int | None = None
         self.optimizer_states: int | None = None
         self.activations: int | None = None
+        self.recording: StepRecording | None = None
+        self.peaks: list[dict[str, Any]] = []  # of the recorded step
+
+    def record_step(self, recording: StepRecording) -> None:
+        """Record the next step."""
+        if self.read is not None:
+            self.recording = recording
+            recording.start(self.read)
+
+    def start_forward(self) -> None:
+        """Mark the start of a micro-batch."""
+        if self.recording is not None:
+            self.recording.start_forward()
 
     def count_activations(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return the context for the micro-batches of a step."""
@@ -53,6 +58,8 @@ class PartsWatch:
 
     def before_update(self) -> None:
         """Measure parameters and gradients, once."""
+        if self.recording is not None:
+            self.recording.start_update()
         if self.read is None or self.parameters is not None:
             return
         tensors = self.read()
@@ -66,6 +73,9 @@ class PartsWatch:
 
         With fp16 the loss scaling may skip the first updates, so the next ones are measured until one is timed.
         """
+        if self.recording is not None:
+            self.peaks = self.recording.finish()
+            self.recording = None
         if self.read is None or self.optimizer_states or (timed and self.optimizer_states is not None):
             return
         tensors = self.read()
@@ -73,11 +83,17 @@ class PartsWatch:
         states = storage_sizes(iter(tensors.optimizer_states))
         self.optimizer_states = sum(size for key, size in states.items() if key not in parameters)
 
-    def summary(self) -> dict[str, Any] | None:
-        """Return an entry of ``memory.parts`` in MiB; None if nothing was measured."""
+    def cancel(self) -> None:
+        """End the recording of a step that was not finished."""
+        if self.recording is not None:
+            self.recording.cancel()
+            self.recording = None
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Return the entries of ``memory.parts`` in MiB: the tensors, then the peaks of the recorded step."""
         if self.parameters is None:
-            return None
-        return {
+            return []
+        tensors = {
             "rank": self.rank,
             "phase": "train",
             "parameters_mib": _mib(self.parameters),
@@ -85,6 +101,7 @@ class PartsWatch:
             "optimizer_states_mib": _mib(self.optimizer_states),
             "activations_mib": _mib(self.activations),
         }
+        return [tensors, *({"rank": self.rank, **peak} for peak in self.peaks)]
 
 
 def _mib(size: int | None) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 from distexp.plan.predicted_memory import ideal_states_mib
 from distexp.report.data.noise import step_noise
 from distexp.runs.devices import device_values, mean_or_none
+from distexp.runs.memory_parts import tensor_entries
 from distexp.runs.record import RunRecord
 
 ReadMetric = Callable[[RunRecord], float | None]
@@ -129,7 +130,7 @@ def _mean_utilization(kind: str) -> ReadMetric:
 
 
 def _part(name: str) -> ReadMetric:
-    return lambda record: max(device_values(record.memory.get("parts"), name), default=None)
+    return lambda record: max(device_values(tensor_entries(record.memory), name), default=None)
 
 
 def _sum_of_parts(record: RunRecord) -> float | None:
@@ -143,7 +144,7 @@ def _sum_not_offloaded(record: RunRecord) -> float | None:
 def _largest_sum(record: RunRecord, names: Iterable[str]) -> float | None:
     """Return the sum of some parts on the worker where it is largest."""
     kept = list(names)
-    sums = [sum(float(entry.get(name) or 0.0) for name in kept) for entry in record.memory.get("parts") or []]
+    sums = [sum(float(entry.get(name) or 0.0) for name in kept) for entry in tensor_entries(record.memory)]
     return max(sums, default=None)
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from distexp.measure.memory.parts import ModelTensors, PartsWatch
+from distexp.measure.memory.model_tensors import ModelTensors
+from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.memory.saved_tensors import SavedTensorCounter, storage_sizes
 from distexp.strategies.model_tensors import read_model_tensors
 from distexp.system.units import MIB
@@ -55,8 +56,7 @@ def test_parts_are_the_bytes_of_the_tensors() -> None:
     watch = watched(model, optimizer)
     run_step(model, watch, optimizer, micro_batches=3)
     watch.after_update(timed=False)
-    summary = watch.summary()
-    assert summary is not None
+    (summary,) = watch.summary()
     assert (summary["rank"], summary["phase"]) == (1, "train")
     assert summary["parameters_mib"] == summary["gradients_mib"] == WEIGHTS / MIB
     assert summary["optimizer_states_mib"] == pytest.approx(2 * WEIGHTS / MIB, rel=1e-3)  # and step counters
@@ -115,8 +115,7 @@ def test_states_are_measured_again_if_the_first_update_was_skipped() -> None:
     watch.after_update(timed=False)
     watch.read = lambda: ModelTensors([weight], [], [state])
     watch.after_update(timed=False)
-    summary = watch.summary()
-    assert summary is not None
+    (summary,) = watch.summary()
     assert summary["optimizer_states_mib"] == 2048 / MIB
     assert summary["activations_mib"] is None, "no forward pass was counted"
 
@@ -127,8 +126,7 @@ def test_a_compiled_model_is_not_hooked() -> None:
     watch = watched(model, optimizer, compiled=True)
     run_step(model, watch, optimizer)
     watch.after_update(timed=False)
-    summary = watch.summary()
-    assert summary is not None
+    (summary,) = watch.summary()
     assert summary["activations_mib"] is None
     assert summary["optimizer_states_mib"] == 0.0, "SGD without momentum has none"
 

@@ -1,0 +1,209 @@
+"""Recording of the GPU memory of one step, with torch's memory history."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distexp.measure.memory.model_tensors import ModelTensors, ReadTensors
+from distexp.measure.memory.process_memory import process_memory
+from distexp.measure.memory.saved_tensors import storage_sizes
+from distexp.measure.memory.step_parts import (
+    BACKWARD,
+    COMMUNICATION,
+    END,
+    FORWARD,
+    OPTIMIZER,
+    PARTS,
+    PHASES,
+    Change,
+    Frame,
+    Mark,
+    RecordedStep,
+    phase_peaks,
+)
+from distexp.system.torch_internals import around_backward, start_memory_history, stop_memory_history
+from distexp.system.units import MIB
+
+MOST_ENTRIES = 2_000_000
+"""Allocations and frees that are kept; a step has some ten thousand."""
+
+ALLOCATED = "active_allocated"
+"""State of a block in use, in torch's snapshots."""
+
+
+class StepRecording:
+    """The allocations and frees of one step of this rank.
+
+    A mark is a small tensor. Its allocation shows in the recording where a phase starts.
+
+    Args:
+        device: the GPU.
+        keep_peaks: saves the peaks of the allocator, which are reset for each phase.
+    """
+
+    def __init__(self, device: torch.device, keep_peaks: Callable[[], None]) -> None:
+        self.device, self.keep_peaks = device, keep_peaks
+        self.phase = ""
+        self.allocated: Counter[str] = Counter()  # peak of each phase in bytes
+        self.reserved: Counter[str] = Counter()
+        self._stack = ExitStack()
+        self._read: ReadTensors | None = None
+        self._markers: list[Tensor] = []
+        self._marks: list[Mark] = []
+        self._start: dict[int, tuple[int, int]] = {}  # size and requested size of each block, by address
+        self._known: dict[int, str] = {}
+        self._weight_sizes: frozenset[int] = frozenset()
+        self._vocabulary: int | None = None
+        self._backward_depth = 0
+
+    def start(self, read: ReadTensors) -> None:
+        """Record from now on."""
+        self._read, tensors = read, read()
+        segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        self._start = blocks_in_use(segments, self._index)
+        self._known = known_parts(tensors, self._start)
+        self._vocabulary = tensors.vocabulary
+        self._weight_sizes = frozenset(int(getattr(each, "ds_numel", each.numel())) for each in tensors.parameters)
+        start_memory_history(MOST_ENTRIES)
+        self._stack.enter_context(around_backward(self._in_backward))
+
+    @property
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
+    def start_forward(self) -> None:
+        """Mark the start of a micro-batch."""
+        self._mark(FORWARD)
+
+    def start_update(self) -> None:
+        """Mark the end of the backward pass."""
+        assert self._read is not None
+        gradients = frozenset(storage_sizes(_on_gpu(self._read().gradients)))
+        self._mark(OPTIMIZER, gradients)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """End the recording; return the parts at the peak of each phase, in MiB."""
+        self._mark(END)
+        self._stack.close()
+        changes = changes_of(stop_memory_history(self._index))
+        self._markers = []
+        start = {address: size for address, (size, _) in self._start.items()}
+        step = RecordedStep(start, self._known, changes, self._marks, self._vocabulary, self._weight_sizes)
+        context = self._context()
+        return [
+            entry_of(phase, parts, self.allocated[phase], self.reserved[phase])
+            | {"logits_mib": parts["logits"] / MIB if step.knows_logits else None}
+            | context
+            for phase, parts in phase_peaks(step).items()
+        ]
+
+    def cancel(self) -> None:
+        """End the recording of a step that was not finished."""
+        self._stack.close()
+        stop_memory_history(self._index)
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Mark the start of a backward pass. Recomputation may run others inside of it."""
+        if not self._backward_depth:
+            self._mark(BACKWARD)
+        self._backward_depth += 1
+        try:
+            yield
+        finally:
+            self._backward_depth -= 1
+
+    def _mark(self, phase: str, gradients: frozenset[int] = frozenset()) -> None:
+        self._read_peaks()
+        self.phase = phase
+        marker = torch.empty(1, dtype=torch.uint8, device=self.device)
+        self._markers.append(marker)
+        self._marks.append(Mark(marker.untyped_storage().data_ptr(), phase, gradients))
+
+    def _read_peaks(self) -> None:
+        """Read the peaks of the phase that ends, and reset them."""
+        statistics = torch.cuda.memory_stats(self.device)
+        if self.phase in PHASES:
+            for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
+                peaks[self.phase] = max(peaks[self.phase], statistics[f"{key}.all.peak"])
+        self.keep_peaks()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _context(self) -> dict[str, Any]:
+        """Return the memory that NVML reports beyond torch's reserved memory, and what NVML counted."""
+        found = process_memory(torch.cuda.get_device_properties(self.device).uuid)
+        if found is None:
+            return {"context_mib": None, "context_source": None}
+        used, source = found
+        return {"context_mib": (used - torch.cuda.memory_reserved(self.device)) / MIB, "context_source": source}
+
+
+def entry_of(phase: str, parts: Mapping[str, int], allocated: int, reserved: int) -> dict[str, Any]:
+    """Return the entry of a phase in MiB. ``other_mib`` is what the parts miss, mostly the allocator's rounding."""
+    return {
+        "phase": phase,
+        **{f"{part}_mib": parts.get(part, 0) / MIB for part in PARTS},
+        "other_mib": (allocated - sum(parts.values())) / MIB,
+        "allocated_mib": allocated / MIB,
+        "reserve_mib": (reserved - allocated) / MIB,
+    }
+
+
+def blocks_in_use(segments: Iterable[Mapping[str, Any]], device: int) -> dict[int, tuple[int, int]]:
+    """Return the size and the requested size of each block in use, by address, from a snapshot of torch."""
+    return {
+        block["address"]: (block["size"], block.get("requested_size") or block["size"])
+        for segment in segments
+        if segment["device"] == device
+        for block in segment["blocks"]
+        if block["state"] == ALLOCATED
+    }
+
+
+def changes_of(entries: Iterable[Mapping[str, Any]]) -> list[Change]:
+    """Return the allocations and frees of a memory history of torch."""
+    return [
+        Change(entry["addr"], entry["size"], entry["action"] == "free_requested", frames_of(entry))
+        for entry in entries
+        if entry["action"] in ("alloc", "free_requested")
+    ]
+
+
+def frames_of(entry: Mapping[str, Any]) -> tuple[Frame, ...]:
+    """Return the Python stack of an allocation, the innermost call first; empty if none was recorded."""
+    return tuple(Frame(each["filename"], each["line"], each["name"]) for each in entry.get("frames") or ())
+
+
+def known_parts(tensors: ModelTensors, blocks: Mapping[int, tuple[int, int]]) -> dict[int, str]:
+    """Return the part of each block that has tensors of the model, by address.
+
+    Args:
+        tensors: the tensors of the model.
+        blocks: size and requested size of each block, by address.
+    """
+    known: dict[int, str] = {}
+    parts: Sequence[tuple[str, Sequence[Tensor]]] = (
+        ("parameters", (*tensors.parameters, *tensors.buffers)),
+        ("optimizer_states", tensors.optimizer_states),
+        ("gradients", tensors.gradients),
+        (COMMUNICATION, tensors.communication),
+    )
+    for part, members in parts:
+        for address in storage_sizes(_on_gpu(members)):
+            known.setdefault(address, part)
+    buckets = Counter(tensors.bucket_sizes)
+    for address, (_, requested) in blocks.items():
+        if address not in known and buckets[requested] > 0:
+            known[address] = COMMUNICATION
+            buckets[requested] -= 1
+    return known
+
+
+def _on_gpu(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors if tensor.device.type == "cuda")
