@@ -12,6 +12,7 @@ from distexp.console.energy import energy_lines
 from distexp.runs.devices import device_values
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, tensor_entries
 from distexp.runs.metrics import Metrics
+from distexp.runs.out_of_memory import memory_lines
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.runs.text import STAND_IN, failure_text, format_count, model_label, record_model_label
@@ -61,6 +62,7 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if record.error is not None:
         text, rank = failure_text(record), f"rank {record.error.rank}"
         yield "error", text if record.error.rank is None or rank in text else f"{text} ({rank})"
+        yield from memory_lines(record.error.memory) if record.error.memory else ()
     if record.preflight is not None:
         yield "interconnect", _interconnect(record.preflight)
         if products := record.preflight.get("matrix_products"):

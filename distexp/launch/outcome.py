@@ -77,6 +77,10 @@ def finalize_run(
     else:
         status, error = classify_failure(directory, codes, spec)
         record = failed_record(spec, directory, status, error, started)
+        if status == "oom_gpu" and error.memory is not None:
+            from distexp.launch.oom_advice import add_advice  # It needs the planner.
+
+            add_advice(error.memory, spec)
     try:
         add_traces(record, spec, directory)
     except (OSError, ValueError) as error:  # The record of a finished training matters more than its memory.

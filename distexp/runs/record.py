@@ -38,6 +38,23 @@ class RunError:
     rank: int | None = key(None, "Rank of the worker that failed first.")
     errors: list[str] = key([], "All errors of an invalid run. `message` joins them.")
     log: str | None = key(None, "Log of that worker, relative to the run directory. It has the traceback.")
+    memory: dict[str, Any] | None = key(
+        None,
+        "GPU memory when an allocation failed, of a run with status `oom_gpu`.",
+        parts={
+            ".requested_mib": "What the allocation needed.",
+            ".allocated_mib": "Allocated by torch.",
+            ".reserved_mib": "Reserved by torch.",
+            ".free_mib": "Free on the GPU, as CUDA reports it.",
+            ".total_mib": "Memory of the GPU, or its limit.",
+            ".line": "Line of code that ran.",
+            ".parts": "What was allocated, by part. `rest_mib`: activations and temporaries.",
+            ".largest[]": "Largest tensors: `mib`, `count` of equal ones, `part`, and `line` (of the allocation, with "
+            "`train.profile_steps`, or a name).",
+            ".would_fit": "Overrides of the smallest change that fits, if `distexp plan` has predicted it before.",
+            ".command": "Command that predicts what would fit.",
+        },
+    )
 
 
 @dataclass

@@ -112,9 +112,13 @@ def ddp_bucket_sizes(wrapped: Any) -> list[int]:
 def start_memory_history(max_entries: int) -> None:
     """Record each allocation of GPU memory with its Python stack, and each free."""
     with _explained("torch.cuda.memory._record_memory_history"):
-        torch.cuda.memory._record_memory_history(
-            "all", context="alloc", stacks="python", max_entries=max_entries, clear_history=True
-        )
+        torch.cuda.memory._record_memory_history("all", "alloc", "python", max_entries, clear_history=True)
+
+
+def on_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
+    """Call a function with GPU and requested, total and free bytes before torch raises an out-of-memory error."""
+    with _explained("torch._C._cuda_attach_out_of_memory_observer"):
+        torch._C._cuda_attach_out_of_memory_observer(call)  # type: ignore[attr-defined]
 
 
 def stop_memory_history(device: int) -> list[dict[str, Any]]:

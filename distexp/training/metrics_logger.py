@@ -20,6 +20,7 @@ from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
 from distexp.measure.compilation import CompileWatch
 from distexp.measure.memory.allocator import AllocatorWatch
+from distexp.measure.memory.oom import FirstStepStacks
 from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.memory.step_recording import StepRecording
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
@@ -80,6 +81,8 @@ class MetricsLogger:
         self.compilation = CompileWatch(enabled=bool(plan.train.compile))
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
+        unmeasured = plan.train.profile_steps > 0 and plan.train.measure_after_step > 0
+        self.first_stacks = FirstStepStacks(context.device, enabled=unmeasured)
         self.path = context.run_dir / METRICS
         self._file = self.path.open("w") if context.rank == 0 else None
 
@@ -123,6 +126,7 @@ class MetricsLogger:
         self.profiler.window = ProfileWindow.of(self.plan.train, total=total, per_epoch=per_epoch, done=self.steps)
         self.started = time.perf_counter() - self.runtime_s
         self.compilation.start()
+        self.first_stacks.start()
 
     def start_steps(self) -> None:
         """Start the step clock; call it before steps that follow anything else."""
@@ -145,6 +149,7 @@ class MetricsLogger:
             rate: the learning rate.
         """
         self.clock.mark()
+        self.first_stacks.stop()
         measured = self._warmed_up() and not self.profiler.running
         self.profiler.step()
         self.heartbeat.beat()

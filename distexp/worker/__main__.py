@@ -122,7 +122,9 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
     free = free_bytes(run_dir)
     if is_full_disk(error) or (phase == "save" and free < FULL_BYTES):
         return RunError(ERROR_TYPE, full_disk_message(error, run_dir, free), phase, rank)
-    return RunError(type(error).__name__, str(error).strip() or repr(error), phase, rank)
+    oom = sys.modules.get("distexp.measure.memory.oom")  # None if the error came before torch was imported
+    memory = oom.report_of(error) if oom is not None else None
+    return RunError(type(error).__name__, str(error).strip() or repr(error), phase, rank, memory=memory)
 
 
 def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:

@@ -32,6 +32,7 @@ from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
 from distexp.engines.base import load_trainer
+from distexp.measure.memory.oom import watch_out_of_memory
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
 from distexp.models.head import adapt_head, describe_head
@@ -129,6 +130,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     training.on_batch = evaluation.on_batch = events.advance
     plan = StepPlan(config.train, training.steps_per_epoch)
     logger = MetricsLogger(plan, context, events)
+    watch_out_of_memory(context.device, logger.parts.read_tensors)
     inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)
     build = partial(build_model, config, data, context)
     returned = load_trainer(config).train(build, config, context, inputs)

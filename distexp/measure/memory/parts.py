@@ -33,6 +33,10 @@ class PartsWatch:
         self.recording: StepRecording | None = None
         self.peaks: list[dict[str, Any]] = []  # of the recorded step
 
+    def read_tensors(self) -> ModelTensors | None:
+        """Return the tensors of the model; None if it is not built yet."""
+        return self.read() if self.read is not None else None
+
     def record_step(self, recording: StepRecording) -> None:
         """Record the next step."""
         if self.read is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from distexp.report.data.rows import Row
 from distexp.report.data.text import name_runs
+from distexp.runs.out_of_memory import describe_advice, describe_largest, describe_numbers
 from distexp.runs.record import RunError
 from distexp.runs.text import shorten_message
 
@@ -40,8 +42,16 @@ def failure_reasons(row: Row, limit: int = MAX_LENGTH) -> list[str]:
         return [" ".join(message.split()) for message in error.errors or error.message.split(OLD_SEPARATOR)]
     phase = f" in phase {error.phase}" if error.phase else ""
     if status in ("oom_gpu", "oom_host"):
-        return [f"out of {'GPU' if status == 'oom_gpu' else 'host'} memory{phase}{_peak_memory(row)}"]
+        reason = f"out of {'GPU' if status == 'oom_gpu' else 'host'} memory{phase}{_peak_memory(row)}"
+        return [reason if error.memory is None else f"{reason}; {_allocation(error.memory)}"]
     return [f"{error.type}{phase}: {_shorten(error, limit)}"]
+
+
+def _allocation(memory: Mapping[str, Any]) -> str:
+    """Return the allocation that failed, the largest tensors and what would fit."""
+    largest, advice = describe_largest(memory), describe_advice(memory)
+    texts = [describe_numbers(memory), f"largest: {largest}" if largest else "", f"to fit: {advice}" if advice else ""]
+    return "; ".join(filter(None, texts))
 
 
 def _shorten(error: RunError, limit: int) -> str:

@@ -1,0 +1,204 @@
+"""What is in GPU memory when an allocation fails, for ``error.memory`` of a record."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distexp.measure.memory.model_tensors import ModelTensors
+from distexp.measure.memory.saved_tensors import storage_sizes
+from distexp.measure.memory.step_parts import COMMUNICATION, Frame, is_communication, specific_frames
+from distexp.measure.memory.step_recording import ALLOCATED, frames_of, known_parts
+from distexp.system.torch_internals import on_out_of_memory, start_memory_history, stop_memory_history
+from distexp.system.units import MIB
+
+MOST_TENSORS = 8
+REST = "rest"
+"""Activations and temporaries, which only a recorded step separates."""
+
+ReadTensors = Callable[[], ModelTensors | None]
+
+
+@dataclass(frozen=True)
+class UsedBlock:
+    """A block of memory in use."""
+
+    address: int
+    size: int
+    frames: tuple[Frame, ...] = ()
+
+
+class OutOfMemoryWatch:
+    """Keeps a report of the latest allocation of this process that failed.
+
+    Args:
+        read: returns the tensors of the model; None while there is no model.
+    """
+
+    def __init__(self, read: ReadTensors) -> None:
+        self.read = read
+        self.report: dict[str, Any] | None = None
+
+    def observe(self, device: int, requested: int, total: int, free: int) -> None:
+        """Keep a report; torch calls this before it raises the error, and an error here would replace that one."""
+        try:
+            segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            self.report = {
+                "requested_mib": requested / MIB,
+                "allocated_mib": torch.cuda.memory_allocated(device) / MIB,
+                "reserved_mib": torch.cuda.memory_reserved(device) / MIB,
+                "free_mib": free / MIB,
+                "total_mib": total / MIB,
+                **describe_blocks(list(used_blocks(segments, device)), self.read(), running_frames()),
+            }
+        except Exception as error:
+            print(f"note: the memory is not described: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+_watches: list[OutOfMemoryWatch] = []
+
+
+def watch_out_of_memory(device: torch.device, read: ReadTensors) -> None:
+    """Keep a report of failed allocations on a GPU, in place of an earlier watch; do nothing on a CPU."""
+    if device.type != "cuda":
+        return
+    if _watches:
+        _watches[0].read = read
+        return
+    _watches.append(OutOfMemoryWatch(read))
+    on_out_of_memory(_watches[0].observe)
+
+
+def report_of(error: BaseException) -> dict[str, Any] | None:
+    """Return the report of the allocation that an error is about; None for another error."""
+    is_out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    return _watches[0].report if _watches and is_out_of_memory else None
+
+
+class FirstStepStacks:
+    """Records the Python stacks of the first step's allocations, so that a report has source lines.
+
+    Args:
+        enabled: whether to record. The first step must count in no metric.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.device, self._due = device, enabled and device.type == "cuda"
+        self._running = False
+
+    def start(self) -> None:
+        """Record from now on, once. Blocks in use keep their stacks, so the history needs no entries."""
+        if self._due:
+            self._due, self._running = False, True
+            start_memory_history(1)
+
+    def stop(self) -> None:
+        """End the recording."""
+        if self._running:
+            self._running = False
+            stop_memory_history(self.device.index or 0)
+
+
+def used_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> Iterator[UsedBlock]:
+    """Yield the blocks in use in a snapshot of torch."""
+    for segment in segments:
+        if segment["device"] == device:
+            for block in segment["blocks"]:
+                if block["state"] == ALLOCATED:
+                    yield UsedBlock(block["address"], block["size"], frames_of(block))
+
+
+def running_frames() -> list[FrameType]:
+    """Return the calls that run in this thread and in the main thread, the innermost one first."""
+    main = threading.main_thread().ident
+    threads = [sys._getframe(1)]
+    if main is not None and main != threading.get_ident():  # The backward pass has its own thread.
+        threads.append(sys._current_frames()[main])
+    return [frame for innermost in threads for frame in _callers(innermost)]
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        if frame.f_code.co_filename != __file__:
+            yield frame
+        frame = frame.f_back
+
+
+def describe_blocks(
+    blocks: Iterable[UsedBlock], tensors: ModelTensors | None, running: Iterable[FrameType]
+) -> dict[str, Any]:
+    """Return the line that runs, the memory by part, and the largest tensors.
+
+    Args:
+        blocks: the blocks in use.
+        tensors: the tensors of the model; None if there is none.
+        running: the calls that run.
+    """
+    frames = list(running)
+    parts = known_parts(tensors, {}) if tensors is not None else {}
+    names = {**dict(_variables(frames)), **(dict(_names(tensors)) if tensors is not None else {})}
+    sizes: Counter[str] = Counter()
+    groups: Counter[tuple[int, str, str | None]] = Counter()
+    for block in blocks:
+        part = parts.get(block.address) or (COMMUNICATION if is_communication(block.frames) else REST)
+        sizes[part] += block.size
+        groups[block.size, part, names.get(block.address) or _line(block.frames)] += 1
+    largest = sorted(groups.items(), key=lambda item: -item[0][0])[:MOST_TENSORS]
+    return {
+        "line": _line([_as_frame(frame) for frame in frames]),
+        "parts": {f"{part}_mib": size / MIB for part, size in sizes.items()},
+        "largest": [
+            {"mib": size / MIB, "count": count, "part": part, "line": line} for (size, part, line), count in largest
+        ],
+    }
+
+
+def _names(tensors: ModelTensors) -> Iterator[tuple[int, str]]:
+    """Yield address and name of parameters and their gradients."""
+    for parameter in tensors.parameters:
+        name = tensors.names.get(id(parameter))
+        if name is not None:
+            yield from ((address, name) for address in storage_sizes(iter([parameter])))
+            if isinstance(gradient := parameter.grad, Tensor):
+                yield from ((address, f"gradient of {name}") for address in storage_sizes(iter([gradient])))
+
+
+def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[int, str]]:
+    """Yield address and name of the tensors in local variables; the innermost call comes last, and so counts."""
+    for frame in reversed(list(frames)):
+        place = format_frame(_as_frame(frame))
+        for name, value in list(frame.f_locals.items()):
+            for tensor in _tensors_of(value):
+                yield from ((address, f"{name} in {place}") for address in storage_sizes(iter([tensor])))
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield a tensor, or the tensors that a mapping or a sequence contains directly."""
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return (each for each in list(members) if isinstance(each, Tensor) and each.layout == torch.strided)
+
+
+def _line(frames: Iterable[Frame]) -> str | None:
+    """Return the innermost line outside of torch's general code; None if there is none."""
+    frame = next(specific_frames(list(frames)), None)
+    return None if frame is None else format_frame(frame)
+
+
+def _as_frame(frame: FrameType) -> Frame:
+    return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def format_frame(frame: Frame) -> str:
+    """Return a place in the code: ``transformers/models/bloom/modeling_bloom.py:301 in forward``."""
+    file = frame.file.rpartition("/site-packages/")[2]
+    if "/distexp/" in file:
+        file = f"distexp/{file.rpartition('/distexp/')[2]}"
+    return f"{file}:{frame.line} in {frame.function}"

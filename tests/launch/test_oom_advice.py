@@ -1,0 +1,107 @@
+"""What would have fit, in the record of a run that was out of GPU memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distexp.console.run_summary import summary_lines
+from distexp.launch.oom_advice import apply_overrides, plan_command, predicted_change
+from distexp.launch.outcome import finalize_run, start_attempt
+from distexp.plan.cache import store_estimate
+from distexp.report.data.failures import failure_notes
+from distexp.report.data.rows import Row
+from distexp.runs.errors import write_error
+from distexp.runs.record import RunError, RunRecord
+from distexp.runs.run_dir import error_path
+from tests.helpers.planning import linear_estimate
+from tests.helpers.records import record
+from tests.helpers.runs import make_spec
+
+CELL = (
+    "model=gpt_tiny", "strategy=single", "cluster.device=cpu", "measure.enabled=false", "train.micro_batch_size=8",
+)  # fmt: skip
+MEMORY: dict[str, Any] = {
+    "requested_mib": 1200.0, "allocated_mib": 70_000.0, "reserved_mib": 74_000.0, "free_mib": 900.0,
+    "total_mib": 81_920.0, "line": "x.py:3 in forward", "parts": {"parameters_mib": 2000.0, "rest_mib": 68_000.0},
+    "largest": [
+        {"mib": 980.0, "count": 2, "part": "rest", "line": "x.py:4 in forward"},
+        {"mib": 500.0, "count": 1, "part": "parameters", "line": "head.weight"},
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
+
+
+def store(*overrides: str) -> None:
+    config = make_spec(*CELL, *overrides).config
+    store_estimate(config, linear_estimate(config))
+
+
+def test_the_smallest_predicted_change_that_fits() -> None:
+    """8 samples of 1 GB and 4 GB of states do not fit into 9 GB. Four samples do, and one more change is not needed."""
+    config = make_spec(*CELL).config
+    assert predicted_change(config, 9_000.0) == [], "nothing was predicted, and nothing is traced now"
+    change = ("train.micro_batch_size=4", "train.gradient_accumulation_steps=2")
+    store(*change)
+    store("train.activation_checkpointing=true")
+    assert predicted_change(config, 9_000.0) == list(change)
+    assert predicted_change(config, 7_000.0) == ["train.activation_checkpointing=true"]
+    assert predicted_change(config, 5_000.0) == []
+
+
+def test_overrides_keep_the_types_of_the_configuration() -> None:
+    config = make_spec(*CELL).config
+    changed = apply_overrides(config, ("train.micro_batch_size=2", "train.logits=targets"))
+    assert changed is not None
+    assert (changed.train.micro_batch_size, changed.train.logits) == (2, "targets")
+    assert config.train.micro_batch_size == 8
+    assert apply_overrides(config, ("zero_stage=3",)) is None
+
+
+def test_the_command_has_the_overrides_of_the_run_and_its_gpu() -> None:
+    spec = make_spec(*CELL)
+    spec.run.overrides = ["strategy=fsdp", "plan=check", "train.betas=[0.9, 0.99]"]
+    assert (
+        plan_command(spec, 81_920.0) == "distexp plan strategy=fsdp 'train.betas=[0.9, 0.99]' plan.gpu_memory_gb=80.0"
+    )
+
+
+def test_the_record_of_a_run_has_the_report_of_its_worker(tmp_path: Path) -> None:
+    spec = make_spec(*CELL)
+    start_attempt(spec, tmp_path)
+    error = RunError("OutOfMemoryError", "CUDA out of memory.", "warmup", 0, memory=MEMORY)
+    write_error(error_path(tmp_path, 0, 0), error)
+    finalize_run(spec, tmp_path, {0: 1}, started=1.0)
+    written = RunRecord.read(tmp_path / "record.json")
+    assert written.status == "oom_gpu"
+    assert written.error is not None
+    assert written.error.memory == {**MEMORY, "would_fit": [], "command": plan_command(spec, 81_920.0)}
+    assert "memory" in json.loads((tmp_path / "record.json").read_text())["error"]
+
+
+def test_panel_and_report_describe_the_allocation() -> None:
+    memory = {**MEMORY, "would_fit": [], "command": "distexp plan"}
+    run = record(0, status="oom_gpu", error=RunError("OutOfMemoryError", "CUDA", "train", 0, memory=memory))
+    lines = dict(summary_lines(run))
+    assert lines["GPU memory"] == (
+        "1,200 MiB requested at x.py:3 in forward, 900 of 81,920 MiB free, 70,000 allocated by torch, 74,000 reserved"
+    )
+    assert lines["in memory"] == "activations and temporaries 68,000, parameters 2,000"
+    assert lines["largest"] == "2 x 980 MiB x.py:4 in forward, 500 MiB head.weight (parameters)"
+    assert lines["would fit"] == "type distexp plan"
+    memory["would_fit"] = ["train.micro_batch_size=4"]
+    assert dict(summary_lines(run))["would fit"] == "train.micro_batch_size=4 (predicted before)"
+    row = Row("0", run, {}, {"gpu_peak_mib": None, "torch_peak_allocated_mib": None})
+    (note,) = failure_notes([row])
+    assert "out of GPU memory in phase train; 1,200 MiB requested at x.py:3" in note
+    assert note.endswith("head.weight (parameters); to fit: train.micro_batch_size=4 (predicted before)")
+    run.error = RunError("OutOfMemoryError", "CUDA", "train", 0)
+    (note,) = failure_notes([row])
+    assert note.endswith("out of GPU memory in phase train"), "a record of an earlier version"
