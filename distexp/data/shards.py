@@ -25,6 +25,7 @@ from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData,
 from distexp.data.packing import PackedSamples
 from distexp.data.workload import Workload, measure_workload
 from distexp.distributed.process_group import sum_over_ranks
+from distexp.measure.profiling.annotations import DATA, annotate, annotate_items
 
 BUCKET_BATCHES = 50
 """Global batches whose samples are sorted by length together, with ``dataset.bucketing=true``."""
@@ -276,12 +277,13 @@ class ShardedLoader:
         micro_batches: list[Batch] = []
         num_samples = iter(self._count_samples(epoch, wanted))
         stop = StopFlag(self.device)
-        for batch in batches:
+        for batch in annotate_items(DATA, batches):
             self.on_batch()
             check_returned(batch, Batch, COLLATE)
             micro_batches.append(batch)
             if len(micro_batches) == self.sharding.accumulation:
-                placed = [to_device(self.samples, batch, self.device) for batch in micro_batches]
+                with annotate(DATA):
+                    placed = [to_device(self.samples, batch, self.device) for batch in micro_batches]
                 wait_s = time.perf_counter() - started
                 stop.check()  # waits until the device has finished the step before the previous one
                 normalizer, requests = self._sum_counts(micro_batches)

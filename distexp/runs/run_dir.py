@@ -190,3 +190,8 @@ def memory_traces(run_dir: Path) -> Iterator[tuple[int, Path]]:
 def profile_trace_path(run_dir: Path) -> Path:
     """Return the profiler's trace of rank 0."""
     return run_dir / PROFILE / "rank0.json.gz"
+
+
+def profile_summary_path(run_dir: Path) -> Path:
+    """Return the lanes of a profiled step of each rank."""
+    return run_dir / PROFILE / "summary.json"

@@ -10,6 +10,7 @@ import torch
 from distexp.data.shards import StepData
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import synchronize
+from distexp.measure.profiling.annotations import OPTIMIZER, annotate
 from distexp.models.objective import evaluation_sums
 from distexp.strategies.base import DistributedModel, EvaluableModel
 from distexp.training.inputs import TrainingInputs
@@ -28,7 +29,8 @@ def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable
                 contribution = train_step(model, step, logger.parts.start_forward)
             logger.before_update()
             rate = plan.learning_rate(logger.steps)
-            norm = model.step(rate)
+            with annotate(OPTIMIZER):
+                norm = model.step(rate)
             logger.record_step(step, contribution, norm, rate)
             after_step()
         end_epoch(model, inputs)

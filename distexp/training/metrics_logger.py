@@ -236,7 +236,8 @@ class MetricsLogger:
         self.parts.cancel()
         if self.profiler.has_started:
             self.events.set_phase("profile")
-        metrics.communication = self.profiler.summary()
+        if profiled := self.profiler.finish():
+            metrics.communication, metrics.step_breakdown = profiled.communication, profiled.breakdown
         metrics.compile = self.compilation.summary()
         return metrics
 

@@ -1,32 +1,89 @@
-"""Reader of collectives and kernels from a profiler trace in Chrome's JSON format.
+"""Reader of a profiler trace in Chrome's JSON format.
 
 The category of an event (``kernel``, ``user_annotation``) separates kernels from annotations on the same timeline.
-Kernels of NCCL are named after their collectives.
 """
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.measure.profiling.communication import Interval, Timeline
+from distexp.measure.profiling.annotations import DATA, OPTIMIZER
+from distexp.measure.profiling.categories import (
+    BACKWARD,
+    GLOO,
+    MATMUL,
+    OTHER_KERNEL,
+    collective_kind,
+    kernel_category,
+    nccl_kind,
+    operator_category,
+)
+from distexp.measure.profiling.communication import Timeline
+from distexp.measure.profiling.intervals import Interval
 
 STEP = "ProfilerStep#"
-GLOO = "gloo:"
-NCCL = re.compile(r"\b[nr]ccl\w*?Kernel(?:_([A-Za-z]+))?")
-"""ncclDevKernel_AllReduce_Sum_f32_RING_LL, ncclSymkDevKernel_AllGather_LL, ncclKernel_... before NCCL 2.19."""
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
-OTHER = "other"
+COPY = "copy"
+TORCH_OPTIMIZER = "Optimizer.step#"
+"""Annotation of every optimizer of torch. It is inside OPTIMIZER, except with trainers that have their own loop."""
 
 
-def read_timeline(path: Path, *, on_gpu: bool) -> Timeline:
-    """Read the steps, collectives and kernels of a rank.
+@dataclass(frozen=True)
+class DeviceEvent:
+    """Something on the GPU, and the call on the CPU that launched it; None: unknown."""
+
+    when: Interval
+    launch: Interval | None
+
+
+@dataclass(frozen=True)
+class Kernel(DeviceEvent):
+    """A kernel or copy on the GPU."""
+
+    category: str  # MATMUL, OTHER_KERNEL or COPY
+
+
+@dataclass(frozen=True)
+class Collective(DeviceEvent):
+    """A collective: the time of its kernel on the GPU, or from the call to the end with gloo."""
+
+    kind: str
+    group: str  # ranks of its process group, as torch prints them; empty: unknown
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Events of one rank that matter; all times are in seconds of the same clock."""
+
+    on_gpu: bool
+    steps: list[Interval]
+    collectives: list[Collective]
+    kernels: list[Kernel]  # empty on the CPU
+    operators: dict[str, list[Interval]]  # of the training thread, by category; they may be nested
+    data: list[Interval]
+    optimizer: list[Interval]
+    backward: list[Interval]
+
+    @property
+    def window(self) -> Interval:
+        """Return the start of the first step and the end of the last."""
+        return self.steps[0][0], self.steps[-1][1]
+
+    @property
+    def device_events(self) -> list[DeviceEvent]:
+        """Return kernels, copies and collectives."""
+        return [*self.kernels, *self.collectives]
+
+
+def read_trace(path: Path, *, on_gpu: bool) -> Trace:
+    """Read the events of a rank.
 
     Collectives of gloo count from the call to their end, including the time in the queue, with the names that gloo
     uses (it executes a reduce-scatter as an all-reduce). Collectives of NCCL count while their kernels are on the GPU,
-    including the wait for the slowest rank. Copies between host and GPU are neither communication nor computation.
+    including the wait for the slowest rank.
 
     Args:
         path: The trace.
@@ -42,32 +99,46 @@ def read_timeline(path: Path, *, on_gpu: bool) -> Timeline:
     except json.JSONDecodeError as error:
         raise ValueError(f"the profiler trace is not valid JSON: {error}") from error
     events = [event for event in content if isinstance(event, _Event)] if isinstance(content, list) else []
-    steps = [event.when for event in events if event.kind == STEP]
+    steps = [event for event in events if event.kind == STEP]
     if not steps:
         raise ValueError("the profiler trace has no step")
-    kernels = [event.when for event in events if event.kind == ""]
-    collectives: dict[str, list[Interval]] = {}
-    for event in events:
-        if event.kind not in (STEP, ""):
-            collectives.setdefault(event.kind, []).append(event.when)
-    if on_gpu and not any(event.on_gpu for event in events):
+    if on_gpu and not any(event.correlated for event in events if event.kind in _DEVICE):
         raise ValueError(
             "the profiler recorded no GPU kernel (CUPTI is missing, or another tool uses it): "
             "set KINETO_LOG_LEVEL=0 to see the reason"
         )
-    window = min(start for start, _ in steps), max(end for _, end in steps)
-    return Timeline(len(steps), window, collectives, kernels if on_gpu else None)
+    return _build_trace(events, on_gpu=on_gpu)
+
+
+def timeline_of(trace: Trace) -> Timeline:
+    """Return what the share of communication is computed from.
+
+    Copies between host and GPU are neither communication nor computation.
+    """
+    collectives: dict[str, list[Interval]] = {}
+    for each in trace.collectives:
+        collectives.setdefault(each.kind, []).append(each.when)
+    kernels = [kernel.when for kernel in trace.kernels if kernel.category != COPY]
+    return Timeline(len(trace.steps), trace.window, collectives, kernels if trace.on_gpu else None)
 
 
 class _Event:
-    """A step, a collective, or a compute kernel; ``kind`` is ``STEP``, the collective, or empty."""
+    """An event; ``name`` is the category of a kernel or operator, or the kind of a collective."""
 
-    __slots__ = ("kind", "on_gpu", "when")
+    __slots__ = ("correlated", "correlation", "group", "kind", "name", "thread", "when")
 
-    def __init__(self, kind: str, raw: dict[str, Any]) -> None:
+    def __init__(self, kind: str, name: str, raw: dict[str, Any], arguments: dict[str, Any]) -> None:
         start = float(raw["ts"]) / 1e6
-        self.kind, self.when = kind, (start, start + float(raw.get("dur", 0)) / 1e6)
-        self.on_gpu = raw["cat"] == "kernel"
+        self.kind, self.name, self.when = kind, name, (start, start + float(raw.get("dur", 0)) / 1e6)
+        self.thread = raw.get("tid")
+        self.correlation = arguments.get("correlation")
+        self.correlated = raw.get("cat") == "kernel"
+        self.group = str(arguments.get("Process Group Ranks", ""))
+
+
+KERNEL, COLLECTIVE, OPERATOR, LAUNCH, BACKWARD_EVENT = "kernel", "collective", "operator", "launch", "backward"
+_DEVICE = (KERNEL, COLLECTIVE)
+_KEPT_ARGUMENTS = ("correlation", "Collective name", "Process Group Ranks")
 
 
 def _parse_event(raw: dict[str, Any]) -> Any:
@@ -75,23 +146,79 @@ def _parse_event(raw: dict[str, Any]) -> Any:
     if "traceEvents" in raw:
         return raw["traceEvents"]
     if raw.get("ph") != "X":
-        return {"Collective name": raw["Collective name"]} if "Collective name" in raw else None
-    category, name = raw.get("cat"), str(raw.get("name"))
-    if category == "kernel":
-        found = NCCL.search(name)
-        return _Event(_kind(found[1] or "", raw.get("args")) if found else "", raw)
-    if category == "user_annotation" and name.startswith(STEP):
-        return _Event(STEP, raw)
-    if category == "user_annotation" and name.startswith(GLOO):
-        return _Event(_kind(name.removeprefix(GLOO), None), raw)
-    return None
+        return {name: raw[name] for name in _KEPT_ARGUMENTS if name in raw} or None
+    parse = _PARSERS.get(str(raw.get("cat")))
+    return None if parse is None else parse(str(raw.get("name")), raw)
 
 
-def _kind(name: str, arguments: dict[str, Any] | None) -> str:
-    """Return a kind such as ``all_reduce`` for a name such as ``AllReduce``.
+def _parse_kernel(name: str, raw: dict[str, Any]) -> _Event:
+    arguments = raw.get("args") or {}
+    kind = nccl_kind(name, arguments)
+    return _Event(*((KERNEL, kernel_category(name)) if kind is None else (COLLECTIVE, kind)), raw, arguments)
 
-    For a generic kernel of NCCL it is the collective that torch requested, if the trace contains it.
-    """
-    requested = name if name != "Generic" else str((arguments or {}).get("Collective name", OTHER))
-    plain = requested.replace("_", "").lower().removesuffix("base")
-    return next((kind for kind in KINDS if kind.replace("_", "") == plain), requested.lower() or OTHER)
+
+def _parse_copy(name: str, raw: dict[str, Any]) -> _Event:
+    return _Event(KERNEL, COPY, raw, raw.get("args") or {})
+
+
+def _parse_launch(name: str, raw: dict[str, Any]) -> _Event | None:
+    arguments = raw.get("args") or {}
+    return _Event(LAUNCH, "", raw, arguments) if "correlation" in arguments else None
+
+
+def _parse_annotation(name: str, raw: dict[str, Any]) -> _Event | None:
+    if name.startswith(STEP):
+        return _Event(STEP, "", raw, {})
+    if name.startswith(GLOO):
+        return _Event(COLLECTIVE, collective_kind(name.removeprefix(GLOO)), raw, {})
+    if name == DATA:
+        return _Event(DATA, "", raw, {})
+    return _Event(OPTIMIZER, "", raw, {}) if name == OPTIMIZER or name.startswith(TORCH_OPTIMIZER) else None
+
+
+def _parse_operator(name: str, raw: dict[str, Any]) -> _Event | None:
+    if name.startswith(BACKWARD):
+        return _Event(BACKWARD_EVENT, "", raw, {})
+    category = operator_category(name)
+    return None if category is None else _Event(OPERATOR, category, raw, {})
+
+
+_PARSERS: dict[str, Callable[[str, dict[str, Any]], _Event | None]] = {
+    "kernel": _parse_kernel,
+    "gpu_memcpy": _parse_copy,
+    "gpu_memset": _parse_copy,
+    "cuda_runtime": _parse_launch,
+    "cuda_driver": _parse_launch,
+    "user_annotation": _parse_annotation,
+    "cpu_op": _parse_operator,
+}
+"""Parsers of events by category."""
+
+
+def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
+    steps = sorted((event for event in events if event.kind == STEP), key=lambda event: event.when)
+    launches = {event.correlation: event.when for event in events if event.kind == LAUNCH}
+    training_thread = steps[0].thread
+    operators = [event for event in events if event.kind == OPERATOR and event.thread == training_thread]
+    # On a GPU the traces of gloo are those of collectives between hosts. They do not occupy the GPU.
+    collectives = [event for event in events if event.kind == COLLECTIVE and event.correlated == on_gpu]
+    return Trace(
+        on_gpu=on_gpu,
+        steps=[event.when for event in steps],
+        collectives=[
+            Collective(event.when, launches.get(event.correlation), event.name, event.group) for event in collectives
+        ],
+        kernels=[
+            Kernel(event.when, launches.get(event.correlation), event.name)
+            for event in events
+            if event.kind == KERNEL and on_gpu
+        ],
+        operators={name: _times(operators, name) for name in (MATMUL, OTHER_KERNEL)},
+        data=[event.when for event in events if event.kind == DATA],
+        optimizer=[event.when for event in events if event.kind == OPTIMIZER],
+        backward=[event.when for event in events if event.kind == BACKWARD_EVENT],
+    )
+
+
+def _times(events: Iterable[_Event], name: str) -> list[Interval]:
+    return [event.when for event in events if event.name == name]

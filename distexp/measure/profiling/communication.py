@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-Interval = tuple[float, float]
-"""Start and end in seconds."""
+from distexp.measure.profiling.intervals import Interval, clip, intersection_length, merge, total_length
 
 
 @dataclass(frozen=True)
@@ -49,39 +48,3 @@ def communication_shares(timeline: Timeline) -> CommunicationShares:
         exposed_share=None if exposed is None else max(0.0, exposed) / (end - start),
         by_collective={kind: total_length(each) / timeline.steps for kind, each in sorted(kinds.items()) if each},
     )
-
-
-def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """Return the parts of intervals that are inside a window."""
-    first, last = window
-    return [(max(start, first), min(end, last)) for start, end in intervals if start < last and end > first]
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals as sorted, disjoint and non-empty intervals."""
-    merged: list[Interval] = []
-    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def total_length(disjoint: Iterable[Interval]) -> float:
-    """Return the total length of disjoint intervals."""
-    return sum(end - start for start, end in disjoint)
-
-
-def intersection_length(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Return the length of the intersection of two lists, both sorted and disjoint as from ``merge``."""
-    total, i, j = 0.0, 0, 0
-    while i < len(one) and j < len(other):
-        start = max(one[i][0], other[j][0])
-        end = min(one[i][1], other[j][1])
-        total += max(0.0, end - start)
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total

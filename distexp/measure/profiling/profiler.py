@@ -1,8 +1,7 @@
-"""Profiling of the last steps of a training, to measure the share of communication.
+"""Profiling of the last steps of a training, to measure what their time goes to.
 
 Profiled steps count in no other metric. Every rank profiles, because a rank that profiles alone would be slower than
-the others. A collective lasts until the slowest rank has joined, so waiting for that rank counts as communication. The
-rank with the smallest share waited least.
+the others. Each rank reads its own trace. Only durations of collectives and the results travel between ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +22,13 @@ from distexp.config import TrainConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.measure.clock import synchronize
-from distexp.measure.profiling.chrome_trace import read_timeline
+from distexp.measure.profiling.annotations import activate_annotations
+from distexp.measure.profiling.breakdown import split_step, step_windows
+from distexp.measure.profiling.chrome_trace import Trace, read_trace, timeline_of
 from distexp.measure.profiling.communication import CommunicationShares, communication_shares
+from distexp.measure.profiling.lanes import lanes_of
+from distexp.measure.profiling.waiting import Durations, durations_of, split_collectives
+from distexp.runs.profile_summary import write_profile_summary
 from distexp.runs.run_dir import profile_trace_path
 
 LOG_LEVEL_SILENT = "100"
@@ -60,6 +64,28 @@ class ProfileWindow:
         return cls(total - steps - WARMUP_STEPS, steps) if steps >= 1 else None
 
 
+@dataclass(frozen=True)
+class RankSummary:
+    """What the other ranks need to know of the trace of a rank."""
+
+    shares: CommunicationShares
+    step_s: list[float]  # duration of each profiled step
+    collectives: Durations
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Results of the profiled steps, the same on all ranks.
+
+    Attributes:
+        communication: ``metrics.communication`` of the record.
+        breakdown: ``metrics.step_breakdown`` of the record; None if a rank has no usable trace.
+    """
+
+    communication: dict[str, Any]
+    breakdown: list[dict[str, Any]] | None
+
+
 class StepProfiler:
     """Profiler of one training on one rank; it does nothing if ``train.profile_steps`` is 0."""
 
@@ -92,6 +118,7 @@ class StepProfiler:
         before = time.perf_counter()
         steps = schedule(wait=0, warmup=WARMUP_STEPS, active=self.window.steps, repeat=1)
         self._profile = profile(activities=activities, schedule=steps)
+        activate_annotations(active=True)
         self._profile.start()
         self.overhead_s += time.perf_counter() - before
 
@@ -106,7 +133,7 @@ class StepProfiler:
         self._profile.step()
         if self.done == WARMUP_STEPS + self.window.steps:
             self._finished = True
-            self._profile.stop()
+            self._stop()
         self.overhead_s += time.perf_counter() - before
 
     def mark_interrupted(self, reason: str) -> None:
@@ -114,23 +141,47 @@ class StepProfiler:
         if self.running and self.done >= WARMUP_STEPS:
             self.invalid = f"{reason} between the profiled steps: not measured"
 
-    def summary(self) -> dict[str, Any] | None:
-        """Return ``metrics.communication`` of the record: means over all ranks. A collective.
+    def _stop(self) -> None:
+        assert self._profile is not None
+        self._profile.stop()
+        activate_annotations(active=False)
 
-        Rank 0 saves its trace in the run directory.
+    def finish(self) -> ProfileResult | None:
+        """Return what the time of the profiled steps went to. A collective.
+
+        Rank 0 saves its trace and the lanes of all ranks in the run directory.
 
         Returns:
-            The entry, or None if ``train.profile_steps`` is 0.
+            The result, or None if ``train.profile_steps`` is 0.
         """
         if not self.requested_steps:
             return None
         if self._profile is not None and not self._finished:  # the training stopped early
-            self._profile.stop()
-        own: CommunicationShares | str = self.invalid or self._compute_shares()
-        return _combine(gather_to_all(own), self.window)
+            self._stop()
+        trace = self._read_trace()
+        ranks = gather_to_all(_summarize(trace))
+        communication = _combine([each if isinstance(each, str) else each.shares for each in ranks], self.window)
+        known = [each for each in ranks if isinstance(each, RankSummary)]
+        if isinstance(trace, str) or len(known) < len(ranks):
+            return ProfileResult(communication, None)
+        return ProfileResult(communication, self._break_down(trace, known))
 
-    def _compute_shares(self) -> CommunicationShares | str:
-        """Return the shares of this rank, or why there are none."""
+    def _break_down(self, trace: Trace, ranks: Sequence[RankSummary]) -> list[dict[str, Any]]:
+        """Return the parts of the median step of each rank, and write its lanes on rank 0. A collective."""
+        position = _median_step([each.step_s for each in ranks])
+        collectives = split_collectives(trace.collectives, [each.collectives for each in ranks])
+        step = split_step(trace, step_windows(trace)[position], collectives)
+        rank = self.context.rank
+        own = step.to_json(rank, on_gpu=trace.on_gpu), lanes_of(trace, step, collectives, rank)
+        found = gather_to_all(own)
+        if rank == 0:
+            write_profile_summary(self.context.run_dir, [lanes for _, lanes in found], len(trace.steps))
+        return [entry for entry, _ in found]
+
+    def _read_trace(self) -> Trace | str:
+        """Return the trace of this rank, or why there is none."""
+        if self.invalid is not None:
+            return self.invalid
         if self.window is None:
             return (
                 f"too few steps to measure speed and to profile (train.profile_steps={self.requested_steps}): "
@@ -139,15 +190,33 @@ class StepProfiler:
         if self._profile is None or not self._finished:
             return "the training stopped before its last steps, which are profiled"
         with tempfile.TemporaryDirectory(prefix="distexp-profile-") as folder:
-            trace = Path(folder) / "trace.json"
+            path = Path(folder) / "trace.json"
             try:
-                self._profile.export_chrome_trace(str(trace))
+                self._profile.export_chrome_trace(str(path))
                 self._profile = None  # frees its events
                 if self.context.rank == 0:
-                    _save_compressed(trace, profile_trace_path(self.context.run_dir))
-                return communication_shares(read_timeline(trace, on_gpu=self.context.device.type == "cuda"))
+                    _save_compressed(path, profile_trace_path(self.context.run_dir))
+                return read_trace(path, on_gpu=self.context.device.type == "cuda")
             except (OSError, ValueError) as error:
                 return str(error)
+
+
+def _summarize(trace: Trace | str) -> RankSummary | str:
+    """Return the summary of a trace, or why there is none."""
+    if isinstance(trace, str):
+        return trace
+    try:
+        shares = communication_shares(timeline_of(trace))
+    except ValueError as error:
+        return str(error)
+    durations = [end - start for start, end in step_windows(trace)]
+    return RankSummary(shares, durations, durations_of(trace.collectives))
+
+
+def _median_step(ranks: Sequence[Sequence[float]]) -> int:
+    """Return the position of the step with the median duration, as a mean over the ranks; the same for all ranks."""
+    means = [_mean(each) for each in zip(*ranks, strict=True)]
+    return sorted(range(len(means)), key=lambda position: means[position])[(len(means) - 1) // 2]
 
 
 def _save_compressed(trace: Path, target: Path) -> None:

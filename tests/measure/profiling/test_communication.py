@@ -12,14 +12,9 @@ import pytest
 
 from distexp.config import TrainConfig
 from distexp.console.run_summary import summary_lines
-from distexp.measure.profiling.chrome_trace import read_timeline
-from distexp.measure.profiling.communication import (
-    Interval,
-    Timeline,
-    communication_shares,
-    intersection_length,
-    merge,
-)
+from distexp.measure.profiling.chrome_trace import read_trace, timeline_of
+from distexp.measure.profiling.communication import Timeline, communication_shares
+from distexp.measure.profiling.intervals import Interval, intersection_length, merge, subtract
 from distexp.measure.profiling.profiler import ProfileWindow
 from distexp.resolve.run_id import run_id
 from distexp.runs.phases import read_phase_events
@@ -48,6 +43,14 @@ def test_intersection_length() -> None:
     one, other = [(0.0, 4.0), (6.0, 7.0), (9.0, 12.0)], [(1.0, 2.0), (3.0, 6.5), (10.0, 20.0)]
     assert intersection_length(one, other) == intersection_length(other, one) == 1 + 1 + 0.5 + 2
     assert intersection_length(one, []) == 0
+
+
+def test_subtract() -> None:
+    one, other = [(0.0, 4.0), (6.0, 7.0), (9.0, 12.0)], [(1.0, 2.0), (3.0, 6.5), (8.0, 9.0), (10.0, 20.0)]
+    assert subtract(one, other) == [(0.0, 1.0), (2.0, 3.0), (6.5, 7.0), (9.0, 10.0)]
+    assert subtract(other, one) == [(4.0, 6.0), (8.0, 9.0), (12.0, 20.0)]
+    assert subtract(one, []) == one
+    assert subtract(one, [(0.0, 30.0)]) == subtract([], one) == []
 
 
 def test_shares_of_a_rank() -> None:
@@ -104,7 +107,7 @@ def trace(folder: Path, *events: dict[str, Any]) -> Path:
 
 
 def test_gpu_trace_separates_nccl_and_compute_kernels(tmp_path: Path) -> None:
-    found = communication_shares(read_timeline(trace(tmp_path, *STEPS, *HOST, *DEVICE), on_gpu=True))
+    found = communication_shares(timeline_of(read_trace(trace(tmp_path, *STEPS, *HOST, *DEVICE), on_gpu=True)))
     assert found.step_s == pytest.approx(0.010)
     assert found.share == pytest.approx((3 + 1 + 0.5 + 1 + 0.5) / 20)
     assert found.exposed_share == pytest.approx((2 + 1 + 0.5 + 1 + 0.5) / 20), "a copy is no computation"
@@ -123,10 +126,10 @@ def test_gpu_trace_separates_nccl_and_compute_kernels(tmp_path: Path) -> None:
 def test_incomplete_trace_is_an_error(tmp_path: Path, events: list[dict[str, Any]], error: str) -> None:
     path = trace(tmp_path, *events)
     with pytest.raises(ValueError, match=error):
-        read_timeline(path, on_gpu=True)
+        read_trace(path, on_gpu=True)
     path.write_text(path.read_text()[:-9])
     with pytest.raises(ValueError, match="not valid JSON"):
-        read_timeline(path, on_gpu=True)
+        read_trace(path, on_gpu=True)
 
 
 @pytest.mark.parametrize(

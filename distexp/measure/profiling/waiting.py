@@ -1,0 +1,66 @@
+"""Waiting for the slowest rank in collectives.
+
+A collective ends on all ranks at the same time. So the rank with the shortest duration started last, and the others
+waited for it. No clock is compared between machines, only durations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distexp.measure.profiling.chrome_trace import Collective
+from distexp.measure.profiling.intervals import Interval
+
+Key = tuple[str, str]
+"""Kind of a collective, and the ranks of its process group."""
+Durations = Mapping[Key, Sequence[float]]
+"""Durations of the collectives of a rank in seconds, in the order of their starts."""
+
+ONE_SIDED = ("send_recv", "send", "recv", "broadcast", "reduce", "gather", "scatter")
+"""Kinds in which a rank may end before another has started."""
+
+
+def durations_of(collectives: Sequence[Collective]) -> dict[Key, list[float]]:
+    """Return the durations of the collectives in which all ranks wait for each other."""
+    found: dict[Key, list[float]] = {}
+    for each in sorted(collectives, key=lambda collective: collective.when):
+        if each.kind not in ONE_SIDED:
+            found.setdefault((each.kind, each.group), []).append(each.when[1] - each.when[0])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective on one rank, divided into waiting and transfer."""
+
+    kind: str
+    wait: Interval  # until the slowest rank starts
+    transfer: Interval
+
+
+def split_collectives(collectives: Sequence[Collective], ranks: Sequence[Durations]) -> list[Transfer]:
+    """Divide the collectives of a rank into waiting and transfer, in the order of their starts.
+
+    Args:
+        collectives: Collectives of the rank.
+        ranks: Durations of all ranks. Ranks of other process groups have other keys. If ranks of one group have
+            different numbers of collectives, nothing is known about their waiting.
+    """
+    shortest = {key: _shortest([each[key] for each in ranks if key in each]) for rank in ranks for key in rank}
+    positions: dict[Key, int] = {}
+    found: list[Transfer] = []
+    for each in sorted(collectives, key=lambda collective: collective.when):
+        key = each.kind, each.group
+        position = positions[key] = positions.get(key, -1) + 1
+        durations = shortest.get(key)
+        start, end = each.when
+        started_last = start if durations is None else max(start, end - durations[position])
+        found.append(Transfer(each.kind, (start, started_last), (started_last, end)))
+    return found
+
+
+def _shortest(ranks: Sequence[Sequence[float]]) -> list[float] | None:
+    if len({len(each) for each in ranks}) != 1:
+        return None
+    return [min(each) for each in zip(*ranks, strict=True)]
