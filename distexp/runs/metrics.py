@@ -65,15 +65,16 @@ class Metrics:
         parts={
             "[].rank": "Rank.",
             "[].step_ms": "Duration of the step, in ms.",
-            "[].matmul_ms": "Matrix kernels, in ms.",
-            "[].other_kernels_ms": "Other kernels, in ms.",
+            "[].matmul_ms": "Matrix products, convolutions and attention, in ms.",
+            "[].other_kernels_ms": "Other kernels and copies, in ms.",
             "[].exposed_communication_ms": "Collectives that no computation hides, in ms.",
-            "[].waiting_ms": "Waiting for the slowest rank, in ms.",
-            "[].launch_idle_ms": "GPU without work because the CPU launches kernels too slowly, in ms.",
+            "[].waiting_ms": "Collectives that wait for the slowest rank, in ms.",
+            "[].launch_idle_ms": "GPU without work because the CPU launches kernels too slowly, in ms. Null: no GPU.",
             "[].data_wait_ms": "Waiting for data, in ms.",
-            "[].optimizer_ms": "Optimizer, in ms.",
+            "[].optimizer_ms": "Clipping and update of the weights, in ms.",
             "[].host_ms": "Other work of the CPU, in ms.",
             "[].hidden_communication_ms": "Collectives behind computation, in ms. It is not part of the sum.",
+            "[].launches": "Calls that launch kernels in the step. Null: no GPU.",
         },
     )
     explanation: dict[str, Any] | None = key(

@@ -58,7 +58,7 @@ def breakdown(trace: Trace, *others: Trace, step: int = 0) -> dict[str, Any]:
 
 def assert_parts(found: dict[str, Any], **expected: float) -> None:
     parts = {name: found[f"{name}_ms"] or 0.0 for name in PARTS}
-    assert parts == pytest.approx({name: expected.get(name, 0.0) for name in PARTS}, abs=1e-6)
+    assert parts == pytest.approx({name: expected.get(name, 0.0) for name in PARTS}, abs=1e-5)
     assert sum(parts.values()) == pytest.approx(found["step_ms"], rel=1e-9)
 
 

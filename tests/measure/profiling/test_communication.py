@@ -12,15 +12,18 @@ import pytest
 
 from distexp.config import TrainConfig
 from distexp.console.run_summary import summary_lines
+from distexp.measure.profiling.breakdown import PARTS
 from distexp.measure.profiling.chrome_trace import read_trace, timeline_of
 from distexp.measure.profiling.communication import Timeline, communication_shares
 from distexp.measure.profiling.intervals import Interval, intersection_length, merge, subtract
 from distexp.measure.profiling.profiler import ProfileWindow
 from distexp.resolve.run_id import run_id
 from distexp.runs.phases import read_phase_events
+from distexp.runs.profile_summary import read_profile_summary
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import profile_trace_path
 from tests.helpers.runs import HELPERS, make_spec, torchrun
+from tests.helpers.sleeping_model import SLEEP_S
 
 MANY_RUNS = HELPERS / "many_runs.py"
 
@@ -164,6 +167,7 @@ COMMON = (
 )  # fmt: skip
 PROFILED = "train.profile_steps=3"
 HALVES = ("train.micro_batch_size=2", "train.gradient_accumulation_steps=2")  # of the same global batch
+SLEEPING = ("model._target_=tests.helpers.sleeping_model.build", "trusted_packages=[tests]")
 CELLS: dict[str, tuple[str, ...]] = {
     "plain": ("strategy=ddp",),
     "ddp": ("strategy=ddp", PROFILED),
@@ -172,6 +176,7 @@ CELLS: dict[str, tuple[str, ...]] = {
     "shard_grad_op": ("sharding=shard_grad_op", PROFILED, *HALVES),
     "interrupted": ("strategy=ddp", PROFILED, "train.checkpoint_every=7"),
     "short": ("strategy=ddp", PROFILED, "train.max_steps=3"),
+    "straggler": ("strategy=ddp", PROFILED, "train.max_steps=6", *SLEEPING),
 }
 DEEPSPEED = {
     **{f"zero{stage}": (f"zero_stage={stage}", PROFILED) for stage in (0, 1, 2, 3)},
@@ -214,6 +219,24 @@ def assert_measured(run_dir: Path, *kinds: str) -> None:
     assert found["share"] == pytest.approx(sum(rank["share"] for rank in found["ranks"]) / 2)
     trace = json.loads(gzip.decompress(profile_trace_path(run_dir).read_bytes()))
     assert sum(str(one.get("name")).startswith("ProfilerStep#") for one in trace["traceEvents"]) == 3
+    assert_broken_down(run_dir)
+
+
+def assert_broken_down(run_dir: Path) -> list[dict[str, Any]]:
+    """Check that the parts of each rank add up to its step, and that the picture has the same steps."""
+    found = RunRecord.read(run_dir / "record.json").metrics.step_breakdown
+    assert found is not None
+    for rank, entry in enumerate(found):
+        assert entry["rank"] == rank
+        assert sum(entry[f"{name}_ms"] or 0.0 for name in PARTS) == pytest.approx(entry["step_ms"], rel=1e-6)
+        assert entry["launch_idle_ms"] is None, "only known on a GPU"
+        assert all(entry[f"{name}_ms"] > 0 for name in ("matmul", "other_kernels", "optimizer", "data_wait", "host"))
+        assert entry["exposed_communication_ms"] + entry["hidden_communication_ms"] > 0
+    lanes = read_profile_summary(run_dir)
+    assert lanes is not None
+    assert [rank["step_ms"] for rank in lanes["ranks"]] == [entry["step_ms"] for entry in found]
+    assert {"matmul", "all_reduce", "data", "forward", "backward", "optimizer"} <= set(lanes["labels"])
+    return found
 
 
 @pytest.mark.parametrize("name", ["ddp", "full_shard", "hf_full_shard"])
@@ -276,6 +299,16 @@ def test_missing_measurement_has_a_reason(runs: Path, name: str, reason: str) ->
     assert record.metrics.train_samples_per_second is not None
     record.run.duration_s = 1.0  # many_runs.py runs all cells in the same processes, without a duration for each
     assert f"not measured: {reason}" in dict(summary_lines(record))["communication"]
+
+
+@pytest.mark.slow
+def test_waiting_for_a_slow_rank(runs: Path) -> None:
+    fast, slow = assert_broken_down(runs / "straggler")
+    assert slow["host_ms"] >= 1000 * SLEEP_S
+    assert slow["waiting_ms"] < fast["waiting_ms"]
+    assert fast["waiting_ms"] > 500 * SLEEP_S, "half of the sleep, because the rank itself may be slow too"
+    for entry in (fast, slow):
+        assert entry["waiting_ms"] + entry["exposed_communication_ms"] < entry["step_ms"]
 
 
 @pytest.mark.slow
