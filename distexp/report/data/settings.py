@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING
+from functools import lru_cache
 from typing import Any
 
+from omegaconf import MISSING as UNKNOWN
+
+from distexp.config.field_info import info_of
 from distexp.config.flatten import flatten
+from distexp.config.key_info import schema_fields
 from distexp.report.data.environment_settings import (
     is_environment_key,
     is_environment_setting,
@@ -19,18 +25,22 @@ from distexp.runs.record import RunRecord
 NOT_A_SETTING = ("name", "exercise", "scale", "sweep", "repeats", "plan", "trusted_packages", "cluster", "offload")
 """Sections that are left out here. ``read_settings`` adds what matters of ``cluster`` and ``offload``."""
 
+LATER_SECTIONS = ("kernels",)
+"""Sections of a training that the records of older versions lack."""
+
 MAX_LENGTH = 24  # characters of a value in a table or in a list of settings
 
 
 def read_settings(record: RunRecord) -> dict[str, Any]:
     """Return the settings of a run by short name, then its environment settings.
 
-    Options of another strategy are None, because they mean nothing in this run.
+    Options of another strategy are None, because they mean nothing in this run. A key that the record lacks, because
+    it was added later, has its default.
 
     Raises:
         KeyError: if a section is missing.
     """
-    config = record.config
+    config = _with_defaults(record.config)
     foreign = strategy_sections() - {config["strategy"]["name"]}
     found = {short_name(key): None if section in foreign else value for section, key, value in _training_keys(config)}
     offload, cluster = config["offload"], config["cluster"]
@@ -40,6 +50,29 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
     found |= read_environment_settings(record)
     first = {name: found.pop(name) for name in usual_order() if name in found}
     return {**first, **found}
+
+
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the defaults of the keys that it lacks."""
+    completed: dict[str, Any] = {**{section: {} for section in LATER_SECTIONS}, **config}
+    for section, defaults in _defaults().items():
+        present = completed.get(section)
+        if isinstance(present, Mapping) and not defaults.keys() <= present.keys():
+            completed[section] = {**present, **{name: defaults[name] for name in defaults if name not in present}}
+    return completed
+
+
+@lru_cache(maxsize=1)
+def _defaults() -> dict[str, dict[str, Any]]:
+    """Return the default of each key that has one, by section and name."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, spec in schema_fields():
+        section, _, name = key.rpartition(".")
+        default = spec.default if spec.default_factory is MISSING else spec.default_factory()
+        reference = info_of(spec).reference
+        if default != UNKNOWN:
+            found.setdefault(section, {})[name] = default if reference is None else reference
+    return found
 
 
 def _training_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
