@@ -263,6 +263,19 @@ def _works(groups: Sequence[RunGroup]) -> list[float]:
 
 def _samples(group: RunGroup) -> float | None:
     """Return the samples that a training processes; None if unknown."""
+    return _packed_samples(group) if group.setting("dataset.packing") else _padded_samples(group)
+
+
+def _packed_samples(group: RunGroup) -> float | None:
+    """Return the samples of a training whose rows have several samples each; None if unknown."""
+    metrics, size = group.counted_rows[0].record.metrics, group.setting("dataset.train_size")
+    if not size or not metrics.total_steps or not metrics.steps_per_epoch:
+        return None
+    return float(size * metrics.total_steps / metrics.steps_per_epoch)
+
+
+def _padded_samples(group: RunGroup) -> float | None:
+    """Return the samples of a training with a sample in each row; None if unknown."""
     names = ("micro_batch_size", "gradient_accumulation_steps", "num_epochs", "dataset.train_size", "max_steps")
     micro, accumulation, epochs, size, max_steps = (group.setting(name) for name in names)
     steps = group.counted_rows[0].record.metrics.total_steps or max_steps

@@ -140,6 +140,18 @@ def test_a_growing_model_counts_as_work(tmp_path: Path) -> None:
     assert [round(point.efficiency, 3) for point in series[0].points] == [1.0, 0.8, 0.667]
 
 
+def test_packed_rows_count_their_samples(tmp_path: Path) -> None:
+    """Ten steps of rows with four samples each."""
+    runs = []
+    for number, workers in enumerate((1, 2)):
+        run = record(number, cluster__workers_per_node=workers, dataset__train_size=800, dataset__packing=True)
+        runs.append(enrich(run))
+        run.metrics.steps_per_epoch, run.metrics.total_steps = 50 // workers, 10
+    (series,) = overview(with_traces(tmp_path, runs)).series
+    assert [point.samples for point in series.points] == [160, 320]
+    assert series.title == "Weak scaling of the data"
+
+
 def test_mixed_scaling_is_neither_strong_nor_weak(tmp_path: Path) -> None:
     sizes = {1: 500, 2: 500, 4: 2000}
     runs = [
