@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from distexp.config import Config
 from distexp.config.batch_sizes import samples_per_worker, searches_micro_batch, with_micro_batch
 from distexp.distributed.process_group import Store, open_store, sub_store
 from distexp.runs.events import Events
@@ -21,8 +22,8 @@ from distexp.worker.micro_batch.sizes import SizeSearch
 from distexp.worker.micro_batch.stored import read_stored, store, stored_path
 
 NOTHING_FITS = (
-    "train.micro_batch_size=auto found no size that fits: a micro-batch of 1 sample needs more memory than there is. "
-    "Lower dataset.max_length, or choose sharding=full_shard, offload=true or train.activation_checkpointing=true"
+    "train.micro_batch_size=auto found no size that fits: a micro-batch of {size} needs more memory than there is. "
+    "Lower {input}, or choose {choices}"
 )
 
 
@@ -32,7 +33,8 @@ def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelP
     All ranks must call it, before they use a GPU. Without ``auto`` it changes nothing.
 
     Raises:
-        torch.OutOfMemoryError: no size fits.
+        torch.OutOfMemoryError: no size fits on the GPU.
+        MemoryError: no size fits on the CPU.
     """
     if not searches_micro_batch(spec.config) or spec.config.preflight.only:
         return spec, None
@@ -48,12 +50,25 @@ def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelP
     if is_rank_0:
         search.write(run_dir / MICRO_BATCH)
     if search.chosen is None:
-        raise torch.OutOfMemoryError(NOTHING_FITS)
+        raise nothing_fits(spec.config, search)
     if is_rank_0:
         print(describe_search(search), flush=True)
     events.set_phase("setup")
     chosen = replace(spec, config=with_micro_batch(spec.config, search.chosen))
     return chosen, sub_store("training", connection)
+
+
+def nothing_fits(config: Config, search: MicroBatchSearch) -> Exception:
+    """Return the error of a search without a result: that of the device whose memory is too small."""
+    on_gpu, is_text = config.cluster.device == "cuda", config.model.task == "causal_lm"
+    choices = ["sharding=full_shard", *(["offload=true"] if on_gpu else []), "train.activation_checkpointing=true"]
+    smallest = min((each.micro_batch_size for each in search.candidates), default=1)
+    message = NOTHING_FITS.format(
+        size=f"{smallest} sample{'s' if smallest > 1 else ''}",
+        input="dataset.max_length" if is_text else "dataset.image_size",
+        choices=f"{', '.join(choices[:-1])} or {choices[-1]}",
+    )
+    return torch.OutOfMemoryError(message) if on_gpu else MemoryError(message)
 
 
 def run_search(spec: RunSpec, run_dir: Path, parts: ModelParts, connection: Store) -> MicroBatchSearch:

@@ -15,9 +15,12 @@ import torch.distributed as dist
 from distexp.config import Config, ConfigError
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
+from distexp.launch.failures import classify_failure
 from distexp.launch.outcome import failed_record
+from distexp.runs.errors import write_error
 from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, Candidate, MicroBatchSearch, add_search
 from distexp.runs.record import RunError, RunRecord
+from distexp.runs.run_dir import error_path
 from distexp.worker.micro_batch.processes import (
     MEMORY_CODE,
     ModelParts,
@@ -27,6 +30,7 @@ from distexp.worker.micro_batch.processes import (
     needs_new_process,
     ran_out_of_memory,
 )
+from distexp.worker.micro_batch.search import nothing_fits
 from distexp.worker.micro_batch.sizes import SizeSearch
 from distexp.worker.micro_batch.stored import read_stored, store, stored_path
 from distexp.worker.micro_batch.trial import StepTime, Trials, combine, config_of_round, longest_first
@@ -182,6 +186,24 @@ def test_a_round_that_ended_in_time_has_its_candidates(tmp_path: Path) -> None:
 )
 def test_errors_for_lack_of_memory_are_recognized(error: Exception, expected: bool) -> None:
     assert ran_out_of_memory(error) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "status", "hint"),
+    [
+        (("cluster.device=cpu",), 1, "oom_host", "Lower dataset.max_length, or choose sharding=full_shard or train."),
+        (("cluster=slurm",), 1, "oom_gpu", "sharding=full_shard, offload=true or train.activation_checkpointing"),
+        (("cluster=slurm", "model=resnet_tiny"), 2, "oom_gpu", "of 2 samples needs more memory than there is. Lower "),
+    ],
+)
+def test_if_nothing_fits_the_status_names_the_memory(
+    overrides: tuple[str, ...], size: int, status: str, hint: str, tmp_path: Path
+) -> None:
+    spec = make_spec("strategy=single", "cluster.workers_per_node=1", *AUTO, *overrides)
+    error = nothing_fits(spec.config, MicroBatchSearch(None, [Candidate(size, OUT_OF_MEMORY)]))
+    assert hint in str(error)
+    write_error(error_path(tmp_path, 0, 0), RunError(type(error).__name__, str(error), "search", 0))
+    assert classify_failure(tmp_path, {0: 1}, spec)[0] == status
 
 
 def test_a_search_is_stored_for_equal_speed_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
