@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distexp.config import Config
+from distexp.config import Config, ConfigError
 from distexp.config.custom_code import check_returned, one_sentence
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
@@ -46,7 +46,25 @@ def fast_values(config: Config) -> Mapping[str, Any]:
     with one_sentence(target, "fast_values()"):
         values = strategy.fast_values(config)
     check_returned(values, Mapping, f"strategy._target_={target}: fast_values()")
+    _check_fast_values(values, target)
     return {**_model_values(config), **_image_values(config), **values}
+
+
+def _check_fast_values(values: Mapping[str, Any], target: str) -> None:
+    """Check what a custom strategy returned.
+
+    Raises:
+        ConfigError: with each key that the group does not have, and each value that a key does not accept.
+    """
+    infos = {key: info_of(spec) for key, spec in schema_fields() if info_of(spec).reference is not None}
+    start, errors = f"strategy._target_={target}: fast_values() returned", []
+    for key, value in values.items():
+        if key not in infos:
+            errors.append(f"{start} {key}, which is not a key of kernels=fast: use {', '.join(infos)}")
+        elif reason := infos[key].find_error(value):
+            errors.append(f"{start} {key}={value}, which {reason}")
+    if errors:
+        raise ConfigError(errors)
 
 
 def _attention(config: Config) -> str:

@@ -16,6 +16,7 @@ from distexp.console.run_summary import describe_kernels
 from distexp.data.tinyimagenet_sample import write_images
 from distexp.resolve import kernels
 from distexp.resolve.run_id import run_id
+from distexp.strategies.ddp import DDP
 from tests.helpers.runs import resolve_cell
 
 CPU, GPU = "cluster.device=cpu", "cluster=slurm"  # Slurm: GPUs of another machine
@@ -117,6 +118,19 @@ def test_a_key_that_the_user_sets_wins() -> None:
     assert changed("kernels=fast", "strategy=ddp", GPU, BF16, *given) == {"train.loss": "chunked"}
     assert changed("kernels=fast", "strategy=ddp", GPU, BF16, *given, "train.loss=full") == {}
     assert changed("kernels=reference", "strategy=ddp", GPU, "train.compile=graphs") == {"train.compile": "graphs"}
+
+
+def test_unknown_keys_and_values_of_a_strategy_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"train.compil": "model", "train.learning_rate": 1.0, "train.compile": "all"}
+    monkeypatch.setattr(DDP, "fast_values", lambda self, config: values)
+    with pytest.raises(ConfigError) as raised:
+        resolve_cell("kernels=fast", "strategy=ddp", GPU)
+    start = "strategy._target_=distexp.strategies.ddp.DDP: fast_values() returned "
+    assert [error.removeprefix(start).split(":")[0] for error in raised.value.errors] == [
+        "train.compil, which is not a key of kernels=fast",
+        "train.learning_rate, which is not a key of kernels=fast",
+        "train.compile=all, which is not one of false, true, blocks, model, graphs",
+    ]
 
 
 def test_the_run_id_is_that_of_the_chosen_options() -> None:
