@@ -27,7 +27,7 @@ from distexp.resolve.kernels import choose_kernels
 from distexp.resolve.option_checks import check_cluster_keys, check_dataset_keys, check_model_keys, check_targets
 from distexp.resolve.resources import decide_resources
 from distexp.resolve.scaling import apply_scaling
-from distexp.resolve.shrink import check_exercise_device, shrink_to_scale
+from distexp.resolve.shrink import check_exercise_device, shrink_global_batch, shrink_to_scale
 from distexp.resolve.strategy_steps import check_speed_options, check_strategy, check_trainer, set_strategy_defaults
 
 Step = Callable[[Config], Iterable[str]]
@@ -49,6 +49,7 @@ DECISIONS: tuple[Step, ...] = (
     set_strategy_defaults,  # needs the device
     choose_kernels,  # needs the options of the strategy
     apply_scaling,  # needs the number of workers
+    shrink_global_batch,  # needs the number of workers
     set_accumulation,  # needs the scaled micro-batch
 )
 """Steps that set what the user left open. Each one relies on those before it."""

@@ -21,11 +21,23 @@ def shrink_to_scale(config: Config) -> list[str]:
     errors = _shrink_model(config)
     _shrink_data(config)
     if not searches_micro_batch(config):
-        train.micro_batch_size = _at_most(train.micro_batch, scale.micro_batch_size)
+        before, train.micro_batch_size = train.micro_batch, _at_most(train.micro_batch, scale.micro_batch_size)
+        if train.global_batch_size is not None:
+            train.global_batch_size = train.global_batch_size * train.micro_batch // before
     train.gradient_accumulation_steps = _at_most(train.gradient_accumulation_steps, scale.gradient_accumulation_steps)
     if config.precision.name == "fp16" and config.cluster.device == "cpu":
         config.precision.name = "fp32"  # fp16 needs a GPU
     return errors
+
+
+def shrink_global_batch(config: Config) -> list[str]:
+    """Limit the global batch size to what the limits of the scale give; return no errors."""
+    scale, train = config.scale, config.train
+    micro_batch = scale.micro_batch_size if searches_micro_batch(config) else train.micro_batch
+    if train.global_batch_size is not None and micro_batch and scale.gradient_accumulation_steps:
+        largest = micro_batch * scale.gradient_accumulation_steps * config.cluster.world_size
+        train.global_batch_size = min(train.global_batch_size, largest)
+    return []
 
 
 def check_worker_limit(config: Config) -> list[str]:

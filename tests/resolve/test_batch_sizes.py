@@ -49,6 +49,26 @@ def test_the_global_batch_sets_the_accumulation() -> None:
     assert run_id(config) == run_id(explicit), "the same training"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("train.micro_batch_size=6", "train.global_batch_size=48"), (4, 2, 16)),
+        (("train.micro_batch_size=6", "train.global_batch_size=12"), (4, 1, 8)),
+        (("train.micro_batch_size=2", "train.global_batch_size=48"), (2, 2, 8)),
+        (("train.micro_batch_size=auto", "train.global_batch_size=48"), ("auto", 1, 16)),
+        (("train.micro_batch_size=auto", "train.global_batch_size=6"), ("auto", 1, 6)),
+    ],
+)
+def test_the_scale_limits_the_global_batch(overrides: tuple[str, ...], expected: tuple[int | str, int, int]) -> None:
+    config = resolve_cell(*TWO, "scale=tiny", *overrides)
+    assert (*sizes(config), config.train.global_batch_size) == expected
+
+
+def test_the_scale_repairs_no_global_batch() -> None:
+    with pytest.raises(ConfigError, match=r"is no multiple of train.micro_batch_size=4 x 2 workers"):
+        resolve_cell(*TWO, "scale=tiny", "train.micro_batch_size=6", "train.global_batch_size=14")
+
+
 def test_a_searched_size_is_no_part_of_the_run_id() -> None:
     """So that a repeated sweep, or another machine, recognizes the run."""
     auto = resolve_cell(*AUTO)
@@ -63,10 +83,10 @@ def test_a_searched_size_is_no_part_of_the_run_id() -> None:
     assert sizes(with_micro_batch(auto, 6)) == (6, 4)
 
 
-@pytest.mark.parametrize("rule", ["scale=tiny", "scaling=weak_model_workshop"])
-def test_rules_that_change_the_micro_batch_leave_the_search_alone(rule: str) -> None:
+@pytest.mark.parametrize(("rule", "samples"), [("scale=tiny", 16), ("scaling=weak_model_workshop", 48)])
+def test_rules_that_change_the_micro_batch_leave_the_search_alone(rule: str, samples: int) -> None:
     config = resolve_cell(*AUTO, "model=gpt_tiny", rule)
-    assert (config.train.micro_batch_size, config.train.global_batch_size) == ("auto", 48)
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == ("auto", samples)
 
 
 def test_a_run_without_a_found_size_has_its_global_batch_in_the_report() -> None:
