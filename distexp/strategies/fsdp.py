@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from distexp.config import Config
+from distexp.config import Config, ConfigError
 from distexp.config.sharding import Sharding
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy
@@ -190,8 +190,9 @@ def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list
     if config.offload.enabled:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=config.offload.pin_memory)
     model = blueprint.model
-    blocks = [module for _, module in find_units(model, config.fsdp.wrap)]
-    inner = group_blocks(blocks, config.fsdp.blocks_per_unit or 1)
+    found = find_units(model, config.fsdp.wrap)
+    blocks, depths = [module for _, module in found], nesting_depths([name for name, _ in found])
+    inner = group_blocks(blocks, blocks_per_unit(config, is_nested=any(depths)))
     if not inner and context.rank == 0:
         print(
             f"note: {type(model).__name__} has no repeated blocks, so FSDP shards it as one unit: to change that, set "
@@ -199,7 +200,8 @@ def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list
             flush=True,
         )
     ends = [] if has_tied_embeddings(model) else [module for _, module in find_embeddings(model)]
-    for group in [*inner, *([module] for module in ends), [model]]:
+    inside_first = _deepest_first(inner, depths) if any(depths) else inner
+    for group in [*inside_first, *([module] for module in ends), [model]]:
         for module in group:
             blueprint.materialize(module)
         # The backward pass starts with the head. Freeing it after the forward pass would only gather it twice.
@@ -209,6 +211,37 @@ def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list
         )
     _set_prefetch([cast("FSDPModule", group[0]) for group in inner], config)
     return blocks or [model]
+
+
+def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:
+    """Return the blocks of a unit, or ``auto``. Nested blocks are one unit each.
+
+    Args:
+        config: the configuration.
+        is_nested: whether some blocks are in other blocks.
+
+    Raises:
+        ConfigError: a unit shall have several blocks that are nested.
+    """
+    size = config.fsdp.blocks_per_unit or 1
+    if not is_nested:
+        return size
+    if isinstance(size, int) and size > 1:
+        raise ConfigError(
+            f"fsdp.blocks_per_unit={size} is not supported if blocks contain each other, as those of "
+            f"fsdp.wrap={config.fsdp.wrap}: use fsdp.blocks_per_unit=1, or name the outer class alone"
+        )
+    return 1
+
+
+def nesting_depths(names: Sequence[str]) -> list[int]:
+    """Return how many of the other modules contain each module, by their dotted names."""
+    return [sum(name.startswith(f"{other}.") for other in names) for name in names]
+
+
+def _deepest_first(units: Sequence[list[nn.Module]], depths: Sequence[int]) -> list[list[nn.Module]]:
+    """Return the units so that no unit is before one that it contains. Else the outer one would shard both."""
+    return [unit for _, unit in sorted(zip(depths, units, strict=True), key=lambda each: -each[0])]
 
 
 def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.Module]]:

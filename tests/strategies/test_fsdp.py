@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from distexp.config import ConfigError
+from distexp.distributed.context import Context
+from distexp.strategies.base import load_strategy
 from distexp.strategies.fsdp import MIN_UNIT_PARAMETERS, group_blocks
+from distexp.system.seeding import seed_everything
+from distexp.worker.rank import build_model, load_data
 from tests.helpers.runs import resolve_cell
 
 
@@ -41,3 +49,34 @@ def test_a_unit_needs_a_block_and_the_native_trainer() -> None:
     with pytest.raises(ConfigError, match=r"fsdp\.blocks_per_unit=auto is not supported by engine=hf_trainer"):
         resolve_cell("strategy=fsdp", "fsdp.blocks_per_unit=auto", "engine=hf_trainer")
     assert resolve_cell("strategy=fsdp", "fsdp.blocks_per_unit=auto").fsdp.blocks_per_unit == "auto"
+
+
+ONE = ("strategy=fsdp", "cluster.workers_per_node=1", "cluster.device=cpu", "dataset.train_size=12")
+NESTED = "fsdp.wrap='BloomBlock,BloomMLP'"
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Iterator[Context]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
+    dist.destroy_process_group()
+
+
+def train_step(context: Context, *overrides: str) -> tuple[float, float, int | None]:
+    """Return loss, gradient norm and number of units after a step of the tiny BLOOM."""
+    config = resolve_cell(*ONE, *overrides)
+    seed_everything(config.train.seed)
+    data = load_data(config, context)
+    model = load_strategy(config).setup(build_model(config, data, context), config, context)
+    batch = data.collate([data.train[index] for index in range(4)])
+    loss = model.forward_backward(batch, normalizer=torch.tensor(batch.num_targets), last_micro=True)
+    return float(loss[0]), float(model.step(1e-3)), model.describe().sharded_units
+
+
+def test_nested_blocks_are_one_unit_each(context: Context) -> None:
+    *plain, units = train_step(context)
+    *nested, more_units = train_step(context, NESTED, "fsdp.blocks_per_unit=auto")
+    assert nested == plain
+    assert (units, more_units) == (3, 5), "two blocks, the root, and two inner ones"
+    with pytest.raises(ConfigError, match=r"fsdp.blocks_per_unit=2 is not supported if blocks contain each other"):
+        train_step(context, NESTED, "fsdp.blocks_per_unit=2")
