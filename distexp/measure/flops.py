@@ -1,4 +1,4 @@
-"""Floating point operations (FLOPs) of training, and the peak rates of GPUs.
+"""Floating point operations (FLOPs) of training.
 
 *Model FLOPs* are those of the algorithm: forward and backward pass of the samples without padding, as in appendix B of
 the PaLM paper (arXiv:2204.02311). Attention counts all pairs of tokens of a sample. They do not depend on padding,
@@ -35,14 +35,6 @@ FORWARD_AND_BACKWARD = 3
 
 CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]
 """A function that counts the FLOPs of a model on the meta device for its inputs."""
-
-PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    # Dense matrix products, from the datasheets of the SXM modules; fp32 is without TF32.
-    "H200": {"bf16": 989.5, "fp16": 989.5, "fp32": 67.0},
-    "H100": {"bf16": 989.5, "fp16": 989.5, "fp32": 67.0},
-    "A100": {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
-    "V100": {"fp16": 125.0, "fp32": 15.7},
-}
 
 
 @dataclass(frozen=True)
@@ -152,11 +144,3 @@ class FlopCounter:
         if TARGET_POSITIONS in inputs:
             inputs[TARGET_POSITIONS] = torch.zeros(selected, dtype=torch.long, device="meta")
         return count(model, inputs)
-
-
-def peak_tflops(gpu_name: str | None, precision: str) -> float | None:
-    """Return the peak of a GPU in TFLOP/s for a precision, or None if the table does not contain it."""
-    for name, peaks in PEAK_TFLOPS.items():
-        if gpu_name is not None and name in gpu_name:
-            return peaks.get(precision)
-    return None

@@ -1,7 +1,8 @@
-"""Known GPU models, and the memory that a process can use on each one."""
+"""Known GPU models: the memory that a process can use, and the peak rates of the datasheets."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 GPU_MODELS: Mapping[str, float] = {
@@ -35,3 +36,48 @@ USABLE_SHARE = 0.99
 def gpus_with(mib: float) -> list[str]:
     """Return the known models with at least this memory, smallest first."""
     return sorted((name for name, memory in GPU_MODELS.items() if memory >= mib), key=lambda name: GPU_MODELS[name])
+
+
+def _peaks(tensor: float, fp32: float, *, bf16: bool = True) -> Mapping[str, float]:
+    return {"fp16": tensor, "fp32": fp32, **({"bf16": tensor} if bf16 else {})}
+
+
+PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
+    "B200": _peaks(2250.0, 75.0),
+    "GH200": _peaks(989.5, 67.0),
+    "H200": _peaks(989.5, 67.0),
+    "H200 NVL": _peaks(835.5, 60.0),
+    "H100": _peaks(989.5, 67.0),
+    "H100 NVL": _peaks(835.5, 60.0),
+    "H100 PCIE": _peaks(756.5, 51.0),
+    "A100": _peaks(312.0, 19.5),
+    "A40": _peaks(149.7, 37.4),
+    "A10": _peaks(125.0, 31.2),
+    "L40S": _peaks(362.0, 91.6),
+    "L4": _peaks(121.0, 30.3),
+    "V100": _peaks(125.0, 15.7, bf16=False),
+    "V100 PCIE": _peaks(112.0, 14.0, bf16=False),
+    "V100S": _peaks(130.0, 16.4, bf16=False),
+    "T4": _peaks(65.0, 8.1, bf16=False),
+}
+"""Peaks of dense matrix products in TFLOP/s, from the datasheets, by parts of the name that torch reports.
+
+A name without a form factor is the SXM module. The datasheets of H100 and H200 print the doubled rates of sparse
+matrices. fp32 is without TF32. GPUs older than Ampere have no bf16.
+"""
+
+
+def peak_tflops(gpu_name: str | None, precision: str) -> float | None:
+    """Return the peak of a GPU in TFLOP/s for a precision; None if it is unknown.
+
+    The peak of a MIG instance, a part of a GPU, is unknown.
+
+    Args:
+        gpu_name: name that torch reports, such as ``NVIDIA H100 80GB HBM3``.
+        precision: fp32, bf16 or fp16.
+    """
+    parts = set(re.split(r"[^A-Z0-9]+", (gpu_name or "").upper()))
+    found = [name for name in PEAK_TFLOPS if parts.issuperset(name.split())]
+    if not found or "MIG" in parts:
+        return None
+    return PEAK_TFLOPS[max(found, key=len)].get(precision)
