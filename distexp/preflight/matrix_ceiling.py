@@ -1,7 +1,8 @@
 """The matrix ceiling: the TFLOP/s of a large matrix product, which no training exceeds.
 
 It is below the peak of the datasheet, because the clocks of a GPU depend on power and temperature. The preflight stores
-it in the cache directory, and later runs read it.
+it in the cache directory, and later runs read it. The highest of all measurements is kept, because a busy or hot
+machine measures too little.
 """
 
 from __future__ import annotations
@@ -66,15 +67,16 @@ def _time(run: Callable[[], None], count: int, device: torch.device) -> float:
 
 
 def store_ceiling(tflops: float, device: torch.device, precision: str) -> Path:
-    """Write the ceiling of a type of device, in place of an earlier one; return the file.
+    """Write the ceiling of a type of device, unless a higher one is stored; return the file.
 
     Raises:
         ConfigError: this user has no cache directory.
         OSError: the file cannot be written.
     """
     path = _path(device, precision)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"tflops": tflops})
+    if tflops > (stored_ceiling(device, precision) or 0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"tflops": tflops})
     return path
 
 

@@ -32,7 +32,9 @@ class Metrics:
     total_steps: int | None = key(None, "Optimizer steps of the training.")
     tokens_per_second: float | None = key(None, "Training speed in tokens without padding.", unit="tokens/s")
     padding_share: float | None = key(
-        None, "Fraction of the positions of the training batches that is padding. Padding samples count as padding."
+        None,
+        "Fraction of the positions of the training batches that is padding. Padding samples count as padding. "
+        "null if a custom collate function counts no tokens.",
     )
     step_time_s: dict[str, float] | None = key(
         None,
@@ -170,7 +172,7 @@ class Metrics:
     )
     executed_tflops_per_device: float | None = key(None, "Achieved executed FLOPs per worker.", unit="TFLOP/s")
     matrix_ceiling_tflops: float | None = key(
-        None, "A large matrix product on this device, from the latest `distexp preflight`.", unit="TFLOP/s"
+        None, "The fastest large matrix product that a `distexp preflight` measured on such a device.", unit="TFLOP/s"
     )
     mfu: float | None = key(None, "Model FLOPs utilization: fraction of the datasheet's peak, from 0 to 1.")
     mfu_of_ceiling: float | None = key(None, "Model FLOPs as a fraction of `matrix_ceiling_tflops`.")

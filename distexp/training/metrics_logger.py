@@ -226,7 +226,8 @@ class MetricsLogger:
         metrics.step_time_s = quantiles(durations)
         metrics.speed_error = speed_error(durations)
         metrics.data_wait_s = self.data_wait_s
-        metrics.padding_share = 1 - tokens / positions if positions else None
+        # A custom collate function may not count its tokens.
+        metrics.padding_share = 1 - tokens / positions if tokens and positions else None
         if durations:
             metrics.train_samples_per_second = self.measured_samples / sum(durations)
             metrics.train_steps_per_second = len(durations) / sum(durations)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,11 @@ def test_the_padding_share_is_that_of_all_training_batches(target_logits: bool, 
         [collate([*text_samples(10), padding_sample])],  # 10 of 20
     ]
     assert record(steps, tmp_path).padding_share == pytest.approx(23 / 60)
+
+
+def test_the_padding_share_of_a_collate_function_that_counts_no_tokens_is_unknown(tmp_path: Path) -> None:
+    batch = replace(TextCollate(0, 10)(text_samples(5)), num_tokens=0)
+    assert record([[batch]], tmp_path).padding_share is None
 
 
 def test_the_speed_of_a_line_counts_the_samples_of_its_steps(tmp_path: Path) -> None:
