@@ -27,8 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measurement import REPOSITORY, end
 from benchmarks.tables import MISSING, markdown
+from distexp.runs.existing import DONE
 
 KERNELS = ("reference", "fast")
+RESULTS = {*DONE, "invalid"}
+"""Statuses of runs that a second command does not run again."""
+
 DDP_BATCH = 512
 """Images per worker and step in the presets of DDP."""
 
@@ -226,8 +230,8 @@ def visible_devices(gpus: int) -> list[str]:
 
 
 def is_done(sweep: Path) -> bool:
-    """Return whether both runs of a preset have a record."""
-    return len(read_records(sweep)) == len(KERNELS)
+    """Return whether both runs of a preset have a result."""
+    return sum(record["status"] in RESULTS for record in read_records(sweep)) == len(KERNELS)
 
 
 def read_records(sweep: Path) -> list[dict[str, Any]]:
