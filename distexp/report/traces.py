@@ -11,13 +11,15 @@ from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
+from distexp.report.data.step_lanes import RankLanes, read_lanes
 from distexp.runs.jsonl import read_entries
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
 from distexp.runs.prediction import Curve, read_curve
-from distexp.runs.run_dir import MEMORY, METRICS
+from distexp.runs.run_dir import MEMORY, METRICS, PROFILE
 
 MAX_TRACES = 8  # more curves would need similar colors
 MAX_POINTS = 240  # of a curve
+TRACE = ".json.gz"
 
 Points = list[tuple[float, float]]
 """Seconds since the first sample, and MiB."""
@@ -54,6 +56,8 @@ class RunTrace:
         name: Settings of the training, or the label of the run.
         steps: Lines of metrics.jsonl.
         predicted: Predicted memory through a training step; empty if it was not predicted.
+        lanes: What each rank does in a profiled step; empty if it was not profiled.
+        profiles: Full traces of the profiler.
     """
 
     group: RunGroup
@@ -63,6 +67,8 @@ class RunTrace:
     memory: tuple[MemoryCurve, ...]
     phases: tuple[PhaseInterval, ...]
     predicted: Curve = field(default_factory=dict)
+    lanes: tuple[RankLanes, ...] = ()
+    profiles: tuple[Path, ...] = ()
 
     def curves(self, kind: str) -> list[MemoryCurve]:
         """Return the curves of ``gpu`` or ``cpu`` memory, by node."""
@@ -115,7 +121,18 @@ def _read_trace(group: RunGroup, chosen: Sequence[str], name: str) -> RunTrace:
     directory = row.path.parent
     memory, phases = read_memory(directory / MEMORY)
     steps = tuple(read_steps(directory / METRICS))
-    return RunTrace(group, row, name, steps, tuple(memory), tuple(phases), read_curve(directory))
+    return RunTrace(
+        group, row, name, steps, tuple(memory), tuple(phases), read_curve(directory), read_lanes(directory),
+        tuple(_find_profiles(directory)),
+    )  # fmt: skip
+
+
+def _find_profiles(directory: Path) -> list[Path]:
+    """Return the full traces of the profiler, in the order of the ranks."""
+    found = {
+        path.name.removeprefix("rank").removesuffix(TRACE): path for path in (directory / PROFILE).glob(f"rank*{TRACE}")
+    }
+    return [found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ STEP_PARTS = {
 TITLE = "Parts of the median step (%)"
 NOTE = "Hidden communication runs behind computation. It is not part of the sum."
 SLOWEST_NOTE = "Rank: the slowest one, if waiting for others does not count."
-MOST_ROWS = 64
+MOST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,15 @@ class ProfiledRun:
         return max(self.ranks, key=lambda each: (each.own_ms, -each.rank))
 
     @property
+    def samples(self) -> float | None:
+        """Return the samples of a step on all workers; None if unknown. A packed row has several samples."""
+        settings, steps = self.row.settings, self.row.record.metrics.steps_per_epoch
+        if not settings.get("dataset.packing"):
+            return global_batch(settings)
+        size = settings.get("dataset.train_size")
+        return float(size) / steps if size and steps else None
+
+    @property
     def explanation(self) -> dict[str, Any]:
         """Return the largest loss; empty if there is none."""
         return self.row.record.metrics.explanation or {}
@@ -84,14 +93,15 @@ def profiled_runs(overview: Overview) -> list[ProfiledRun]:
     """Return the completed runs whose step was profiled, one of each group of repeats."""
     found = []
     for group in overview.groups:
-        runs = ((row, tuple(_read_ranks(row))) for row in group.counted_rows if group.completed)
+        runs = ((row, tuple(read_ranks(row))) for row in group.counted_rows if group.completed)
         profiled = next(((row, ranks) for row, ranks in runs if ranks), None)
         if profiled is not None:
             found.append(ProfiledRun(group, *profiled))
     return found
 
 
-def _read_ranks(row: Row) -> Iterator[RankStep]:
+def read_ranks(row: Row) -> Iterator[RankStep]:
+    """Yield the median step of each rank; nothing if the run was not profiled."""
     for entry in row.record.metrics.step_breakdown or ():
         rank, step = number_of(entry, "rank"), number_of(entry, STEP)
         if rank is not None and step:
@@ -116,13 +126,13 @@ class StepUnit:
 
     def convert(self, run: ProfiledRun, milliseconds: float) -> float:
         """Return a time of a run in this unit."""
-        batch = global_batch(run.row.settings) if self.per_sample else None
+        batch = run.samples if self.per_sample else None
         return milliseconds / batch if batch else milliseconds
 
 
 def fair_unit(runs: Sequence[ProfiledRun]) -> StepUnit:
     """Return the unit: per sample if the runs have different global batches, and all are known."""
-    batches = {global_batch(run.row.settings) for run in runs}
+    batches = {run.samples for run in runs}
     return StepUnit(per_sample=len(batches) > 1 and None not in batches)
 
 

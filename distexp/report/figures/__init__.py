@@ -21,9 +21,11 @@ from distexp.report.figures.losses import build_losses
 from distexp.report.figures.memory_over_time import build_cpu_memory, build_gpu_memory
 from distexp.report.figures.memory_parts import build_memory_parts
 from distexp.report.figures.memory_throughput import build_memory_throughput
+from distexp.report.figures.peak_parts import build_peak_parts
 from distexp.report.figures.predicted_memory import build_predicted_memory
 from distexp.report.figures.scaling import build_scaling
 from distexp.report.figures.step_breakdown import build_step_breakdown
+from distexp.report.figures.step_timeline import build_step_timeline
 from distexp.report.figures.step_times import build_step_times
 from distexp.report.traces import RunTrace
 
@@ -31,7 +33,9 @@ FIGURES = (
     build_memory_throughput,
     build_energy_throughput,
     build_step_breakdown,
+    build_step_timeline,
     build_memory_parts,
+    build_peak_parts,
     build_predicted_memory,
     build_scaling,
     build_gpu_memory,

@@ -27,6 +27,7 @@ class Panel:
 
     title: str  # may be empty
     chart: alt.LayerChart
+    traces: tuple[Path, ...] = ()  # full traces of the profiler, which the page links
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Figure:
     tables: tuple[TextTable, ...] = ()
     legend: tuple[LegendEntry, ...] = ()  # replaces the panels' legends on the page
     subtitle: str = ""  # what is drawn, if the title alone would be wrong
+    is_wide: bool = False  # panels are below each other, not in columns
 
     def panel_spec(self, index: int) -> dict[str, Any]:
         """Return the Vega-Lite specification of a panel for the page, as wide as its container."""
@@ -62,7 +64,7 @@ class Figure:
 
     def file_spec(self) -> dict[str, Any]:
         """Return the Vega-Lite specification of all panels together for a file, in light colors."""
-        width = PANEL_WIDTH if len(self.panels) > 1 else SINGLE_WIDTH
+        width = PANEL_WIDTH if len(self.panels) > 1 and not self.is_wide else SINGLE_WIDTH
         charts = [_with_title(panel).properties(width=width) for panel in self.panels]
         joined = charts[0] if len(charts) == 1 else self._concat(charts)
         titled = joined.properties(title=alt.TitleParams(self.subtitle, fontSize=14)) if self.subtitle else joined
@@ -71,7 +73,8 @@ class Figure:
 
     def _concat(self, charts: Sequence[alt.LayerChart]) -> alt.ConcatChart:
         scales = "shared" if self.legend else "independent"
-        return alt.concat(*charts, columns=2).resolve_scale(color=scales, fill=scales, shape=scales)
+        columns = 1 if self.is_wide else 2
+        return alt.concat(*charts, columns=columns).resolve_scale(color=scales, fill=scales, shape=scales)
 
 
 def _without_legends(spec: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from distexp.report.exercises import exercise_tables
 from distexp.report.figures.base import VEGALITE, Figure
 from distexp.report.figures.theme import DARK, LIGHT
 from distexp.report.page.provenance import provenance_tables
-from distexp.report.page.runs import configurations, run_table
+from distexp.report.page.runs import configurations, relative_link, run_table
 from distexp.report.summary import explain_cpu_speeds, summarize
 from distexp.runs.files import nan_to_none
 from distexp.runs.record import FAILURES
@@ -68,6 +68,7 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
         more_notes=max(0, len(notes) - MOST_NOTES),
         exercises=list(exercise_tables(overview)),
         figures=figures,
+        link=lambda target: relative_link(target, path.parent),
         provenance=list(provenance_tables(overview.rows)),
         palettes={"light": LIGHT, "dark": DARK},
         style=Markup((PAGE_FILES / "page.css").read_text()),

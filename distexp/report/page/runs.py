@@ -15,9 +15,9 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.result_rows import result_row
 from distexp.report.data.rows import Row
 from distexp.report.data.settings import format_setting
-from distexp.runs.run_dir import LOGS, MEMORY, METRICS, RECORD
+from distexp.runs.run_dir import LOGS, MEMORY, METRICS, PROFILE, RECORD
 
-LINKED_FILES = (RECORD, METRICS, MEMORY, LOGS)
+LINKED_FILES = (RECORD, METRICS, MEMORY, LOGS, PROFILE)
 MOST_LETTERS = 48  # of a setting
 COMPARED_SECTIONS = ("config.", "built.", "environment.")
 COMPARED_KEYS = ("overrides", "git_sha")
@@ -89,9 +89,13 @@ def _links(row: Row, directory: Path) -> list[str]:
     """Return the run's directory, then its existing files of ``LINKED_FILES``."""
     if row.path is None:
         return []
-    here = os.path.relpath(row.path.parent, directory)
     present = set(os.listdir(row.path.parent))
-    return [quote(here), *(name for name in LINKED_FILES if name in present)]
+    return [relative_link(row.path.parent, directory), *(name for name in LINKED_FILES if name in present)]
+
+
+def relative_link(path: Path, directory: Path) -> str:
+    """Return a link from a page in a directory to a path."""
+    return quote(os.path.relpath(path, directory))
 
 
 def configurations(overview: Overview) -> dict[str, Any]:

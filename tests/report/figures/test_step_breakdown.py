@@ -80,6 +80,16 @@ def test_runs_with_other_global_batches_are_compared_per_sample(tmp_path: Path) 
     assert [row[-1] for row in drawn.tables[0].rows] == ["30.0", "30.0"], "percent of the step"
 
 
+def test_packed_rows_have_several_samples(tmp_path: Path) -> None:
+    runs = [profiled(n, breakdown(0), dataset__train_size=96) for n in range(2)]
+    for run in runs:
+        run.config["dataset"]["packing"] = run.run.number == 1
+        run.metrics.steps_per_epoch = 3 if run.run.number else 12
+    drawn = figure(tmp_path, *runs)
+    sums = {name: sum(each["ms"] for each in bars(drawn) if each["run"] == name) for name in ("0", "1")}
+    assert sums == pytest.approx({"0": 100 / 8, "1": 100 / 32})
+
+
 def test_a_part_that_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     drawn = figure(tmp_path, profiled(0, breakdown(0, launch_idle_ms=None), breakdown(1, launch_idle_ms=None)))
     title = STEP_PARTS["launch_idle_ms"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -11,10 +12,15 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from distexp.report.__main__ import main
+from distexp.report.data.overview import Overview
+from distexp.report.data.rows import load_rows
+from distexp.report.figures.step_timeline import build_step_timeline
 from distexp.report.figures.theme import DARK, LIGHT
+from distexp.report.page.build import write_page
+from distexp.report.traces import load_traces
 from distexp.runs.record import RunError
 from tests.helpers.records import invalid, record, write
 from tests.helpers.report_sweeps import enrich, growing_sweep, many_runs, zero_sweep
@@ -318,6 +324,43 @@ def test_the_button_switches_between_light_and_dark(opened: Page) -> None:
     for palette in (DARK, LIGHT):
         opened.click("#theme")
         assert _computed(opened, "body", "background-color") == _rgb(palette["page"])
+
+
+def test_the_timeline_of_a_step_zooms(browser: Browser, tmp_path: Path) -> None:
+    write(tmp_path, record(0))
+    spans = [[n, n + 0.5, n % 2] for n in range(50)]
+    lanes = [{"name": name, "spans": spans} for name in ("compute", "communication", "cpu")]
+    content = {"schema": 1, "labels": ["matmul", "all_reduce"], "ranks": [{"rank": 0, "step_ms": 50, "lanes": lanes}]}
+    (tmp_path / "0" / "profile").mkdir()
+    (tmp_path / "0" / "profile" / "summary.json").write_text(json.dumps(content))
+    overview = Overview.from_rows(load_rows([tmp_path])[0])
+    figure = build_step_timeline(overview, load_traces(overview))
+    assert figure is not None
+    write_page(overview, [figure], tmp_path / "report.html")
+    seen = watch(browser, tmp_path / "report.html", scheme="dark", viewport=PHONE)
+    chart = seen.page.locator("[data-chart=step_timeline-0] svg")
+    assert chart.locator(".mark-rect.role-mark path").count() == 150
+    assert seen.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    assert box is not None
+    seen.page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 30)
+    before = _axis_labels(chart)
+    seen.page.mouse.wheel(0, 20)
+    seen.page.keyboard.down("Control")
+    assert _axis_labels(chart) == before, "without Ctrl the page scrolls"
+    seen.page.mouse.wheel(0, -400)
+    seen.page.wait_for_function(
+        "before => document.querySelector('[data-chart=step_timeline-0] .role-axis-label').textContent !== before",
+        arg="".join(before),
+    )
+    assert seen.messages == []
+    seen.page.context.close()
+
+
+def _axis_labels(chart: Locator) -> list[str]:
+    """Return the labels of the axis of a chart's time."""
+    return chart.locator(".role-axis-label").first.locator("text").all_text_contents()
 
 
 def test_a_page_of_many_runs_can_be_searched_and_sorted(tmp_path: Path, browser: Browser) -> None:

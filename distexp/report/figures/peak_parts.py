@@ -1,0 +1,72 @@
+"""GPU memory at the peak of a step by part: a measured bar per training, and the predicted one below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import altair as alt
+
+from distexp.report.data.overview import Overview
+from distexp.report.data.peak_parts import TITLES, GroupPeaks, Peak, build_peaks_table, measured_peaks
+from distexp.report.figures.base import Figure, LegendEntry, Panel
+from distexp.report.figures.theme import MOST_COLORS, color, inline_data
+from distexp.report.traces import RunTrace
+
+MOST_BARS = 16  # each with a predicted one
+BAR_HEIGHT = 24  # pixels
+PREDICTED_OPACITY = 0.55
+COLORS = {title: f"c{n}" if n <= MOST_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
+COLORS |= {TITLES["other_mib"]: "phase-setup", TITLES["reserve_mib"]: "line", TITLES["context_mib"]: "muted"}
+
+
+def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure; None if the memory of no step was recorded."""
+    found = measured_peaks(overview)
+    if not found:
+        return None
+    shown = found[:MOST_BARS]
+    titles = [
+        title for name, title in TITLES.items() if any(peak.parts.get(name) for each in shown for peak in each.peaks)
+    ]
+    return Figure(
+        "peak_parts", "GPU memory by part at the peak", (Panel("", _draw(overview, shown, titles)),),
+        " ".join(_describe(found)), tables=(build_peaks_table(overview, found),),
+        legend=tuple(LegendEntry(title, COLORS[title], "bar") for title in titles),
+    )  # fmt: skip
+
+
+def _describe(found: Sequence[GroupPeaks]) -> Iterator[str]:
+    yield "One worker, at the peak of a step."
+    if any(len(each.peaks) > 1 for each in found):
+        yield "Pale: predicted by distexp plan before the run."
+    if len(found) > MOST_BARS:
+        yield f"Drawn: {MOST_BARS} of {len(found)}."
+
+
+def _draw(overview: Overview, shown: Sequence[GroupPeaks], titles: Sequence[str]) -> alt.LayerChart:
+    rows = [row for each in shown for peak in each.peaks for row in _rows(overview, each, peak)]
+    bars = list(dict.fromkeys(row["bar"] for row in rows))
+    scale = alt.Scale(domain=list(titles), range=[color(COLORS[title]) for title in titles])
+    axis = alt.Axis(labelExpr="split(datum.label, '|')[1]", ticks=False, domain=False, grid=False)
+    parts = alt.Chart(inline_data(rows)).mark_bar().encode(
+        x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
+        y=alt.Y("bar:N", sort=bars, title=None, axis=axis, scale=alt.Scale(paddingInner=0.15)),
+        color=alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4)),
+        opacity=alt.condition("datum.kind === 'predicted'", alt.value(PREDICTED_OPACITY), alt.value(1)),
+        order="order:Q",
+        tooltip=["run:N", "settings:N", "kind:N", "phase:N", "part:N",
+                 alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
+    )  # fmt: skip
+    return alt.layer(parts).properties(height=BAR_HEIGHT * len(bars))
+
+
+def _rows(overview: Overview, each: GroupPeaks, peak: Peak) -> Iterator[dict[str, Any]]:
+    label = f"run {each.row.label}"
+    for order, (name, title) in enumerate(TITLES.items()):
+        if name in peak.parts:
+            yield {
+                "bar": f"{label} {peak.kind}|{label if peak.kind == 'measured' else 'predicted'}",
+                "run": each.row.label, "settings": overview.format_settings(each.group), "kind": peak.kind,
+                "phase": peak.phase or "-", "part": title, "order": order, "mib": round(peak.parts[name], 1),
+            }  # fmt: skip
