@@ -44,7 +44,7 @@ def describe_advice(memory: Mapping[str, Any]) -> str:
 
 def _tensor(entry: Mapping[str, Any]) -> str:
     count = f"{entry['count']} x " if entry.get("count", 1) > 1 else ""
-    part = "" if entry["part"] == "rest" else f" ({entry['part'].replace('_', ' ')})"
+    part = "" if entry["part"] in ("rest", "unknown") else f" ({entry['part'].replace('_', ' ')})"
     return f"{count}{_mib(entry['mib'])} MiB {entry.get('line') or 'without a name'}{part}"
 
 

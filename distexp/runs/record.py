@@ -48,7 +48,8 @@ class RunError:
             ".free_mib": "Free on the GPU, as CUDA reports it.",
             ".total_mib": "Memory of the GPU, or its limit.",
             ".line": "Line of code that ran.",
-            ".parts": "What was allocated, by part. `rest_mib`: activations and temporaries.",
+            ".parts": "What was allocated, by part. `rest_mib`: activations and temporaries. `unknown_mib`: before the "
+            "model is built.",
             ".largest[]": "Largest tensors: `mib`, `count` of equal ones, `part`, and `line` (of the allocation, with "
             "`train.profile_steps`, or a name).",
             ".would_fit": "Overrides of the smallest change that fits, if `distexp plan` has predicted it before.",

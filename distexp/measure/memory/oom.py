@@ -21,8 +21,8 @@ from distexp.system.torch_internals import on_out_of_memory, start_memory_histor
 from distexp.system.units import MIB
 
 MOST_TENSORS = 8
-REST = "rest"
-"""Activations and temporaries, which only a recorded step separates."""
+REST, UNKNOWN = "rest", "unknown"
+"""Activations and temporaries, which only a recorded step separates; and all memory while there is no model."""
 
 ReadTensors = Callable[[], ModelTensors | None]
 
@@ -34,6 +34,7 @@ class UsedBlock:
     address: int
     size: int
     frames: tuple[Frame, ...] = ()
+    requested: int = 0
 
 
 class OutOfMemoryWatch:
@@ -57,7 +58,7 @@ class OutOfMemoryWatch:
                 "reserved_mib": torch.cuda.memory_reserved(device) / MIB,
                 "free_mib": free / MIB,
                 "total_mib": total / MIB,
-                **describe_blocks(list(used_blocks(segments, device)), self.read(), running_frames()),
+                **describe_blocks(used_blocks(segments, device), self.read(), running_frames()),
             }
         except Exception as error:
             print(f"note: the memory is not described: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -79,7 +80,8 @@ def watch_out_of_memory(device: torch.device, read: ReadTensors) -> None:
 
 def report_of(error: BaseException) -> dict[str, Any] | None:
     """Return the report of the allocation that an error is about; None for another error."""
-    is_out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    # The compiler of torch puts the error into one of its own types.
+    is_out_of_memory = isinstance(error, torch.OutOfMemoryError) or "Tried to allocate" in str(error)
     return _watches[0].report if _watches and is_out_of_memory else None
 
 
@@ -113,7 +115,7 @@ def used_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> Iterator[
         if segment["device"] == device:
             for block in segment["blocks"]:
                 if block["state"] == ALLOCATED:
-                    yield UsedBlock(block["address"], block["size"], frames_of(block))
+                    yield UsedBlock(block["address"], block["size"], frames_of(block), block.get("requested_size", 0))
 
 
 def running_frames() -> list[FrameType]:
@@ -142,13 +144,15 @@ def describe_blocks(
         tensors: the tensors of the model; None if there is none.
         running: the calls that run.
     """
-    frames = list(running)
-    parts = known_parts(tensors, {}) if tensors is not None else {}
+    frames, blocks = list(running), list(blocks)
+    sizes_of = {block.address: (block.size, block.requested) for block in blocks}
+    parts = known_parts(tensors, sizes_of) if tensors is not None else {}
+    others = UNKNOWN if tensors is None else REST
     names = {**dict(_variables(frames)), **(dict(_names(tensors)) if tensors is not None else {})}
     sizes: Counter[str] = Counter()
     groups: Counter[tuple[int, str, str | None]] = Counter()
     for block in blocks:
-        part = parts.get(block.address) or (COMMUNICATION if is_communication(block.frames) else REST)
+        part = parts.get(block.address) or (COMMUNICATION if is_communication(block.frames) else others)
         sizes[part] += block.size
         groups[block.size, part, names.get(block.address) or _line(block.frames)] += 1
     largest = sorted(groups.items(), key=lambda item: -item[0][0])[:MOST_TENSORS]

@@ -25,8 +25,10 @@ MIN_BLOCK = 512
 MIN_ODD_FACTOR = 64
 """A vocabulary must have such an odd factor, so that a size that it divides belongs to logits."""
 
-GENERIC = re.compile(r"/torch/(?!distributed/(fsdp|algorithms|distributed_c10d|_functional_collectives))")
-"""Files that do not show what a tensor is for: torch, without its code for communication."""
+GENERIC = re.compile(
+    r"/torch/(?!distributed/(fsdp|algorithms|distributed_c10d|_functional_collectives))|/deepspeed/utils/"
+)
+"""Files that do not show what a tensor is for, such as torch without its code for communication."""
 
 COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/|/distexp/strategies/ddp_reduction\.py|/deepspeed/(runtime/(zero|comm)|comm)/"
@@ -36,6 +38,10 @@ COMPUTING_FILES = re.compile(r"/deepspeed/runtime/zero/linear\.py")
 
 COMPUTING_FUNCTIONS = re.compile(r"norm|overflow|inf_or_nan")
 """Functions of ZeRO whose tensors are the gradients' norms and checks."""
+
+ZERO_FILES = re.compile(r"/deepspeed/runtime/zero/stage")
+ZERO_GRADIENTS = re.compile(r"step|_prepare_fp32_grad_for_sub_group")
+"""Functions of ZeRO that copy the gradients to fp32 for the update."""
 
 REDUCING_FUNCTIONS = re.compile(r"reduce|all_gather")
 ENGINE_FILE = re.compile(r"/deepspeed/runtime/engine\.py")
@@ -105,6 +111,7 @@ class _Block:
     size: int
     part: str | None = None
     kept: bool = False  # at the end of the forward pass that allocated it
+    by_autograd: bool = False  # whether the backward pass allocated it, and no Python code of it
 
 
 @dataclass
@@ -145,7 +152,8 @@ class _Follower:
         in_forward = self.phase == FORWARD or _is_recomputed(self.phase, change.frames)
         if not in_forward:
             self._end_forward()
-        block = _Block(_round(change.size), _part_of(change, self.phase, self.step))
+        by_autograd = self.phase == BACKWARD and not any(specific_frames(change.frames))
+        block = _Block(_round(change.size), _part_of(change, self.phase, self.step), by_autograd=by_autograd)
         self._add(change.address, block)
         if in_forward:
             self.computed[change.address] = block
@@ -155,8 +163,16 @@ class _Follower:
             block.kept = True
         self.computed = {}
 
+    def _end_backward(self) -> None:
+        """Label what autograd left after a micro-batch."""
+        for block in self.alive.values():
+            if block.by_autograd and block.part is None:
+                block.part = "gradients"
+
     def _enter(self, mark: Mark) -> None:
         self._end_forward()
+        if self.phase == BACKWARD:
+            self._end_backward()
         self.phase = mark.phase
         for address in mark.gradients:
             block = self.alive.get(address)
@@ -204,7 +220,14 @@ def _part_of(change: Change, phase: str, step: RecordedStep) -> str | None:
     """Return the part that size or frames show."""
     if phase in (FORWARD, BACKWARD) and is_communication(change.frames):
         return COMMUNICATION
+    if phase == OPTIMIZER and _is_gradient_of_zero(change.frames):
+        return "gradients"
     return "logits" if is_logits(change.size, step) else None
+
+
+def _is_gradient_of_zero(frames: Sequence[Frame]) -> bool:
+    frame = next(specific_frames(frames), None)
+    return frame is not None and bool(ZERO_FILES.search(frame.file) and ZERO_GRADIENTS.fullmatch(frame.function))
 
 
 def is_logits(size: int, step: RecordedStep) -> bool:

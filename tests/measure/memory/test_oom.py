@@ -83,7 +83,7 @@ def test_the_report_is_in_the_error(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     assert memory is not None
     numbers = [memory[f"{name}_mib"] for name in ("requested", "allocated", "reserved", "free", "total")]
     assert numbers == [10, 5, 8, 4, 16]
-    assert memory["parts"] == {"rest_mib": 5}
+    assert memory["parts"] == {"unknown_mib": 5}, "there is no model yet"
     assert describe_error(ValueError("bad value"), tmp_path, "train", 1).memory is None
 
 
