@@ -54,6 +54,7 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
 
 def plan_command(spec: RunSpec, total_mib: float) -> str:
     """Return the command that predicts a run and what would fit, for a GPU of this size."""
-    memory = f"plan.gpu_memory_gb={total_mib / MIB_PER_GB:.1f}"
+    is_limited = spec.config.cluster.gpu_memory_limit_gb is not None  # The prediction reads this key.
+    memory = [] if is_limited else [f"plan.gpu_memory_gb={total_mib / MIB_PER_GB:.1f}"]
     given = [text for text in spec.run.overrides if not text.startswith(("plan.gpu", "plan.only", "plan="))]
-    return shlex.join(["distexp", "plan", *given, memory])
+    return shlex.join(["distexp", "plan", *given, *memory])

@@ -22,7 +22,7 @@ from distexp.measure.compilation import CompileWatch
 from distexp.measure.memory.allocator import AllocatorWatch
 from distexp.measure.memory.oom import FirstStepStacks
 from distexp.measure.memory.parts import PartsWatch
-from distexp.measure.memory.step_recording import StepRecording
+from distexp.measure.memory.step_recording import StepRecording, has_history
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
 from distexp.runs.events import Events
 from distexp.runs.heartbeat import Heartbeat
@@ -174,7 +174,7 @@ class MetricsLogger:
         if self.profiler.window is not None and self.steps == self.profiler.window.steps_before:
             self._set_phase("profile")
             self.profiler.start()
-            if self.device.type == "cuda":  # the warm-up of the profiler counts in no metric
+            if has_history(self.device):  # the warm-up of the profiler counts in no metric
                 self.parts.record_step(StepRecording(self.device, self.allocator.keep_peaks))
             self.clock.restart()
         elif self.steps - self.resumed_at == self.plan.train.measure_after_step:

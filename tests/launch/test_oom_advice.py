@@ -19,7 +19,7 @@ from distexp.runs.record import RunError, RunRecord
 from distexp.runs.run_dir import error_path
 from tests.helpers.planning import linear_estimate
 from tests.helpers.records import record
-from tests.helpers.runs import make_spec
+from tests.helpers.runs import make_spec, run_distexp
 
 CELL = (
     "model=gpt_tiny", "strategy=single", "cluster.device=cpu", "measure.enabled=false", "train.micro_batch_size=8",
@@ -105,3 +105,34 @@ def test_panel_and_report_describe_the_allocation() -> None:
     run.error = RunError("OutOfMemoryError", "CUDA", "train", 0)
     (note,) = failure_notes([row])
     assert note.endswith("out of GPU memory in phase train"), "a record of an earlier version"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [("strategy=single",), ("strategy=fsdp",), ("zero_stage=2",), ("zero_stage=3", "offload=true")]
+)
+def test_a_run_on_a_gpu_that_is_too_small(options: tuple[str, ...], tmp_path: Path) -> None:
+    """The limit lets a small model run out of memory on a large GPU."""
+    done = run_distexp(
+        *options, "model=gpt", "model.hidden_size=1024", "model.ff_dim=4096", "precision=bf16", "cluster.device=cuda",
+        "cluster.workers_per_node=1", "cluster.gpu_memory_limit_gb=6", "train.micro_batch_size=128", "plan=off",
+        "dataset.train_size=512", "dataset.eval_size=8", "train.profile_steps=1", f"hydra.run.dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.rglob("record.json")
+    written = RunRecord.read(path)
+    assert written.status == "oom_gpu", done.stdout
+    assert written.error is not None
+    memory = written.error.memory
+    assert memory is not None
+    assert memory["requested_mib"] > memory["free_mib"] >= 0
+    assert memory["reserved_mib"] + memory["requested_mib"] > memory["total_mib"]
+    assert memory["total_mib"] < 6144, "the context counts for the limit"
+    assert memory["allocated_mib"] == pytest.approx(sum(memory["parts"].values()), rel=0.01)
+    assert memory["parts"].keys() & {"parameters_mib", "optimizer_states_mib"}
+    assert memory["parts"]["rest_mib"] > 100
+    assert any(".py:" in (entry["line"] or "") for entry in memory["largest"]), memory["largest"]
+    assert ".py:" in memory["line"]
+    assert memory["command"].startswith("distexp plan ")
+    assert "MiB requested" in done.stdout

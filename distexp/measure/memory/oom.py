@@ -16,7 +16,7 @@ from torch import Tensor
 from distexp.measure.memory.model_tensors import ModelTensors
 from distexp.measure.memory.saved_tensors import storage_sizes
 from distexp.measure.memory.step_parts import COMMUNICATION, Frame, is_communication, specific_frames
-from distexp.measure.memory.step_recording import ALLOCATED, frames_of, known_parts
+from distexp.measure.memory.step_recording import ALLOCATED, frames_of, has_history, known_parts
 from distexp.system.torch_internals import on_out_of_memory, start_memory_history, stop_memory_history
 from distexp.system.units import MIB
 
@@ -52,11 +52,12 @@ class OutOfMemoryWatch:
         """Keep a report; torch calls this before it raises the error, and an error here would replace that one."""
         try:
             segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            reserved = torch.cuda.memory_reserved(device)
             self.report = {
                 "requested_mib": requested / MIB,
                 "allocated_mib": torch.cuda.memory_allocated(device) / MIB,
-                "reserved_mib": torch.cuda.memory_reserved(device) / MIB,
-                "free_mib": free / MIB,
+                "reserved_mib": reserved / MIB,
+                "free_mib": min(free, total - reserved) / MIB,  # With a limit, torch passes it as the total.
                 "total_mib": total / MIB,
                 **describe_blocks(used_blocks(segments, device), self.read(), running_frames()),
             }
@@ -69,7 +70,7 @@ _watches: list[OutOfMemoryWatch] = []
 
 def watch_out_of_memory(device: torch.device, read: ReadTensors) -> None:
     """Keep a report of failed allocations on a GPU, in place of an earlier watch; do nothing on a CPU."""
-    if device.type != "cuda":
+    if not has_history(device):
         return
     if _watches:
         _watches[0].read = read
@@ -93,7 +94,7 @@ class FirstStepStacks:
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
-        self.device, self._due = device, enabled and device.type == "cuda"
+        self.device, self._due = device, enabled and has_history(device)
         self._running = False
 
     def start(self) -> None:

@@ -144,6 +144,11 @@ class StepRecording:
         return {"context_mib": (used - torch.cuda.memory_reserved(self.device)) / MIB, "context_source": source}
 
 
+def has_history(device: torch.device) -> bool:
+    """Return whether torch can record the memory of a device. The backend ``cudaMallocAsync`` has no history."""
+    return device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
+
+
 def entry_of(phase: str, parts: Mapping[str, int], allocated: int, reserved: int) -> dict[str, Any]:
     """Return the entry of a phase in MiB. ``other_mib`` is what the parts miss, mostly the allocator's rounding."""
     return {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -134,3 +137,61 @@ def test_a_compiled_model_is_not_hooked() -> None:
 def test_views_of_a_storage_count_once() -> None:
     flat = torch.zeros(100)
     assert sum(storage_sizes(iter([flat[:50], flat[50:], flat.view(10, 10)])).values()) == 400
+
+
+class FakeRecording:
+    """A recording that lists its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self, read: object) -> None:
+        self.calls.append("start")
+
+    def start_forward(self) -> None:
+        self.calls.append("forward")
+
+    def start_update(self) -> None:
+        self.calls.append("update")
+
+    def finish(self) -> list[dict[str, object]]:
+        self.calls.append("finish")
+        return [{"phase": "forward", "parameters_mib": 1.0}, {"phase": "backward", "parameters_mib": 2.0}]
+
+    def cancel(self) -> None:
+        self.calls.append("cancel")
+
+
+def test_one_later_step_is_recorded() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    watch, recording = watched(model, optimizer), FakeRecording()
+    for step in range(3):
+        if step == 1:
+            watch.record_step(recording)  # type: ignore[arg-type]
+        for _ in range(2):
+            watch.start_forward()
+        run_step(model, watch, optimizer)
+        watch.after_update(timed=True)
+    assert recording.calls == ["start", "forward", "forward", "update", "finish"]
+    tensors, *peaks = watch.summary()
+    assert tensors["phase"] == "train"
+    assert [(each["rank"], each["phase"], each["parameters_mib"]) for each in peaks] == [
+        (1, "forward", 1.0), (1, "backward", 2.0),
+    ]  # fmt: skip
+    unfinished = FakeRecording()
+    watch.record_step(unfinished)  # type: ignore[arg-type]
+    watch.cancel()
+    watch.cancel()
+    assert unfinished.calls == ["start", "cancel"], "the training stopped in this step"
+
+
+def test_the_model_of_a_run_has_names_buffers_and_a_vocabulary(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
+    tensors = read_model_tensors(model, None)
+    dist.destroy_process_group()
+    assert set(tensors.names.values()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert len(tensors.buffers) == 3
+    assert tensors.bucket_sizes == [4 * (8 * 4 + 4 + 4 + 4)]
+    assert tensors.vocabulary is None
