@@ -32,15 +32,15 @@ class Block:
 
     size: int
     pool: Pool = field(repr=False)
-    order: int  # by address, as far as that is known
+    address: int
     used: bool = False
     before: Block | None = None
     after: Block | None = None
 
     @property
     def key(self) -> tuple[int, int]:
-        """Size, then age: the order of the free lists."""
-        return self.size, self.order
+        """Size, then address: the order of the free lists."""
+        return self.size, self.address
 
 
 @dataclass
@@ -86,7 +86,7 @@ class CachingAllocator:
         self.allocated = self.reserved = self.retries = 0
         self.peak_allocated = self.peak_reserved = 0
         self._pools: dict[tuple[str, bool], Pool] = {}
-        self._created = 0
+        self._end = 0  # of the addresses
 
     def allocate(self, size: int, stream: str = "") -> Block:
         """Allocate memory for a stream.
@@ -122,7 +122,8 @@ class CachingAllocator:
                 raise OutOfMemoryError
         self.reserved += wanted
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return self._block(wanted, pool)
+        self._end += wanted
+        return Block(wanted, pool, self._end - wanted)
 
     def _release_free_segments(self) -> None:
         self.retries += 1
@@ -136,16 +137,12 @@ class CachingAllocator:
         rest = block.size - size
         if rest < MIN_BLOCK if block.pool.small else rest <= SMALL_SIZE:
             return
-        remainder = self._block(rest, block.pool)
+        remainder = Block(rest, block.pool, block.address + size)
         remainder.before, remainder.after = block, block.after
         if block.after is not None:
             block.after.before = remainder
         block.after, block.size = remainder, size
         block.pool.add(remainder)
-
-    def _block(self, size: int, pool: Pool) -> Block:
-        self._created += 1
-        return Block(size, pool, self._created)
 
 
 def _take_free(pool: Pool, size: int) -> Block | None:
@@ -174,7 +171,7 @@ def _round_up(size: int, multiple: int) -> int:
 def _merge(block: Block, neighbor: Block) -> None:
     """Add a neighbor to a block. The neighbor is not used again."""
     if neighbor is block.before:
-        block.before, block.order = neighbor.before, neighbor.order
+        block.before, block.address = neighbor.before, neighbor.address
         if block.before is not None:
             block.before.after = block
     else:

@@ -41,6 +41,14 @@ def largest_batch(config: Config, data: TaskData) -> Batch:
     return data.collate([samples[index] for index in rows[worst].tolist()])
 
 
+def evaluation_batch(config: Config, data: TaskData) -> Batch:
+    """Return a batch of the evaluation with its longest samples; the first ones if the lengths are not known."""
+    size = min(config.train.eval_batch_size or config.train.micro_batch, len(data.evaluation))
+    lengths = _lengths(data.evaluation)
+    order = range(len(data.evaluation)) if lengths is None else np.argsort(-lengths, kind="stable").tolist()
+    return data.collate([data.evaluation[index] for index in order[:size]])
+
+
 def _micro_batches(config: Config, samples: Samples, *, epochs: int) -> Tensor:
     """Return the indices of the micro-batches of all ranks, shape (micro-batches, samples)."""
     train = config.train

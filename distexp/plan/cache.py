@@ -19,6 +19,7 @@ from distexp.data.cache import cache_dir
 from distexp.plan.estimate import Estimate
 from distexp.resolve.run_id import run_id
 from distexp.runs.files import read_json, write_json
+from distexp.system.gpu_models import cublas_workspace
 
 SOURCES = (
     *("config", "data", "distributed", "engines", "models", "plan", "resolve", "strategies", "system", "training"),
@@ -63,6 +64,7 @@ def cache_path(config: Config) -> Path:
         "code": code_hash(),
         "custom": [package_hash(name) for name in custom_packages(config)],
         "versions": library_versions(),
+        "workspace": cublas_workspace(config.plan.gpu),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     return cache_dir() / "plan" / f"{digest}.json"

@@ -111,7 +111,7 @@ def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: floa
         overheads: MiB outside of the allocator, by name. Names that start with ``host_`` are not on the GPU.
         host_mib: Peak of the CPU memory on a node.
     """
-    found = replay(trace.events)
+    found = replay(trace.events, trace.history, trace.evaluation)
     return Estimate(
         peak_allocated_mib=_mib(found.peak_allocated),
         peak_reserved_mib=_mib(found.peak_reserved),

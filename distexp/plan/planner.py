@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -19,6 +19,7 @@ from distexp.exceptions import InterruptedRunError
 from distexp.plan.cache import cache_path, read_estimate, store_estimate
 from distexp.plan.estimate import Estimate
 from distexp.plan.jobs import LOG, POLL_S, job_path, result_path
+from distexp.plan.verdict import planned_gpu
 from distexp.runs.files import read_json, write_json
 from distexp.system.cgroups import available_memory, cpu_limit
 from distexp.system.hardware import cpu_count
@@ -54,7 +55,7 @@ class Planner:
 
     def cached(self, config: Config) -> Estimate | None:
         """Return the cached estimate; None if there is none."""
-        return read_estimate(config)
+        return read_estimate(with_gpu(config))
 
     def count_missing(self, configs: Sequence[Config]) -> int:
         """Return how many different configurations are not in the cache."""
@@ -67,11 +68,12 @@ class Planner:
             configs: Resolved configurations.
             advance: Called after each configuration that is not in the cache.
         """
+        configs = [with_gpu(config) for config in configs]
         paths = [cache_path(config) for config in configs]
         unique = dict(zip(paths, configs, strict=True))
         found: dict[Path, Outcome] = {}
         for path, config in unique.items():
-            estimate = self.cached(config)
+            estimate = read_estimate(config)
             if estimate is not None:
                 found[path] = estimate
         missing = [path for path in unique if path not in found]
@@ -89,6 +91,11 @@ class Planner:
         if self._server is None:
             self._server = self._stack.enter_context(started_server(parallel_processes()))
         return self._server.trace(configs, advance)
+
+
+def with_gpu(config: Config) -> Config:
+    """Return a configuration with the GPU to plan for. The process that traces sees no GPU."""
+    return replace(config, plan=replace(config.plan, gpu=planned_gpu(config)))
 
 
 @dataclass

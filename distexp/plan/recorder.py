@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from distexp.plan.accumulation import Accumulation
 from distexp.system.torch_internals import FakeMode, is_fake_of, on_storage_resize
 
 GPU = torch.device("cpu", 1)
@@ -78,6 +79,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         phase: the current phase, which the caller sets.
         changes: allocations and frees since ``start``.
+        history: allocations and frees before it.
         collectives_stream: stream of the communication buffers whose library does not select one on a CPU.
     """
 
@@ -85,10 +87,12 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "setup"
         self.changes: list[Change] = []
+        self.history: list[Change] = []
         self.collectives_stream = ""
         self._fake_mode = fake_mode
         self._storages: dict[int, _Storage] = {}  # by the address of the storage object
         self._count = 0
+        self._accumulation = Accumulation()
         self._main_stream = torch.cpu.current_stream()
         self._forward_blocks: list[Block] = []  # of the forward pass that runs now
 
@@ -98,6 +102,8 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # The operations on the local tensors come here too.
         if self._forward_blocks and self._is_in_backward():
             self.end_forward()
+        if self.phase == "backward" and self._accumulation.is_in_place(func, args):
+            return args[0]
         outputs = func(*args, **(kwargs or {}))
         self._see(outputs)
         if func.namespace in COLLECTIVES:
@@ -164,7 +170,8 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def start(self) -> None:
-        """Drop the changes so far. Blocks that are alive become allocations of the phase ``setup``."""
+        """Start with a new list of changes. Blocks that are alive become allocations of the phase ``setup``."""
+        self.history = self.changes
         alive = sorted((each.block for each in self._storages.values() if each.block), key=lambda block: block.number)
         self.changes = [Change(block, "setup", is_free=False) for block in alive]
         self._forward_blocks = []

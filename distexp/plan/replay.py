@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from distexp.plan.allocator import Block, CachingAllocator, OutOfMemoryError
 from distexp.plan.step_trace import PARTS, Event
@@ -64,29 +64,39 @@ class _Recorder:
             self.allocator.free(block)
 
 
-def replay(events: Sequence[Event]) -> Replay:
+def replay(events: Sequence[Event], history: Sequence[Event] = (), evaluation: Sequence[Event] = ()) -> Replay:
     """Return the peaks of the events on the GPU, without a limit of its memory.
 
-    The step is replayed twice if it frees what it allocates, because the second one finds other free blocks.
+    The step is replayed twice if the second one follows from the first, because it finds other free blocks.
+
+    Args:
+        events: a step, after what is in memory before it as phase ``setup``.
+        history: how that memory was allocated: the construction of the model, and the first step. It decides which
+            free blocks the allocator has. Without it the allocations of ``setup`` are made in their order.
+        evaluation: what follows the step.
     """
-    on_gpu = [event for event in events if event.device == "gpu"]
-    step = [event for event in on_gpu if event.phase != "setup"]
+    setup, step = _split(events)
+    before = [event for event in history if event.device == "gpu"] or setup
+    sequence = [*before, *step, *_following(step, [event for event in evaluation if event.device == "gpu"])]
     recorder = _Recorder(CachingAllocator())
-    peak = Point("setup", dict.fromkeys(PARTS, 0))
+    peak, highest = Point("setup", dict.fromkeys(PARTS, 0)), 0
     curve = _Curve(len(step))
-    for event in on_gpu:
+    for position, event in enumerate(sequence):
         recorder.apply(event)
-        if recorder.allocator.allocated > peak.total:
-            peak = _point(event, recorder)
-        if event.phase != "setup":
+        if recorder.allocator.allocated > highest:
+            peak, highest = _point(event, recorder), recorder.allocator.allocated
+        if 0 <= position - len(before) < len(step):
             curve.add(event, recorder)
-    if _can_repeat(step):
-        on_gpu += step
-        for event in step:
-            recorder.apply(event)
     allocator = recorder.allocator
-    required = _smallest_limit(on_gpu, allocator.peak_allocated, allocator.peak_reserved)
+    required = _smallest_limit(sequence, allocator.peak_allocated, allocator.peak_reserved)
     return Replay(allocator.peak_allocated, allocator.peak_reserved, required, peak, tuple(curve.points))
+
+
+def _split(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
+    """Return what is on the GPU before the step, and the step there."""
+    on_gpu = [event for event in events if event.device == "gpu"]
+    setup = [event for event in on_gpu if event.phase == "setup"]
+    return setup, [event for event in on_gpu if event.phase != "setup"]
 
 
 def host_peak(events: Iterable[Event]) -> int:
@@ -99,9 +109,35 @@ def host_peak(events: Iterable[Event]) -> int:
     return peak
 
 
-def _can_repeat(step: Sequence[Event]) -> bool:
-    """Return whether a step frees what it allocates, and nothing else."""
-    return {event.block for event in step if event.bytes >= 0} == {event.block for event in step if event.bytes < 0}
+def _following(step: Sequence[Event], evaluation: Sequence[Event]) -> list[Event]:
+    """Return the same step once more, if that follows, and the evaluation after it."""
+    names = repeated_blocks(step)
+    if names is None:
+        return list(evaluation)
+    first = min((event.block for event in step if event.bytes >= 0), default=0)
+    offset = max((event.block for event in step), default=0) + 1
+
+    def renamed(event: Event, known: Mapping[int, int]) -> Event:
+        block = event.block
+        return replace(event, block=known.get(block, block + offset if block >= first else block))
+
+    return [*(renamed(event, names) for event in step), *(renamed(event, {}) for event in evaluation)]
+
+
+def repeated_blocks(step: Sequence[Event]) -> dict[int, int] | None:
+    """Return what the next step frees of this one: blocks of this step, by what this one frees of an earlier step.
+
+    It is for example the batch. None if the memory grows or shrinks in each step.
+    """
+    born = {event.block: event.bytes for event in step if event.bytes >= 0}
+    freed = {event.block: -event.bytes for event in step if event.bytes < 0}
+    kept: dict[int, list[int]] = defaultdict(list)
+    for block in reversed([each for each in born if each not in freed]):
+        kept[born[block]].append(block)
+    older = [block for block in freed if block not in born]
+    if sorted(freed[block] for block in older) != sorted(size for size, blocks in kept.items() for _ in blocks):
+        return None
+    return {block: kept[freed[block]].pop() for block in older}
 
 
 class _Curve:

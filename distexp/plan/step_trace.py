@@ -22,8 +22,8 @@ PARTS = (
 - temporaries: everything else, for example the gradients of activations, and the workspaces of cuBLAS.
 """
 
-PHASES = ("setup", "forward", "backward", "optimizer")
-"""Parts of a step. ``setup`` is what is in memory before the step."""
+PHASES = ("setup", "forward", "backward", "optimizer", "evaluation")
+"""Parts of a step, and the evaluation. ``setup`` is what is in memory before the step."""
 
 
 class PlanError(Exception):
@@ -60,8 +60,12 @@ class StepTrace:
         events: what is in memory before the step, as phase ``setup``, then the step.
         seconds: time of the prediction.
         notes: what was assumed.
+        history: all before the step: the construction of the model as phase ``setup``, and the first step.
+        evaluation: a batch of the evaluation after the step.
     """
 
     events: tuple[Event, ...]
     seconds: float
     notes: tuple[str, ...]
+    history: tuple[Event, ...] = ()
+    evaluation: tuple[Event, ...] = ()

@@ -59,6 +59,11 @@ class TracedDeepSpeed:
         self.zero.after_backward()
         return metrics
 
+    def forward(self, batch: Batch) -> Any:
+        """Return the outputs of the module."""
+        with self.autocast:
+            return self.module(**batch.inputs)
+
     def step(self, learning_rate: float) -> None:
         """Update the weights."""
         self.zero.step()

@@ -26,16 +26,19 @@ from distexp.data.images import ImageFiles, statistics
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.introspection import find_embeddings
-from distexp.plan.batches import largest_batch
+from distexp.models.objective import evaluation_sums
+from distexp.plan.batches import evaluation_batch, largest_batch
 from distexp.plan.compiled import traced_compilation
 from distexp.plan.cuda_semantics import CudaFunctions, cuda_autocast
-from distexp.plan.recorder import GPU, Block, StorageRecorder, tensors_in
-from distexp.plan.step_trace import Event, PlanError, StepTrace
+from distexp.plan.recorder import GPU, StorageRecorder, tensors_in
+from distexp.plan.step_trace import PlanError, StepTrace
+from distexp.plan.trace_events import Recorded, evaluation_events, history_events, step_events
 from distexp.plan.traced_ddp import traced_ddp
 from distexp.plan.traced_deepspeed import TracedDeepSpeed
 from distexp.strategies.base import load_strategy
 from distexp.strategies.deepspeed import DeepSpeed
 from distexp.strategies.torch_model import TorchModel
+from distexp.system.gpu_models import cublas_workspace
 from distexp.system.torch_internals import (
     FakeMode,
     fake_mode_errors,
@@ -44,11 +47,7 @@ from distexp.system.torch_internals import (
     make_fake_mode,
     without_fake_mode,
 )
-from distexp.system.units import MIB
 from distexp.worker.rank import build_model, load_data
-
-CUBLAS_WORKSPACES = 2 * 32 * MIB
-"""Bytes that cuBLAS keeps on GPUs since Hopper: 32 MiB for each of the threads of forward and backward pass."""
 
 MICRO_BATCHES = 3
 """Micro-batches of a step that are traced: the first one, one that adds to gradients, and the last one."""
@@ -81,7 +80,7 @@ def trace_step(config: Config) -> StepTrace:
     try:
         with warnings.catch_warnings(), redirect_stdout(printed):
             warnings.simplefilter("ignore")
-            recorder, vocabulary = _record(config, images_on_gpu=images_on_gpu)
+            recorded = _record(config, images_on_gpu=images_on_gpu)
     except (PlanError, ConfigError):
         raise
     except fake_mode_errors() as error:
@@ -91,7 +90,10 @@ def trace_step(config: Config) -> StepTrace:
     except Exception as error:
         raise PlanError(f"the model cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
     notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
-    return StepTrace(_events(recorder, vocabulary), time.perf_counter() - started, tuple(notes))
+    seconds = time.perf_counter() - started
+    return StepTrace(
+        step_events(recorded), seconds, tuple(notes), history_events(recorded), evaluation_events(recorded)
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -105,8 +107,6 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     if not _is_deepspeed(config):
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
     config.dataset.num_workers = 0
-    if (config.train.eval_batch_size or 0) > config.train.micro_batch:
-        notes.append(f"train.eval_batch_size={config.train.eval_batch_size}: the evaluation may need more memory")
     if config.dataset.cache == "gpu":
         notes.append("dataset.cache=gpu: the images count as temporaries")
     elif config.dataset.cache == "cpu":
@@ -130,12 +130,13 @@ def _is_deepspeed(config: Config) -> bool:
     return isinstance(load_strategy(config), DeepSpeed)
 
 
-def _record(config: Config, *, images_on_gpu: bool) -> tuple[StorageRecorder, int | None]:
-    """Run two steps and record the second one. Return the recorder and the size of the vocabulary."""
+def _record(config: Config, *, images_on_gpu: bool) -> Recorded:
+    """Build the model, run two steps and an evaluation, and return what was recorded."""
     context = _context(config)
     data = load_data(config, context)
     image_bytes = sum(map(_decoded_bytes, (data.train, data.evaluation))) if images_on_gpu else 0
     batch = largest_batch(config, data)
+    evaluated = evaluation_batch(config, data) if _needs_evaluation(config) else None
     fake_mode = make_fake_mode()
     recorder = StorageRecorder(fake_mode)
 
@@ -158,12 +159,33 @@ def _record(config: Config, *, images_on_gpu: bool) -> tuple[StorageRecorder, in
         images = torch.empty(image_bytes, dtype=torch.uint8, device=GPU)
         recorder.assign("batch", [images])
         step = TracedStep(config, blueprint, context, recorder)
-        batches = [_to_fake(batch, fake_mode) for _ in range(config.train.gradient_accumulation_steps)]
-        recorder.assign("batch", tensors_in([(each.inputs, each.labels) for each in batches]))
-        step.run(batches)
-        recorder.start()
-        step.run(batches)
-    return recorder, vocabulary
+        for number in range(2):
+            if number:
+                recorder.start()
+            recorder.phase = "forward"
+            # As in a run, the batches of the previous step are still there.
+            batches = [_to_fake(batch, fake_mode) for _ in range(config.train.gradient_accumulation_steps)]
+            recorder.assign("batch", tensors_in([(each.inputs, each.labels) for each in batches]))
+            step.run(batches)
+        end = len(recorder.changes)
+        recorder.phase = "evaluation"
+        if evaluated is not None:
+            step.evaluate(_to_fake(evaluated, fake_mode))
+        # The model is freed after this block, which is no part of the step.
+        return Recorded(
+            tuple(recorder.history),
+            tuple(recorder.changes[:end]),
+            tuple(recorder.changes[end:]),
+            recorder.collectives_stream,
+            vocabulary,
+            cublas_workspace(config.plan.gpu),
+        )
+
+
+def _needs_evaluation(config: Config) -> bool:
+    """Return whether to trace an evaluation. A compiled one takes long to trace, and seldom needs more memory."""
+    train = config.train
+    return train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch
 
 
 def _context(config: Config) -> Context:
@@ -200,6 +222,7 @@ class TracedStep:
 
     def __init__(self, config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder) -> None:
         self.recorder = recorder
+        self.task = config.model.task
         self.model = _set_up(config, blueprint, context, recorder)
         self.model.module.train()
         self.normalizer = torch.ones((), dtype=torch.int64, device=GPU)
@@ -230,6 +253,13 @@ class TracedStep:
         self.model.step(0.1)
         if isinstance(self.model, TorchModel):
             self.recorder.assign("optimizer_states", tensors_in(list(self.model.optimizer.state.values())))
+
+    def evaluate(self, batch: Batch) -> None:
+        """Evaluate one batch."""
+        self.recorder.assign("batch", tensors_in((batch.inputs, batch.labels)))
+        self.model.module.eval()
+        with torch.no_grad():
+            evaluation_sums(self.task, self.model.forward(batch), batch)
 
     def _label_gradients(self, start: int) -> None:
         """Label what the backward pass of a micro-batch left."""
@@ -278,34 +308,3 @@ def _use_cuda_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> Non
             group["fused"], group["foreach"] = True, False
         else:
             group["foreach"] = True
-
-
-def _events(recorder: StorageRecorder, vocabulary: int | None) -> tuple[Event, ...]:
-    """Return the recorded changes as events."""
-    workspaces = Event(int(CUBLAS_WORKSPACES), -1, "temporaries", "setup", "gpu")
-    return (
-        workspaces,
-        *(
-            Event(
-                -change.block.size if change.is_free else change.block.size,
-                change.block.number,
-                _part(change.block, vocabulary),
-                change.phase,
-                change.block.device,
-                _stream(change.block, recorder),
-            )
-            for change in recorder.changes
-        ),
-    )
-
-
-def _stream(block: Block, recorder: StorageRecorder) -> str:
-    return recorder.collectives_stream if block.part == "communication" and not block.stream else block.stream
-
-
-def _part(block: Block, vocabulary: int | None) -> str:
-    if block.part is not None:
-        return block.part
-    if vocabulary is not None and block.last_axis == vocabulary:
-        return "logits"
-    return "activations" if block.kept else "temporaries"

@@ -33,6 +33,13 @@ def gpu_memory_mib(config: Config) -> float | None:
     return min(gpu.total_mib for gpu in visible_gpus()) * USABLE_SHARE
 
 
+def planned_gpu(config: Config) -> str | None:
+    """Return the name of the GPU to plan for; None if it is unknown."""
+    if config.plan.gpu is not None or config.cluster.launcher == "slurm" or config.plan.gpu_memory_gb is not None:
+        return config.plan.gpu
+    return visible_gpus()[0].name if visible_gpus() else None
+
+
 def predict(estimate: Estimate, memory_mib: float | None) -> Predicted:
     """Return the prediction for a GPU."""
     reserved = estimate.peak_reserved_mib

@@ -140,7 +140,7 @@ class Predicted:
     peak_reserved_mib: float | None = key(None, "Peak of torch's reserved memory, without a limit.", unit="MiB")
     nvidia_smi_mib: float | None = key(None, "Memory of the GPU as nvidia-smi shows it.", unit="MiB")
     host_peak_mib: float | None = key(None, "Peak of CPU memory on a node.", unit="MiB")
-    phase: str | None = key(None, "Phase of the peak: setup, forward, backward or optimizer.")
+    phase: str | None = key(None, "Phase of the peak: setup, forward, backward, optimizer or evaluation.")
     parts: dict[str, float] = key(
         {},
         "What the peak is made of, in MiB.",

@@ -1,9 +1,11 @@
-"""Known GPU models: the memory that a process can use, and the peak rates of the datasheets."""
+"""Known GPU models: the memory that a process can use, the workspaces of cuBLAS, and peak rates of the datasheets."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+
+from distexp.system.units import MIB
 
 GPU_MODELS: Mapping[str, float] = {
     "t4-16gb": 14_909,
@@ -81,3 +83,20 @@ def peak_tflops(gpu_name: str | None, precision: str) -> float | None:
     if not found or "MIG" in parts:
         return None
     return PEAK_TFLOPS[max(found, key=len)].get(precision)
+
+
+LARGE_WORKSPACE, SMALL_WORKSPACE = 32 * MIB, 8 * MIB + MIB // 8
+"""Bytes that torch gives to each handle of cuBLAS: on GPUs since Hopper, and on older ones."""
+
+SINCE_HOPPER = ("h100", "h200", "h20", "h800", "b100", "b200", "b300", "gb10", "5070", "5080", "5090", "pro6000")
+"""Parts of the names of GPUs since Hopper, in lower case and without spaces."""
+
+
+def cublas_workspace(name: str | None) -> int:
+    """Return the bytes that each handle of cuBLAS keeps on a GPU.
+
+    Args:
+        name: a model of ``GPU_MODELS``, or the name that NVML reports. None for an unknown GPU: the larger size.
+    """
+    compact = "" if name is None else name.lower().replace(" ", "")
+    return LARGE_WORKSPACE if name is None or any(part in compact for part in SINCE_HOPPER) else SMALL_WORKSPACE

@@ -319,6 +319,14 @@ def on_storage_resize(call: Callable[[torch.UntypedStorage, int], None]) -> Iter
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
+def count_references(tensor: Tensor) -> tuple[int, int]:
+    """Return the references of C++ to a tensor and to its storage, from inside of a dispatch mode."""
+    with _explained("Tensor._use_count, torch._C._storage_Use_Count"):
+        counted: Any = tensor
+        storage: Any = tensor.untyped_storage()
+        return counted._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
 @contextmanager
 def fsdp_device(device: torch.device) -> Iterator[None]:
     """Let ``fully_shard`` use this device for meshes of CPUs, during the block."""

@@ -22,6 +22,10 @@ SLOW = (
     "fsdp_custom_multi_gpu/0",
 )
 
+EARLIER = ("fsdp_sharding/2", "fsdp_sharding_two_gpus/0")
+"""Runs with ``shard_grad_op`` of an earlier distexp, which reserved up to 11 % less. New ones are as predicted.
+"""
+
 
 def recorded(path: str) -> Config:
     """Return the configuration of a record with random data of the same shape. It resolves without a GPU."""
@@ -32,8 +36,13 @@ def recorded(path: str) -> Config:
     sharding = settings["fsdp"]["sharding"]
     config = resolve_cell(
         *(f"model={settings['model']['name']}", "dataset=synthetic", "dataset.train_size=4096", *shape),
-        f"strategy={settings['strategy']['name']}",
+        *((f"strategy={settings['strategy']['name']}",) if settings["strategy"]["name"] != "deepspeed" else ()),
         *((f"sharding={sharding}",) if settings["strategy"]["name"] == "fsdp" else ()),
+        *(
+            (f"zero_stage={settings['deepspeed']['zero_stage']}",)
+            if settings["strategy"]["name"] == "deepspeed"
+            else ()
+        ),
         f"offload={str(settings['offload']['enabled']).lower()}",
         f"cluster.nodes={cluster['nodes']}",
         f"cluster.workers_per_node={cluster['workers_per_node']}",
@@ -46,18 +55,28 @@ def recorded(path: str) -> Config:
     return config
 
 
-def error_of(path: str) -> float:
-    """Return the relative error of the prediction."""
-    measured = max(rank["peak_allocated_mib"] for rank in gpu_records()[path].memory["torch"])
-    predicted = replay(trace_step(recorded(path)).events).peak_allocated / MIB
-    return float(predicted / measured - 1)
+def errors_of(path: str) -> tuple[float, float]:
+    """Return the relative errors of the predicted peaks of allocated and of reserved memory."""
+    ranks = gpu_records()[path].memory["torch"]
+    trace = trace_step(recorded(path))
+    found = replay(trace.events, trace.history, trace.evaluation)
+    peaks = found.peak_allocated / MIB, found.peak_reserved / MIB
+    allocated, reserved = (
+        peak / max(rank[key] for rank in ranks) - 1
+        for peak, key in zip(peaks, ("peak_allocated_mib", "peak_reserved_mib"), strict=True)
+    )
+    return allocated, reserved
 
 
 def test_the_peak_of_gpt_is_that_of_two_gpus() -> None:
-    assert abs(error_of("fsdp_custom_multi_gpu/1")) < 0.005
+    allocated, reserved = errors_of("fsdp_custom_multi_gpu/1")
+    assert abs(allocated) < 0.005
+    assert abs(reserved) < 0.03
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SLOW)
 def test_the_peak_is_that_of_gpus(path: str) -> None:
-    assert abs(error_of(path)) < 0.01, path
+    allocated, reserved = errors_of(path)
+    assert abs(allocated) < 0.01, path
+    assert path in EARLIER or abs(reserved) < 0.03, path

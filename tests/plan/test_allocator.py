@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distexp.plan.allocator import CachingAllocator, OutOfMemoryError, round_size, segment_size
-from distexp.plan.replay import CURVE_POINTS, host_peak, replay
+from distexp.plan.replay import CURVE_POINTS, host_peak, repeated_blocks, replay
 from distexp.plan.step_trace import Event
 from distexp.system.units import MIB
 
@@ -55,6 +55,15 @@ def test_free_neighbors_are_merged() -> None:
         allocator.free(blocks[index])
     allocator.allocate(15 * MIB)
     assert (allocator.allocated, allocator.reserved) == (20 * MIB, 20 * MIB)
+
+
+def test_of_equal_blocks_the_one_with_the_lowest_address_is_used() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(5 * MIB) for _ in range(4)]
+    other = allocator.allocate(5 * MIB)  # in a second segment
+    for block in (other, blocks[3], blocks[1]):
+        allocator.free(block)
+    assert allocator.allocate(5 * MIB) is blocks[1]
 
 
 def test_fragments_are_not_enough() -> None:
@@ -123,6 +132,41 @@ def test_second_step_uses_the_free_blocks_of_the_first_one() -> None:
     once = [(size, number, "activations", "forward") for number, size in enumerate(sizes)]
     frees = [(-size, number, "activations", "backward") for number, size in enumerate(sizes)]
     assert replay(step(*once, *frees)).peak_reserved == (12 + 12 + 10) * MIB
+
+
+def test_history_leaves_the_free_blocks_that_the_step_uses() -> None:
+    # The weights were made from a copy of 60. The step uses its block, so 100 are reserved, and not 130.
+    history = step(
+        (60, 7, "temporaries", "setup"),
+        (40, 0, "parameters", "setup"),
+        (-60, 7, "temporaries", "setup"),
+    )
+    events = step(
+        (40, 0, "parameters", "setup"), (30, 1, "activations", "forward"), (-30, 1, "activations", "backward")
+    )
+    assert replay(events).peak_reserved == 70 * MIB
+    found = replay(events, history)
+    assert (found.peak_reserved, found.peak_allocated, found.peak.phase) == (100 * MIB, 100 * MIB, "setup")
+    assert [point.total // MIB for point in found.curve] == [70, 40]
+
+
+def test_repeated_step_frees_what_the_step_before_left() -> None:
+    # Each step makes a batch (1), and frees that of the step before (0).
+    events = step((4, 1, "batch", "forward"), (-4, 0, "batch", "forward"), (2, 2, "logits", "forward"))
+    events += step((-2, 2, "logits", "backward"))
+    assert repeated_blocks(events) == {0: 1}
+    assert repeated_blocks(step((4, 1, "activations", "forward"))) is None, "a step that keeps more and more"
+
+
+def test_evaluation_follows_the_steps() -> None:
+    events = step(
+        (4, 0, "batch", "setup"), (4, 1, "batch", "forward"), (-4, 0, "batch", "forward"), (2, 2, "logits", "forward"),
+        (-2, 2, "logits", "backward"),
+    )  # fmt: skip
+    after = step((50, 3, "logits", "evaluation"), (-4, 1, "batch", "evaluation"), (-50, 3, "logits", "evaluation"))
+    found = replay(events, (), after)
+    assert (found.peak_allocated, found.peak.phase) == (54 * MIB, "evaluation")
+    assert {point.phase for point in found.curve} == {"forward", "backward"}
 
 
 def test_curve_has_the_phases_and_the_peak_of_a_long_step() -> None:

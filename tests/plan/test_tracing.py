@@ -12,8 +12,10 @@ import torch
 from distexp.distributed.context import Context
 from distexp.plan.batches import largest_batch
 from distexp.plan.cuda_semantics import cuda_autocast
+from distexp.plan.replay import repeated_blocks
 from distexp.plan.step_trace import PARTS, PHASES, PlanError, StepTrace
-from distexp.plan.tracing import CUBLAS_WORKSPACES, _prepare, trace_step
+from distexp.plan.tracing import trace_step
+from distexp.system.gpu_models import LARGE_WORKSPACE, SMALL_WORKSPACE
 from distexp.worker.rank import load_data
 from tests.helpers.runs import resolve_cell
 
@@ -34,7 +36,7 @@ def sizes(trace: StepTrace, phase: str, device: str = "gpu") -> Counter[str]:
     """Return the bytes of each part that are in memory after a phase, without the workspaces of cuBLAS."""
     total: Counter[str] = Counter()
     for event in trace.events:
-        if PHASES.index(event.phase) <= PHASES.index(phase) and event.device == device and event.block != -1:
+        if PHASES.index(event.phase) <= PHASES.index(phase) and event.device == device and event.block >= 0:
             total[event.part] += event.bytes
     return total
 
@@ -48,7 +50,28 @@ def test_states_of_one_worker_are_those_of_the_arithmetic() -> None:
     assert after["gradients"] == 4 * PARAMETERS
     assert before["batch"] == 3 * 2 * 16 * 8  # ids, mask and labels
     assert all(event.part in PARTS and event.phase in PHASES for event in trace.events)
-    assert trace.events[0].bytes == CUBLAS_WORKSPACES
+    assert [event.bytes for event in trace.events if event.block < 0] == [LARGE_WORKSPACE] * 2
+
+
+def test_workspaces_of_older_gpus_are_smaller() -> None:
+    events = trace_step(resolve_cell(*TINY, "strategy=single", "plan.gpu=a100-80gb")).history
+    assert [(event.bytes, event.phase) for event in events if event.block < 0] == [
+        (SMALL_WORKSPACE, "forward"), (SMALL_WORKSPACE, "backward"),
+    ]  # fmt: skip
+
+
+def test_history_is_all_before_the_step() -> None:
+    trace = traced("sharding=full_shard", "cluster.workers_per_node=2")
+    alive: dict[int, tuple[int, str]] = {}
+    for event in trace.history:
+        if event.bytes > 0:
+            alive[event.block] = event.bytes, event.part
+        else:
+            assert alive.pop(event.block)[0] == -event.bytes
+    setup = {event.block: (event.bytes, event.part) for event in trace.events if event.phase == "setup"}
+    assert alive == setup
+    assert {event.phase for event in trace.history} == set(PHASES) - {"evaluation"}
+    assert repeated_blocks([event for event in trace.events if event.phase != "setup"])
 
 
 def test_every_free_has_the_size_of_its_allocation() -> None:
@@ -130,10 +153,14 @@ def test_images_in_gpu_memory_are_part_of_the_peak() -> None:
     assert gpu.notes == ("dataset.cache=gpu: the images count as temporaries",)
 
 
-@pytest.mark.parametrize(("size", "noted"), [(2, False), (8, True)])
-def test_evaluation_with_larger_batches_is_noted(size: int, *, noted: bool) -> None:
-    _, notes = _prepare(resolve_cell(*TINY, "strategy=single", f"train.eval_batch_size={size}"))
-    assert notes == (["train.eval_batch_size=8: the evaluation may need more memory"] if noted else [])
+def test_evaluation_with_larger_batches_is_traced() -> None:
+    found = {
+        size: trace_step(resolve_cell(*TINY, "strategy=single", f"train.eval_batch_size={size}")) for size in (2, 8)
+    }
+    small, large = (max(event.bytes for event in found[size].evaluation if event.part == "logits") for size in (2, 8))
+    assert (small, large) == (4 * 2 * 16 * VOCABULARY, 4 * 8 * 16 * VOCABULARY)
+    assert found[2].events == found[8].events
+    assert {event.phase for event in found[8].evaluation} == {"evaluation"}
 
 
 def test_a_model_that_depends_on_values_is_refused_with_the_reason() -> None:
