@@ -13,6 +13,7 @@ from distexp.runs.typed_values import matches
 
 LANES = {"compute": "compute", "communication": "communication", "cpu": "CPU"}
 """Titles of the lanes, in their order."""
+MOST_SPANS = 2000  # of a lane; a run writes fewer
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def _read_rank(entry: dict[str, Any], labels: Sequence[str]) -> RankLanes | None
 
 
 def _read_spans(spans: Any, labels: Sequence[str]) -> Iterator[Span]:
-    for span in _list(spans):
+    for span in _list(spans)[:MOST_SPANS]:
         if matches(span, list[float]) and len(span) == 3 and None not in span and 0 <= span[2] < len(labels):
             yield Span(float(span[0]), float(span[1]), labels[int(span[2])])
 

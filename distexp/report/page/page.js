@@ -125,7 +125,7 @@ async function drawCharts(charts) {
   }
   // Redraw for paper: a shrunk chart would have tiny labels.
   window.addEventListener("beforeprint", () => {
-    for (const [place, view] of drawn) view.width(place.closest(".many") ? PRINT_WIDTH.column : PRINT_WIDTH.single).run();
+    for (const [place, view] of drawn) view.width(place.closest(".many:not(.wide)") ? PRINT_WIDTH.column : PRINT_WIDTH.single).run();
   });
   window.addEventListener("afterprint", () => window.dispatchEvent(new Event("resize")));
 }
