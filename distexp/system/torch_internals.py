@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -97,8 +97,7 @@ def ddp_communication_dtype(wrapped: Any) -> torch.dtype:
         hook = wrapped._get_ddp_logging_data().get("comm_hook", "")
         if "bf16" in hook or "fp32" in hook:  # the names of the hooks of torch and of distexp
             return torch.bfloat16 if "bf16" in hook else torch.float32
-        first: torch.Tensor = next(p for p in wrapped.parameters() if p.requires_grad)
-        return first.dtype
+        return cast("torch.dtype", next(p.dtype for p in wrapped.parameters() if p.requires_grad))
 
 
 def ddp_bucket_sizes(wrapped: Any) -> list[int]:
@@ -184,11 +183,7 @@ def compiler_settings(module: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def limit_stored_activations(share: float | None) -> None:
-    """Set which share of the activations the graphs store that torch compiles from now on.
-
-    Args:
-        share: from 0 to 1. None: all that the compiler chooses to store.
-    """
+    """Set the share of activations that graphs store which torch compiles from now on; None: as the compiler chooses."""
     with _explained("torch._functorch.config.activation_memory_budget"):
         from torch._functorch import config
 
@@ -319,12 +314,10 @@ def on_storage_resize(call: Callable[[torch.UntypedStorage, int], None]) -> Iter
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-def count_references(tensor: Tensor) -> tuple[int, int]:
+def count_references(tensor: Any) -> tuple[int, int]:
     """Return the references of C++ to a tensor and to its storage, from inside of a dispatch mode."""
     with _explained("Tensor._use_count, torch._C._storage_Use_Count"):
-        counted: Any = tensor
-        storage: Any = tensor.untyped_storage()
-        return counted._use_count(), torch._C._storage_Use_Count(storage._cdata)
+        return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
