@@ -183,7 +183,7 @@ def compiler_settings(module: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def limit_stored_activations(share: float | None) -> None:
-    """Set the share of activations that graphs store which torch compiles from now on; None: as the compiler chooses."""
+    """Set which share of the activations later compiled graphs store; None: what the compiler chooses."""
     with _explained("torch._functorch.config.activation_memory_budget"):
         from torch._functorch import config
 
