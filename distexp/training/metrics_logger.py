@@ -81,7 +81,7 @@ class MetricsLogger:
         self.compilation = CompileWatch(enabled=bool(plan.train.compile))
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
-        unmeasured = plan.train.profile_steps > 0 and plan.train.measure_after_step > 0
+        unmeasured = plan.train.profile_steps > 0 and plan.train.measure_after_step > 1
         self.first_stacks = FirstStepStacks(context.device, enabled=unmeasured)
         self.path = context.run_dir / METRICS
         self._file = self.path.open("w") if context.rank == 0 else None
@@ -148,13 +148,15 @@ class MetricsLogger:
             norm: the global gradient norm before clipping.
             rate: the learning rate.
         """
-        self.clock.mark()
         self.first_stacks.stop()
+        self.clock.mark()
         measured = self._warmed_up() and not self.profiler.running
+        if self.parts.after_update(timed=measured):
+            # Ranks that read their recording longer would make the others wait in the first profiled step.
+            sum_over_ranks(torch.zeros(1, device=self.device)).item()
         self.profiler.step()
         self.heartbeat.beat()
         self.allocator.sample()
-        self.parts.after_update(timed=measured)
         self.steps += 1
         self.events.advance(self.steps)
         self.samples += step.num_samples

@@ -72,14 +72,22 @@ class PartsWatch:
         self.parameters = sum(parameters.values())
         self.gradients = sum(size for key, size in gradients.items() if key not in parameters)
 
-    def after_update(self, *, timed: bool) -> None:
+    def after_update(self, *, timed: bool) -> bool:
         """Measure the optimizer states after the first update.
 
         With fp16 the loss scaling may skip the first updates, so the next ones are measured until one is timed.
+
+        Returns:
+            Whether this step was recorded. To read the recording took time.
         """
-        if self.recording is not None:
-            self.peaks = self.recording.finish()
-            self.recording = None
+        self._measure_states(timed=timed)
+        if self.recording is None:
+            return False
+        self.peaks = self.recording.finish()
+        self.recording = None
+        return True
+
+    def _measure_states(self, *, timed: bool) -> None:
         if self.read is None or self.optimizer_states or (timed and self.optimizer_states is not None):
             return
         tensors = self.read()

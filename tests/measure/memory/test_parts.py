@@ -172,7 +172,7 @@ def test_one_later_step_is_recorded() -> None:
         for _ in range(2):
             watch.start_forward()
         run_step(model, watch, optimizer)
-        watch.after_update(timed=True)
+        assert watch.after_update(timed=True) == (step == 1)
     assert recording.calls == ["start", "forward", "forward", "update", "finish"]
     tensors, *peaks = watch.summary()
     assert tensors["phase"] == "train"
