@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from distexp.data.base import Batch
     from distexp.models.blueprint import Blueprint
 
-PRELOAD = ("deepspeed",)
-"""Imported once for all workers of a node."""
+PRELOAD = ("distexp.strategies.ds_import",)
+"""Imported once for all workers of a node. It imports DeepSpeed."""
 
 PRELOAD_ON_CPU = ("torch.utils.cpp_extension", "deepspeed.runtime.zero.muon.muon_optimizer")
 """Imported once too, if there is no GPU that an import could initialize. ZeRO imports them with torch's compiler."""

@@ -18,6 +18,7 @@ from distexp.models import gpt
 from distexp.models.introspection import max_positions
 from distexp.strategies.base import DistributedModel
 from distexp.worker.generation import GreedyGenerator, check_has_references
+from tests.helpers.attention import build
 from tests.helpers.runs import resolve_cell
 
 VOCABULARY = 61
@@ -94,6 +95,27 @@ def test_answers_match_transformers() -> None:
         assert answer == unended[: len(answer)]
     assert len(answers[0]) < 12
     assert set(engine.widths) == {128}, "70 + 12 tokens, rounded up to a multiple of 64"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+@pytest.mark.parametrize("name", ["bloom_tiny", "gpt_tiny"])
+def test_answers_do_not_depend_on_the_attention(name: str, attention: str) -> None:
+    """Prompts of different lengths, whose padding a wrong mask would show, as after ``train.compile=model``."""
+    sizes = {"seq_length": 128} if name == "gpt_tiny" else {"hidden_size": 32, "num_heads": 2}
+
+    def answer(implementation: str) -> list[list[int]]:
+        model = build(name, implementation, **sizes)
+        torch.manual_seed(5)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        return generate(model, eos_id=VOCABULARY + 1, most=6)[0]
+
+    expected = answer("auto")
+    with torch.compiler.set_stance("force_eager"):
+        answers = answer(attention)
+    assert answers == expected
+    assert len({tuple(answer) for answer in answers}) > 2, "the model repeats no single answer"
 
 
 class Counting(nn.Module):

@@ -19,7 +19,7 @@ expected = (
     *("transformers.models.bloom.modeling_bloom", "deepspeed", "distexp.worker.rank"),
     *("torch._dynamo", "distexp.checkpoints.manager", "deepspeed.runtime.zero.muon.muon_optimizer"),
 )
-print([name for name in expected if name not in sys.modules], torch.cuda.is_initialized())
+print([name for name in expected if name not in sys.modules], torch.cuda.is_initialized(), "mlflow" in sys.modules)
 """
 
 GROUP = r"""
@@ -59,7 +59,7 @@ def start(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 def test_the_libraries_are_imported_before_the_fork_and_cuda_is_not_initialized() -> None:
     output, _ = start(PRELOADS).communicate(timeout=600)
-    assert output.splitlines()[-1] == "[] False"
+    assert output.splitlines()[-1] == "[] False False", "mlflow is for DeepSpeed's autotuner only, and takes seconds"
 
 
 def test_a_worker_that_crashes_after_the_first_failure_was_not_stopped(tmp_path: Path) -> None:
