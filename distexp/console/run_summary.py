@@ -15,12 +15,22 @@ from distexp.runs.metrics import Metrics
 from distexp.runs.out_of_memory import memory_lines
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import STAND_IN, failure_text, format_count, model_label, record_model_label
+from distexp.runs.text import (
+    STAND_IN,
+    describe_straggler,
+    failure_text,
+    format_count,
+    model_label,
+    record_model_label,
+)
 from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB, format_tflops
 
 MAX_EPOCHS = 6
 """Epochs shown in a panel."""
+
+MAX_STRAGGLERS = 3
+"""Slow ranks shown in a panel."""
 
 AUTO = ModelConfig().attention
 """The attention that a model has by default."""
@@ -89,6 +99,8 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if peak := highest_peak(record.memory):
         yield "memory peak", _peak_parts(peak)
     yield from _prediction(record)
+    if metrics.stragglers:
+        yield "slow ranks", ". ".join(map(describe_straggler, metrics.stragglers[:MAX_STRAGGLERS]))
     yield from energy_lines(metrics.energy or {})
     if metrics.train_runtime is not None:
         yield (

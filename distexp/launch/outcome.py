@@ -20,6 +20,7 @@ from typing import Any
 from distexp.checkpoints.folder import remove_unfinished
 from distexp.launch.failures import classify_failure, current_phase
 from distexp.launch.node import worker_environment
+from distexp.launch.straggler_evidence import add_evidence
 from distexp.measure.energy.cost import energy_entry
 from distexp.measure.energy.trace_energy import TraceEnergy, measure_energy
 from distexp.measure.memory.summary import run_traces, summarize_run
@@ -146,6 +147,7 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
         record.memory.update(summary.memory)
         record.utilization.update(summary.utilization)
     add_energy(record, spec, directory)
+    add_evidence(record, spec, directory)
 
 
 def add_energy(record: RunRecord, spec: RunSpec, directory: Path) -> None:

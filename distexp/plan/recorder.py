@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from distexp.plan.accumulation import Accumulation
-from distexp.system.torch_internals import FakeMode, is_fake_of, on_storage_resize
+from distexp.plan.storage_resizes import on_storage_resize
+from distexp.system.torch_internals import FakeMode, is_fake_of
 
 GPU = torch.device("cpu", 1)
 """The device of traced tensors that a run has on its GPU. Host tensors are on ``cpu``.

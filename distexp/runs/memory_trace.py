@@ -27,6 +27,11 @@ class MemorySample:
         energy_j: Of a GPU its own counter, which starts at an arbitrary value. On the CPU, the run's part since the
             first sample.
         source: How the memory was read. It marks the samples of a less exact method.
+        other_mib: Other jobs' part of a GPU's memory, if NVML reports it.
+        sm_clock_mhz: Clock of a GPU.
+        clock_reasons: Why the clock of a GPU is not higher, as bits of NVML's ``nvmlClocksEventReasons``.
+        pcie_pct: Rate of a GPU's PCIe link, in percent of its maximum. It is read in some samples only.
+        ecc_errors: Uncorrected memory errors of a GPU since the driver was loaded, in some samples only.
         compiler_mib: What compilers hold, for example while DeepSpeed compiles. It is not in ``used_mib``.
     """
 
@@ -42,6 +47,11 @@ class MemorySample:
     energy_j: float | None = None
     source: str = ""
     compiler_mib: float | None = None
+    other_mib: float | None = None
+    sm_clock_mhz: float | None = None
+    clock_reasons: float | None = None
+    pcie_pct: float | None = None
+    ecc_errors: float | None = None
 
 
 COLUMNS = tuple(column.name for column in fields(MemorySample))

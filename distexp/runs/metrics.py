@@ -97,17 +97,17 @@ class Metrics:
             "[].p50_s": "Median, in seconds.",
             "[].p90_s": "90th percentile, in seconds.",
             "[].max_s": "Longest step, in seconds.",
-            "[].own_ms": "Time without waiting for other ranks, in ms. Null: unknown.",
+            "[].own_ms": "Median time without waiting for other ranks, in ms. Null: unknown.",
         },
     )
     stragglers: list[dict[str, Any]] | None = key(
         None,
-        "Ranks that are slower than the others. Null: not checked.",
+        "Ranks that are slower than the others, and GPUs with a problem. Null: not checked.",
         parts={
             "[].rank": "Rank.",
-            "[].gpu": "Index of its GPU.",
+            "[].gpu": "Index of its GPU in NVML.",
             "[].host": "Its host.",
-            "[].slower_by_pct": "Percent by which it is slower.",
+            "[].slower_by_pct": "Percent by which its own time is longer than that of the others. Null: unknown.",
             "[].evidence": "What shows the cause.",
         },
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from distexp.runs.record import RunError, RunRecord
 
@@ -144,3 +145,15 @@ def _consecutive(numbers: Sequence[int]) -> Iterator[list[int]]:
 
 def _format_block(block: Sequence[int]) -> list[str]:
     return [f"{block[0]}-{block[-1]}"] if len(block) > 2 else [str(number) for number in block]
+
+
+def describe_straggler(entry: Mapping[str, Any]) -> str:
+    """Return an entry of ``metrics.stragglers`` as a sentence without its period.
+
+    For example: ``Rank 3 (GPU 3 of node07) is 12% slower: its SM clock is 1,200 MHz, that of the others 1,755 MHz``.
+    """
+    places = [f"GPU {entry['gpu']}" if entry.get("gpu") is not None else None, entry.get("host")]
+    place = " of ".join(str(each) for each in places if each is not None)
+    slower = entry.get("slower_by_pct")
+    verb = "has a problem" if slower is None else f"is {slower / 100:.0%} slower"
+    return f"Rank {entry['rank']}{f' ({place})' if place else ''} {verb}: {entry['evidence']}"

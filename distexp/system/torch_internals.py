@@ -298,22 +298,6 @@ def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> Itera
         module._engine_run_backward = original
 
 
-@contextmanager
-def on_storage_resize(call: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """Call a function before each change of the size of a storage, during the block. No dispatch mode sees these."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_and_call(storage: torch.UntypedStorage, size: int) -> Any:
-        call(storage, size)
-        return resize(storage, size)
-
-    torch.UntypedStorage.resize_ = resize_and_call  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-
 def count_references(tensor: Any) -> tuple[int, int]:
     """Return the references of C++ to a tensor and to its storage, from inside of a dispatch mode."""
     with _explained("Tensor._use_count, torch._C._storage_Use_Count"):
@@ -418,3 +402,10 @@ def flex_attention_on_cpu() -> Iterator[None]:
         yield
     finally:
         flex_attention._validate_device = original
+
+
+def queue_backward_callback(function: Callable[[], None]) -> None:
+    """Run a function at the end of the current backward pass, in the order of these calls."""
+    with _explained("torch.autograd.Variable._execution_engine.queue_callback"):
+        engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)

@@ -16,7 +16,7 @@ from torch import Tensor
 from distexp.data.shards import StepData
 from distexp.data.workload import Workload
 from distexp.distributed.context import Context
-from distexp.distributed.process_group import sum_over_ranks
+from distexp.distributed.process_group import gather_to_all, sum_over_ranks
 from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
 from distexp.measure.compilation import CompileWatch
 from distexp.measure.memory.allocator import AllocatorWatch
@@ -24,6 +24,8 @@ from distexp.measure.memory.oom import FirstStepStacks
 from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.memory.step_recording import StepRecording, has_history
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
+from distexp.measure.stragglers import RankTimes, find_stragglers, step_times
+from distexp.measure.waiting import WaitWatch
 from distexp.runs.events import Events
 from distexp.runs.heartbeat import Heartbeat
 from distexp.runs.jsonl import append_line
@@ -57,7 +59,7 @@ class MetricsLogger:
 
     def __init__(self, plan: StepPlan, context: Context, events: Events) -> None:
         self.plan, self.device, self.events = plan, context.device, events
-        self.world_size = context.world_size
+        self.rank, self.world_size = context.rank, context.world_size
         self.clock = StepClock(context.device)
         self.steps = self.samples = self.measured_steps = self.measured_samples = self.measured_tokens = 0
         self.step_samples: list[int] = []  # of each step of this attempt; packed rows have different numbers of samples
@@ -78,6 +80,8 @@ class MetricsLogger:
         # On a GPU, counting would keep the parameters that ZeRO-3 and FSDP gather until the backward pass.
         eager_on_cpu = context.device.type == "cpu" and not plan.train.compile
         self.parts = PartsWatch(context.rank, counts_activations=eager_on_cpu)
+        self.waits = WaitWatch(context)
+        self.data_waits: list[float] = []  # of the measured steps
         self.compilation = CompileWatch(enabled=bool(plan.train.compile))
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
@@ -133,6 +137,7 @@ class MetricsLogger:
         self.clock.restart()
         self.profiler.mark_interrupted("a checkpoint was written")
         self._set_phase("profile" if self.profiler.running else "train" if self._warmed_up() else "warmup")
+        self.waits.restart(measured=self._is_measured())
 
     def before_update(self) -> None:
         """Measure the memory between the backward pass and the update."""
@@ -150,7 +155,8 @@ class MetricsLogger:
         """
         self.first_stacks.stop()
         self.clock.mark()
-        measured = self._warmed_up() and not self.profiler.running
+        measured = self._is_measured()
+        self.waits.end_step(measured=measured, next_measured=self._is_measured(1) and not self._ends_epoch(1))
         if self.parts.after_update(timed=measured):
             # Ranks that read their recording longer would make the others wait in the first profiled step.
             sum_over_ranks(torch.zeros(1, device=self.device)).item()
@@ -171,6 +177,7 @@ class MetricsLogger:
             self.measured_samples += step.num_samples
             self.measured_tokens += tokens
             self.measured_work += step.workload
+            self.data_waits.append(step.wait_s)
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._write_line(norm, rate)
         if self.profiler.window is not None and self.steps == self.profiler.window.steps_before:
@@ -179,6 +186,7 @@ class MetricsLogger:
             if has_history(self.device):  # the warm-up of the profiler counts in no metric
                 self.parts.record_step(StepRecording(self.device, self.allocator.keep_peaks))
             self.clock.restart()
+            self.waits.restart(measured=False)
         elif self.steps - self.resumed_at == self.plan.train.measure_after_step:
             self._set_phase("train")
 
@@ -231,6 +239,8 @@ class MetricsLogger:
         # A custom collate function may not count its tokens.
         metrics.padding_share = 1 - tokens / positions if tokens and positions else None
         if durations:
+            ranks = self._rank_times(durations)
+            metrics.step_times_by_rank, metrics.stragglers = step_times(ranks), find_stragglers(ranks)
             metrics.train_samples_per_second = self.measured_samples / sum(durations)
             metrics.train_steps_per_second = len(durations) / sum(durations)
             metrics.tokens_per_second = measured_tokens / sum(durations) if measured_tokens else None
@@ -244,8 +254,25 @@ class MetricsLogger:
         metrics.compile = self.compilation.summary()
         return metrics
 
-    def _warmed_up(self) -> bool:
-        return self.steps - self.resumed_at >= self.plan.train.measure_after_step
+    def _is_measured(self, ahead: int = 0) -> bool:
+        """Return whether the current step, or one ahead of it, counts for the speed."""
+        return self._warmed_up(ahead) and not self.profiler.running
+
+    def _ends_epoch(self, ahead: int) -> bool:
+        """Return whether an evaluation follows the step that is so many ahead."""
+        step = self.steps + ahead
+        return step % self.plan.steps_per_epoch == 0 or step >= self.plan.total_steps
+
+    def _rank_times(self, durations: list[float]) -> list[RankTimes]:
+        """Return the step times of all ranks; a collective."""
+        waits = {step: wait_s for step, wait_s in self.waits.waits_s().items() if step < len(durations)}
+        own = [durations[step] - wait_s for step, wait_s in waits.items()]
+        data_waits = [self.data_waits[step] for step in waits]
+        times = RankTimes(self.rank, quantiles(durations) or {}, own, data_waits)
+        return gather_to_all(times) if self.world_size > 1 else [times]
+
+    def _warmed_up(self, ahead: int = 0) -> bool:
+        return self.steps + ahead - self.resumed_at >= self.plan.train.measure_after_step
 
     def _set_phase(self, phase: str) -> None:
         self.events.set_phase(phase, step=self.steps, total_steps=self.plan.total_steps)

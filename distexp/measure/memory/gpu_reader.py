@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from distexp.measure.memory.gpu_conditions import ConditionsReader
 from distexp.system.nvml import nvml_session
 from distexp.system.units import MIB
 
@@ -26,6 +27,11 @@ class GpuReading:
     job_mib: float | None = None  # by the processes of this job
     energy_j: float | None = None
     source: str = ""
+    other_mib: float | None = None  # by other jobs
+    sm_clock_mhz: float | None = None
+    clock_reasons: float | None = None
+    pcie_pct: float | None = None
+    ecc_errors: float | None = None
 
 
 class GpuReader:
@@ -51,6 +57,7 @@ class GpuReader:
             index: self._query(f"handle of GPU {index}", partial(self._nvml.nvmlDeviceGetHandleByIndex, index))
             for index in indices
         }
+        self._conditions = {index: ConditionsReader(self._nvml, handle) for index, handle in self._handles.items()}
         self._partitioned = {index for index, handle in self._handles.items() if self._uses_mig(handle)}
 
     def close(self) -> None:
@@ -67,6 +74,7 @@ class GpuReader:
         nvml = self._nvml
         memory, source = self._memory(index, handle)
         busy = self._query(f"utilization of GPU {index}", partial(nvml.nvmlDeviceGetUtilizationRates, handle))
+        job_mib, other_mib = self._job_and_other_mib(index, handle, pids)
         milliwatts, millijoules = self._power_and_energy(index, handle)
         return GpuReading(
             index=index,
@@ -74,9 +82,11 @@ class GpuReader:
             total_mib=None if memory is None else memory.total / MIB,
             utilization_pct=None if busy is None else float(busy.gpu),
             power_w=None if milliwatts is None else milliwatts / 1000,
-            job_mib=self._job_mib(index, handle, pids),
+            job_mib=job_mib,
             energy_j=None if millijoules is None else millijoules / 1000,
             source=source,
+            other_mib=other_mib,
+            **self._conditions[index].read()._asdict(),
         )
 
     def _power_and_energy(self, index: int, handle: Any) -> tuple[int | None, int | None]:
@@ -108,8 +118,8 @@ class GpuReader:
         info = self._query(f"memory of GPU {index}", partial(nvml.nvmlDeviceGetMemoryInfo, handle))
         return info, "" if info is None else "nvml_with_reserve"
 
-    def _job_mib(self, index: int, handle: Any, pids: Collection[int]) -> float | None:
-        """Return the MiB of this job's processes, or None if NVML does not list their pids.
+    def _job_and_other_mib(self, index: int, handle: Any, pids: Collection[int]) -> tuple[float | None, float | None]:
+        """Return the MiB of this job's processes and of all others; None if NVML does not list their pids.
 
         In a container, NVML may list no processes, or list them with the pids of the host. Its list is used once it
         has contained one of our pids, on any GPU.
@@ -118,12 +128,13 @@ class GpuReader:
             f"processes of GPU {index}", partial(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle)
         )
         if listed is None:
-            return None
+            return None, None
         ours = [process.usedGpuMemory for process in listed if process.pid in pids]
+        others = [process.usedGpuMemory for process in listed if process.pid not in pids]
         self._lists_our_pids |= bool(ours)
-        if not self._lists_our_pids or None in ours:
-            return None
-        return float(sum(ours)) / MIB
+        if not self._lists_our_pids:
+            return None, None
+        return _total_mib(ours), _total_mib(others)
 
     def _query(self, what: str, function: Callable[[], Any]) -> Any:
         """Return the result of a query, or None after one warning. The other values of the GPU remain available."""
@@ -134,3 +145,8 @@ class GpuReader:
                 self._refused.add(what)
                 self._warn(f"NVML does not report the {what} ({error}); it is left empty")
             return None
+
+
+def _total_mib(sizes: Sequence[int | None]) -> float | None:
+    known = [size for size in sizes if size is not None]
+    return float(sum(known)) / MIB if len(known) == len(sizes) else None

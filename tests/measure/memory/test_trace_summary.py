@@ -33,8 +33,8 @@ def test_trace_file_format(tmp_path: Path) -> None:
     path = write(tmp_path / "node0.csv", [gpu(1.5, 2.0)])
     assert path.read_text() == (
         "unix_time_s,phase,kind,index,used_mib,total_mib,utilization_pct,power_w,job_mib,energy_j,source,"
-        "compiler_mib\n"
-        "1.500,,gpu,0,2.000,,,,,,nvml,\n"
+        "compiler_mib,other_mib,sm_clock_mhz,clock_reasons,pcie_pct,ecc_errors\n"
+        "1.500,,gpu,0,2.000,,,,,,nvml,,,,,,\n"
     )
     assert read_memory_trace(path).samples == [gpu(1.5, 2.0)]
 

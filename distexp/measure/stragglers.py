@@ -1,0 +1,97 @@
+"""Step times of all ranks, and the ranks that are slower than the others."""
+
+from __future__ import annotations
+
+import math
+import socket
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MIN_STEPS = 8
+"""Watched steps that a comparison of ranks needs."""
+
+SLOWER = 0.05
+"""A straggler's own time is longer than that of the others by this fraction of it."""
+
+MIN_EXCESS_S = 0.001
+"""And by so many seconds a step. Rank 0 also writes the log, which takes less."""
+
+SIGNIFICANT = 2.33
+"""And the difference is beyond the noise of the steps: standard normal quantile for one error in 100."""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Times of one rank.
+
+    Attributes:
+        quantiles: ``p50``, ``p90`` and ``max`` of its measured steps, in seconds.
+        own_s: Own time of its watched steps: without waiting for other ranks.
+        data_wait_s: Time that it waited for its data in the same steps.
+    """
+
+    rank: int
+    quantiles: Mapping[str, float]
+    own_s: Sequence[float] = ()
+    data_wait_s: Sequence[float] = ()
+    host: str = field(default_factory=socket.gethostname)
+
+
+def step_times(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
+    """Return ``metrics.step_times_by_rank`` of the record."""
+    return [
+        {
+            "rank": each.rank,
+            **{f"{name}_s": value for name, value in each.quantiles.items()},
+            "own_ms": 1000 * statistics.median(each.own_s) if each.own_s else None,
+        }
+        for each in ranks
+    ]
+
+
+def find_stragglers(ranks: Sequence[RankTimes]) -> list[dict[str, Any]] | None:
+    """Return ``metrics.stragglers`` of the record, the slowest first; None if too few steps were watched.
+
+    Each rank is compared with the median of the others in the same steps.
+    """
+    steps = min((len(each.own_s) for each in ranks), default=0)
+    if len(ranks) < 2 or steps < MIN_STEPS:
+        return None
+    found = [entry for each in ranks if (entry := _straggler(each, [one for one in ranks if one is not each]))]
+    return sorted(found, key=lambda entry: float(entry["slower_by_pct"]), reverse=True)
+
+
+def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> dict[str, Any] | None:
+    usual = [statistics.median(step) for step in zip(*(each.own_s for each in others), strict=True)]
+    excess = [own - other for own, other in zip(rank.own_s, usual, strict=True)]
+    typical, middle = statistics.median(usual), statistics.median(excess)
+    if middle < max(MIN_EXCESS_S, SLOWER * typical) or signed_rank_score(excess) < SIGNIFICANT:
+        return None
+    own = statistics.median(rank.own_s)
+    return {
+        "rank": rank.rank,
+        "gpu": None,
+        "host": rank.host,
+        "slower_by_pct": 100 * middle / typical if typical > 0 else None,
+        "evidence": f"its own time is {1000 * own:,.1f} ms a step, that of the others {1000 * typical:,.1f} ms"
+        + _data_wait(rank, others, middle),
+    }
+
+
+def signed_rank_score(differences: Sequence[float]) -> float:
+    """Return the score of Wilcoxon's signed-rank test: standard normal if the differences are symmetric around 0."""
+    count = len(differences)
+    ordered = sorted(differences, key=abs)
+    positive = sum(rank for rank, value in enumerate(ordered, start=1) if value > 0)
+    return (positive - count * (count + 1) / 4) / math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
+
+
+def _data_wait(rank: RankTimes, others: Sequence[RankTimes], excess_s: float) -> str:
+    """Return that the rank waits for its data, if this is most of its excess."""
+    own = statistics.median(rank.data_wait_s)
+    usual = statistics.median(statistics.median(each.data_wait_s) for each in others)
+    if own - usual < excess_s / 2:
+        return ""
+    return f"; it waits {1000 * own:,.1f} ms for its data, the others {1000 * usual:,.1f} ms"

@@ -1,0 +1,184 @@
+"""Time that a rank's steps wait for other ranks, measured without a profiler and without synchronizing a step.
+
+Every rank of a synchronous training has the same step time, because the fast ones wait for the slow one. So the step
+time without this wait, the own time, shows which rank is slow. A rank waits at three places:
+
+- ``Work.wait`` of a collective;
+- on a GPU: if the stream of the computation waits for another stream, as FSDP and DeepSpeed do;
+- at the end of a backward pass of DDP, whose reducer is not written in Python.
+
+On a GPU each wait is between two CUDA events, which are read when the GPU has passed them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distexp.distributed.context import Context
+from distexp.system.torch_internals import queue_backward_callback
+
+GPU_STRIDES = ((32, 2), (math.inf, 8))
+"""On a GPU one of 2 steps is watched until step 32, then one of 8.
+
+FSDP waits 50 times a step, and each time costs some microseconds of the CPU.
+"""
+
+MOST_STEPS = 256
+"""The latest steps that are kept."""
+
+
+class WaitWatch:
+    """Waiting time of the measured steps of one rank.
+
+    With one worker it does nothing.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.on_gpu = context.device.type == "cuda"
+        self.enabled = context.world_size > 1
+        self.watching = False
+        self.steps = 0  # measured steps
+        self._stream = torch.cuda.current_stream(context.device) if self.on_gpu and self.enabled else None
+        self._thread = threading.get_ident()
+        self._pairs: dict[int, list[tuple[Any, Any]]] = {}  # start and end of each wait, by measured step
+        self._waits_s: dict[int, float] = {}
+        self._current: list[tuple[Any, Any]] = []
+        self._nested = False  # inside another wait
+        self._originals: list[tuple[type[Any], str, Any]] = []
+
+    def follow(self, module: nn.Module) -> None:
+        """Follow the backward passes of a module, if it is DDP. Call it once, before the training."""
+        if self.enabled and isinstance(module, DistributedDataParallel):
+            module.register_forward_hook(self._after_forward)
+
+    def restart(self, *, measured: bool) -> None:
+        """Start to watch a step that follows anything else; ``measured`` is that of this step."""
+        self._watch(measured=measured)
+        self._current = []
+
+    def end_step(self, *, measured: bool, next_measured: bool) -> None:
+        """Keep the waits of the step that has ended, if it is measured, and watch the next one if it is due."""
+        if self.watching and measured:
+            self._pairs[self.steps] = self._current
+            self._read_finished()
+        self._current = []
+        self.steps += measured
+        self._watch(measured=next_measured)
+
+    def _watch(self, *, measured: bool) -> None:
+        stride = next(stride for end, stride in GPU_STRIDES if self.steps < end) if self.on_gpu else 1
+        is_due = self.enabled and measured and self.steps % stride == 0
+        if not is_due:
+            self.stop()
+        elif not self.watching:
+            self._replace_waits()
+        self.watching = is_due
+
+    def waits_s(self) -> dict[int, float]:
+        """Return the seconds of waiting of each watched step, by its number among the measured ones.
+
+        On a GPU the device must be synchronized.
+        """
+        self.stop()
+        self._read_finished()
+        return self._waits_s
+
+    def stop(self) -> None:
+        """Stop to watch."""
+        self.watching = False
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            setattr(owner, name, original)
+
+    def _replace_waits(self) -> None:
+        self._replace(dist.Work, "wait", self._computes_here)
+        if self.on_gpu:
+            self._replace(torch.cuda.Stream, "wait_event", lambda stream: stream == self._stream)
+            self._replace(torch.cuda.Stream, "synchronize", lambda _: True)
+
+    def _replace(self, owner: type[Any], name: str, counts: Callable[[Any], bool]) -> None:
+        """Replace a method by one that measures its time if ``counts`` returns true."""
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def measure(this: Any, *arguments: Any, **keywords: Any) -> Any:
+            if self._nested or not counts(this):
+                return original(this, *arguments, **keywords)
+            start = self._enter()
+            try:
+                return original(this, *arguments, **keywords)
+            finally:
+                self._leave(start)
+
+        self._originals.append((owner, name, original))
+        setattr(owner, name, measure)
+
+    def _computes_here(self, _: Any) -> bool:
+        """Return whether the caller is the stream of the computation, or on a CPU its thread."""
+        if self.on_gpu:
+            return bool(torch.cuda.current_stream() == self._stream)
+        return threading.get_ident() == self._thread
+
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        tensor = next(_differentiable(output), None) if self.watching else None
+        if tensor is not None:
+            tensor.register_hook(self._at_start_of_backward)  # type: ignore[no-untyped-call]
+
+    def _at_start_of_backward(self, gradient: Tensor) -> None:
+        # Callbacks run after the last gradient, in the order of this queue. DDP adds its own later.
+        queue_backward_callback(self._before_reduction)
+
+    def _before_reduction(self) -> None:
+        if not self._nested:
+            start = self._enter()
+            queue_backward_callback(lambda: self._leave(start))
+
+    def _enter(self) -> Any:
+        self._nested = True
+        return self._now()
+
+    def _leave(self, start: Any) -> None:
+        self._current.append((start, self._now()))
+        self._nested = False
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def _read_finished(self) -> None:
+        """Add up the waits of the steps that the device has passed."""
+        for step in list(self._pairs):
+            pairs = self._pairs[step]
+            if self.on_gpu and not all(end.query() for _, end in pairs):
+                return
+            self._waits_s[step] = sum(_seconds(start, end) for start, end in self._pairs.pop(step))
+            if len(self._waits_s) > MOST_STEPS:
+                del self._waits_s[next(iter(self._waits_s))]
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else float(start.elapsed_time(end)) / 1000
+
+
+def _differentiable(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a model's output that have a gradient."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+        return
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
+    for value in values:
+        yield from _differentiable(value)

@@ -1,0 +1,131 @@
+"""Tests of the time that steps wait, with collectives that take a known time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distexp.distributed.context import Context
+from distexp.measure import waiting
+from distexp.measure.waiting import MOST_STEPS, WaitWatch
+from distexp.system.torch_internals import queue_backward_callback
+
+ONE = Context(0, 1, 0, 1, 1, torch.device("cpu"), Path())
+TWO = replace(ONE, world_size=2)
+
+
+class Clock:
+    """A clock that a test advances."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        """Return the time in seconds."""
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Move the clock forward."""
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(waiting, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def _process_group(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make a group of this process alone, whose collectives take 3 s of the clock."""
+    original = dist.Work.wait
+
+    def wait(work: dist.Work, *arguments: object) -> bool:
+        clock.now += 3
+        return bool(original(work, *arguments))
+
+    monkeypatch.setattr(dist.Work, "wait", wait)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_waits_of_measured_steps_only(clock: Clock) -> None:
+    watch = WaitWatch(TWO)
+    watch.restart(measured=False)
+    dist.all_reduce(torch.ones(1))  # warm-up
+    watch.end_step(measured=False, next_measured=True)
+    dist.all_reduce(torch.ones(1))
+    clock.now += 100  # computation
+    dist.all_reduce(torch.ones(1))
+    watch.end_step(measured=True, next_measured=True)
+    dist.all_reduce(torch.ones(1))
+    watch.restart(measured=True)  # an evaluation
+    dist.all_reduce(torch.ones(1))
+    watch.end_step(measured=True, next_measured=False)
+    dist.all_reduce(torch.ones(1))  # profiled
+    watch.end_step(measured=False, next_measured=False)
+    assert watch.waits_s() == {0: 6, 1: 3}
+
+
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize(("last_micro", "expected_s"), [(True, 5), (False, 0)])
+def test_the_reducer_of_ddp_waits_after_the_last_gradient(clock: Clock, last_micro: bool, expected_s: float) -> None:
+    """The 7 s of the first layer are no wait; the 5 s of the reducer are."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].weight.register_hook(lambda _: clock.advance(7))
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(lambda: queue_backward_callback(lambda: clock.advance(5)), at_last_bucket)
+    watch = WaitWatch(TWO)
+    watch.follow(wrapped)
+    watch.restart(measured=True)
+    with nullcontext() if last_micro else wrapped.no_sync():
+        wrapped(torch.ones(1, 2)).sum().backward()
+    assert clock.now == 7 + expected_s
+    watch.end_step(measured=True, next_measured=False)
+    assert watch.waits_s() == {0: expected_s}
+
+
+def at_last_bucket(call: Any, bucket: Any) -> Any:
+    """Call a function and leave the gradients as they are."""
+    call()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+at_last_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_one_worker_is_not_watched_and_nothing_stays_replaced() -> None:
+    before = dist.Work.wait
+    alone, watch = WaitWatch(ONE), WaitWatch(TWO)
+    alone.restart(measured=True)
+    assert dist.Work.wait is before
+    watch.restart(measured=True)
+    assert dist.Work.wait is not before
+    watch.end_step(measured=True, next_measured=False)
+    assert dist.Work.wait is before
+    dist.all_reduce(torch.ones(1))
+    alone.end_step(measured=True, next_measured=True)
+    assert (alone.waits_s(), watch.waits_s()) == ({}, {0: 0})
+
+
+def test_a_long_training_keeps_the_latest_steps(clock: Clock) -> None:
+    watch = WaitWatch(TWO)
+    watch.restart(measured=True)
+    for _ in range(MOST_STEPS + 10):
+        watch.end_step(measured=True, next_measured=True)
+    assert list(watch.waits_s()) == list(range(10, MOST_STEPS + 10))
