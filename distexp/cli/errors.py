@@ -95,4 +95,5 @@ def _explain_missing_option(error: MissingConfigException) -> str:
         return _first_line(error)
     options = sorted({*options_of(group), *(error.options or [])})
     known = "distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"
-    return f"{group}={option} is not an option{suggest(option, options) or '.'} {known}"
+    more = " For other models of transformers: model=hf model.name=ORGANIZATION/MODEL" if group == "model" else ""
+    return f"{group}={option} is not an option{suggest(option, options) or '.'} {known}{more}"

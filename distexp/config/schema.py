@@ -291,13 +291,19 @@ class PlanConfig:
 
     name: str = key(
         "warn",
-        "For runs on GPUs. `check`: a run that cannot fit is invalid. `warn`: print a warning if the prediction is "
+        "`check`: a run that cannot fit is invalid. `warn`: print a warning if the prediction is "
         "cached. `off`: nothing.",
         choices=("check", "warn", "off"),
     )
     gpu: str | None = key(None, "GPU model to predict for, as `a100-80gb`.", null="the GPU of this machine")
     gpu_memory_gb: float | None = key(
         None, "Memory of the GPU to predict for, in GB of 2**30 bytes.", above=0, null="that of the GPU"
+    )
+    host_memory_gb: float | None = key(
+        None,
+        "Memory of a node to predict for with `cluster.device=cpu`, in GB of 2**30 bytes.",
+        above=0,
+        null="`cluster.memory_gb` on Slurm, else the memory of this machine",
     )
     only: bool = key(False, "Predict and do not train. Set by `distexp plan`.")
     output: str = key("table", "Output of `distexp plan`. Its option `--json` sets it.", choices=("table", "json"))

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from distexp.config import Config
+from distexp.config.batch_sizes import with_micro_batch
 from distexp.plan.cache import read_estimate
+from distexp.plan.estimate import GPU_ERROR_BOUND
 from distexp.plan.search import candidate_overrides
-from distexp.plan.verdict import ERROR_BOUND
 from distexp.runs.spec import RunSpec
 
 MIB_PER_GB = 1024.0
@@ -33,7 +34,7 @@ def predicted_change(config: Config, usable_mib: float) -> list[str]:
         changed = apply_overrides(config, overrides)
         estimate = read_estimate(changed) if changed is not None else None
         required = estimate.required_mib if estimate is not None else None
-        if required is not None and required * (1 + ERROR_BOUND) <= usable_mib:
+        if required is not None and required * (1 + GPU_ERROR_BOUND) <= usable_mib:
             return list(overrides)
     return []
 
@@ -49,7 +50,8 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
         old = getattr(changed.train, name)
         value: Any = int(text) if isinstance(old, int) and not isinstance(old, bool) else text
         setattr(changed.train, name, text == "true" if isinstance(old, bool) else value)
-    return changed
+    keeps_global_batch = changed.train.global_batch_size is not None
+    return with_micro_batch(changed, changed.train.micro_batch) if keeps_global_batch else changed
 
 
 def plan_command(spec: RunSpec, total_mib: float) -> str:

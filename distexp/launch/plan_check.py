@@ -1,4 +1,4 @@
-"""Prediction of memory before runs start: ``plan=check`` and ``plan=warn``. Runs on CPUs are not predicted."""
+"""Prediction of memory before runs start: ``plan=check`` and ``plan=warn``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,29 @@ from distexp.plan.cells import search_of, smallest_change
 from distexp.plan.command import SLOW_S, show_predictions, show_search
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner
-from distexp.plan.verdict import DOES_NOT_FIT, MIB_PER_GB, TOO_CLOSE, describe_verdict, predict
-from distexp.plan.verdict import gpu_memory_mib as memory_of
+from distexp.plan.verdict import (
+    DOES_NOT_FIT,
+    MIB_PER_GB,
+    TOO_CLOSE,
+    available_mib,
+    describe_verdict,
+    memory_to_fit_mib,
+    predict,
+)
 from distexp.runs.record import Predicted
 
 CHECK, WARN = "check", "warn"
+UNKNOWN_GPU = "the memory of its GPU is unknown: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80"
+UNKNOWN_HOST = "the memory of its node is unknown: set cluster.memory_gb or plan.host_memory_gb"
 BEFORE_START = " before the first run starts (plan=off: start at once)"
 UNKNOWN_CHANGE = "use more GPUs, or GPUs with more memory"
+UNKNOWN_CPU_CHANGE = "use fewer workers, or a machine with more memory"
 MOST_SEARCHES = 4
 """Most cells that do not fit for which changes are predicted. Each takes as long as several predictions."""
 
 
 def predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
-    """Predict the cells that run on GPUs. With ``plan=check`` a cell that cannot fit becomes invalid.
+    """Predict the memory of the cells. With ``plan=check`` a cell that cannot fit becomes invalid.
 
     Args:
         cells: The cells of the command. They get their prediction.
@@ -61,7 +71,7 @@ def _predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> No
 def _mode(cell: Cell) -> str:
     """Return ``check`` or ``warn``; empty for a cell that is not predicted."""
     config = cell.config
-    if config is None or config.cluster.device != "cuda" or config.preflight.only or searches_micro_batch(config):
+    if config is None or config.preflight.only or searches_micro_batch(config):
         return ""
     return config.plan.name if config.plan.name in (CHECK, WARN) else ""
 
@@ -72,7 +82,7 @@ def _config(cell: Cell) -> Config:
 
 
 def _keep(cell: Cell, estimate: Estimate) -> None:
-    cell.predicted = predict(estimate, memory_of(_config(cell)))
+    cell.predicted = predict(estimate, memory_to_fit_mib(_config(cell)))
     cell.curve = estimate.curve
 
 
@@ -84,8 +94,10 @@ def _warn_about(cell: Cell) -> None:
     predicted = cell.predicted
     if predicted is None:
         return
-    if predicted.gpu_memory_mib is None and _mode(cell) == CHECK:
-        _warn(cell, "the memory of its GPU is unknown: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80")
+    if available_mib(predicted) is None and _mode(cell) == CHECK:
+        _warn(cell, UNKNOWN_HOST if _config(cell).cluster.device == "cpu" else UNKNOWN_GPU)
+    elif predicted.verdict is None and predicted.error_bound is None and _mode(cell) == CHECK:
+        _warn(cell, f"it is not checked: {'; '.join(predicted.notes)}")
     elif predicted.verdict == TOO_CLOSE or (predicted.verdict == DOES_NOT_FIT and _mode(cell) == WARN):
         _warn(cell, f"{describe_need(predicted)}: {describe_verdict(predicted)}")
 
@@ -97,11 +109,13 @@ def _warn(cell: Cell, text: str) -> None:
 
 def describe_need(predicted: Predicted) -> str:
     """Return how much memory a run needs, and how much its GPU has."""
-    memory = predicted.gpu_memory_mib or 0.0
+    memory = available_mib(predicted) or 0.0
+    owner = "GPU" if predicted.host_memory_mib is None else "machine"
     if predicted.required_mib is None:
-        return f"the model states need {_gb(sum(predicted.parts.values()))}, and the GPU has {_gb(memory)}"
+        return f"the model states need {_gb(sum(predicted.parts.values()))}, and the {owner} has {_gb(memory)}"
     peak = f"peak of {_gb(predicted.peak_allocated_mib or 0.0)} in phase {predicted.phase}"
-    return f"the run needs {_gb(predicted.required_mib)} ({peak}), and the GPU has {_gb(memory)}"
+    whose = "" if owner == "GPU" else "each worker: "
+    return f"the run needs {_gb(predicted.required_mib)} ({whose}{peak}), and the {owner} has {_gb(memory)}"
 
 
 def _gb(mib: float) -> str:
@@ -120,13 +134,14 @@ def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None
 def _hint(cell: Cell, make: MakeCell, planner: Planner) -> str:
     """Return the smallest change that makes a cell fit."""
     assert cell.predicted is not None
+    unknown = UNKNOWN_CHANGE if cell.predicted.host_memory_mib is None else UNKNOWN_CPU_CHANGE
     if cell.predicted.required_mib is None:  # Its variants cannot be traced either.
-        return UNKNOWN_CHANGE
+        return unknown
     if (cell.predicted.seconds or 0.0) > SLOW_S:
-        return f"a prediction takes {cell.predicted.seconds:.0f} s, so no changes are predicted: {UNKNOWN_CHANGE}"
+        return f"a prediction takes {cell.predicted.seconds:.0f} s, so no changes are predicted: {unknown}"
     search = search_of(cell, _config(cell), make, planner)
     with show_search():
         best = smallest_change(search.changes(), search.memory_mib) if search else None
     if best is None:
-        return UNKNOWN_CHANGE
+        return unknown
     return f"use {' '.join(best.overrides)} (peak {_gb(best.estimate.peak_allocated_mib or 0.0)})"

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
+from distexp.data.cache import cache_dir
 from distexp.launch.composition import Cell, MakeCell
+
+
+def _is_predicted(cell: Cell) -> bool:
+    """Return whether a cell may be predicted. By default, a run on CPUs does not wait for the import of the planner."""
+    config = cell.config
+    return config is not None and (config.cluster.device == "cuda" or config.plan.name == "check" or _has_cache())
+
+
+def _has_cache() -> bool:
+    return (cache_dir() / "plan").is_dir()
 
 
 def plan_runs(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> bool:
@@ -25,8 +36,7 @@ def plan_runs(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> bool
 
         run_plan(cells, make)
         return True
-    # A run on CPUs does not import the planner.
-    if any(cell.config is not None and cell.config.cluster.device == "cuda" for cell in cells):
+    if any(_is_predicted(cell) for cell in cells):
         from distexp.launch.plan_check import predict_runs
 
         predict_runs(cells, make)

@@ -10,9 +10,14 @@ from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB
 
 
-def expected_states_mib(config: Config) -> States | None:
-    """Return the model states of a run that has not started in MiB, by part; None if unknown."""
-    moments, parameters = MOMENTS.get(config.train.optimizer), parameter_count(config.model)
+def expected_states_mib(config: Config, counted: int | None = None) -> States | None:
+    """Return the model states of a run that has not started in MiB, by part; None if unknown.
+
+    Args:
+        config: a resolved configuration.
+        counted: number of parameters, if the model was built.
+    """
+    moments, parameters = MOMENTS.get(config.train.optimizer), counted or parameter_count(config.model)
     if moments is None or parameters is None:
         return None
     expected = {"mesh": [1, 1], "offload": "none", **load_strategy(config).expected_build(config)}

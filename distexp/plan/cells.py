@@ -13,7 +13,7 @@ from distexp.launch.composition import Cell, MakeCell
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner
 from distexp.plan.search import Change, Search
-from distexp.plan.verdict import describe_verdict, gpu_memory_mib, predict
+from distexp.plan.verdict import describe_verdict, memory_to_fit_mib, predict
 from distexp.runs.record import Predicted
 
 
@@ -41,8 +41,6 @@ class PlannedCell:
     @property
     def verdict(self) -> str:
         """Return the text of the verdict."""
-        if self.cell.config is not None and self.cell.config.cluster.device == "cpu":
-            return "not checked on cpu"
         return describe_verdict(self.predicted) if self.predicted else ""
 
     def to_json(self) -> dict[str, object]:
@@ -62,7 +60,7 @@ def _planned(cell: Cell, outcome: Estimate | str) -> PlannedCell:
     assert cell.config is not None
     if isinstance(outcome, str):
         return PlannedCell(cell, error=outcome)
-    return PlannedCell(cell, outcome, predict(outcome, gpu_memory_mib(cell.config)))
+    return PlannedCell(cell, outcome, predict(outcome, memory_to_fit_mib(cell.config)))
 
 
 def _invalid(cell: Cell) -> PlannedCell:
@@ -71,7 +69,7 @@ def _invalid(cell: Cell) -> PlannedCell:
 
 def search_of(cell: Cell, config: Config, make: MakeCell, planner: Planner) -> Search | None:
     """Return the search among variants of a cell; None if the memory of the GPU is unknown."""
-    memory = gpu_memory_mib(config)
+    memory = memory_to_fit_mib(config)
 
     def compose(overrides: Sequence[str]) -> Config | str:
         quoted = [quote_choice(text, config_groups()) for text in overrides]

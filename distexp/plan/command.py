@@ -15,7 +15,7 @@ from distexp.launch.composition import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
 from distexp.plan.planner import Planner
 from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table
-from distexp.plan.verdict import ERROR_BOUND, FITS, MIB_PER_GB
+from distexp.plan.verdict import FITS, MIB_PER_GB
 from distexp.runs.files import nan_to_none
 
 SLOW_S = 100.0
@@ -48,7 +48,7 @@ def _run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
     for part in cells_table(planned, console.width):
         console.print(part, soft_wrap=True)
     for line in (*_assumptions(planned), *notes(planned)):
-        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+        console.print(line, style="dim", highlight=False, markup=False, emoji=False, soft_wrap=True)
     if len(planned) == 1:
         _print_details(planned[0], make, planner, console)
     _check_predicted(planned)
@@ -62,11 +62,17 @@ def _check_predicted(planned: Sequence[PlannedCell]) -> None:
 
 def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
     """Yield what the verdicts are about."""
-    memories = {cell.predicted.gpu_memory_mib for cell in planned if cell.predicted is not None}
-    if memories == {None}:
+    found = [cell.predicted for cell in planned if cell.predicted is not None]
+    if any(each.nvidia_smi_mib is not None for each in found) and not any(each.gpu_memory_mib for each in found):
         yield NO_GPU
-    for memory in sorted(each for each in memories if each is not None):
-        yield f"GPU memory: {memory / MIB_PER_GB:,.1f} GB; error of a prediction: up to {ERROR_BOUND:.0%}"
+    memories = {
+        (kind, memory, each.error_bound)
+        for each in found
+        for kind, memory in (("GPU memory", each.gpu_memory_mib), ("memory of a node", each.host_memory_mib))
+        if memory is not None and each.error_bound is not None
+    }
+    for kind, memory, error in sorted(memories):
+        yield f"{kind}: {memory / MIB_PER_GB:,.1f} GB; error of a prediction: up to {error:.0%}"
 
 
 def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, console: Console) -> None:
@@ -78,7 +84,7 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
         console.print()
         console.print(parts_table(predicted))
     search = search_of(planned.cell, config, make, planner)
-    if search is None or not estimate.traced:
+    if search is None or not estimate.traced or estimate.error_bound is None:
         return
     if estimate.seconds > SLOW_S:
         _print(console, f"no search for what fits, because a prediction takes {estimate.seconds:.0f} s")
@@ -94,7 +100,7 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 @contextmanager

@@ -82,10 +82,12 @@ class CudaFunctions(TorchFunctionMode):
 
     Args:
         on_backward: called when a backward pass starts.
+        on_gpu: whether the run is on a GPU. Else only the devices of new tensors are replaced.
     """
 
-    def __init__(self, on_backward: Callable[[], None]) -> None:
+    def __init__(self, on_backward: Callable[[], None], *, on_gpu: bool = True) -> None:
         super().__init__()
+        self._on_gpu = on_gpu
         self._on_backward = on_backward
         self._is_suspended = False
 
@@ -108,9 +110,9 @@ class CudaFunctions(TorchFunctionMode):
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
             finally:
                 self._is_suspended = False
-        if func is functional.dropout and not kwargs.get("inplace"):
+        if self._on_gpu and func is functional.dropout and not kwargs.get("inplace"):
             return _dropout(*args, **kwargs)
-        if func is functional.scaled_dot_product_attention:
+        if self._on_gpu and func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             # They make real tensors, whose device cannot be that of the traced ones.

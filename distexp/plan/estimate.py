@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from distexp.config import Config
 from distexp.plan.arithmetic import expected_states_mib
+from distexp.plan.cpu_memory import CPU_ERROR_BOUND, node_peak_mib, reason_not_measured, simulated_nodes
 from distexp.plan.host_memory import host_peak_mib
 from distexp.plan.overheads import overhead_mib
 from distexp.plan.replay import Point, Replay, host_peak, replay
-from distexp.plan.step_trace import PlanError, StepTrace
+from distexp.plan.step_trace import Event, PlanError, StepTrace
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
 from distexp.runs.typed_values import typed
 from distexp.strategies.base import load_strategy
@@ -23,8 +24,12 @@ SHOWN_PARTS = (
 """Parts of a prediction. The batch is small and counts as temporary."""
 
 
+STATES = ("parameters", "gradients", "optimizer_states")
 BYTES_PER_PARAMETER = 4
 HOST = "host_"
+GPU_ERROR_BOUND = 0.05
+"""Largest error of a predicted peak of GPU memory."""
+
 NATIVE = "native"
 """The trainer whose steps are traced."""
 
@@ -40,6 +45,8 @@ class Estimate:
         parts: What the peak is made of.
         curve: The phase and the parts at some points of the step.
         seconds: Time of the prediction.
+        error_bound: Largest relative error of ``required_mib``; None if it is not known.
+        on_cpu: Whether the run is on CPUs. Then ``required_mib`` is the memory of all processes on a machine.
         notes: What was assumed, or why the training could not be traced.
     """
 
@@ -52,6 +59,8 @@ class Estimate:
     parts: dict[str, float] = field(default_factory=dict)
     curve: dict[str, list[Any]] = field(default_factory=dict)
     seconds: float = 0.0
+    error_bound: float | None = GPU_ERROR_BOUND
+    on_cpu: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -81,16 +90,48 @@ class Estimate:
 def make_estimate(config: Config) -> Estimate:
     """Trace a step of a training and return its estimate. It takes seconds to minutes, and imports torch."""
     from distexp.plan.tracing import trace_step
+    from distexp.plan.untraced import count_parameters
 
     try:
-        trace = trace_step(config)
+        trace = trace_step(config, on_gpu=config.cluster.device != "cpu")
     except PlanError as error:
-        return arithmetic_estimate(config, str(error))
+        return arithmetic_estimate(config, str(error), count_parameters(config))
+    if config.cluster.device == "cpu":
+        return cpu_estimate(config, trace)
     host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
     if config.engine.name != NATIVE:
-        note = f"engine={config.engine.name}: predicted as for engine={NATIVE}"
+        note = (
+            f"engine={config.engine.name}: this is an estimate of engine={NATIVE} with the same options; the two were "
+            "compared on a GPU for strategy=single in bf16 only, where they need the same"
+        )
         trace = replace(trace, notes=(*trace.notes, note))
     return estimate_of(trace, overhead_mib(config), host_mib)
+
+
+def cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
+    """Return the estimate of a traced step on the CPU, where all tensors are in the memory of the node."""
+    found = replay(_in_one_memory(trace.events), evaluation=_in_one_memory(trace.evaluation))
+    parts = _shown(found.peak)
+    states = sum(parts[name] for name in STATES)
+    host_mib = node_peak_mib(config, states, sum(parts.values()) - states, *model_size(config, trace))
+    reason = reason_not_measured(config)
+    return Estimate(
+        peak_allocated_mib=_mib(found.peak_allocated),
+        required_mib=host_mib * simulated_nodes(config),
+        host_mib=host_mib,
+        phase=found.peak.phase,
+        parts=parts,
+        curve=_curve(found),
+        seconds=round(trace.seconds, 1),
+        notes=[*trace.notes, *([f"no verdict: {reason}"] if reason else [])],
+        error_bound=None if reason else CPU_ERROR_BOUND,
+        on_cpu=True,
+    )
+
+
+def _in_one_memory(events: Sequence[Event]) -> list[Event]:
+    """Return the events as if all were on one device, without the workspaces of cuBLAS."""
+    return [replace(event, device="gpu", stream="") for event in events if event.block >= 0]
 
 
 def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:
@@ -126,12 +167,16 @@ def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: floa
     )
 
 
-def arithmetic_estimate(config: Config, reason: str) -> Estimate:
+def arithmetic_estimate(config: Config, reason: str, parameters: int | None = None) -> Estimate:
     """Return the model states by arithmetic, for a training that cannot be traced."""
-    states = expected_states_mib(config)
-    note = "only the model states, by arithmetic" if states else "the number of parameters is not known either"
+    states = expected_states_mib(config, parameters)
+    note = (
+        "estimate by arithmetic: only the model states, without activations and buffers"
+        if states
+        else "the number of parameters is not known either"
+    )
     parts = {name: round(mib, 1) for name, mib in (states or {}).items()}
-    return Estimate(parts=parts, notes=[f"not traced: {reason}", note])
+    return Estimate(parts=parts, notes=[f"not traced: {reason}", note], on_cpu=config.cluster.device == "cpu")
 
 
 def _mib(size: float) -> float:

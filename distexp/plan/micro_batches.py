@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from distexp.config import Config
 from distexp.config.batch_sizes import samples_per_worker
 from distexp.plan.estimate import Estimate
-from distexp.plan.verdict import ERROR_BOUND, FITS, verdict_of
+from distexp.plan.verdict import FITS, verdict_of
 
 LARGEST_MICRO_BATCH = 1 << 20
 MOST_ROUNDS = 5
@@ -51,13 +51,14 @@ class MicroBatchSizes:
     compose: Compose
     estimate: EstimateAll
     memory_mib: float
+    _error_bound: float | None = None
     _needed: dict[int, float] = field(default_factory=dict)
     _invalid: dict[int, str] = field(default_factory=dict)
 
     def largest(self, known: Estimate) -> LargestMicroBatch:
         """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
         sizes, first = self._sizes(), self.config.train.micro_batch
-        self._needed[first] = known.needed_mib or 0.0
+        self._needed[first], self._error_bound = known.needed_mib or 0.0, known.error_bound
         # A step of a single micro-batch may need less memory than one of several, which adds up whole gradients.
         if self.config.train.global_batch_size is not None and self._fit([sizes[-1]]) == [sizes[-1]]:
             return LargestMicroBatch(sizes[-1], invalid="it is the whole global batch of a worker")
@@ -99,7 +100,7 @@ class MicroBatchSizes:
         self._estimate([size for size in sizes if size not in self._needed and size not in self._invalid])
         fitting = []
         for size in sizes:
-            estimate = Estimate(required_mib=self._needed.get(size))
+            estimate = Estimate(required_mib=self._needed.get(size), error_bound=self._error_bound)
             if size in self._invalid or verdict_of(estimate, self.memory_mib) != FITS:
                 break
             fitting.append(size)
@@ -131,5 +132,7 @@ class MicroBatchSizes:
             return (2 * low, 4 * low) if low else (1, high // 2)
         (small, less), (large, more) = known
         slope = (more - less) / (large - small)
-        size = int(small + (self.memory_mib / (1 + ERROR_BOUND) - less) / slope) if slope > 0 else 2 * large
+        size = (
+            int(small + (self.memory_mib / (1 + (self._error_bound or 0.0)) - less) / slope) if slope > 0 else 2 * large
+        )
         return size, size + 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import signal
 import sys
 import time
 import traceback
@@ -20,9 +21,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from distexp.config import Config
-from distexp.plan.estimate import make_estimate
+from distexp.config import Config, ConfigError
+from distexp.plan.estimate import arithmetic_estimate, make_estimate
 from distexp.plan.jobs import POLL_S, job_path, result_path
+from distexp.plan.untraced import count_parameters
 from distexp.runs.files import read_json, write_json
 from distexp.runs.spec import typed_config
 from distexp.system.processes import die_with_parent
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder, processes = Path(given[0]), int(given[1])
     os.nice(NICENESS)
     importlib.import_module("distexp.plan.tracing")
-    running: dict[Any, tuple[BaseProcess, Path]] = {}
+    running: dict[Any, tuple[BaseProcess, Config, Path]] = {}
     for number in itertools.count():
         while len(running) >= processes or not job_path(folder, number).exists():
             if not running:
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         preload(config)
         process = get_context("fork").Process(target=_trace, args=(config, path))
         process.start()
-        running[process.sentinel] = process, path
+        running[process.sentinel] = process, config, path
     raise AssertionError("unreachable")
 
 
@@ -59,18 +61,42 @@ def _trace(config: Config, path: Path) -> None:
     die_with_parent()
     try:
         write_json(path, {"estimate": make_estimate(config).to_json()})
+    except ConfigError as error:
+        write_json(path, {"error": str(error)})
     except Exception as error:
         traceback.print_exc()
         write_json(path, {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"})
 
 
-def _finish(process: BaseProcess, path: Path) -> None:
-    """Write the result of a process that died without one."""
+def _estimate_states(config: Config, path: Path, reason: str) -> None:
+    """Write the estimate by arithmetic."""
+    die_with_parent()
+    write_json(path, {"estimate": arithmetic_estimate(config, reason, count_parameters(config)).to_json()})
+
+
+def _finish(process: BaseProcess, config: Config, path: Path) -> None:
+    """Write the result of a process that died without one: the estimate by arithmetic."""
     process.join()
+    if path.exists():
+        return
+    reason = f"the process that traced it ended by {describe_exit(process.exitcode or 0)}"
+    fallback = get_context("fork").Process(target=_estimate_states, args=(config, path, reason))
+    fallback.start()
+    fallback.join()
     if not path.exists():
-        code = process.exitcode or 0
-        reason = f"signal {-code}, possibly because this machine is out of memory" if code < 0 else f"exit code {code}"
-        write_json(path, {"error": f"the process that traced it ended by {reason}"})
+        write_json(path, {"error": reason})
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, with the probable cause."""
+    if code >= 0:
+        return f"exit code {code}"
+    causes: dict[int, str] = {
+        signal.SIGKILL: ", possibly because this machine is out of memory",
+        signal.SIGSEGV: ", possibly because a custom operator reads the memory of a tensor",
+    }
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+    return name + causes.get(-code, "")
 
 
 if __name__ == "__main__":

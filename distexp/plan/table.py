@@ -16,6 +16,7 @@ from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hid
 from distexp.runs.record import Predicted
 
 STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
+NOT_TRACED = "not traced:"
 LABELS = {"optimizer_states": "optimizer states"}
 
 
@@ -42,7 +43,7 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
     columns = [
         Column("cell", tuple(" ".join(_varied(cell)) for cell in cells), 40, right=False),
         Column("strategy", tuple(cell.title for cell in cells), 95, right=False),
-        Column("GPUs", tuple(str(config.cluster.world_size) for config in configs), 90),
+        Column(_workers_title(configs), tuple(str(config.cluster.world_size) for config in configs), 90),
         Column("micro-\nbatch", tuple(map(_micro_batch, configs)), 60),
         Column("peak\nGB", tuple(_peak(each) for each in found), ALWAYS),
         Column("reserved\nGB", tuple(_gb(each.peak_reserved_mib) for each in found), 80),
@@ -52,6 +53,10 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
         Column("verdict", tuple(cell.verdict for cell in cells), ALWAYS, right=False),
     ]
     return columns if len(cells) > 1 else columns[1:]
+
+
+def _workers_title(configs: Sequence[Config]) -> str:
+    return "workers" if any(config.cluster.device == "cpu" for config in configs) else "GPUs"
 
 
 def _varied(cell: PlannedCell) -> list[str]:
@@ -88,7 +93,12 @@ def parts_table(predicted: Predicted) -> Table:
 
 def notes(cells: Sequence[PlannedCell]) -> list[str]:
     """Return the assumptions of all cells, each one once."""
-    return list(dict.fromkeys(note for cell in cells for note in (cell.predicted.notes if cell.predicted else [])))
+    several = len(cells) > 1
+    found = [(cell, note) for cell in cells for note in (cell.predicted.notes if cell.predicted else [])]
+    labels = ((" ".join(_varied(cell)) if several and note.startswith(NOT_TRACED) else "") for cell, note in found)
+    return list(
+        dict.fromkeys(f"{label}: {note}" if label else note for label, (_, note) in zip(labels, found, strict=True))
+    )
 
 
 def micro_batch_line(largest: LargestMicroBatch) -> str:

@@ -35,13 +35,13 @@ from distexp.plan.step_trace import PlanError, StepTrace
 from distexp.plan.trace_events import Recorded, evaluation_events, history_events, step_events
 from distexp.plan.traced_ddp import traced_ddp
 from distexp.plan.traced_deepspeed import TracedDeepSpeed
+from distexp.plan.untraced import describe_failure
 from distexp.strategies.base import load_strategy
 from distexp.strategies.deepspeed import DeepSpeed
 from distexp.strategies.torch_model import TorchModel
 from distexp.system.gpu_models import cublas_workspace
 from distexp.system.torch_internals import (
     FakeMode,
-    fake_mode_errors,
     fake_process_group,
     fsdp_device,
     make_fake_mode,
@@ -64,11 +64,12 @@ class EmptyBlueprint(Blueprint):
         return torch.empty(like.shape, dtype=like.dtype, device=self._context.device)
 
 
-def trace_step(config: Config) -> StepTrace:
-    """Return the allocations of one optimizer step of rank 0, as if on a GPU.
+def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
+    """Return the allocations of one optimizer step of rank 0.
 
     Args:
         config: a resolved configuration.
+        on_gpu: whether to predict a run on GPUs, which this machine need not have.
 
     Raises:
         PlanError: the model cannot be traced, or the configuration is not supported.
@@ -80,24 +81,16 @@ def trace_step(config: Config) -> StepTrace:
     try:
         with warnings.catch_warnings(), redirect_stdout(printed):
             warnings.simplefilter("ignore")
-            recorded = _record(config, images_on_gpu=images_on_gpu)
+            recorded = _record(config, images_on_gpu=images_on_gpu, on_gpu=on_gpu)
     except (PlanError, ConfigError):
         raise
-    except fake_mode_errors() as error:
-        raise PlanError(
-            f"the model cannot be traced, because it computes shapes or decisions from values: {_first_line(error)}"
-        ) from error
     except Exception as error:
-        raise PlanError(f"the model cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
+        raise PlanError(describe_failure(error)) from error
     notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
     seconds = time.perf_counter() - started
     return StepTrace(
         step_events(recorded), seconds, tuple(notes), history_events(recorded), evaluation_events(recorded)
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 def _prepare(config: Config) -> tuple[Config, list[str]]:
@@ -130,9 +123,9 @@ def _is_deepspeed(config: Config) -> bool:
     return isinstance(load_strategy(config), DeepSpeed)
 
 
-def _record(config: Config, *, images_on_gpu: bool) -> Recorded:
+def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
     """Build the model, run two steps and an evaluation, and return what was recorded."""
-    context = _context(config)
+    context = traced_context(config)
     data = load_data(config, context)
     image_bytes = sum(map(_decoded_bytes, (data.train, data.evaluation))) if images_on_gpu else 0
     batch = largest_batch(config, data)
@@ -146,7 +139,8 @@ def _record(config: Config, *, images_on_gpu: bool) -> Recorded:
 
     with ExitStack() as stack:
         stack.enter_context(fake_process_group(context.world_size))
-        stack.enter_context(cuda_autocast())
+        if on_gpu:
+            stack.enter_context(cuda_autocast())
         stack.enter_context(fsdp_device(GPU))
         stack.callback(statistics.cache_clear)  # it would keep fake tensors
         if config.train.compiled != "none":
@@ -155,10 +149,10 @@ def _record(config: Config, *, images_on_gpu: bool) -> Recorded:
         vocabulary = _vocabulary(blueprint.model)
         stack.enter_context(fake_mode)
         stack.enter_context(recorder.recording())
-        stack.enter_context(CudaFunctions(start_backward).used())
+        stack.enter_context(CudaFunctions(start_backward, on_gpu=on_gpu).used())
         images = torch.empty(image_bytes, dtype=torch.uint8, device=GPU)
         recorder.assign("batch", [images])
-        step = TracedStep(config, blueprint, context, recorder)
+        step = TracedStep(config, blueprint, context, recorder, on_gpu=on_gpu)
         for number in range(2):
             if number:
                 recorder.start()
@@ -178,7 +172,7 @@ def _record(config: Config, *, images_on_gpu: bool) -> Recorded:
             tuple(recorder.changes[end:]),
             recorder.collectives_stream,
             vocabulary,
-            cublas_workspace(config.plan.gpu),
+            cublas_workspace(config.plan.gpu) if on_gpu else 0,
         )
 
 
@@ -188,7 +182,8 @@ def _needs_evaluation(config: Config) -> bool:
     return train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch
 
 
-def _context(config: Config) -> Context:
+def traced_context(config: Config) -> Context:
+    """Return rank 0 of the run, on the device of traced tensors."""
     cluster = config.cluster
     return Context(
         rank=0,
@@ -220,8 +215,10 @@ def _to_fake(batch: Batch, fake_mode: FakeMode) -> Batch:
 class TracedStep:
     """The model of a run, and its training step."""
 
-    def __init__(self, config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder) -> None:
-        self.recorder = recorder
+    def __init__(
+        self, config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder, *, on_gpu: bool
+    ) -> None:
+        self.recorder, self.on_gpu = recorder, on_gpu
         self.task = config.model.task
         self.model = _set_up(config, blueprint, context, recorder)
         self.model.module.train()
@@ -232,7 +229,8 @@ class TracedStep:
     def _prepare(self, config: Config, model: TorchModel) -> None:
         """Let a model use the kernels of CUDA, and label its parameters."""
         module, optimizer = model.module, model.optimizer
-        _use_cuda_optimizer(config, optimizer)
+        if self.on_gpu:
+            _use_cuda_optimizer(config, optimizer)
         model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
         self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
         self.recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))

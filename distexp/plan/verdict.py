@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from distexp.config import Config
-from distexp.plan.estimate import Estimate
+from distexp.plan.estimate import GPU_ERROR_BOUND, Estimate
 from distexp.runs.record import Predicted
+from distexp.system.cgroups import usable_memory
 from distexp.system.gpu_models import GPU_MODELS, USABLE_SHARE, gpus_with
 from distexp.system.hardware import visible_gpus
-
-ERROR_BOUND = 0.05
-"""Largest error of a predicted peak. A training this close to the memory of the GPU is too close to call."""
+from distexp.system.units import MIB
 
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too_close", "does_not_fit"
 MIB_PER_GB = 1024.0
 
 
-def gpu_memory_mib(config: Config) -> float | None:
-    """Return the memory of the GPU to plan for; None if it is unknown.
+def memory_to_fit_mib(config: Config) -> float | None:
+    """Return the memory to plan for; None if it is unknown: that of the GPU, or for a run on CPUs that of a node.
 
-    A job on Slurm runs on another machine, so the GPUs of this one do not count.
+    A job on Slurm runs on another machine, so this one does not count.
     """
-    if config.cluster.device == "cpu":
-        return None
+    return host_memory_mib(config) if config.cluster.device == "cpu" else gpu_memory_mib(config)
+
+
+def host_memory_mib(config: Config) -> float | None:
+    """Return the memory of a node for a run on CPUs; None if it is unknown."""
+    if config.plan.host_memory_gb is not None:
+        return config.plan.host_memory_gb * MIB_PER_GB
+    if config.cluster.launcher == "slurm":
+        return None if config.cluster.memory_gb is None else config.cluster.memory_gb * MIB_PER_GB
+    return usable_memory() / MIB
+
+
+def gpu_memory_mib(config: Config) -> float | None:
+    """Return the memory of the GPU to plan for; None if it is unknown."""
     if config.plan.gpu_memory_gb is not None:
         return config.plan.gpu_memory_gb * MIB_PER_GB
     if config.plan.gpu is not None:
@@ -56,7 +67,9 @@ def predict(estimate: Estimate, memory_mib: float | None) -> Predicted:
         verdict=verdict_of(estimate, memory_mib),
         seconds=estimate.seconds,
         required_mib=estimate.needed_mib,
-        gpu_memory_mib=memory_mib,
+        gpu_memory_mib=None if estimate.on_cpu else memory_mib,
+        host_memory_mib=memory_mib if estimate.on_cpu else None,
+        error_bound=estimate.error_bound,
         notes=estimate.notes,
     )
 
@@ -68,31 +81,46 @@ def verdict_of(estimate: Estimate, memory_mib: float | None) -> str | None:
     needed = estimate.needed_mib
     if needed is None:
         return DOES_NOT_FIT if sum(estimate.parts.values()) > memory_mib else None
-    if needed * (1 + ERROR_BOUND) <= memory_mib:
+    if estimate.error_bound is None:
+        return None
+    if needed * (1 + estimate.error_bound) <= memory_mib:
         return FITS
-    return DOES_NOT_FIT if needed * (1 - ERROR_BOUND) > memory_mib else TOO_CLOSE
+    return DOES_NOT_FIT if needed * (1 - estimate.error_bound) > memory_mib else TOO_CLOSE
 
 
 def describe_verdict(predicted: Predicted) -> str:
     """Return the text of the verdict, or the known GPUs on which the training fits."""
-    needed, memory = predicted.required_mib, predicted.gpu_memory_mib
+    needed, memory = predicted.required_mib, available_mib(predicted)
     if needed is None:
         states = sum(predicted.parts.values())
         if predicted.verdict == DOES_NOT_FIT and memory is not None:
             return f"does not fit: the model states alone exceed it by {_gb(states - memory)}"
-        return "unknown: not traced"
+        return "unknown: only the model states are known" if states else "unknown: not traced"
     if memory is None:
-        return describe_gpus(needed)
+        return f"needs {_gb(needed)} on a node" if predicted.nvidia_smi_mib is None else describe_gpus(needed)
+    return _describe_share(needed, memory, predicted)
+
+
+def _describe_share(needed: float, memory: float, predicted: Predicted) -> str:
+    """Return the text of the verdict on a training whose peak is known."""
+    if predicted.error_bound is None:
+        return f"needs {_gb(needed)} of {_gb(memory)}, with an unknown error"
     if predicted.verdict == FITS:
         return f"fits, {100 * (1 - needed / memory):.0f} % to spare"
     if predicted.verdict == TOO_CLOSE:
-        return f"too close to call ({100 * needed / memory:.0f} % of the memory, the error is up to {ERROR_BOUND:.0%})"
+        share = 100 * needed / memory
+        return f"too close to call ({share:.0f} % of the memory, the error is up to {predicted.error_bound:.0%})"
     return f"does not fit by {_gb(needed - memory)}"
+
+
+def available_mib(predicted: Predicted) -> float | None:
+    """Return the memory that the verdict is about: that of the GPU, or of the node for a run on CPUs."""
+    return predicted.gpu_memory_mib if predicted.host_memory_mib is None else predicted.host_memory_mib
 
 
 def describe_gpus(needed_mib: float) -> str:
     """Return the known GPUs on which a training fits."""
-    fitting = gpus_with(needed_mib * (1 + ERROR_BOUND))
+    fitting = gpus_with(needed_mib * (1 + GPU_ERROR_BOUND))
     return f"fits on {fitting[0]} and larger" if fitting else "fits on no known GPU"
 
 

@@ -155,11 +155,17 @@ class Predicted:
         },
     )
     verdict: str | None = key(
-        None, "Whether it fits. Null: the GPU is unknown.", choices=("fits", "too_close", "does_not_fit")
+        None,
+        "Whether it fits. Null: the memory or the error of the prediction is unknown.",
+        choices=("fits", "too_close", "does_not_fit"),
     )
     seconds: float | None = key(None, "Time of the prediction.", unit="seconds")
-    required_mib: float | None = key(None, "Smallest GPU memory in which the run fits.", unit="MiB")
+    required_mib: float | None = key(
+        None, "Smallest GPU memory in which the run fits. On CPUs: peak of the processes of a machine.", unit="MiB"
+    )
     gpu_memory_mib: float | None = key(None, "GPU memory that the verdict is about.", unit="MiB")
+    host_memory_mib: float | None = key(None, "CPU memory that the verdict is about, for a run on CPUs.", unit="MiB")
+    error_bound: float | None = key(None, "Largest relative error of the prediction. Null: unknown, so no verdict.")
     notes: list[str] = key([], "What was assumed or could not be predicted.")
 
 

@@ -76,7 +76,7 @@ def test_json_has_the_fields_of_predicted(capsys: pytest.CaptureFixture[str]) ->
     first, second = json.loads(text)
     assert list(first) == [
         "overrides", "peak_allocated_mib", "peak_reserved_mib", "nvidia_smi_mib", "host_peak_mib", "phase", "parts",
-        "verdict", "seconds", "required_mib", "gpu_memory_mib", "notes",
+        "verdict", "seconds", "required_mib", "gpu_memory_mib", "host_memory_mib", "error_bound", "notes",
     ]  # fmt: skip
     assert first["overrides"] == ["dataset=squad", "plan.gpu=v100-16gb", "train.micro_batch_size=2"]
     assert (first["peak_allocated_mib"], first["nvidia_smi_mib"], first["verdict"]) == (
@@ -202,7 +202,9 @@ def test_json_has_the_errors_of_a_single_configuration() -> None:
     assert "offload=true is not supported by strategy=single" in cell["error"]
 
 
-def test_predictions_are_for_gpus() -> None:
-    done = run_forked("plan", "cluster.device=cpu", cwd=REPOSITORY)
+def test_memory_of_a_gpu_is_refused_on_cpus() -> None:
+    done = run_forked("plan", "cluster.device=cpu", "plan.gpu=a100-80gb", cwd=REPOSITORY)
     assert done.returncode == 2
-    assert "predicts the memory of GPUs, but cluster.device=cpu: leave cluster.device out" in done.stderr
+    assert "plan.gpu=a100-80gb is for GPUs, but this run is on cpu: set plan.host_memory_gb" in done.stderr
+    done = run_forked("plan", "plan.host_memory_gb=8", cwd=REPOSITORY)
+    assert "plan.host_memory_gb=8 is for runs on CPUs, but this run is on GPUs" in done.stderr

@@ -65,7 +65,10 @@ def test_model_states_of_a_model_that_is_not_traced() -> None:
     assert not found.traced
     assert set(found.parts) == {"parameters", "gradients", "optimizer_states"}
     assert found.parts["optimizer_states"] == pytest.approx(2 * found.parts["parameters"], rel=1e-3)
-    assert found.notes == ["not traced: a reason", "only the model states, by arithmetic"]
+    assert found.notes == [
+        "not traced: a reason", "estimate by arithmetic: only the model states, without activations and buffers",
+    ]  # fmt: skip
+    assert arithmetic_estimate(config, "a reason", 2**20).parts["parameters"] == 1.0
 
 
 def test_cache_keeps_estimates_by_what_changes_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

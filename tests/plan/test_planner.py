@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,6 +14,8 @@ import pytest
 from distexp.exceptions import InterruptedRunError
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner, Server, started_server
+from distexp.plan.server import _finish
+from distexp.runs.files import read_json
 from distexp.system.signals import handle_signals
 from tests.helpers.runs import resolve_cell
 
@@ -69,6 +72,20 @@ def test_signal_leaves_no_process_and_no_folder(number: signal.Signals) -> None:
 def test_ignored_signal_stays_ignored() -> None:
     with handle_signals(signal.SIG_IGN, signal.SIGHUP), started_server(1):
         signal.raise_signal(signal.SIGHUP)
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"), [(signal.SIGKILL, "out of memory"), (signal.SIGSEGV, "a custom operator reads the memory")]
+)
+def test_trace_that_dies_leaves_the_estimate_by_arithmetic(tmp_path: Path, number: int, cause: str) -> None:
+    process = get_context("fork").Process(target=lambda: os.kill(os.getpid(), number))
+    process.start()
+    _finish(process, resolve_cell("plan.only=true", "strategy=single"), tmp_path / "result0.json")
+    found = Estimate.from_json(read_json(tmp_path / "result0.json")["estimate"])
+    assert not found.traced
+    assert f"ended by {signal.Signals(number).name}, possibly because" in found.notes[0]
+    assert cause in found.notes[0]
+    assert found.parts["parameters"] > 0
 
 
 def test_process_that_dies_is_reported() -> None:

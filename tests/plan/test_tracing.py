@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 from distexp.distributed.context import Context
 from distexp.plan.batches import largest_batch
 from distexp.plan.cuda_semantics import cuda_autocast
+from distexp.plan.estimate import make_estimate
 from distexp.plan.replay import repeated_blocks
-from distexp.plan.step_trace import PARTS, PHASES, PlanError, StepTrace
+from distexp.plan.step_trace import PARTS, PHASES, StepTrace
 from distexp.plan.tracing import trace_step
 from distexp.system.gpu_models import LARGE_WORKSPACE, SMALL_WORKSPACE
+from distexp.system.units import MIB
 from distexp.worker.rank import load_data
 from tests.helpers.runs import resolve_cell
 
@@ -163,11 +166,22 @@ def test_evaluation_with_larger_batches_is_traced() -> None:
     assert {event.phase for event in found[8].evaluation} == {"evaluation"}
 
 
-def test_a_model_that_depends_on_values_is_refused_with_the_reason() -> None:
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        ("build", r"decisions from values \(.*masked_select"),
+        ("build_deciding", r"at helpers/value_dependent_model\.py:\d+: .* for example by \.item\(\)"),
+        ("build_with_operator", r"its operator distexp_tests\.positive_mean\.default .*torch\.library\.register_fake"),
+    ],
+)
+def test_a_model_that_needs_values_is_estimated_by_arithmetic(build: str, reason: str) -> None:
     config = resolve_cell("model=resnet_tiny", "dataset=synthetic", "strategy=single")
-    config.model._target_ = "tests.helpers.value_dependent_model.build"
-    with pytest.raises(PlanError, match=r"decisions from values: .*masked_select"):
-        trace_step(config)
+    config.model._target_ = f"tests.helpers.value_dependent_model.{build}"
+    found = make_estimate(config)
+    assert not found.traced
+    assert re.search(reason, found.notes[0])
+    assert found.notes[1].startswith("estimate by arithmetic")
+    assert found.parts["optimizer_states"] == pytest.approx(2 * 4 * 2 * 200 / MIB, abs=0.1), "200 classes, one input"
 
 
 def test_autocast_uses_the_lists_of_cuda() -> None:

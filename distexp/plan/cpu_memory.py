@@ -1,0 +1,63 @@
+"""Memory of the processes on one node of a run on CPUs: tensors, Python and the libraries.
+
+The constants come from runs with torch 2.13 on Linux. It is the sum of proportional set sizes, as the sampler measures
+it. ``docs/results/plan.md`` compares the predictions with measured runs.
+"""
+
+from __future__ import annotations
+
+from distexp.config import Config
+from distexp.system.units import MIB
+
+CPU_ERROR_BOUND = 0.15
+"""Largest error of a predicted peak of the processes of a run on CPUs."""
+
+NODE_MIB = 480.0
+"""Launcher, agent, and the process that forks the workers, with what all workers share."""
+
+WORKER_MIB = {"single": 90.0, "ddp": 60.0, "fsdp": 90.0, "deepspeed": 125.0}
+"""What each worker has of Python and the libraries for itself, by strategy."""
+
+LOADER_MIB = 120.0
+"""One process of the data loader (``dataset.num_workers``)."""
+
+RESERVE = {"single": 1.2, "ddp": 1.2, "fsdp": 1.8, "deepspeed": 1.2}
+"""Factor for tensors that are allocated in each step: what the C library keeps of them, and buffers of Gloo."""
+
+
+def node_peak_mib(
+    config: Config, states_mib: float, step_mib: float, parameters: int, tied_parameters: int = 0
+) -> float:
+    """Return the peak of the memory on the first node in MiB.
+
+    Args:
+        config: a resolved configuration.
+        states_mib: parameters, gradients and optimizer states of one worker at the peak of its tensors.
+        step_mib: other tensors of the worker at the peak.
+        parameters: number of parameters of the model.
+        tied_parameters: size of an output head that is tied to the embedding. transformers allocates it first.
+    """
+    workers = config.cluster.workers_per_node or 1
+    name = config.strategy.name if config.strategy.name in WORKER_MIB else "fsdp"
+    base = NODE_MIB + workers * (WORKER_MIB[name] + config.dataset.num_workers * LOADER_MIB)
+    saved = 4 * parameters / MIB if config.train.save_model else 0.0  # rank 0 collects the model
+    whole = 4 * (parameters + tied_parameters) / MIB  # rank 0 builds the model before it is sharded
+    return round(base + max(workers * (states_mib + RESERVE[name] * step_mib) + saved, whole), 1)
+
+
+def simulated_nodes(config: Config) -> int:
+    """Return how many nodes of a run share the memory of one machine."""
+    return config.cluster.nodes if config.cluster.launcher == "local" else 1
+
+
+def reason_not_measured(config: Config) -> str:
+    """Return why the error of a prediction on CPUs is not known; empty if it is."""
+    if config.strategy.name not in WORKER_MIB:
+        return f"the memory of strategy={config.strategy.name} was not measured on CPUs"
+    if config.deepspeed.zero_stage == 3 and config.strategy.name == "deepspeed":
+        return "zero_stage=3 needed 53 % more than predicted on CPUs"
+    if config.train.compiled != "none":
+        return f"train.compile={config.train.compile} was not measured on CPUs"
+    if config.engine.name != "native":
+        return f"engine={config.engine.name} was not measured on CPUs"
+    return ""
