@@ -4,40 +4,44 @@ from __future__ import annotations
 
 import torch
 
-from distexp.config import ConfigError
+from distexp.config import Config, ConfigError
+from distexp.plan.overheads import overhead_mib
+from distexp.system.units import MIB
 
 GB = 1 << 30
 
 
-def limit_memory(device: torch.device, limit_gb: float | None) -> None:
+def limit_memory(device: torch.device, config: Config) -> None:
     """Limit torch's memory on a GPU, so that a training that needs more runs out of memory.
 
-    What is in use now, such as the CUDA context, counts too. Memory that NCCL allocates later does not count.
+    CUDA and NCCL need memory too, and allocate most of it later. So their usual need is subtracted from the limit.
 
     Args:
         device: the GPU of this process.
-        limit_gb: limit in GB of 2**30 bytes; None: no limit.
+        config: it has the limit, ``cluster.gpu_memory_limit_gb``.
 
     Raises:
-        ConfigError: the GPU has less memory than the limit, or the context alone needs more.
+        ConfigError: the GPU has less memory than the limit, or CUDA and NCCL alone need more.
     """
+    limit_gb = config.cluster.gpu_memory_limit_gb
     if limit_gb is None:
         return
     free, total = torch.cuda.mem_get_info(device)
-    torch.cuda.set_per_process_memory_fraction(allowed_bytes(limit_gb, free, total) / total, device)
+    used = max(total - free, int(sum(overhead_mib(config).values()) * MIB))
+    torch.cuda.set_per_process_memory_fraction(allowed_bytes(limit_gb, used, total) / total, device)
 
 
-def allowed_bytes(limit_gb: float, free: int, total: int) -> int:
-    """Return the bytes that torch may take of a GPU with ``free`` and ``total`` bytes."""
-    limit, used = int(limit_gb * GB), total - free
+def allowed_bytes(limit_gb: float, used: int, total: int) -> int:
+    """Return the bytes that torch may take of a GPU, of which ``used`` bytes are for others."""
+    limit = int(limit_gb * GB)
     if limit > total:
         raise ConfigError(
             f"cluster.gpu_memory_limit_gb={limit_gb:g} is more than this GPU has ({total / GB:.1f} GB): leave it out"
         )
     if limit <= used:
         raise ConfigError(
-            f"cluster.gpu_memory_limit_gb={limit_gb:g}, but {used / GB:.1f} GB of this GPU are in use before the "
-            f"training starts: set it to more than {used / GB:.1f}"
+            f"cluster.gpu_memory_limit_gb={limit_gb:g}, but CUDA, NCCL and other programs need {used / GB:.1f} GB of "
+            f"this GPU: set it to more than {used / GB:.1f}"
         )
     return limit - used
 

@@ -82,7 +82,7 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None) -> Context:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        limit_memory(device, spec.config.cluster.gpu_memory_limit_gb)
+        limit_memory(device, spec.config)
     timeout = collective_timeout(spec.config.cluster.hang_timeout_min)
     set_default_timeout(timeout)
     # gloo is needed on GPUs too, for tensors that are offloaded to the CPU.

@@ -5,26 +5,30 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distexp.config import ConfigError
+from distexp.config import Config, ConfigError
 from distexp.distributed.memory_limit import GB, allowed_bytes, limit_memory, usable_bytes
 
 
-def test_memory_in_use_counts() -> None:
-    assert allowed_bytes(24, free=79 * GB, total=80 * GB) == 23 * GB
+def test_memory_of_others_counts() -> None:
+    assert allowed_bytes(24, used=GB, total=80 * GB) == 23 * GB
 
 
-@pytest.mark.parametrize(("limit", "message"), [(96, "more than this GPU has"), (0.5, "before the training starts")])
+@pytest.mark.parametrize(
+    ("limit", "message"), [(96, "more than this GPU has"), (0.5, "CUDA, NCCL and other programs need")]
+)
 def test_a_limit_that_cannot_hold_is_refused(limit: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        allowed_bytes(limit, free=79 * GB, total=80 * GB)
+        allowed_bytes(limit, used=GB, total=80 * GB)
 
 
 @pytest.mark.gpu
 def test_torch_runs_out_of_memory_at_the_limit() -> None:
     device = torch.device("cuda", 0)
     try:
-        limit_memory(device, 4)
-        assert 2 * GB < usable_bytes(device) < 4 * GB
+        config = Config()
+        config.cluster.gpu_memory_limit_gb = 4
+        limit_memory(device, config)
+        assert 2 * GB < usable_bytes(device) < 3 * GB
         torch.empty(2 * GB, dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(4 * GB, dtype=torch.uint8, device=device)

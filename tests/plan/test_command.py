@@ -90,7 +90,7 @@ def test_json_has_the_fields_of_predicted(capsys: pytest.CaptureFixture[str]) ->
 
 def test_command_prints_one_json_document_and_writes_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
-    config = resolve_cell("plan.only=true", "strategy=single")
+    config = resolve_cell("plan.only=true", "strategy=single", "plan.gpu=a100-80gb")
     store_estimate(config, linear_estimate(config))
     (tmp_path / "here").mkdir()
     done = run_forked("plan", "--json", "strategy=single", "plan.gpu=a100-80gb", cwd=tmp_path / "here")
