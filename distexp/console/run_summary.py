@@ -260,7 +260,7 @@ def _peak_parts(peak: Mapping[str, Any]) -> str:
     """Return the parts of the highest peak of a step, without those that are empty."""
     shown = [(name.removesuffix("_mib").replace("_", " "), peak.get(name)) for name in PEAK_PARTS]
     texts = [f"{name} {value:,.0f}" for name, value in shown if value is not None and round(value)]
-    return f"{_mib(peak['allocated_mib'])} in the {peak['phase']} phase: {', '.join(texts)}"
+    return f"{_mib(peak.get('allocated_mib'))} in the {peak.get('phase')} phase: {', '.join(texts)}"
 
 
 def _largest_parts(entries: Sequence[Mapping[str, Any]]) -> str:

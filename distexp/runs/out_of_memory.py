@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+UNNAMED = ("unknown", "rest")
+"""Parts that are not worth a label."""
+
 MOST_SHOWN = 3
 """Largest tensors in a text; the record has more."""
 
@@ -23,34 +26,42 @@ def memory_lines(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def describe_numbers(memory: Mapping[str, Any]) -> str:
     """Return the numbers: ``2,048 MiB requested at x.py:3 in forward, 500 of 81,559 MiB free, ...``."""
     place = f" at {memory['line']}" if memory.get("line") else ""
+    requested, free, total, allocated, reserved = (
+        _mib(memory.get(f"{name}_mib")) for name in ("requested", "free", "total", "allocated", "reserved")
+    )
     return (
-        f"{_mib(memory['requested_mib'])} MiB requested{place}, {_mib(memory['free_mib'])} of "
-        f"{_mib(memory['total_mib'])} MiB free, {_mib(memory['allocated_mib'])} allocated by torch, "
-        f"{_mib(memory['reserved_mib'])} reserved"
+        f"{requested} MiB requested{place}, {free} of {total} MiB free, {allocated} allocated by torch, "
+        f"{reserved} reserved"
     )
 
 
 def describe_largest(memory: Mapping[str, Any]) -> str:
     """Return the largest tensors: ``2 x 960 MiB x.py:3 in forward, 980 MiB lm_head.weight (parameters)``."""
-    return ", ".join(map(_tensor, (memory.get("largest") or ())[:MOST_SHOWN]))
+    listed = memory.get("largest")
+    entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    return ", ".join(map(_tensor, entries[:MOST_SHOWN]))
 
 
 def describe_advice(memory: Mapping[str, Any]) -> str:
     """Return what would have fit by an earlier prediction, or the command to type."""
-    if changes := memory.get("would_fit"):
-        return f"{' '.join(changes)} (predicted before)"
+    changes = memory.get("would_fit")
+    if isinstance(changes, list) and changes:
+        return f"{' '.join(map(str, changes))} (predicted before)"
     return f"type {memory['command']}" if memory.get("command") else ""
 
 
 def _tensor(entry: Mapping[str, Any]) -> str:
-    count = f"{entry['count']} x " if entry.get("count", 1) > 1 else ""
-    part = "" if entry["part"] in ("rest", "unknown") else f" ({entry['part'].replace('_', ' ')})"
-    return f"{count}{_mib(entry['mib'])} MiB {entry.get('line') or 'without a name'}{part}"
+    count, part = entry.get("count"), str(entry.get("part") or UNNAMED[0])
+    times = f"{count} x " if isinstance(count, int) and count > 1 else ""
+    label = "" if part in UNNAMED else f" ({part.replace('_', ' ')})"
+    return f"{times}{_mib(entry.get('mib'))} MiB {entry.get('line') or 'without a name'}{label}"
 
 
 def _parts(memory: Mapping[str, Any]) -> str:
-    sizes = sorted((memory.get("parts") or {}).items(), key=lambda item: -item[1])
-    return ", ".join(f"{_title(name)} {_mib(size)}" for name, size in sizes)
+    parts = memory.get("parts")
+    known = {name: size for name, size in parts.items() if _is_number(size)} if isinstance(parts, dict) else {}
+    ordered = sorted(known.items(), key=lambda item: -item[1])
+    return ", ".join(f"{_title(name)} {_mib(size)}" for name, size in ordered)
 
 
 def _title(name: str) -> str:
@@ -58,5 +69,9 @@ def _title(name: str) -> str:
     return "activations and temporaries" if part == "rest" else part
 
 
-def _mib(value: float) -> str:
-    return f"{value:,.0f}"
+def _mib(value: object) -> str:
+    return f"{value:,.0f}" if _is_number(value) else "unknown"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

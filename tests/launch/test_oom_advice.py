@@ -107,6 +107,14 @@ def test_panel_and_report_describe_the_allocation() -> None:
     assert note.endswith("out of GPU memory in phase train"), "a record of an earlier version"
 
 
+@pytest.mark.parametrize(
+    "memory", [{"line": 3}, {"largest": "x", "parts": [1], "would_fit": 5}, {"largest": [None, {"mib": "x"}]}]
+)
+def test_a_damaged_report_is_shown_as_far_as_it_is_known(memory: dict[str, Any]) -> None:
+    run = record(0, status="oom_gpu", error=RunError("OutOfMemoryError", "CUDA", "train", 0, memory=memory))
+    assert "unknown MiB requested" in dict(summary_lines(run))["GPU memory"]
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
