@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from distexp.report.data.energy_totals import sum_energy
+from distexp.report.data.energy_totals import energy_totals
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP
 from distexp.report.data.noise import SINGLE_CPU_RUN, distinct_ratio
 from distexp.report.data.overview import NOISE_MARK, Overview
@@ -203,8 +203,7 @@ def _incomplete_runs(overview: Overview) -> Iterator[str]:
 
 
 def _total_energy(overview: Overview) -> Iterator[str]:
-    """Yield energy and cost of all runs together."""
-    totals = sum_energy(overview.rows)
-    if totals is not None and totals.runs > 1:
-        runs = f"{totals.measured} of {totals.runs}" if totals.measured < totals.runs else f"{totals.runs}"
-        yield f"Total of {runs} runs: {', '.join(totals.texts())}."
+    """Yield energy and cost of all runs together; nothing for a single run, which has them in its row."""
+    totals = list(energy_totals(overview.rows))
+    if totals and len(overview.rows) > 1:
+        yield f"In total: {', '.join(totals)}."

@@ -167,4 +167,6 @@ def _largest_loss(run: ProfiledRun) -> str:
     loss, share = texts_of(run.explanation, "loss"), number_of(run.explanation, "share")
     if not loss:
         return "-"
+    if loss == ["compute"]:
+        return "none: compute"
     return loss[0].replace("_", " ") + ("" if share is None else f", {share:.0%}")

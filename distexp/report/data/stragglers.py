@@ -29,7 +29,7 @@ def _place(entry: Mapping[str, Any]) -> str:
 
 def _delay(entry: Mapping[str, Any]) -> str:
     percent = number_of(entry, "slower_by_pct")
-    return " is slow" if percent is None else f" is {percent:.0f}% slower than the others"
+    return " has a problem" if percent is None else f" is {percent:.0f}% slower than the others"
 
 
 def _evidence(entry: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ import vl_convert
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from distexp.report.data.energy_totals import sum_energy
+from distexp.report.data.energy_totals import energy_totals
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.ranking import equal_to_best, memory_metric, rank_by_metric
@@ -133,11 +133,9 @@ def _tiles(overview: Overview) -> Iterator[Tile]:
 
 def _energy_tiles(overview: Overview) -> Iterator[Tile]:
     """Yield the energy and cost of all runs together, if they were measured."""
-    totals = sum_energy(overview.rows)
-    if totals is not None:
-        first, *others = totals.texts()
-        measured = f"of {totals.measured} runs" if totals.measured < totals.runs else ""
-        yield Tile("total energy and cost", first, ", ".join(filter(None, (*others, measured))))
+    totals = list(energy_totals(overview.rows))
+    if totals:
+        yield Tile("total energy and cost", totals[0], ", ".join(totals[1:]))
 
 
 def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:

@@ -14,7 +14,7 @@ from distexp.report.figures.base import Figure
 from distexp.report.figures.step_breakdown import build_step_breakdown
 from distexp.report.summary import summarize
 from distexp.runs.record import RunRecord
-from tests.helpers.records import record, write
+from tests.helpers.records import invalid, record, write
 
 OWN = dict(zip(STEP_PARTS, (40.0, 20.0, 10.0, 0.0, 8.0, 2.0, 15.0, 5.0), strict=True))
 
@@ -134,12 +134,12 @@ def sentences(path: Path, *runs: RunRecord) -> list[str]:
 
 
 def test_energy_and_cost_of_all_runs_are_added(tmp_path: Path) -> None:
-    runs = [record(n, status="failed" if n == 1 else "completed") for n in range(3)]
-    assert not any("Total of" in text for text in sentences(tmp_path / "without", *runs))
+    runs = [record(0), record(1, status="failed"), invalid(2, "no such mesh")]
+    assert not any("In total" in text for text in sentences(tmp_path / "without", *runs))
     for run, price in zip(runs[:2], (0.5, None), strict=True):
         run.metrics.energy = {"kwh": 0.125, "gpu_hours": 1.5, "co2e_g": 50.0, "price": price}
     found = sentences(tmp_path / "with", *runs)
-    assert "Total of 2 of 3 runs: 0.250 kWh, 3.00 GPU-hours, 100 g CO2e, price 0.50." in found
+    assert "In total: 0.250 kWh, 3.00 GPU-hours, 100 g CO2e, price 0.50 (1 of 2 runs)." in found
 
 
 def test_stragglers_are_named_with_their_evidence(tmp_path: Path) -> None:
@@ -147,7 +147,9 @@ def test_stragglers_are_named_with_their_evidence(tmp_path: Path) -> None:
     run.metrics.stragglers = [
         {"rank": 1, "gpu": 1, "host": "n1", "slower_by_pct": 23.4, "evidence": "SM clock at 1,200 MHz"},
         {"rank": 2, "gpu": None, "host": None, "slower_by_pct": 5, "evidence": None},
+        {"rank": 3, "gpu": 3, "host": None, "slower_by_pct": None, "evidence": "ECC errors"},
     ]
     found = sentences(tmp_path, run)
     assert "Straggler in run 3: rank 1 (GPU 1 on n1) is 23% slower than the others: SM clock at 1,200 MHz." in found
     assert "Straggler in run 3: rank 2 is 5% slower than the others." in found
+    assert "Straggler in run 3: rank 3 (GPU 3) has a problem: ECC errors." in found
