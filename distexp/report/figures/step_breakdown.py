@@ -59,7 +59,7 @@ def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
     for run in explained[:MOST_SENTENCES]:
         yield f"R{overview.describe(run.group)[1:]}: {run.sentence}"
     if len(explained) > MOST_SENTENCES:
-        yield f"{len(explained) - MOST_SENTENCES} more: distexp explain RUN."
+        yield f"{len(explained) - MOST_SENTENCES} more are in the records (metrics.explanation)."
 
 
 def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[tuple[str, ProfiledRun, RankStep]]:

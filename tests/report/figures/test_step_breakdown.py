@@ -119,7 +119,7 @@ def test_a_hundred_runs_are_a_few_bars(tmp_path: Path) -> None:
     drawn = figure(tmp_path, *runs)
     assert len({each["bar"] for each in bars(drawn)}) == 24
     assert "Drawn: 24 of 30." in drawn.caption
-    assert drawn.sentences[-1] == "22 more: distexp explain RUN."
+    assert drawn.sentences[-1] == "22 more are in the records (metrics.explanation)."
 
 
 @pytest.mark.parametrize("content", [None, [], [{}], [{"rank": 0, "step_ms": "long"}], [{"rank": "a", "step_ms": 1}]])
