@@ -25,6 +25,7 @@ from distexp.resolve.file_checks import (
 from distexp.resolve.implied_strategy import Choices, check_implied_strategy
 from distexp.resolve.kernels import choose_kernels
 from distexp.resolve.option_checks import check_cluster_keys, check_dataset_keys, check_model_keys, check_targets
+from distexp.resolve.profile_steps import choose_profile_steps
 from distexp.resolve.resources import decide_resources
 from distexp.resolve.scaling import apply_scaling
 from distexp.resolve.shrink import check_exercise_device, shrink_global_batch, shrink_to_scale
@@ -51,6 +52,7 @@ DECISIONS: tuple[Step, ...] = (
     apply_scaling,  # needs the number of workers
     shrink_global_batch,  # needs the number of workers
     set_accumulation,  # needs the scaled micro-batch
+    choose_profile_steps,
 )
 """Steps that set what the user left open. Each one relies on those before it."""
 

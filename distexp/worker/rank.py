@@ -32,6 +32,7 @@ from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
 from distexp.engines.base import load_trainer
+from distexp.explain.causes import explain
 from distexp.measure.memory.oom import watch_out_of_memory
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model
@@ -165,9 +166,16 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     record.memory["parts"] = [entry for entries in parts for entry in entries]
     if context.rank == 0:
         add_flops(record, config, data, logger)
+        add_explanation(record)
     if config.train.score_answers and logger.stopped is None:
         add_answers(record, model, evaluation, data.tokenizer, logger=logger, context=context)
     return record
+
+
+def add_explanation(record: RunRecord) -> None:
+    """Add the largest loss of the profiled step, if there is one."""
+    found = explain(record)
+    record.metrics.explanation = None if found is None else found.to_json()
 
 
 def print_graph_skips(metrics: Metrics) -> None:

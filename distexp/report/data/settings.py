@@ -22,7 +22,9 @@ from distexp.report.data.environment_settings import (
 from distexp.report.data.setting_names import SEED, WORKERS, short_name, strategy_sections, usual_order
 from distexp.runs.record import RunRecord
 
-NOT_A_SETTING = ("name", "exercise", "scale", "sweep", "repeats", "plan", "trusted_packages", "cluster", "offload")
+NOT_A_SETTING = (
+    *("name", "exercise", "scale", "sweep", "repeats", "profile", "plan", "trusted_packages", "cluster", "offload"),
+)
 """Sections that are left out here. ``read_settings`` adds what matters of ``cluster`` and ``offload``."""
 
 LATER_SECTIONS = ("kernels",)

@@ -157,8 +157,12 @@ def test_profile_window_contains_the_last_steps(
 
 
 def test_profiling_does_not_change_the_run_id() -> None:
-    plain, profiled = (make_spec("cluster.device=cpu", f"train.profile_steps={n}") for n in (0, 3))
-    assert run_id(plain.config) == run_id(profiled.config)
+    options = ("train.profile_steps=0", "train.profile_steps=3", "profile=true", "profile=false")
+    configs = [make_spec("cluster.device=cpu", option).config for option in options]
+    assert len({run_id(config) for config in configs}) == 1
+    assert [config.train.profile_steps for config in configs] == [0, 3, 3, 0]
+    chosen = make_spec("cluster.device=cpu", "profile=true", "train.profile_steps=5").config
+    assert chosen.train.profile_steps == 5
 
 
 COMMON = (

@@ -1,0 +1,1 @@
+"""Explanation of a profiled run: what its steps spend their time on, and what would make them faster."""

@@ -1,0 +1,120 @@
+"""The largest loss of a profiled step, in one sentence, with what would reduce it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distexp.explain.advice import advise, slower_by
+from distexp.explain.profile import COMPUTE, StepProfile
+from distexp.runs.record import RunRecord
+
+MIN_SHARE = 0.1
+"""Smallest share of a step that is called a loss."""
+BOUND_SHARE = 0.3
+"""Share from which a run is bound by a loss."""
+
+LOSSES = ("exposed_communication", "waiting", "launch_idle", "data_wait", "optimizer", "host")
+BOUND = {
+    "exposed_communication": "communication-bound",
+    "waiting": "waiting for a slow rank",
+    "launch_idle": "launch-bound",
+    "data_wait": "data-bound",
+    "optimizer": "optimizer-bound",
+    "host": "bound by the CPU",
+}
+CAUSES = {
+    "matmul": "matrix kernels",
+    "other_kernels": "other kernels",
+    "launch_idle": "launching kernels",
+    "data_wait": "waiting for its data",
+    "optimizer": "the optimizer",
+    "host": "work of its CPU",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The largest loss of a step.
+
+    Attributes:
+        loss: Name of a part, or ``compute`` if no part is a loss.
+        share: Fraction of the step.
+        sentence: What the profile shows.
+        alternatives: Overrides that would reduce it. Two overrides of one alternative are separated by a space.
+    """
+
+    loss: str
+    share: float
+    sentence: str
+    alternatives: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return ``metrics.explanation`` of the record."""
+        content = asdict(self)
+        return {"loss": self.loss, "share": self.share, "sentence": self.sentence, "try": content["alternatives"]}
+
+
+def explain(record: RunRecord) -> Explanation | None:
+    """Return the largest loss of a run; None if it was not profiled."""
+    profile = StepProfile.of(record)
+    return None if profile is None else explain_profile(profile)
+
+
+def explain_profile(profile: StepProfile) -> Explanation:
+    """Return the largest loss of a profile."""
+    shares = profile.shares()
+    loss = max(LOSSES, key=lambda name: shares[name])
+    share = shares[loss]
+    if share < MIN_SHARE:
+        loss, share = "compute", sum(shares[name] for name in COMPUTE)
+        matmul, other = shares["matmul"], shares["other_kernels"]
+        sentence = f"Compute-bound: matrix kernels take {matmul:.0%} and other kernels {other:.0%} of the step."
+    else:
+        bound = f"{BOUND[loss]}: " if share >= BOUND_SHARE else ""
+        text = bound + _describe(loss, share, profile)
+        sentence = text[0].upper() + text[1:] + "."
+    return Explanation(loss, share, sentence, advise(loss, profile))
+
+
+def _describe(loss: str, share: float, profile: StepProfile) -> str:
+    """Return what a loss is, without the period."""
+    if loss == "launch_idle":
+        return f"the GPU is idle for {share:.0%} of the step, because the CPU launches {_launches(profile)} too slowly"
+    if loss == "waiting":
+        return _describe_waiting(share, profile)
+    if loss == "exposed_communication":
+        return f"communication that no computation hides takes {share:.0%} of the step{_largest_collective(profile)}"
+    if loss == "data_wait":
+        loaders = profile.number("dataset.num_workers", 0)
+        return f"the training waits for its data for {share:.0%} of the step, with dataset.num_workers={loaders}"
+    if loss == "optimizer":
+        return f"clipping and the update of the weights take {share:.0%} of the step"
+    return f"the CPU does other work than launching kernels for {share:.0%} of the step" if profile.on_gpu else (
+        f"the CPU spends {share:.0%} of the step outside of operators and collectives, for example in Python"
+    )  # fmt: skip
+
+
+def _launches(profile: StepProfile) -> str:
+    launches = max((rank.launches or 0.0) for rank in profile.ranks)
+    steps = profile.number("train.gradient_accumulation_steps", 1)
+    return f"{round(launches / steps):,} kernels per micro-batch" if launches else "kernels"
+
+
+def _describe_waiting(share: float, profile: StepProfile) -> str:
+    cause, more_ms = slower_by(profile)
+    slowest = profile.slowest
+    if more_ms < 0.3 * max(rank.time("waiting") for rank in profile.ranks):
+        return f"ranks wait for each other for {share:.0%} of the step, and no single rank is the cause"
+    return (
+        f"the ranks wait for rank {slowest.rank} for {share:.0%} of the step, because it spends {more_ms:,.1f} ms more "
+        f"than the others on {CAUSES[cause]}"
+    )
+
+
+def _largest_collective(profile: StepProfile) -> str:
+    kinds = (profile.record.metrics.communication or {}).get("by_collective")
+    if not isinstance(kinds, dict) or not kinds:
+        return ""
+    largest = max(kinds, key=lambda kind: kinds[kind])
+    return f", most of it {largest}" if len(kinds) > 1 else f", in {largest}"

@@ -1,0 +1,66 @@
+"""Comparison of two profiled runs, part by part, in milliseconds per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from distexp.explain.profile import PARTS, StepProfile
+from distexp.report.data.step_parts import STEP_PARTS
+
+SAME = 0.02
+"""Smaller relative differences are no difference."""
+MIN_SHARE = 0.15
+"""Smallest share of the difference that the sentence names."""
+
+
+@dataclass(frozen=True)
+class ProfileComparison:
+    """Two profiled runs."""
+
+    before: StepProfile
+    after: StepProfile
+
+    def per_sample(self, name: str) -> tuple[float, float]:
+        """Return a part of both runs, in milliseconds per sample."""
+        return (
+            self.before.mean_ms(name) / self.before.samples_per_step,
+            self.after.mean_ms(name) / self.after.samples_per_step,
+        )
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """Return the times of a sample in both runs, in milliseconds."""
+        return (
+            self.before.step_ms / self.before.samples_per_step,
+            self.after.step_ms / self.after.samples_per_step,
+        )
+
+    def sentence(self) -> str:
+        """Return why B is slower or faster than A."""
+        before, after = self.totals
+        times = f"{after:,.3f} ms instead of {before:,.3f} ms per sample"
+        if abs(after - before) <= SAME * before:
+            return f"A and B are equally fast: {times}."
+        ratio = f"{after / before:.2f} times slower" if after > before else f"{before / after:.2f} times faster"
+        causes = ", ".join(self._causes())
+        return f"B is {ratio} than A, {times}. Of the difference: {causes}."
+
+    def _causes(self) -> Iterator[str]:
+        """Yield the parts that make up most of the difference, the largest first."""
+        before, after = self.totals
+        changes = {name: self.per_sample(name)[1] - self.per_sample(name)[0] for name in PARTS}
+        for name in sorted(PARTS, key=lambda part: changes[part] / (after - before), reverse=True):
+            share = changes[name] / (after - before)
+            if share >= MIN_SHARE:
+                yield f"{share:.0%} is {STEP_PARTS[f'{name}_ms']} ({changes[name]:+,.3f} ms)"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison for programs."""
+        parts = {name: dict(zip(("a", "b"), self.per_sample(name), strict=True)) for name in PARTS}
+        return {
+            "ms_per_sample": dict(zip(("a", "b"), self.totals, strict=True)),
+            "parts_ms_per_sample": parts,
+            "sentence": self.sentence(),
+        }

@@ -1,0 +1,57 @@
+"""Whether a change would fit into the memory of the GPU, from the measured memory of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from distexp.explain.profile import StepProfile
+from distexp.report.data.checked_values import number_of
+from distexp.system.units import MIB
+
+USABLE = 0.9
+"""Fraction of the memory of a GPU that is used at most."""
+
+
+def usable_mib(profile: StepProfile) -> float | None:
+    """Return the memory of a GPU that a run may use; None if it is unknown."""
+    environment = profile.record.environment
+    total = environment.gpu_total_mib if environment else None
+    if total is None:
+        return None
+    limit = profile.setting("cluster.gpu_memory_limit_gb")
+    return USABLE * (min(total, 1024 * limit) if isinstance(limit, int | float) else total)
+
+
+def peak_mib(profile: StepProfile) -> float | None:
+    """Return the largest reserved memory of all ranks; None if it is unknown."""
+    return _largest(profile.record.memory.get("torch"), "peak_reserved_mib")
+
+
+def fits(profile: StepProfile, *, bytes_more: float = 0.0, batch_factor: int = 1) -> bool:
+    """Return whether a run would certainly fit. Return false if its memory is unknown.
+
+    Weights and optimizer states do not depend on the micro-batch. All other memory is counted as if it grew with it.
+    """
+    usable, peak = usable_mib(profile), peak_mib(profile)
+    if usable is None or peak is None:
+        return False
+    parts = profile.record.memory.get("parts")
+    constant = sum(_smallest(parts, name) for name in ("parameters_mib", "optimizer_states_mib"))
+    constant = min(constant, peak)
+    return constant + batch_factor * (peak - constant) + bytes_more / MIB <= usable
+
+
+def _values(entries: Any, name: str) -> Iterable[float]:
+    listed = entries if isinstance(entries, list) else []
+    found = (number_of(entry, name) for entry in listed if isinstance(entry, Mapping))
+    return [value for value in found if value is not None]
+
+
+def _largest(entries: Any, name: str) -> float | None:
+    return max(_values(entries, name), default=None)
+
+
+def _smallest(entries: Any, name: str) -> float:
+    """Return the smallest value, so that the memory that grows is not underestimated."""
+    return min(_values(entries, name), default=0.0)

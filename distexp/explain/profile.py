@@ -1,0 +1,127 @@
+"""The profiled step of a run: the parts of each rank, and the settings that matter for advice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distexp.report.data.checked_values import number_of
+from distexp.runs.record import RunRecord
+
+PARTS = (
+    "matmul",
+    "other_kernels",
+    "exposed_communication",
+    "waiting",
+    "launch_idle",
+    "data_wait",
+    "optimizer",
+    "host",
+)
+COMPUTE = ("matmul", "other_kernels")
+HIDDEN = "hidden_communication"
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The median profiled step of a rank; times are in milliseconds."""
+
+    rank: int
+    step_ms: float
+    parts: Mapping[str, float | None]  # by name of PARTS, and HIDDEN; None: not measured
+    launches: float | None
+
+    def time(self, name: str) -> float:
+        """Return a part; 0 if it was not measured."""
+        return self.parts[name] or 0.0
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """The median profiled step of all ranks of a run."""
+
+    record: RunRecord
+    ranks: tuple[RankStep, ...]
+
+    @classmethod
+    def of(cls, record: RunRecord) -> StepProfile | None:
+        """Return the profile of a run; None if it was not profiled."""
+        ranks = [_read_rank(entry) for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
+        known = tuple(rank for rank in ranks if rank is not None)
+        return cls(record, known) if known else None
+
+    @property
+    def step_ms(self) -> float:
+        """Return the duration of a step, as a mean over the ranks."""
+        return sum(rank.step_ms for rank in self.ranks) / len(self.ranks)
+
+    def mean_ms(self, name: str) -> float:
+        """Return a part as a mean over the ranks."""
+        return sum(rank.time(name) for rank in self.ranks) / len(self.ranks)
+
+    @property
+    def overhead_ms(self) -> float:
+        """Return by how much the profiler made a step longer; 0 if unknown.
+
+        On a GPU this time is launch idle and host work: the profiler slows down the CPU.
+        """
+        median = number_of(self.record.metrics.step_time_s or {}, "p50")
+        if not self.on_gpu or median is None:
+            return 0.0
+        return max(0.0, self.step_ms - 1000 * median)
+
+    def shares(self) -> dict[str, float]:
+        """Return the parts as fractions of a step, without the overhead of the profiler."""
+        overhead = self.overhead_ms
+        times = {name: self.mean_ms(name) for name in PARTS}
+        for name in ("launch_idle", "host"):
+            removed = min(times[name], overhead)
+            times[name] -= removed
+            overhead -= removed
+        total = sum(times.values()) or 1.0
+        return {name: time / total for name, time in times.items()}
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether the run used GPUs."""
+        return bool(self.setting("cluster.device") == "cuda")
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return a key of the configuration, or the default if it is missing or null."""
+        section, _, name = key.partition(".")
+        value = self.record.config.get(section)
+        value = value.get(name) if isinstance(value, dict) else None
+        return default if value is None else value
+
+    def number(self, key: str, default: int) -> int:
+        """Return a whole number of the configuration."""
+        value = self.setting(key, default)
+        return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of workers."""
+        return self.record.built.world_size if self.record.built else len(self.ranks)
+
+    @property
+    def samples_per_step(self) -> float:
+        """Return the samples of a step over all workers. A packed row has several samples."""
+        metrics = self.record.metrics
+        if metrics.train_samples_per_second and metrics.train_steps_per_second:
+            return metrics.train_samples_per_second / metrics.train_steps_per_second
+        micro, steps = (self.number(f"train.{name}", 1) for name in ("micro_batch_size", "gradient_accumulation_steps"))
+        return float(micro * steps * self.world_size)
+
+    @property
+    def slowest(self) -> RankStep:
+        """Return the rank that the others wait for."""
+        return min(self.ranks, key=lambda rank: (rank.time("waiting"), rank.rank))
+
+
+def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:
+    rank, step = number_of(entry, "rank"), number_of(entry, "step_ms")
+    if rank is None or not step:
+        return None
+    parts = {name: number_of(entry, f"{name}_ms") for name in (*PARTS, HIDDEN)}
+    return RankStep(int(rank), step, parts, number_of(entry, "launches"))

@@ -1,0 +1,15 @@
+"""The short key ``profile``."""
+
+from __future__ import annotations
+
+from distexp.config import Config
+
+PROFILE_STEPS = 3
+"""Profiled steps of ``profile=true``. The median step of three has neither the start nor the end of the profile."""
+
+
+def choose_profile_steps(config: Config) -> list[str]:
+    """Set ``train.profile_steps`` for ``profile=true``, unless it has a value."""
+    if config.profile and not config.train.profile_steps:
+        config.train.profile_steps = PROFILE_STEPS
+    return []

@@ -1,0 +1,1 @@
+"""Tests of the explanation of profiled runs."""

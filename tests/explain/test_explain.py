@@ -1,0 +1,259 @@
+"""Tests of ``distexp explain``: runs that are bound by one thing, what is advised, and the comparison of two runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distexp.explain.__main__ import main
+from distexp.explain.causes import explain
+from distexp.explain.compare import ProfileComparison
+from distexp.explain.profile import PARTS, StepProfile
+from distexp.runs.record import RunRecord
+from tests.helpers.records import record, write
+
+GPU = {"cluster__device": "cuda"}
+
+
+def profiled(*ranks: dict[str, float], number: int = 0, median_ms: float | None = None, **settings: Any) -> RunRecord:
+    """Return a record with the parts of each rank, in ms. Without settings it is a run of DDP on GPUs of 140 GB."""
+    settings = {"precision__name": "bf16", "peak": 1000.0, **settings}
+    found = record(number, overrides=(f"train.seed={number}",), **settings)
+    gpu = found.config["cluster"]["device"] == "cuda"
+    found.metrics.step_breakdown = [
+        {
+            "rank": rank,
+            "step_ms": sum(parts.values()),
+            **{f"{name}_ms": parts.get(name, 0.0) for name in PARTS},
+            "hidden_communication_ms": 1.0,
+            "launches": 4000 if gpu else None,
+        }
+        for rank, parts in enumerate(ranks)
+    ]
+    if median_ms is not None:
+        found.metrics.step_time_s = {"p50": median_ms / 1000, "p90": 1.0, "max": 1.0}
+    return found
+
+
+def with_memory(found: RunRecord, reserved_mib: float, constant_mib: float = 0.0) -> RunRecord:
+    """Add the measured memory of a rank: the peak, and the part that does not grow with the micro-batch."""
+    found.memory["torch"] = [{"rank": 0, "peak_reserved_mib": reserved_mib}]
+    found.memory["parts"] = [{"rank": 0, "parameters_mib": constant_mib, "optimizer_states_mib": 0.0}]
+    return found
+
+
+def explanation(found: RunRecord) -> tuple[str, float, str, list[str]]:
+    result = explain(found)
+    assert result is not None
+    return result.loss, round(result.share, 3), result.sentence, result.alternatives
+
+
+LAUNCH_BOUND = {"matmul": 20.0, "other_kernels": 20.0, "launch_idle": 55.0, "optimizer": 5.0}
+COMMUNICATION_BOUND = {"matmul": 30.0, "other_kernels": 20.0, "exposed_communication": 45.0, "optimizer": 5.0}
+DATA_BOUND = {"matmul": 30.0, "other_kernels": 20.0, "data_wait": 45.0, "optimizer": 5.0}
+COMPUTE_BOUND = {"matmul": 70.0, "other_kernels": 20.0, "launch_idle": 5.0, "optimizer": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("parts", "loss", "share", "words"),
+    [
+        (
+            LAUNCH_BOUND,
+            "launch_idle",
+            0.55,
+            "Launch-bound: the GPU is idle for 55% of the step, because the CPU ",
+        ),
+        (COMMUNICATION_BOUND, "exposed_communication", 0.45, "Communication-bound: communication that no computation "),
+        (
+            DATA_BOUND,
+            "data_wait",
+            0.45,
+            "Data-bound: the training waits for its data for 45% of the step, with ",
+        ),
+        (COMPUTE_BOUND, "compute", 0.9, "Compute-bound: matrix kernels take 70% and other kernels 20% of the step."),
+        (
+            {"matmul": 80.0, "optimizer": 20.0},
+            "optimizer",
+            0.2,
+            "Clipping and the update of the weights take 20% of",
+        ),
+        (
+            {"matmul": 60.0, "host": 40.0},
+            "host",
+            0.4,
+            "Bound by the CPU: the CPU does other work than launching",
+        ),
+    ],
+)
+def test_the_largest_loss_has_its_name(parts: dict[str, float], loss: str, share: float, words: str) -> None:
+    found = explanation(profiled(parts, parts, **GPU))
+    assert found[:2] == (loss, share)
+    assert found[2].startswith(words)
+    assert found[2].endswith(".")
+
+
+def test_a_run_without_a_profile_has_no_explanation() -> None:
+    assert explain(record(0)) is None
+
+
+def test_waiting_names_the_slow_rank_and_its_part() -> None:
+    slow = {"matmul": 50.0, "data_wait": 42.0, "exposed_communication": 8.0}
+    fast = {"matmul": 50.0, "data_wait": 2.0, "waiting": 40.0, "exposed_communication": 8.0}
+    run = profiled(fast, slow, fast, fast, **GPU)
+    run.environment.cpu_count = 32  # type: ignore[union-attr]
+    loss, share, sentence, alternatives = explanation(run)
+    assert (loss, share) == ("waiting", 0.3)
+    assert "the ranks wait for rank 1 for 30% of the step" in sentence
+    assert "it spends 40.0 ms more than the others on waiting for its data" in sentence
+    assert alternatives == ["dataset.num_workers=2"]
+    busy = {**slow, "data_wait": 2.0, "host": 40.0}
+    loss, _, sentence, alternatives = explanation(profiled(fast, busy, fast, fast, **GPU))
+    assert (loss, alternatives) == ("waiting", [])
+    assert "on work of its CPU" in sentence
+    turns = {"matmul": 60.0, "waiting": 40.0}
+    assert "no single rank is the cause" in explanation(profiled(turns, turns, **GPU))[2]
+
+
+def test_a_larger_micro_batch_is_proposed_only_if_it_fits() -> None:
+    """The GPU has 140 GB. 55 % of the step is idle, so a micro-batch three times as large would hide it: 4 times."""
+    fast = {"kernels__name": "fast", "train__micro_batch_size": 2, **GPU}
+    unknown = profiled(LAUNCH_BOUND, **fast)
+    assert explanation(unknown)[3] == []
+    assert explanation(with_memory(unknown, 20_000))[3] == ["train.micro_batch_size=8"]
+    assert explanation(with_memory(unknown, 40_000))[3] == ["train.micro_batch_size=4"]
+    assert explanation(with_memory(unknown, 100_000))[3] == []
+    assert explanation(with_memory(unknown, 100_000, constant_mib=90_000))[3] == ["train.micro_batch_size=8"]
+    limited = with_memory(profiled(LAUNCH_BOUND, cluster__gpu_memory_limit_gb=24, **fast), 20_000)
+    assert explanation(limited)[3] == []
+    accumulated = with_memory(profiled(LAUNCH_BOUND, train__gradient_accumulation_steps=2, **fast), 20_000)
+    assert explanation(accumulated)[3] == ["train.micro_batch_size=4 train.gradient_accumulation_steps=1"]
+    assert "2,000 kernels per micro-batch" in explanation(accumulated)[2]
+    fixed = profiled(LAUNCH_BOUND, train__gradient_accumulation_steps=4, train__global_batch_size=16, **fast)
+    assert explanation(with_memory(fixed, 20_000))[3] == ["train.micro_batch_size=8"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "proposed"),
+    [
+        ({}, ["kernels=fast"]),
+        ({"kernels__name": "fast"}, []),
+        ({"kernels__name": "fast", "train__compile": "model"}, ["train.compile=graphs"]),
+        ({"train__compile": "blocks"}, []),
+        ({"strategy": "deepspeed", "deepspeed__zero_stage": 3}, []),
+        ({"strategy": "deepspeed", "deepspeed__zero_stage": 2}, ["kernels=fast"]),
+    ],
+)
+def test_kernels_are_proposed_only_where_they_launch_less(settings: dict[str, Any], proposed: list[str]) -> None:
+    assert explanation(profiled(LAUNCH_BOUND, **settings, **GPU))[3] == proposed
+
+
+@pytest.mark.parametrize(
+    ("settings", "proposed"),
+    [
+        ({}, ["ddp.communication=bf16", "train.gradient_accumulation_steps=2"]),
+        ({"ddp__communication": "bf16"}, ["train.gradient_accumulation_steps=2"]),
+        ({"train__global_batch_size": 64}, ["ddp.communication=bf16", "train.global_batch_size=128"]),
+        ({"strategy": "fsdp"}, ["sharding=shard_grad_op", "train.micro_batch_size=8"]),
+        ({"strategy": "fsdp", "fsdp__sharding": "shard_grad_op"}, ["train.micro_batch_size=8"]),
+        ({"strategy": "deepspeed", "deepspeed__zero_stage": 3}, ["zero_stage=2", "train.micro_batch_size=8"]),
+    ],
+)
+def test_advice_against_communication(settings: dict[str, Any], proposed: list[str]) -> None:
+    run = with_memory(profiled(COMMUNICATION_BOUND, **settings, **GPU), 20_000)
+    assert explanation(run)[3] == proposed
+    full = with_memory(run, 125_000)
+    full.built.parameters = 10**9  # type: ignore[union-attr]
+    memory = ("sharding", "zero_stage", "train.micro_batch_size")
+    assert explanation(full)[3] == [text for text in proposed if not text.startswith(memory)]
+
+
+def test_advice_for_data_needs_free_cores() -> None:
+    run = profiled(DATA_BOUND, dataset__num_workers=4, **GPU)
+    for cores, proposed in ((None, []), (8, []), (64, ["dataset.num_workers=8"])):
+        run.environment.cpu_count = cores  # type: ignore[union-attr]
+        assert explanation(run)[3] == proposed
+
+
+@pytest.mark.parametrize(
+    ("settings", "proposed"),
+    [({}, []), ({"precision__name": "fp32"}, ["precision=bf16"]), ({"precision__name": "fp32", "peak": None}, [])],
+)
+def test_advice_for_a_compute_bound_run(settings: dict[str, Any], proposed: list[str]) -> None:
+    device = {} if "peak" in settings else GPU
+    assert explanation(profiled(COMPUTE_BOUND, **settings, **device))[3] == proposed
+
+
+def test_the_overhead_of_the_profiler_is_no_launch_idle() -> None:
+    """A step takes 60 ms without the profiler and 100 ms with it: 40 of the 55 ms are the profiler's."""
+    loss, share, *_ = explanation(profiled(LAUNCH_BOUND, median_ms=60, **GPU))
+    assert (loss, share) == ("launch_idle", 0.25)
+    assert explanation(profiled(LAUNCH_BOUND, median_ms=45, **GPU))[0] == "optimizer"
+
+
+def test_comparison_is_per_sample() -> None:
+    """B has half of the samples: 4 per worker against 8, with two workers."""
+    before = profiled(COMPUTE_BOUND, train__micro_batch_size=8, **GPU)
+    after = profiled(LAUNCH_BOUND, train__micro_batch_size=4, **GPU)
+    profiles = [StepProfile.of(each) for each in (before, after)]
+    assert profiles[0] is not None
+    assert profiles[1] is not None
+    comparison = ProfileComparison(profiles[0], profiles[1])
+    assert comparison.totals == (100 / 16, 100 / 8)
+    assert comparison.per_sample("launch_idle") == (5 / 16, 55 / 8)
+    sentence = comparison.sentence()
+    assert sentence.startswith("B is 2.00 times slower than A, 12.500 ms instead of 6.250 ms per sample.")
+    assert "105% is GPU idle: slow launches (+6.562 ms)" in sentence
+    assert ProfileComparison(profiles[1], profiles[0]).sentence().startswith("B is 2.00 times faster than A")
+    assert "equally fast" in ProfileComparison(profiles[0], profiles[0]).sentence()
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    return write(
+        tmp_path,
+        profiled(COMPUTE_BOUND, COMPUTE_BOUND, **GPU),
+        profiled(LAUNCH_BOUND, LAUNCH_BOUND, number=1, **GPU),
+        record(2, overrides=("strategy=ddp", "train.profile_steps=0")),
+    )
+
+
+def test_command_prints_all_profiled_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(sweep)]) == 0
+    out = capsys.readouterr().out
+    assert "rank 0" in out
+    assert "rank 1" in out
+    assert "Compute-bound: matrix kernels take 70%" in out
+    assert "try: kernels=fast" in out
+    (line,) = (line for line in out.split(f"{sweep}/1")[1].splitlines() if line.startswith("GPU idle"))
+    assert line.split()[-3:] == ["█" * 24, "55.00", "55.00"]
+    assert main([str(sweep / "1"), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert run["explanation"]["loss"] == "launch_idle"
+    assert run["explanation"]["try"] == ["kernels=fast"]
+    assert [entry["rank"] for entry in run["step_breakdown"]] == [0, 1]
+
+
+def test_command_compares_two_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(sweep / "0"), str(sweep / "1")]) == 0
+    out = capsys.readouterr().out
+    assert "train.seed=0" in out
+    assert "A and B are equally fast" in out
+    assert main([str(sweep / "0"), str(sweep / "1"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parts_ms_per_sample"]["launch_idle"] == {"a": 5 / 8, "b": 55 / 8}
+    assert found["b"]["explanation"]["loss"] == "launch_idle"
+
+
+def test_command_refuses_runs_without_a_profile(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        ([str(sweep / "2")], f"{sweep / '2'} has no profile: run it with distexp strategy=ddp profile=true"),
+        ([str(sweep / "2"), str(sweep / "0")], "has no profile"),
+        ([str(sweep), str(sweep / "0")], f"has 2 profiled runs: give one of them, such as {sweep / '0'}"),
+        ([str(sweep / "3")], "no readable record.json below"),
+        ([str(sweep)] * 3, "3 directories: give one, or two to compare"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
