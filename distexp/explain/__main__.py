@@ -23,8 +23,8 @@ from distexp.runs.existing import choose_newest_sweep
 from distexp.runs.files import nan_to_none
 from distexp.runs.record import RunRecord, load_all
 
-DESCRIPTION = """Show what the steps of a profiled run spend their time on, and what would make them faster.
-With two runs: why B is slower than A, part by part and per sample.
+DESCRIPTION = """Show what the steps of a profiled run spend their time on, and what would
+make them faster. With two runs: why B is slower than A, part by part.
 Profile a run, or all runs of a sweep, with profile=true."""
 
 
@@ -167,6 +167,8 @@ def _profiled_runs(directory: Path) -> list[ProfiledRun]:
 
 def _not_profiled(directory: Path, record: RunRecord) -> str:
     """Return why a run has no profile, and what to type."""
+    if record.status != "completed":
+        return f"{directory} has no profile, because the run is {record.status}: give a completed run"
     note = (record.metrics.communication or {}).get("note")
     reason = f" ({note})" if note else ""
     options = [text for text in record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]

@@ -1,4 +1,4 @@
-"""The largest loss of a profiled step, in one sentence, with what would reduce it."""
+"""The largest loss of a profiled step, and what would reduce it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from distexp.report.data.step_parts import STEP_PARTS
 SAME = 0.02
 """Smaller relative differences are no difference."""
 MIN_SHARE = 0.15
-"""Smallest share of the difference that the sentence names."""
+"""Smallest share of all changes that the sentence names."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,15 @@ class ProfileComparison:
         if abs(after - before) <= SAME * before:
             return f"A and B are equally fast: {times}."
         ratio = f"{after / before:.2f} times slower" if after > before else f"{before / after:.2f} times faster"
-        causes = ", ".join(self._causes())
-        return f"B is {ratio} than A, {times}. Of the difference: {causes}."
+        return f"B is {ratio} than A, {times}. Largest changes: {', '.join(self._changes())}."
 
-    def _causes(self) -> Iterator[str]:
-        """Yield the parts that make up most of the difference, the largest first."""
-        before, after = self.totals
-        changes = {name: self.per_sample(name)[1] - self.per_sample(name)[0] for name in PARTS}
-        for name in sorted(PARTS, key=lambda part: changes[part] / (after - before), reverse=True):
-            share = changes[name] / (after - before)
-            if share >= MIN_SHARE:
-                yield f"{share:.0%} is {STEP_PARTS[f'{name}_ms']} ({changes[name]:+,.3f} ms)"
+    def _changes(self) -> Iterator[str]:
+        """Yield the parts that changed most, the largest change first."""
+        changes = {name: after - before for name in PARTS for before, after in [self.per_sample(name)]}
+        least = MIN_SHARE * sum(map(abs, changes.values()))
+        for name in sorted(PARTS, key=lambda part: -abs(changes[part])):
+            if abs(changes[name]) >= least:
+                yield f"{STEP_PARTS[f'{name}_ms']} {changes[name]:+,.3f} ms"
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison for programs."""

@@ -40,12 +40,14 @@ def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
 
 def comparison_table(comparison: ProfileComparison, width: int) -> Table:
     """Return the table with a row per part, and both runs per sample."""
-    pairs = [comparison.per_sample(name) for name in PARTS]
+    profiles = comparison.before, comparison.after
+    shown = [name for name in PARTS if any(rank.parts[name] is not None for each in profiles for rank in each.ranks)]
+    pairs = [comparison.per_sample(name) for name in shown]
     before, after = comparison.totals
     rows = [*pairs, (before, after)]
     largest = max((abs(b - a) for a, b in pairs), default=0.0) or 1.0
     columns = [
-        Column("part", (*map(_title, PARTS), "sum"), ALWAYS, right=False),
+        Column("part", (*map(_title, shown), "sum"), ALWAYS, right=False),
         Column("A\nms/sample", tuple(f"{a:,.3f}" for a, _ in rows), ALWAYS),
         Column("B\nms/sample", tuple(f"{b:,.3f}" for _, b in rows), ALWAYS),
         Column("difference", tuple(f"{b - a:+,.3f}" for a, b in rows), ALWAYS),
