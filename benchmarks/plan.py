@@ -55,6 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmark_results/plan"), help="folder of the runs")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of this machine")
     parser.add_argument("--only", default="", help="only cells that contain this text")
+    parser.add_argument("--limits-only", action="store_true", help="only runs with a limited GPU memory")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which no run starts")
     parser.add_argument("--timeout-s", type=float, default=180, help="time limit of a run in seconds")
     options = parser.parse_args(arguments)
@@ -116,14 +117,17 @@ def _limits(cell: Cell, found: dict[str, Any]) -> list[int]:
 
 def run_cells(cells: list[Cell], predicted: dict[str, Any], options: argparse.Namespace) -> None:
     """Run the cells that have no result: those of one GPU on all GPUs at the same time, then the others."""
+    free_memory: list[int | None] = [] if options.limits_only else [None]
     jobs = [
-        (cell, limit) for cell in cells for limit in [None, *predicted[cell.text]["limits_mib"]]
+        (cell, limit) for cell in cells for limit in [*free_memory, *predicted[cell.text]["limits_mib"]]
         if not result_path(options.results, cell.text, limit).exists() and cell.gpus <= options.gpus
     ]  # fmt: skip
     end = time.monotonic() + options.budget_s
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(options.gpus)]
     free: Queue[str] = Queue()
-    for gpu in range(options.gpus):
-        free.put(str(gpu))
+    for name in names[: options.gpus]:
+        free.put(name)
 
     def run_on_free_gpu(job: tuple[Cell, int | None]) -> None:
         gpu = free.get()
@@ -135,7 +139,7 @@ def run_cells(cells: list[Cell], predicted: dict[str, Any], options: argparse.Na
     with ThreadPoolExecutor(options.gpus) as pool:
         list(pool.map(run_on_free_gpu, [job for job in jobs if job[0].gpus == 1]))
     for cell, limit in [job for job in jobs if job[0].gpus > 1]:
-        run(cell, limit, ",".join(map(str, range(cell.gpus))), end, options)
+        run(cell, limit, ",".join(names[: cell.gpus]), end, options)
 
 
 def run(cell: Cell, limit_mib: int | None, gpus: str, end: float, options: argparse.Namespace) -> None:
