@@ -305,6 +305,13 @@ class PlanConfig:
         above=0,
         null="`cluster.memory_gb` on Slurm, else the memory of this machine",
     )
+    timeout_s: float | None = key(
+        900.0,
+        "Longest time of a prediction. After it only the model states are computed.",
+        unit="seconds",
+        above=0,
+        null="no limit",
+    )
     only: bool = key(False, "Predict and do not train. Set by `distexp plan`.")
     output: str = key("table", "Output of `distexp plan`. Its option `--json` sets it.", choices=("table", "json"))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import os
 import signal
 import sys
@@ -41,18 +42,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.nice(NICENESS)
     importlib.import_module("distexp.plan.tracing")
     running: dict[Any, tuple[BaseProcess, Config, Path]] = {}
+    deadlines: dict[Any, float] = {}
     for number in itertools.count():
         while len(running) >= processes or not job_path(folder, number).exists():
             if not running:
                 time.sleep(POLL_S)
             for sentinel in wait(list(running), POLL_S) if running else ():
                 _finish(*running.pop(sentinel))
+            for sentinel in [each for each in running if time.monotonic() > deadlines[each]]:
+                _stop(*running.pop(sentinel))
         path = result_path(folder, number)
         config = typed_config(read_json(job_path(folder, number)))
         preload(config)
         process = get_context("fork").Process(target=_trace, args=(config, path))
         process.start()
         running[process.sentinel] = process, config, path
+        limit = math.inf if config.plan.timeout_s is None else config.plan.timeout_s
+        deadlines[process.sentinel] = time.monotonic() + limit
     raise AssertionError("unreachable")
 
 
@@ -77,9 +83,21 @@ def _estimate_states(config: Config, path: Path, reason: str) -> None:
 def _finish(process: BaseProcess, config: Config, path: Path) -> None:
     """Write the result of a process that died without one: the estimate by arithmetic."""
     process.join()
-    if path.exists():
-        return
-    reason = f"the process that traced it ended by {describe_exit(process.exitcode or 0)}"
+    if not path.exists():
+        _fall_back(config, path, f"the process that traced it ended by {describe_exit(process.exitcode or 0)}")
+
+
+def _stop(process: BaseProcess, config: Config, path: Path) -> None:
+    """End a process that traces for too long, and write the estimate by arithmetic."""
+    process.kill()
+    process.join()
+    if not path.exists():
+        limit = f"plan.timeout_s={config.plan.timeout_s:g}"
+        _fall_back(config, path, f"it took longer than {limit}: set a larger one, or plan.timeout_s=null for no limit")
+
+
+def _fall_back(config: Config, path: Path, reason: str) -> None:
+    """Write the estimate by arithmetic, in a process because it may fail as the trace did."""
     fallback = get_context("fork").Process(target=_estimate_states, args=(config, path, reason))
     fallback.start()
     fallback.join()

@@ -88,6 +88,18 @@ def test_trace_that_dies_leaves_the_estimate_by_arithmetic(tmp_path: Path, numbe
     assert found.parts["parameters"] > 0
 
 
+def test_prediction_that_takes_too_long_is_stopped() -> None:
+    config = resolve_cell("plan.only=true", "strategy=single", "plan.timeout_s=0.001")
+    with started_server(1) as server:
+        (outcome,) = server.trace([config], lambda: None)
+    assert isinstance(outcome, Estimate)
+    assert not outcome.traced
+    assert outcome.parts["parameters"] > 0
+    assert outcome.notes[0] == (
+        "not traced: it took longer than plan.timeout_s=0.001: set a larger one, or plan.timeout_s=null for no limit"
+    )
+
+
 def test_process_that_dies_is_reported() -> None:
     with started_server(1) as server:
         os.kill(server.process.pid, signal.SIGKILL)
