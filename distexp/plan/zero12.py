@@ -15,13 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import Config
+from distexp.plan.predicted_memory import MOMENTS
+from distexp.plan.zero_base import ShardedOptimizer
 from distexp.plan.zero_buffers import Buffers, read_zero
 from distexp.plan.zero_partition import fullest_rank, owners, partition_group
-from distexp.strategies.optimizer import parameter_groups
-
-MOMENTS = {"adamw": 2, "sgd": 1}
-DEFAULT_BUCKET = 500_000_000
-"""DeepSpeed's default of reduce_bucket_size in elements."""
 
 
 @dataclass
@@ -33,28 +30,15 @@ class _Bucket:
     oversized: Tensor | None = None  # the copy of a gradient that is larger than the bucket
 
 
-class ZeroOneTwo:
-    """Gradients and optimizer states of one rank at stage 1 or 2.
-
-    Args:
-        module: the model in the precision of the training, on the GPU.
-        config: the configuration.
-        settings: the ds_config of the run.
-        buffers: allocates on the GPU and on the host.
-    """
+class ZeroOneTwo(ShardedOptimizer):
+    """Gradients and optimizer states of one rank at stage 1 or 2."""
 
     def __init__(self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers) -> None:
-        self.buffers, self.accumulation = buffers, config.train.gradient_accumulation_steps
-        self.offloads = config.offload.enabled
+        super().__init__(module, config, settings, buffers)
+        self.accumulation = config.train.gradient_accumulation_steps
         self.stage: int = settings["zero_optimization"]["stage"]
-        self.bucket_size = int(read_zero(settings, "reduce_bucket_size", DEFAULT_BUCKET))
         self.num_buckets = 2 if read_zero(settings, "overlap_comm", False) else 1
-        groups: list[list[nn.Parameter]] = [
-            group["params"] for group in parameter_groups(module, config.train.weight_decay)
-        ]
-        self.params = [param for group in groups for param in group]
-        self.dtype = self.params[0].dtype
-        self._partition(groups, config.cluster.world_size)
+        self._partition(self.groups, config.cluster.world_size)
         self.masters = [buffers.with_states(size, torch.float32, "optimizer_states") for size in self.shares]
         moments = MOMENTS[config.train.optimizer]
         self.moments = [
@@ -69,9 +53,6 @@ class ZeroOneTwo:
         self.bucket_memory: list[Tensor] = []
         self.new_gradients: Tensor | None = None  # grads_in_partition
         self.gradients: Tensor | None = None  # all_grad_tensors, averaged_gradients
-        self.is_last = False
-        for param in self.params:
-            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _partition(self, groups: list[list[nn.Parameter]], world_size: int) -> None:
         """Compute the shares of the rank that keeps most."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import Config
-from distexp.plan.zero12 import DEFAULT_BUCKET, MOMENTS
+from distexp.plan.predicted_memory import MOMENTS
+from distexp.plan.zero_base import ShardedOptimizer
 from distexp.plan.zero_buffers import Buffers, read_zero
-from distexp.strategies.optimizer import parameter_groups
 
 NORM_CHUNK = 250_000_000
 """Elements of a gradient that one norm reads, if the optimizer is offloaded (``_constant_buffered_norm2``)."""
@@ -31,34 +31,24 @@ class _Gather:
     flat: Tensor | None
 
 
-class ZeroThree:
-    """Parameters, gradients and optimizer states of one rank at stage 3.
-
-    Args:
-        module: the model in the precision of the training, on the GPU.
-        config: the configuration.
-        settings: the ds_config of the run.
-        buffers: allocates on the GPU and on the host.
-    """
+class ZeroThree(ShardedOptimizer):
+    """Parameters, gradients and optimizer states of one rank at stage 3."""
 
     def __init__(self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers) -> None:
-        self.buffers, self.world_size = buffers, config.cluster.world_size
-        self.offloads, self.is_last, self.micro_batch = config.offload.enabled, False, 0
-        self.bucket_size = int(read_zero(settings, "reduce_bucket_size", DEFAULT_BUCKET))
-        groups = [group["params"] for group in parameter_groups(module, config.train.weight_decay)]
-        self.params: list[nn.Parameter] = [param for group in groups for param in group]
-        self.dtype = self.params[0].dtype
+        super().__init__(module, config, settings, buffers)
+        self.world_size, self.micro_batch = config.cluster.world_size, 0
         threshold = int(read_zero(settings, "stage3_param_persistence_threshold", 100_000))
         self.persistent = {param for param in self.params if param.numel() <= threshold}
-        self.shares = [sum(self._share(param) for param in group) for group in groups]
+        self.shares = [sum(self._share(param) for param in group) for group in self.groups]
         self._allocate_states(MOMENTS[config.train.optimizer])
         self.fetcher = _Fetcher(self, settings)
         self.fetcher.hook(module)
         self.bucket_memory = buffers.on_gpu(self.bucket_size, self.dtype, "communication")
         self.bucket: list[nn.Parameter] = []
+        # reduce_and_partition_stream; at stage 3 overlap_comm is true by default.
+        overlaps = read_zero(settings, "overlap_comm", True)
+        self.reduce_stream = torch.cpu.Stream() if overlaps else torch.cpu.current_stream()
         self.oversized: dict[nn.Parameter, Tensor] = {}
-        for param in self.params:
-            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _share(self, param: nn.Parameter) -> int:
         return -(-param.numel() // self.world_size)
@@ -92,6 +82,11 @@ class ZeroThree:
 
     def _reduce(self) -> None:
         """Reduce the bucket and add it to the share of this rank (``__reduce_and_partition_ipg_grads``)."""
+        with torch.cpu.stream(self.reduce_stream):
+            self._reduce_bucket()
+        self.bucket, self.oversized = [], {}
+
+    def _reduce_bucket(self) -> None:
         buffers = self.buffers
         interleaved = None
         if len(self.bucket) > 1 or self.bucket[0].numel() % self.world_size:
@@ -107,7 +102,6 @@ class ZeroThree:
                     del full
                 del part
         del interleaved
-        self.bucket, self.oversized = [], {}
 
     @torch.no_grad()
     def after_backward(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import Config
-from distexp.plan.zero12 import MOMENTS
+from distexp.plan.predicted_memory import MOMENTS
 from distexp.plan.zero_buffers import Buffers
 
 ALLREDUCE_ELEMENTS = 500_000_000
