@@ -22,8 +22,11 @@ COMPILE_MIB = {"none": 0.0, "blocks": 550.0, "model": 1900.0, "graphs": 1900.0}
 """What a worker needs in addition for ``train.compile``: code, and the processes that compile. It differed between runs
 of the same configuration by up to 1,800 MiB, depending on what was cached."""
 
-LOADER_MIB = 450.0
-"""One process of the data loader (``dataset.num_workers``), from ``ddp_multi_gpu``."""
+LOADER_MIB, LOADER_BATCHES = 10.0, 6
+"""One process of the data loader (``dataset.num_workers``), and its batches of images, from ``ddp_multi_gpu``.
+
+It keeps the samples of a batch, their collated copy and two finished batches. The worker pins two more.
+"""
 
 SETUP_NODE_MIB, SETUP_WORKER_MIB = 665.0, 806.0
 """The same before the first step, when CUDA has loaded few kernels, from ``ddp_multi_gpu``."""
@@ -35,7 +38,7 @@ def processes_mib(config: Config) -> dict[str, float]:
     return {
         "node": NODE_MIB,
         "workers": workers * _worker_mib(config),
-        "loaders": workers * config.dataset.num_workers * LOADER_MIB,
+        "loaders": workers * config.dataset.num_workers * _loader_mib(config),
     }
 
 
@@ -43,6 +46,12 @@ def _worker_mib(config: Config) -> float:
     name = config.strategy.name
     adam = CPU_ADAM_MIB if name == "deepspeed" and config.offload.enabled else 0.0
     return WORKER_MIB.get(name, WORKER_MIB["fsdp"]) + adam + COMPILE_MIB[config.train.compiled]
+
+
+def _loader_mib(config: Config) -> float:
+    """Return the memory of one process of the data loader. Texts are small; an image has 3 bytes per pixel."""
+    size = config.dataset.image_size or 0
+    return LOADER_MIB + LOADER_BATCHES * int(config.train.micro_batch_size) * 3 * size**2 / MIB
 
 
 def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> float:

@@ -61,3 +61,10 @@ def test_host_peak_counts_the_tensors_of_each_worker() -> None:
     saved = host_peak_mib(config, 4000.0, 2**20) - 8000.0 - sum(processes_mib(config).values())
     assert saved == 4.0
     assert setup_mib(config, 2**20, 2**20) - setup_mib(config, 0) == 8.0
+
+
+def test_processes_of_the_data_loader_grow_with_their_batches() -> None:
+    # 3,682 MiB were measured with 2 workers, 2 processes each, and batches of 128 images (2 H200s).
+    config = recorded_config(gpu_records()["ddp_multi_gpu/1"])
+    config.train.micro_batch_size, config.dataset.num_workers = 128, 2
+    assert abs(sum(processes_mib(config).values()) / 3682 - 1) < 0.10
