@@ -100,6 +100,8 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     if not _is_deepspeed(config):
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
     config.dataset.num_workers = 0
+    if config.train.compiled == "graphs":
+        notes.append("train.compile=graphs: predicted without graphs; torch does not count their memory as allocated")
     if config.dataset.cache == "gpu":
         notes.append("dataset.cache=gpu: the images count as temporaries")
     elif config.dataset.cache == "cpu":
@@ -234,6 +236,8 @@ class TracedStep:
         model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
         self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
         self.recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
+        # With train.compile=graphs the gradients live as long as the model.
+        self.recorder.assign("gradients", tensors_in([parameter.grad for parameter in self.parameters]))
 
     def run(self, batches: list[Batch]) -> None:
         """Run one optimizer step."""

@@ -156,6 +156,12 @@ def test_images_in_gpu_memory_are_part_of_the_peak() -> None:
     assert gpu.notes == ("dataset.cache=gpu: the images count as temporaries",)
 
 
+def test_gradients_of_graphs_live_as_long_as_the_model() -> None:
+    trace = traced("strategy=single", "train.compile=graphs", "plan.only=true")
+    assert sizes(trace, "setup")["gradients"] == sizes(trace, "optimizer")["gradients"] == 4 * PARAMETERS
+    assert trace.notes[0].startswith("train.compile=graphs: predicted without graphs")
+
+
 def test_evaluation_with_larger_batches_is_traced() -> None:
     found = {
         size: trace_step(resolve_cell(*TINY, "strategy=single", f"train.eval_batch_size={size}")) for size in (2, 8)
