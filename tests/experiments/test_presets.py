@@ -44,6 +44,7 @@ SHAPES = {
     "fsdp/custom_multi_node": NODES_1_TO_8,
     "fsdp/custom_weak_scaling": [(1, 2), (1, 4), (1, 8), (2, 8)],
     "memory/parts": 4 * ONE,
+    "time/step": 4 * [(1, 2)],
 }
 """(nodes, workers on each) of every run, as the workshop has them."""
 
@@ -111,6 +112,8 @@ def check_workshop_hyperparameters(preset: str, record: RunRecord) -> None:
     workers = config["cluster"]["nodes"] * config["cluster"]["workers_per_node"]
     if preset.startswith("memory/"):
         assert (train["micro_batch_size"], config["plan"]["name"]) == (4, "check")
+    elif preset.startswith("time/"):
+        assert (config["dataset"]["train_size"], train["num_epochs"], train["profile_steps"]) == (1000, 3, 3)
     elif preset.startswith("deepspeed/"):
         assert (train["micro_batch_size"], train["num_epochs"]) == (4, 3)
         assert config["dataset"]["train_size"] == (250 * workers if "weak" in preset else 500)
@@ -145,6 +148,15 @@ def test_scale_tiny_shrinks_every_preset(preset: str) -> None:
 def test_command_line_replaces_the_sweep_of_a_preset(words: tuple[str, ...], shapes: list[tuple[int, int]]) -> None:
     configs = [resolve_or_error(cell) for cell in cells_of(*words)]
     assert [(c.cluster.nodes, c.cluster.workers_per_node) for c in configs if isinstance(c, Config)] == shapes
+
+
+def test_table_of_the_profiled_preset() -> None:
+    cells = cells_of("time/step")
+    configs = [resolve_or_error(cell) for cell in cells]
+    records = [finished(each, n, cells[n]) for n, each in enumerate(configs) if isinstance(each, Config)]
+    (table,) = exercise_tables(Overview.from_records(records))
+    assert [row[:2] for row in table.rows] == [("ddp", "1"), ("ddp", "4"), ("fsdp", "1"), ("fsdp", "4")]
+    assert {row[3:] for row in table.rows} == {("250.0", "20")}
 
 
 def weak_scaling(*words: str) -> list[RunRecord]:

@@ -12,7 +12,15 @@ from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import format_setting
 
 PARAMETERS = "parameters"
-UNITS = {"": 1.0, "GB": 2**20 / 1e9, "MB": 2**20 / 1e6, "GiB": 1 / 1024, "percent": 100.0, "million": 1e-6}
+UNITS = {
+    "": 1.0,
+    "GB": 2**20 / 1e9,
+    "MB": 2**20 / 1e6,
+    "GiB": 1 / 1024,
+    "percent": 100.0,
+    "milliseconds": 1e3,
+    "million": 1e-6,
+}
 """Factors from the unit of the metric, which is MiB for memory."""
 
 MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")
