@@ -10,7 +10,10 @@ from distexp.config import Config
 from distexp.system.units import MIB
 
 CPU_ERROR_BOUND = 0.15
-"""Largest error of a predicted peak of the processes of a run on CPUs."""
+"""Largest relative error of a predicted peak of the processes of a run on CPUs, if its tensors are large."""
+
+BASE_ERROR_MIB = 200.0
+"""Error of the memory of Python and the libraries, which is most of the memory of a tiny model."""
 
 NODE_MIB = 480.0
 """Launcher, agent, and the process that forks the workers, with what all workers share."""
@@ -43,6 +46,11 @@ def node_peak_mib(
     saved = 4 * parameters / MIB if config.train.save_model else 0.0  # rank 0 collects the model
     whole = 4 * (parameters + tied_parameters) / MIB  # rank 0 builds the model before it is sharded
     return round(base + max(workers * (states_mib + RESERVE[name] * step_mib) + saved, whole), 1)
+
+
+def error_bound(config: Config, node_mib: float) -> float | None:
+    """Return the largest relative error of the predicted peak of a node; None if it is not known."""
+    return None if reason_not_measured(config) else max(CPU_ERROR_BOUND, round(BASE_ERROR_MIB / node_mib, 2))
 
 
 def simulated_nodes(config: Config) -> int:

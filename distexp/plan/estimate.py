@@ -8,7 +8,7 @@ from typing import Any
 
 from distexp.config import Config
 from distexp.plan.arithmetic import expected_states_mib
-from distexp.plan.cpu_memory import CPU_ERROR_BOUND, node_peak_mib, reason_not_measured, simulated_nodes
+from distexp.plan.cpu_memory import error_bound, node_peak_mib, reason_not_measured, simulated_nodes
 from distexp.plan.host_memory import host_peak_mib
 from distexp.plan.overheads import overhead_mib
 from distexp.plan.replay import Point, Replay, host_peak, replay
@@ -124,7 +124,7 @@ def cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
         curve=_curve(found),
         seconds=round(trace.seconds, 1),
         notes=[*trace.notes, *([f"no verdict: {reason}"] if reason else [])],
-        error_bound=None if reason else CPU_ERROR_BOUND,
+        error_bound=error_bound(config, host_mib),
         on_cpu=True,
     )
 
