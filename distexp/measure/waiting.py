@@ -7,7 +7,8 @@ time without this wait, the own time, shows which rank is slow. A rank waits at 
 - on a GPU: if the stream of the computation waits for another stream, as FSDP and DeepSpeed do;
 - at the end of a backward pass of DDP, whose reducer is not written in Python.
 
-On a GPU each wait is between two CUDA events, which are read when the GPU has passed them.
+On a CPU, the time without a core does not count either, because other programs cause it. On a GPU each wait is between
+two CUDA events, which are read when the GPU has passed them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +56,7 @@ class WaitWatch:
         self._waits_s: dict[int, float] = {}
         self._current: list[tuple[Any, Any]] = []
         self._nested = False  # inside another wait
+        self._delay_s = 0.0  # of the scheduler, at the start of the step and then outside of the waits
         self._originals: list[tuple[type[Any], str, Any]] = []
 
     def follow(self, module: nn.Module) -> None:
@@ -64,16 +67,21 @@ class WaitWatch:
     def restart(self, *, measured: bool) -> None:
         """Start to watch a step that follows anything else; ``measured`` is that of this step."""
         self._watch(measured=measured)
-        self._current = []
+        self._start()
 
     def end_step(self, *, measured: bool, next_measured: bool) -> None:
         """Keep the waits of the step that has ended, if it is measured, and watch the next one if it is due."""
         if self.watching and measured:
-            self._pairs[self.steps] = self._current
+            without_core = [] if self.on_gpu else [(self._delay_s, self._read_delay())]
+            self._pairs[self.steps] = self._current + without_core
             self._read_finished()
-        self._current = []
         self.steps += measured
         self._watch(measured=next_measured)
+        self._start()
+
+    def _start(self) -> None:
+        self._current = []
+        self._delay_s = self._read_delay() if self.watching else 0.0
 
     def _watch(self, *, measured: bool) -> None:
         stride = next(stride for end, stride in GPU_STRIDES if self.steps < end) if self.on_gpu else 1
@@ -143,13 +151,17 @@ class WaitWatch:
             start = self._enter()
             queue_backward_callback(lambda: self._leave(start))
 
-    def _enter(self) -> Any:
+    def _enter(self) -> tuple[Any, float]:
         self._nested = True
-        return self._now()
+        return self._now(), self._read_delay()
 
-    def _leave(self, start: Any) -> None:
-        self._current.append((start, self._now()))
+    def _leave(self, start: tuple[Any, float]) -> None:
+        self._current.append((start[0], self._now()))
+        self._delay_s += self._read_delay() - start[1]
         self._nested = False
+
+    def _read_delay(self) -> float:
+        return 0.0 if self.on_gpu else scheduler_delay_s()
 
     def _now(self) -> Any:
         if not self.on_gpu:
@@ -167,6 +179,17 @@ class WaitWatch:
             self._waits_s[step] = sum(_seconds(start, end) for start, end in self._pairs.pop(step))
             if len(self._waits_s) > MOST_STEPS:
                 del self._waits_s[next(iter(self._waits_s))]
+
+
+def scheduler_delay_s() -> float:
+    """Return the time that this thread was ready to run without a core, in seconds; 0 if the kernel does not count it.
+
+    Other programs cause it, so on a CPU it is not part of the own time.
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -27,7 +27,7 @@ class Clock:
     """A clock that a test advances."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.delay_s = 0.0
 
     def perf_counter(self) -> float:
         """Return the time in seconds."""
@@ -42,6 +42,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(waiting, "scheduler_delay_s", lambda: clock.delay_s)
     return clock
 
 
@@ -106,6 +107,28 @@ def at_last_bucket(call: Any, bucket: Any) -> Any:
 
 
 at_last_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_time_without_a_core_counts_as_waiting_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has 4 s without a core outside of its collective, and 2 s inside of it."""
+    wait = dist.Work.wait
+
+    def wait_without_a_core(work: dist.Work, *arguments: object) -> bool:
+        clock.delay_s += 2
+        return bool(wait(work, *arguments))
+
+    monkeypatch.setattr(dist.Work, "wait", wait_without_a_core)
+    watch = WaitWatch(TWO)
+    watch.restart(measured=True)
+    clock.delay_s += 4
+    dist.all_reduce(torch.ones(1))
+    watch.end_step(measured=True, next_measured=False)
+    assert watch.waits_s() == {0: 3 + 4}
+
+
+def test_the_kernel_counts_the_time_without_a_core() -> None:
+    assert waiting.scheduler_delay_s() >= 0
 
 
 @pytest.mark.usefixtures("_process_group")
