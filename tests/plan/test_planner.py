@@ -14,7 +14,7 @@ import pytest
 from distexp.exceptions import InterruptedRunError
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner, Server, started_server
-from distexp.plan.server import _finish
+from distexp.plan.server import _finish, _stop
 from distexp.runs.files import read_json
 from distexp.system.signals import handle_signals
 from tests.helpers.runs import resolve_cell
@@ -88,6 +88,16 @@ def test_trace_that_dies_leaves_the_estimate_by_arithmetic(tmp_path: Path, numbe
     assert found.parts["parameters"] > 0
 
 
+def test_stopped_trace_leaves_the_estimate_by_arithmetic(tmp_path: Path) -> None:
+    process = get_context("fork").Process(target=signal.pause)
+    process.start()
+    _stop(process, resolve_cell("plan.only=true", "strategy=single"), tmp_path / "result0.json")
+    found = Estimate.from_json(read_json(tmp_path / "result0.json")["estimate"])
+    assert process.exitcode == -signal.SIGKILL
+    assert found.notes[0].startswith("not traced: it took longer than plan.timeout_s=900: set a larger one")
+
+
+@pytest.mark.slow
 def test_prediction_that_takes_too_long_is_stopped() -> None:
     config = resolve_cell("plan.only=true", "strategy=single", "plan.timeout_s=0.001")
     with started_server(1) as server:
