@@ -27,7 +27,7 @@ def limit_memory(device: torch.device, config: Config) -> None:
     if limit_gb is None:
         return
     free, total = torch.cuda.mem_get_info(device)
-    used = max(total - free, int(sum(overhead_mib(config).values()) * MIB))
+    used = max(total - free - torch.cuda.memory_reserved(device), int(sum(overhead_mib(config).values()) * MIB))
     torch.cuda.set_per_process_memory_fraction(allowed_bytes(limit_gb, used, total) / total, device)
 
 

@@ -29,6 +29,7 @@ class RankStep:
 
     rank: int
     step_ms: float
+    profiled_ms: float  # with the overhead of the profiler
     parts: Mapping[str, float | None]  # by name of PARTS, and HIDDEN; None: not measured
     launches: float | None
 
@@ -62,23 +63,12 @@ class StepProfile:
 
     @property
     def overhead_ms(self) -> float:
-        """Return by how much the profiler made a step longer; 0 if unknown.
-
-        On a GPU this time is launch idle and host work: the profiler slows down the CPU.
-        """
-        median = number_of(self.record.metrics.step_time_s or {}, "p50")
-        if not self.on_gpu or median is None:
-            return 0.0
-        return max(0.0, self.step_ms - 1000 * median)
+        """Return by how much the profiler made a step longer. The parts are without it."""
+        return sum(rank.profiled_ms - rank.step_ms for rank in self.ranks) / len(self.ranks)
 
     def shares(self) -> dict[str, float]:
-        """Return the parts as fractions of a step, without the overhead of the profiler."""
-        overhead = self.overhead_ms
+        """Return the parts as fractions of a step."""
         times = {name: self.mean_ms(name) for name in PARTS}
-        for name in ("launch_idle", "host"):
-            removed = min(times[name], overhead)
-            times[name] -= removed
-            overhead -= removed
         total = sum(times.values()) or 1.0
         return {name: time / total for name, time in times.items()}
 
@@ -124,4 +114,5 @@ def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:
     if rank is None or not step:
         return None
     parts = {name: number_of(entry, f"{name}_ms") for name in (*PARTS, HIDDEN)}
-    return RankStep(int(rank), step, parts, number_of(entry, "launches"))
+    profiled = number_of(entry, "profiled_step_ms") or step
+    return RankStep(int(rank), step, profiled, parts, number_of(entry, "launches"))

@@ -60,8 +60,8 @@ def notes(profile: StepProfile) -> Iterator[str]:
     """Yield what limits the meaning of a profile."""
     if profile.overhead_ms > 0.05 * profile.step_ms:
         yield (
-            f"The profiler made the step {profile.overhead_ms / (profile.step_ms - profile.overhead_ms):.0%} longer. "
-            "The sentence leaves this out of launch idle and host work; the table does not."
+            f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
+            "launch idle, host work and waiting, in proportion to their size."
         )
     if not profile.on_gpu:
         yield "Without a GPU, operators of the CPU are the kernels, and launch idle is unknown."

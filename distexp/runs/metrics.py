@@ -76,6 +76,7 @@ class Metrics:
             "[].optimizer_ms": "Clipping and update of the weights, in ms.",
             "[].host_ms": "Other work of the CPU, in ms.",
             "[].hidden_communication_ms": "Collectives behind computation, in ms. It is not part of the sum.",
+            "[].profiled_step_ms": "Duration with the overhead of the profiler, which the parts are without, in ms.",
             "[].launches": "Calls that launch kernels in the step. Null: no GPU.",
         },
     )

@@ -23,6 +23,7 @@ from distexp.measure.memory.allocator import AllocatorWatch
 from distexp.measure.memory.oom import FirstStepStacks
 from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.memory.step_recording import StepRecording, has_history
+from distexp.measure.profiling.overhead import remove_overhead
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
 from distexp.measure.stragglers import RankTimes, find_stragglers, step_times
 from distexp.measure.waiting import WaitWatch
@@ -251,6 +252,9 @@ class MetricsLogger:
             self.events.set_phase("profile")
         if profiled := self.profiler.finish():
             metrics.communication, metrics.step_breakdown = profiled.communication, profiled.breakdown
+            if durations and profiled.breakdown:
+                median_s = (metrics.step_time_s or {})["p50"]
+                metrics.step_breakdown = [remove_overhead(entry, median_s) for entry in profiled.breakdown]
         metrics.compile = self.compilation.summary()
         return metrics
 

@@ -138,7 +138,8 @@ def test_a_run_on_a_gpu_that_is_too_small(options: tuple[str, ...], tmp_path: Pa
     assert memory["reserved_mib"] + memory["requested_mib"] > memory["total_mib"]
     assert memory["total_mib"] < 6144, "the context counts for the limit"
     assert memory["allocated_mib"] == pytest.approx(sum(memory["parts"].values()), rel=0.01)
-    assert memory["parts"].keys() & {"parameters_mib", "optimizer_states_mib"}
+    offloaded = "offload=true" in options
+    assert offloaded or memory["parts"].keys() & {"parameters_mib", "optimizer_states_mib"}
     assert memory["parts"]["rest_mib"] > 100
     assert any(".py:" in (entry["line"] or "") for entry in memory["largest"]), memory["largest"]
     assert ".py:" in memory["line"]

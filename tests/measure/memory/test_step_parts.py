@@ -295,7 +295,8 @@ def test_memory_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _one_rank(tmp_path: Path) -> Iterator[None]:
+def _one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # DeepSpeed reads it.
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     yield

@@ -1,0 +1,41 @@
+"""Removal of the profiler's overhead from the parts of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from distexp.measure.profiling.breakdown import PARTS
+from distexp.measure.profiling.overhead import remove_overhead
+
+
+def entry(**times: float | None) -> dict[str, float | None]:
+    parts = {f"{name}_ms": times.get(name, 0.0) for name in PARTS}
+    return {"rank": 0, "step_ms": sum(time or 0.0 for time in parts.values()), **parts}
+
+
+def total(found: dict[str, float]) -> float:
+    return sum(found[f"{name}_ms"] or 0.0 for name in PARTS)
+
+
+def test_launches_and_waiting_are_shorter_without_the_profiler() -> None:
+    """A step takes 60 ms, and 100 ms with the profiler. 40 of the 50 ms that the CPU decides are the profiler's."""
+    found = remove_overhead(entry(matmul=50.0, launch_idle=30.0, waiting=15.0, host=5.0), 0.060)
+    assert [found[f"{name}_ms"] for name in ("matmul", "launch_idle", "waiting", "host")] == pytest.approx(
+        [50, 6, 3, 1]
+    )
+    assert found["step_ms"] == total(found) == pytest.approx(60)
+    assert found["profiled_step_ms"] == 100
+
+
+def test_kernels_are_as_long_as_without_the_profiler() -> None:
+    found = remove_overhead(entry(matmul=90.0, launch_idle=10.0), 0.060)
+    assert (found["matmul_ms"], found["launch_idle_ms"], found["step_ms"]) == (90, 0, 90)
+    assert remove_overhead(entry(matmul=90.0), 0.060)["step_ms"] == 90
+
+
+@pytest.mark.parametrize("times", [{"launch_idle": 30.0}, {"launch_idle": None, "host": 30.0}])
+def test_nothing_is_removed_from_a_fast_step_or_on_a_cpu(times: dict[str, float | None]) -> None:
+    """The first step is faster than the median; the second one is slower, on a CPU."""
+    median_s = 0.120 if times["launch_idle"] else 0.060
+    found = remove_overhead(entry(matmul=70.0, **times), median_s)
+    assert found["step_ms"] == total(found) == 100
