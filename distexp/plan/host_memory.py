@@ -1,7 +1,7 @@
 """Host memory of the processes on one node, as the sampler measures it: the sum of their proportional set sizes.
 
-The constants come from the records in ``docs/results`` (torch 2.11, transformers 5.17, DeepSpeed 0.19.8), and
-``tests/plan/test_overheads.py`` compares them with these records.
+The constants come from ``docs/results/plan_measured.json`` and the records beside it (torch 2.11, transformers 5.17,
+DeepSpeed 0.19.8). ``tests/plan/test_overheads.py`` compares them with both.
 """
 
 from __future__ import annotations
@@ -9,11 +9,22 @@ from __future__ import annotations
 from distexp.config import Config
 from distexp.system.units import MIB
 
-NODE_MIB = 500.0
+NODE_MIB = 340.0
 """Launcher and agent, with their shares of the libraries."""
 
-WORKER_MIB = {"single": 1300.0, "ddp": 1510.0, "fsdp": 1510.0, "deepspeed": 1650.0}
+TRANSFORMERS_MIB = 180.0
+"""The library transformers, which the workers of a node share."""
+
+WITHOUT_TRANSFORMERS = ("distexp.models.gpt.", "distexp.models.resnet.")
+
+WORKER_MIB = {"single": 1150.0, "ddp": 1160.0, "fsdp": 1270.0, "deepspeed": 1460.0}
 """One worker in training: Python, torch, the host side of CUDA, and the libraries of a strategy."""
+
+SETUP_WORKER_MIB = 630.0
+"""One worker before the first step, when CUDA has loaded few kernels."""
+
+IMAGES_MIB = 380.0
+"""What a worker needs in addition for images: the libraries that decode and transform them."""
 
 CPU_ADAM_MIB = 400.0
 """What a worker needs in addition if DeepSpeed updates the weights on the CPU."""
@@ -28,24 +39,26 @@ LOADER_MIB, LOADER_BATCHES = 10.0, 6
 It keeps the samples of a batch, their collated copy and two finished batches. The worker pins two more.
 """
 
-SETUP_NODE_MIB, SETUP_WORKER_MIB = 665.0, 806.0
-"""The same before the first step, when CUDA has loaded few kernels, from ``ddp_multi_gpu``."""
-
 
 def processes_mib(config: Config) -> dict[str, float]:
     """Return the memory of the processes of the first node during training in MiB, without tensors."""
     workers = config.cluster.workers_per_node or 1
     return {
-        "node": NODE_MIB,
+        "node": _node_mib(config),
         "workers": workers * _worker_mib(config),
         "loaders": workers * config.dataset.num_workers * _loader_mib(config),
     }
 
 
+def _node_mib(config: Config) -> float:
+    return NODE_MIB + (0.0 if config.model._target_.startswith(WITHOUT_TRANSFORMERS) else TRANSFORMERS_MIB)
+
+
 def _worker_mib(config: Config) -> float:
     name = config.strategy.name
     adam = CPU_ADAM_MIB if name == "deepspeed" and config.offload.enabled else 0.0
-    return WORKER_MIB.get(name, WORKER_MIB["fsdp"]) + adam + COMPILE_MIB[config.train.compiled]
+    images = IMAGES_MIB if config.model.task == "image_classification" else 0.0
+    return WORKER_MIB.get(name, WORKER_MIB["fsdp"]) + images + adam + COMPILE_MIB[config.train.compiled]
 
 
 def _loader_mib(config: Config) -> float:
@@ -63,7 +76,7 @@ def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> floa
         tied_parameters: size of an output head that is tied to the embedding. transformers allocates it first.
     """
     workers = config.cluster.workers_per_node or 1
-    return SETUP_NODE_MIB + SETUP_WORKER_MIB * workers + 4 * (parameters + tied_parameters) / MIB
+    return _node_mib(config) + SETUP_WORKER_MIB * workers + 4 * (parameters + tied_parameters) / MIB
 
 
 def host_peak_mib(config: Config, traced_mib: float, parameters: int, tied_parameters: int = 0) -> float:
