@@ -1,7 +1,7 @@
 """Host memory of the processes on one node, as the sampler measures it: the sum of their proportional set sizes.
 
-The constants come from ``docs/results/plan_measured.json`` and the records beside it (torch 2.11, transformers 5.17,
-DeepSpeed 0.19.8). ``tests/plan/test_overheads.py`` compares them with both.
+The constants come from ``docs/results/plan_measured.json`` and the records in that folder (torch 2.11, transformers
+5.17, DeepSpeed 0.19.8). ``tests/plan/test_overheads.py`` compares them with both.
 """
 
 from __future__ import annotations

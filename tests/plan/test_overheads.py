@@ -65,12 +65,12 @@ def test_host_peak_without_offload_is_near_the_records() -> None:
 def test_host_peak_is_near_the_latest_measurements() -> None:
     errors = []
     for text, measured in measured_cells().items():
-        words = text.replace("fp16", "bf16").split()[1:]  # fp16 is refused on CPUs
-        overrides = dict(each.split("=") for each in words)
+        given = text.replace("fp16", "bf16").split()[1:]  # fp16 is refused on CPUs
+        overrides = dict(each.split("=") for each in given)
         model = overrides["model"]
         if model == "resnet50" or "offload" in overrides:  # The batches of images, and the states, are traced.
             continue
-        config = resolve_cell(*(each for each in words if "=hf" not in each and "LLAMA" not in each))
+        config = resolve_cell(*(each for each in given if "=hf" not in each and "LLAMA" not in each))
         config.model._target_ = f"distexp.models.{model.split('_')[0]}.build"
         predicted = host_peak_mib(config, 0.0, *PARAMETERS[model])
         errors.append(predicted / measured["host_peak_mib"] - 1)
