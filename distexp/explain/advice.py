@@ -24,7 +24,12 @@ def advise(loss: str, profile: StepProfile) -> list[str]:
 
 
 def _against_launch_idle(profile: StepProfile) -> Overrides:
-    needed = 1 / max(0.05, 1 - profile.shares()["launch_idle"])
+    yield from _faster_launches(profile, profile.shares()["launch_idle"])
+
+
+def _faster_launches(profile: StepProfile, idle_share: float) -> Overrides:
+    """Yield what hides or shortens the launches, if the GPU is idle for a fraction of the step."""
+    needed = 1 / max(0.05, 1 - idle_share)
     yield from _larger_micro_batch(profile, needed)
     yield from _fused_kernels(profile)
     if _may_use_graphs(profile):
@@ -47,8 +52,11 @@ def _against_communication(profile: StepProfile) -> Overrides:
 
 
 def _against_waiting(profile: StepProfile) -> Overrides:
-    if slower_by(profile)[0] == "data_wait":
+    cause, slowest = slower_by(profile)[0], profile.slowest
+    if cause == "data_wait":
         yield from _against_data_wait(profile)
+    elif cause == "launch_idle":
+        yield from _faster_launches(profile, slowest.time("launch_idle") / slowest.step_ms)
 
 
 def _against_data_wait(profile: StepProfile) -> Overrides:

@@ -111,6 +111,10 @@ def test_waiting_names_the_slow_rank_and_its_part() -> None:
     loss, _, sentence, alternatives = explanation(profiled(fast, busy, fast, fast, **GPU))
     assert (loss, alternatives) == ("waiting", [])
     assert "on work of its CPU" in sentence
+    launching = {**slow, "data_wait": 2.0, "launch_idle": 40.0}
+    run = with_memory(profiled(fast, launching, fast, fast, train__micro_batch_size=2, **GPU), 20_000)
+    assert "on launching kernels" in explanation(run)[2]
+    assert explanation(run)[3] == ["train.micro_batch_size=4", "kernels=fast"]
     turns = {"matmul": 60.0, "waiting": 40.0}
     assert "no single rank is the cause" in explanation(profiled(turns, turns, **GPU))[2]
 
