@@ -62,6 +62,16 @@ def test_report_knows_nothing_of_the_worker() -> None:
                 assert any(name == ok or name.startswith(ok + ".") for ok in allowed), (path.name, name)
 
 
+TRAINS = ("checkpoints", "data", "distributed", "engines", "models", "strategies", "system", "training", "worker")
+"""Packages that train."""
+
+
+def test_a_worker_imports_nothing_of_the_planner() -> None:
+    for path in (path for name in TRAINS for path in (REPOSITORY / "distexp" / name).rglob("*.py")):
+        planner = [name for name in imports(path) if f"{name}.".startswith("distexp.plan.")]
+        assert planner == [], path.name
+
+
 def test_the_loop_is_on_a_page_and_names_no_strategy() -> None:
     text = (REPOSITORY / "distexp" / "training" / "loop.py").read_text()
     assert len(text.splitlines()) <= 80

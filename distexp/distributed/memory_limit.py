@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from distexp.config import Config, ConfigError
-from distexp.plan.overheads import overhead_mib
+from distexp.system.overheads import overhead_mib
 from distexp.system.units import MIB
 
 GB = 1 << 30

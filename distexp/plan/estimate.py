@@ -10,12 +10,12 @@ from distexp.config import Config
 from distexp.plan.arithmetic import expected_states_mib
 from distexp.plan.cpu_memory import error_bound, node_peak_mib, reason_not_measured, simulated_nodes
 from distexp.plan.host_memory import host_peak_mib
-from distexp.plan.overheads import overhead_mib
 from distexp.plan.replay import Point, Replay, host_peak, replay
 from distexp.plan.step_trace import Event, PlanError, StepTrace
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
 from distexp.runs.typed_values import typed
 from distexp.strategies.base import load_strategy
+from distexp.system.overheads import overhead_mib
 from distexp.system.units import MIB
 
 SHOWN_PARTS = (

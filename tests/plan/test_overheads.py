@@ -6,8 +6,8 @@ import json
 import statistics
 
 from distexp.plan.host_memory import host_peak_mib, processes_mib, setup_mib
-from distexp.plan.overheads import overhead_mib
 from distexp.runs.record import RunRecord
+from distexp.system.overheads import overhead_mib
 from tests.helpers.gpu_records import RESULTS, gpu_records, recorded_config
 from tests.helpers.runs import resolve_cell
 
