@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from distexp.config import Config, ConfigError
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.launch.composition import INVALID, Cell, MakeCell
-from distexp.plan.cells import search_of, smallest_change
+from distexp.plan.cells import search_of
 from distexp.plan.command import SLOW_S, show_predictions, show_search
 from distexp.plan.estimate import Estimate
-from distexp.plan.planner import Planner
+from distexp.plan.planner import Planner, parallel_processes
 from distexp.plan.verdict import (
     DOES_NOT_FIT,
     MIB_PER_GB,
@@ -141,7 +141,7 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner) -> str:
         return f"a prediction takes {cell.predicted.seconds:.0f} s, so no changes are predicted: {unknown}"
     search = search_of(cell, _config(cell), make, planner)
     with show_search():
-        best = smallest_change(search.changes(), search.memory_mib) if search else None
+        best = search.first_change(parallel_processes()) if search else None
     if best is None:
         return unknown
     return f"use {' '.join(best.overrides)} (peak {_gb(best.estimate.peak_allocated_mib or 0.0)})"

@@ -132,4 +132,5 @@ def show_search() -> Iterator[None]:
         with console.status("searching for what fits"):
             yield
     else:
+        print("distexp: searching for what fits", file=sys.stderr)
         yield

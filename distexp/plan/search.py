@@ -50,7 +50,26 @@ class Search:
 
         The last one is all of them together, without offloading.
         """
+        return self._estimate(list(candidate_overrides(self.config)))
+
+    def first_change(self, at_a_time: int) -> Change | None:
+        """Return the smallest change that fits; None if none does.
+
+        Args:
+            at_a_time: Number of changes to estimate before the next ones. Those after the first that fits are not.
+        """
         candidates = list(candidate_overrides(self.config))
+        for start in range(0, len(candidates), at_a_time):
+            fitting = (change for change in self._estimate(candidates[start : start + at_a_time]) if self._fits(change))
+            if (found := next(fitting, None)) is not None:
+                return found
+        return None
+
+    def _fits(self, change: Change) -> bool:
+        return change.fits(self.memory_mib)
+
+    def _estimate(self, candidates: Sequence[tuple[str, ...]]) -> list[Change]:
+        """Return the changes that are valid and can be traced."""
         found = [(overrides, self.compose(overrides)) for overrides in candidates]
         composed = [(overrides, config) for overrides, config in found if not isinstance(config, str)]
         outcomes = self.estimate([config for _, config in composed])

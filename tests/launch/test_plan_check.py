@@ -41,7 +41,7 @@ def test_cell_that_cannot_fit_is_invalid(capsys: pytest.CaptureFixture[str]) -> 
     assert small.config is not None
     assert small.predicted is not None
     assert (small.predicted.verdict, small.predicted.peak_allocated_mib) == ("fits", 14_000)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "distexp: searching for what fits\n"
 
 
 def test_single_run_that_cannot_fit_is_an_error() -> None:

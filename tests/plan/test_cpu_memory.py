@@ -83,7 +83,7 @@ def test_run_that_exceeds_the_memory_of_the_machine_is_refused(capsys: pytest.Ca
     predicted = cells[0].predicted
     assert predicted is not None
     assert (predicted.verdict, predicted.host_memory_mib, predicted.gpu_memory_mib) == ("fits", 8_192, None)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "distexp: searching for what fits\n"
 
 
 def test_run_without_a_trusted_error_is_not_refused(capsys: pytest.CaptureFixture[str]) -> None:
