@@ -174,7 +174,7 @@ class WaitWatch:
         """Add up the waits of the steps that the device has passed."""
         for step in list(self._pairs):
             pairs = self._pairs[step]
-            if self.on_gpu and not all(end.query() for _, end in pairs):
+            if self.on_gpu and pairs and not pairs[-1][1].query():  # all of them are on one stream
                 return
             self._waits_s[step] = sum(_seconds(start, end) for start, end in self._pairs.pop(step))
             if len(self._waits_s) > MOST_STEPS:

@@ -152,3 +152,75 @@ def test_a_long_training_keeps_the_latest_steps(clock: Clock) -> None:
     for _ in range(MOST_STEPS + 10):
         watch.end_step(measured=True, next_measured=True)
     assert list(watch.waits_s()) == list(range(10, MOST_STEPS + 10))
+
+
+class FakeStream:
+    """A stream of a GPU whose waits take a known time."""
+
+    device_s = 0.0  # time on the computation stream, as far as the GPU has planned it
+    passed_s = 0.0  # time up to which the GPU has worked
+
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self.wait_s = wait_s
+
+    def wait_event(self, event: object) -> None:
+        """Wait for an event."""
+        FakeStream.device_s += self.wait_s
+
+    def wait_stream(self, stream: object) -> None:
+        """Wait for another stream, as torch does."""
+        self.wait_event(None)
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        FakeStream.device_s += 2
+
+
+class FakeEvent:
+    """A CUDA event on the computation stream."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: FakeStream) -> None:
+        """Record the planned time."""
+        self.time_s = stream.device_s
+
+    def query(self) -> bool:
+        """Return whether the GPU has passed the event."""
+        return self.time_s <= FakeStream.passed_s
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Return milliseconds; torch refuses events that the GPU has not passed."""
+        assert end.query()
+        return 1000 * (end.time_s - self.time_s)
+
+
+@pytest.fixture
+def compute(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
+    stream = FakeStream(wait_s=3)
+    monkeypatch.setattr(FakeStream, "device_s", 0.0)
+    monkeypatch.setattr(FakeStream, "passed_s", 0.0)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    return stream
+
+
+def test_gpu_waits_of_the_computation_are_read_when_the_gpu_has_passed_them(compute: FakeStream) -> None:
+    """Of the first 32 measured steps every second one is watched, then one of eight."""
+    original = FakeStream.wait_event
+    watch = WaitWatch(replace(TWO, device=torch.device("cuda", 0)))
+    watch.restart(measured=True)
+    watched = []
+    for step in range(50):
+        watched += [step] if FakeStream.wait_event is not original else []
+        compute.wait_stream(None)  # 3 s
+        FakeStream(wait_s=100).wait_event(None)  # the stream of the collectives
+        FakeStream().synchronize()  # 2 s
+        watch.end_step(measured=True, next_measured=step < 49)
+        assert watch._waits_s == {}, "the GPU is behind"
+    FakeStream.passed_s = FakeStream.device_s
+    expected = [*range(0, 32, 2), 32, 40, 48]
+    assert watched == expected
+    assert watch.waits_s() == dict.fromkeys(expected, 5)
