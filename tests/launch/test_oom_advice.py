@@ -125,7 +125,8 @@ def test_a_run_on_a_gpu_that_is_too_small(options: tuple[str, ...], tmp_path: Pa
     done = run_distexp(
         *options, "model=gpt", "model.hidden_size=1024", "model.ff_dim=4096", "precision=bf16", "cluster.device=cuda",
         "cluster.workers_per_node=1", "cluster.gpu_memory_limit_gb=6", "train.micro_batch_size=128", "plan=off",
-        "dataset.train_size=512", "dataset.eval_size=8", "train.profile_steps=1", f"hydra.run.dir={tmp_path / 'run'}",
+        "dataset.max_length=256", "dataset.train_size=512", "dataset.eval_size=8", "train.profile_steps=1",
+        f"hydra.run.dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.rglob("record.json")

@@ -296,7 +296,8 @@ def test_memory_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("LOCAL_RANK", "0")  # DeepSpeed reads it.
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))  # DeepSpeed reads them.
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     yield
@@ -310,7 +311,7 @@ def _one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     ["strategy=single", "strategy=ddp", "strategy=fsdp", "zero_stage=1", "zero_stage=2", "zero_stage=3"],
 )
 def test_parts_add_up_on_a_gpu(strategy: str, tmp_path: Path) -> None:
-    """The parts are known for 98 % of the allocated memory, and the peaks are those of the run."""
+    """The parts are known for 97 % of the allocated memory, and the peaks are those of the run."""
     overrides = (
         strategy, "model=gpt", "model.vocab_size=50000", "model.hidden_size=512", "model.ff_dim=2048", "precision=bf16",
         "cluster.device=cuda", "cluster.workers_per_node=1", "dataset.train_size=64", "dataset.eval_size=8",
@@ -325,13 +326,13 @@ def test_parts_add_up_on_a_gpu(strategy: str, tmp_path: Path) -> None:
     assert [entry["phase"] for entry in entries] == ["forward", "backward", "optimizer"]
     for entry in entries:
         assert sum(entry[name] or 0.0 for name in PEAK_PARTS) == pytest.approx(entry["allocated_mib"])
-        assert abs(entry["other_mib"]) <= 0.02 * entry["allocated_mib"], entry
+        assert abs(entry["other_mib"]) <= 0.03 * entry["allocated_mib"], entry
         assert entry["reserve_mib"] >= 0
         assert entry["context_mib"] > 100
     forward, _, update = entries
     assert forward["activations_mib"] > 10
     assert forward["logits_mib"] > 10
-    assert update["activations_mib"] == 0
+    assert update["activations_mib"] < 1, "no more than the loss"
     weights = record.built.parameters * 4 / MIB if record.built else 0
     held = sum(update[name] for name in ("parameters_mib", "optimizer_states_mib", "gradients_mib"))
     assert held == pytest.approx(4 * weights, rel=0.3), "weights, gradients and two moments"
