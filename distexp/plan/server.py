@@ -15,7 +15,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -28,11 +29,14 @@ from distexp.plan.jobs import POLL_S, job_path, result_path
 from distexp.plan.untraced import count_parameters
 from distexp.runs.files import read_json, write_json
 from distexp.runs.spec import typed_config
-from distexp.system.processes import die_with_parent
+from distexp.system.processes import die_with_parent, kill_tree
 from distexp.worker.group import preload
 
 NICENESS = 10
 """Lower priority of the processes that trace, because others may use the machine, for example a login node."""
+
+FALLBACK_S = 120.0
+"""Longest time of an estimate by arithmetic, which builds the model again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,25 +45,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder, processes = Path(given[0]), int(given[1])
     os.nice(NICENESS)
     importlib.import_module("distexp.plan.tracing")
-    running: dict[Any, tuple[BaseProcess, Config, Path]] = {}
-    deadlines: dict[Any, float] = {}
+    running: list[Job] = []
     for number in itertools.count():
         while len(running) >= processes or not job_path(folder, number).exists():
             if not running:
                 time.sleep(POLL_S)
-            for sentinel in wait(list(running), POLL_S) if running else ():
-                _finish(*running.pop(sentinel))
-            for sentinel in [each for each in running if time.monotonic() > deadlines[each]]:
-                _stop(*running.pop(sentinel))
-        path = result_path(folder, number)
+            wait([job.process.sentinel for job in running], POLL_S)
+            running = [left for job in running if (left := continue_job(job)) is not None]
         config = typed_config(read_json(job_path(folder, number)))
         preload(config)
-        process = get_context("fork").Process(target=_trace, args=(config, path))
-        process.start()
-        running[process.sentinel] = process, config, path
-        limit = math.inf if config.plan.timeout_s is None else config.plan.timeout_s
-        deadlines[process.sentinel] = time.monotonic() + limit
+        running.append(_start_trace(config, result_path(folder, number)))
     raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration, and the process that predicts it.
+
+    Attributes:
+        deadline: Time of the monotonic clock at which the process is killed.
+        reason: Why the training was not traced; empty if this process traces it.
+    """
+
+    process: BaseProcess
+    config: Config
+    path: Path
+    deadline: float
+    reason: str = ""
+
+
+Start = Callable[[Callable[..., None], tuple[Any, ...]], BaseProcess]
+
+
+def _start(target: Callable[..., None], arguments: tuple[Any, ...]) -> BaseProcess:
+    process = get_context("fork").Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def _start_trace(config: Config, path: Path) -> Job:
+    limit = math.inf if config.plan.timeout_s is None else config.plan.timeout_s
+    return Job(_start(_trace, (config, path)), config, path, time.monotonic() + limit)
 
 
 def _trace(config: Config, path: Path) -> None:
@@ -80,29 +106,38 @@ def _estimate_states(config: Config, path: Path, reason: str) -> None:
     write_json(path, {"estimate": arithmetic_estimate(config, reason, count_parameters(config)).to_json()})
 
 
-def _finish(process: BaseProcess, config: Config, path: Path) -> None:
-    """Write the result of a process that died without one: the estimate by arithmetic."""
-    process.join()
-    if not path.exists():
-        _fall_back(config, path, f"the process that traced it ended by {describe_exit(process.exitcode or 0)}")
+def continue_job(job: Job, start: Start = _start) -> Job | None:
+    """Return the job that is left: this one, or the estimate by arithmetic if it left no result; None if all is done.
+
+    Args:
+        job: The job. Its process is killed after its deadline.
+        start: Starts a process.
+    """
+    late = time.monotonic() > job.deadline
+    if job.process.is_alive():
+        if not late:
+            return job
+        assert job.process.pid is not None, "it was started"
+        kill_tree(job.process.pid)
+    job.process.join()
+    if job.path.exists():
+        return None
+    if job.reason:
+        write_json(job.path, {"error": job.reason})
+        return None
+    reason = _describe_limit(job.config) if late else _describe_death(job.process)
+    # In a process, because it may fail as the trace did.
+    fallback = start(_estimate_states, (job.config, job.path, reason))
+    return Job(fallback, job.config, job.path, time.monotonic() + FALLBACK_S, reason)
 
 
-def _stop(process: BaseProcess, config: Config, path: Path) -> None:
-    """End a process that traces for too long, and write the estimate by arithmetic."""
-    process.kill()
-    process.join()
-    if not path.exists():
-        limit = f"plan.timeout_s={config.plan.timeout_s:g}"
-        _fall_back(config, path, f"it took longer than {limit}: set a larger one, or plan.timeout_s=null for no limit")
+def _describe_limit(config: Config) -> str:
+    limit = f"plan.timeout_s={config.plan.timeout_s:g}"
+    return f"it took longer than {limit}: set a larger one, or plan.timeout_s=null for no limit"
 
 
-def _fall_back(config: Config, path: Path, reason: str) -> None:
-    """Write the estimate by arithmetic, in a process because it may fail as the trace did."""
-    fallback = get_context("fork").Process(target=_estimate_states, args=(config, path, reason))
-    fallback.start()
-    fallback.join()
-    if not path.exists():
-        write_json(path, {"error": reason})
+def _describe_death(process: BaseProcess) -> str:
+    return f"the process that traced it ended by {describe_exit(process.exitcode or 0)}"
 
 
 def describe_exit(code: int) -> str:

@@ -142,6 +142,17 @@ def end_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
         time.sleep(0.05)
 
 
+def kill_tree(pid: int) -> None:
+    """Kill a child process and all its descendants. It waits for none of them."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)  # It starts no further process.
+    for member in descendants(pid):
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

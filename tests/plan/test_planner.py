@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from multiprocessing import get_context
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import psutil
 import pytest
@@ -14,7 +18,7 @@ import pytest
 from distexp.exceptions import InterruptedRunError
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner, Server, started_server
-from distexp.plan.server import _finish, _stop
+from distexp.plan.server import FALLBACK_S, Job, continue_job
 from distexp.runs.files import read_json
 from distexp.system.signals import handle_signals
 from tests.helpers.runs import resolve_cell
@@ -74,27 +78,71 @@ def test_ignored_signal_stays_ignored() -> None:
         signal.raise_signal(signal.SIGHUP)
 
 
+@dataclass
+class EndedProcess:
+    """A process that was started, seen from the one that waits for it."""
+
+    exitcode: int | None = None
+    pid: int = 0
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def join(self) -> None:
+        """Wait until a process that was killed has ended."""
+        if self.exitcode is None:
+            self.exitcode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def job(process: EndedProcess, tmp_path: Path, seconds: float, reason: str = "") -> Job:
+    """Return a job whose deadline is in some seconds."""
+    config = resolve_cell("plan.only=true", "strategy=single")
+    path = tmp_path / "result0.json"
+    return Job(cast("BaseProcess", process), config, path, time.monotonic() + seconds, reason)
+
+
+def start(target: object, arguments: tuple[object, ...]) -> BaseProcess:
+    """Start nothing: a process that is forked here, where torch has threads, may wait forever."""
+    return cast("BaseProcess", EndedProcess())
+
+
 @pytest.mark.parametrize(
     ("number", "cause"), [(signal.SIGKILL, "out of memory"), (signal.SIGSEGV, "a custom operator reads the memory")]
 )
-def test_trace_that_dies_leaves_the_estimate_by_arithmetic(tmp_path: Path, number: int, cause: str) -> None:
-    process = get_context("fork").Process(target=lambda: os.kill(os.getpid(), number))
-    process.start()
-    _finish(process, resolve_cell("plan.only=true", "strategy=single"), tmp_path / "result0.json")
-    found = Estimate.from_json(read_json(tmp_path / "result0.json")["estimate"])
-    assert not found.traced
-    assert f"ended by {signal.Signals(number).name}, possibly because" in found.notes[0]
-    assert cause in found.notes[0]
-    assert found.parts["parameters"] > 0
+def test_trace_that_dies_is_followed_by_the_estimate_by_arithmetic(
+    tmp_path: Path, number: signal.Signals, cause: str
+) -> None:
+    left = continue_job(job(EndedProcess(-number), tmp_path, 1e6), start)
+    assert left is not None
+    assert f"ended by {signal.Signals(number).name}, possibly because" in left.reason
+    assert cause in left.reason
+    assert not left.path.exists()
+    assert continue_job(left, refuse) is left, "the fallback runs"
 
 
-def test_stopped_trace_leaves_the_estimate_by_arithmetic(tmp_path: Path) -> None:
-    process = get_context("fork").Process(target=signal.pause)
-    process.start()
-    _stop(process, resolve_cell("plan.only=true", "strategy=single"), tmp_path / "result0.json")
-    found = Estimate.from_json(read_json(tmp_path / "result0.json")["estimate"])
-    assert process.exitcode == -signal.SIGKILL
-    assert found.notes[0].startswith("not traced: it took longer than plan.timeout_s=900: set a larger one")
+def test_late_trace_is_killed_with_its_processes(tmp_path: Path) -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"1\n"
+        (child,) = psutil.Process(parent.pid).children()
+        left = continue_job(job(EndedProcess(pid=parent.pid), tmp_path, -1.0), start)
+        assert parent.stdout.read() == b"", "the pipe is closed once the child has ended too"
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert left is not None
+    assert left.reason.startswith("it took longer than plan.timeout_s=900: set a larger one")
+    assert 0 < left.deadline - time.monotonic() <= FALLBACK_S
+
+
+@pytest.mark.parametrize("exit_code", [1, -signal.SIGKILL])
+def test_estimate_by_arithmetic_that_fails_leaves_the_reason(tmp_path: Path, exit_code: int) -> None:
+    assert continue_job(job(EndedProcess(exit_code), tmp_path, 1e6, "it took too long"), refuse) is None
+    assert read_json(tmp_path / "result0.json") == {"error": "it took too long"}
+
+
+def test_job_with_a_result_is_done(tmp_path: Path) -> None:
+    (tmp_path / "result0.json").write_text("{}")
+    assert continue_job(job(EndedProcess(0), tmp_path, 1e6), refuse) is None
 
 
 @pytest.mark.slow
