@@ -45,7 +45,7 @@ from distexp.runs import attempts
 from distexp.runs.environment import make_environment
 from distexp.runs.events import Events
 from distexp.runs.files import write_json
-from distexp.runs.full_disk import write_despite_full_disk
+from distexp.runs.full_disk import print_despite_full_disk, write_despite_full_disk
 from distexp.runs.metrics import Metrics
 from distexp.runs.micro_batch import add_search
 from distexp.runs.record import Environment, RunRecord
@@ -174,7 +174,11 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
 
 def add_explanation(record: RunRecord) -> None:
     """Add the largest loss of the profiled step, if there is one."""
-    found = explain(record)
+    try:
+        found = explain(record)
+    except Exception as error:  # any: the training is finished, and its record matters more
+        print_despite_full_disk(f"note: the profiled step has no explanation: {type(error).__name__}: {error}")
+        return
     record.metrics.explanation = None if found is None else found.to_json()
 
 

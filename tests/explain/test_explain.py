@@ -13,6 +13,7 @@ from distexp.explain.causes import explain
 from distexp.explain.compare import ProfileComparison
 from distexp.explain.profile import PARTS, StepProfile
 from distexp.runs.record import RunRecord
+from distexp.worker import rank
 from tests.helpers.records import record, write
 
 GPU = {"cluster__device": "cuda"}
@@ -255,3 +256,16 @@ def test_command_refuses_runs_without_a_profile(sweep: Path, capsys: pytest.Capt
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_an_error_of_the_explanation_keeps_the_record(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: RunRecord) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(rank, "explain", fail)
+    found = profiled(COMPUTE_BOUND, **GPU)
+    rank.add_explanation(found)
+    assert found.metrics.explanation is None
+    assert "no explanation: ZeroDivisionError: division by zero" in capfd.readouterr().err

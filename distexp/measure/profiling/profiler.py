@@ -11,10 +11,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -28,8 +28,11 @@ from distexp.measure.profiling.chrome_trace import Trace, read_trace, timeline_o
 from distexp.measure.profiling.communication import CommunicationShares, communication_shares
 from distexp.measure.profiling.lanes import lanes_of
 from distexp.measure.profiling.waiting import Durations, durations_of, split_collectives
+from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.profile_summary import write_profile_summary
 from distexp.runs.run_dir import profile_trace_path
+
+T = TypeVar("T")
 
 LOG_LEVEL_SILENT = "100"
 """Log level above all messages of the profiler, which logs each start and warns that a CPU is not a GPU."""
@@ -156,30 +159,49 @@ class StepProfiler:
         """
         if not self.requested_steps:
             return None
-        if self._profile is not None and not self._finished:  # the training stopped early
-            self._stop()
-        trace = self._read_trace()
-        ranks = gather_to_all(_summarize(trace))
+        trace = _result_or_error(self._read_trace)
+        ranks = gather_to_all(_result_or_error(lambda: _summarize(trace)))
         communication = _combine([each if isinstance(each, str) else each.shares for each in ranks], self.window)
         known = [each for each in ranks if isinstance(each, RankSummary)]
         if isinstance(trace, str) or len(known) < len(ranks):
             return ProfileResult(communication, None)
         return ProfileResult(communication, self._break_down(trace, known))
 
-    def _break_down(self, trace: Trace, ranks: Sequence[RankSummary]) -> list[dict[str, Any]]:
-        """Return the parts of the median step of each rank, and write its lanes on rank 0. A collective."""
+    def _break_down(self, trace: Trace, ranks: Sequence[RankSummary]) -> list[dict[str, Any]] | None:
+        """Return the parts of the median step of each rank, and write its lanes on rank 0. A collective.
+
+        Returns:
+            The parts, or None if a rank has none. Rank 0 then prints the reason.
+        """
+        found = gather_to_all(_result_or_error(lambda: self._own_parts(trace, ranks)))
+        errors = list(dict.fromkeys(each for each in found if isinstance(each, str)))
+        known = [each for each in found if not isinstance(each, str)]
+        if self.context.rank == 0 and errors:
+            print_despite_full_disk(f"note: the parts of the profiled step are unknown: {'; '.join(errors)}")
+        elif self.context.rank == 0:
+            self._write_lanes([lanes for _, lanes in known], len(trace.steps))
+        return None if errors else [entry for entry, _ in known]
+
+    def _own_parts(self, trace: Trace, ranks: Sequence[RankSummary]) -> tuple[dict[str, Any], dict[str, Any]] | str:
+        """Return the parts of the median step of this rank and its lanes, or why there are none."""
         position = _median_step([each.step_s for each in ranks])
+        if position is None:
+            return "the ranks have different numbers of profiled steps"
         collectives = split_collectives(trace.collectives, [each.collectives for each in ranks])
         step = split_step(trace, step_windows(trace)[position], collectives)
         rank = self.context.rank
-        own = step.to_json(rank, on_gpu=trace.on_gpu), lanes_of(trace, step, collectives, rank)
-        found = gather_to_all(own)
-        if rank == 0:
-            write_profile_summary(self.context.run_dir, [lanes for _, lanes in found], len(trace.steps))
-        return [entry for entry, _ in found]
+        return step.to_json(rank, on_gpu=trace.on_gpu), lanes_of(trace, step, collectives, rank)
+
+    def _write_lanes(self, lanes: Sequence[dict[str, Any]], steps: int) -> None:
+        try:
+            write_profile_summary(self.context.run_dir, lanes, steps)
+        except OSError as error:
+            print_despite_full_disk(f"note: the report has no timeline of this run, which cannot be written: {error}")
 
     def _read_trace(self) -> Trace | str:
         """Return the trace of this rank, or why there is none."""
+        if self._profile is not None and not self._finished:  # the training stopped early
+            self._stop()
         if self.invalid is not None:
             return self.invalid
         if self.window is None:
@@ -191,30 +213,40 @@ class StepProfiler:
             return "the training stopped before its last steps, which are profiled"
         with tempfile.TemporaryDirectory(prefix="distexp-profile-") as folder:
             path = Path(folder) / "trace.json"
-            try:
-                self._profile.export_chrome_trace(str(path))
-                self._profile = None  # frees its events
-                if self.context.rank == 0:
-                    _save_compressed(path, profile_trace_path(self.context.run_dir))
-                return read_trace(path, on_gpu=self.context.device.type == "cuda")
-            except (OSError, ValueError) as error:
-                return str(error)
+            self._profile.export_chrome_trace(str(path))
+            self._profile = None  # frees its events
+            if self.context.rank == 0:
+                _save_compressed(path, profile_trace_path(self.context.run_dir))
+            return read_trace(path, on_gpu=self.context.device.type == "cuda")
+
+
+def _result_or_error(measure: Callable[[], T]) -> T | str:
+    """Return a result, or the error as text.
+
+    An exception of one rank would leave the other ranks in the next collective, and the training is finished.
+    """
+    try:
+        return measure()
+    except Exception as error:
+        return str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _summarize(trace: Trace | str) -> RankSummary | str:
     """Return the summary of a trace, or why there is none."""
     if isinstance(trace, str):
         return trace
-    try:
-        shares = communication_shares(timeline_of(trace))
-    except ValueError as error:
-        return str(error)
+    shares = communication_shares(timeline_of(trace))
     durations = [end - start for start, end in step_windows(trace)]
     return RankSummary(shares, durations, durations_of(trace.collectives))
 
 
-def _median_step(ranks: Sequence[Sequence[float]]) -> int:
-    """Return the position of the step with the median duration, as a mean over the ranks; the same for all ranks."""
+def _median_step(ranks: Sequence[Sequence[float]]) -> int | None:
+    """Return the position of the step with the median duration, as a mean over the ranks; the same for all ranks.
+
+    It is None if the ranks have different numbers of steps.
+    """
+    if len({len(each) for each in ranks}) > 1:
+        return None
     means = [_mean(each) for each in zip(*ranks, strict=True)]
     return sorted(range(len(means)), key=lambda position: means[position])[(len(means) - 1) // 2]
 
