@@ -22,7 +22,7 @@ def energy_entry(
     """
     on_gpus = cluster.device == "cuda"
     training_j = energy.gpu_training if on_gpus else energy.cpu_training
-    kwh = _kwh(energy)
+    kwh = _kwh(energy, on_gpus=on_gpus)
     gpu_hours = cluster.world_size * duration_s / 3600 if on_gpus and duration_s is not None else None
     entry = {
         "gpu_j": energy.gpu,
@@ -42,9 +42,14 @@ def energy_entry(
     return entry if any(value is not None for value in entry.values()) else None
 
 
-def _kwh(energy: TraceEnergy) -> float | None:
-    """Return the energy of GPUs and CPUs, as far as it is known, in kWh."""
+def _kwh(energy: TraceEnergy, *, on_gpus: bool) -> float | None:
+    """Return the energy of GPUs and CPUs in kWh; None if that of the devices that train is unknown.
+
+    Many machines do not report the energy of their CPUs. That of the GPUs is then the result.
+    """
     gpu = energy.gpu if energy.gpu is not None else energy.gpu_by_power
+    if on_gpus and gpu is None:
+        return None
     known = [joules for joules in (gpu, energy.cpu) if joules is not None]
     return sum(known) / JOULES_PER_KWH if known else None
 

@@ -36,10 +36,12 @@ def power_curve(samples: Sequence[MemorySample]) -> Curve:
 
 
 def energy_in(curve: Curve, span: Span) -> float | None:
-    """Return the joules in an interval, or None if too many samples are missing at an end of it."""
+    """Return the joules in an interval, or None if samples are missing at an end of it."""
     if len(curve) < 2:
         return None
     begin, end = span[0], min(span[1], curve[-1][0]) if math.isinf(span[1]) else span[1]
+    if end <= begin != span[1]:  # The interval starts after the last sample.
+        return None
     spacing = (curve[-1][0] - curve[0][0]) / (len(curve) - 1)
     if curve[0][0] - begin > MAX_GAP * spacing or end - curve[-1][0] > MAX_GAP * spacing:
         return None

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from distexp.config.cluster_section import ClusterConfig
 from distexp.console.energy import energy_lines
 from distexp.launch.outcome import finalize_run, start_attempt
+from distexp.measure.energy.cost import energy_entry
+from distexp.measure.energy.trace_energy import TraceEnergy
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import Metrics, RunRecord
 from distexp.runs.run_dir import EVENTS, memory_trace_path
@@ -98,6 +101,16 @@ def test_without_measurement_only_the_gpu_hours_are_known(tmp_path: Path) -> Non
     (tmp_path / "cpu").mkdir()
     on_cpu = finish(make_spec(*CPU_RUN, "measure.enabled=false"), tmp_path / "cpu", watts=100)
     assert on_cpu.metrics.energy is None
+
+
+def test_the_energy_of_the_cpus_is_not_that_of_a_run_on_gpus() -> None:
+    energy, found = TraceEnergy(cpu=3.6e6), {}
+    for device in ("cuda", "cpu"):
+        cluster = ClusterConfig(device=device, gco2_per_kwh=400.0)
+        entry = energy_entry(energy, cluster, duration_s=3600, samples=10, tokens=None)
+        assert entry is not None
+        found[device] = (entry["cpu_j"], entry["kwh"], entry["co2e_g"])
+    assert found == {"cuda": (3.6e6, None, None), "cpu": (3.6e6, 1, 400)}
 
 
 def test_cost_does_not_change_the_training() -> None:

@@ -84,3 +84,11 @@ def test_unknown_energy_is_none(tmp_path: Path, events: Path) -> None:
     assert measure_energy([good, no_gpu], events).gpu is None
     assert measure_energy([good, tmp_path / "missing.csv"], events) == TraceEnergy()
     assert measure_energy([], events) == TraceEnergy()
+
+
+def test_a_phase_after_the_last_sample_has_no_energy(tmp_path: Path) -> None:
+    """The samples end at 9 s. The phase has no end, because the run was killed."""
+    path = write_trace(tmp_path / "node0.csv", gpu_samples(SECONDS, energy=lambda t: 300 * t))
+    for start_s, expected in ((9.6, None), (9, None), (8, 300)):
+        events = write_events(tmp_path / "events.jsonl", [(0, "setup"), (start_s, "train")])
+        assert measure_energy([path], events).gpu_training == expected
