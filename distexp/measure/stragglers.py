@@ -59,18 +59,19 @@ def find_stragglers(ranks: Sequence[RankTimes]) -> list[dict[str, Any]] | None:
     steps = min((len(each.own_s) for each in ranks), default=0)
     if len(ranks) < 2 or steps < MIN_STEPS:
         return None
-    found = [entry for each in ranks if (entry := _straggler(each, [one for one in ranks if one is not each]))]
-    return sorted(found, key=lambda entry: float(entry["slower_by_pct"]), reverse=True)
+    found = [pair for each in ranks if (pair := _straggler(each, [one for one in ranks if one is not each]))]
+    return [entry for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
-def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> dict[str, Any] | None:
+def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> tuple[float, dict[str, Any]] | None:
+    """Return by how many seconds a rank is slower than the others, and its entry; None if it is no straggler."""
     usual = [statistics.median(step) for step in zip(*(each.own_s for each in others), strict=True)]
     excess = [own - other for own, other in zip(rank.own_s, usual, strict=True)]
     typical, middle = statistics.median(usual), statistics.median(excess)
     if middle < max(MIN_EXCESS_S, SLOWER * typical) or signed_rank_score(excess) < SIGNIFICANT:
         return None
     own = statistics.median(rank.own_s)
-    return {
+    return middle, {
         "rank": rank.rank,
         "gpu": None,
         "host": rank.host,

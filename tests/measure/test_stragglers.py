@@ -91,3 +91,10 @@ def test_an_injected_straggler_is_named(options: list[str], tmp_path: Path) -> N
     own_ms = [entry["own_ms"] for entry in metrics.step_times_by_rank]
     assert own_ms[SLOW_RANK] > 1000 * 0.02
     assert "slow ranks" in done.stdout
+
+
+def test_ranks_without_own_time_can_be_compared() -> None:
+    """Rank 0 only waits, so no percentage is known."""
+    found = find_stragglers([rank_times(0, [0.0] * 9), rank_times(1, [0.0] * 9), rank_times(2, [0.01] * 9)])
+    assert found is not None
+    assert [(entry["rank"], entry["slower_by_pct"]) for entry in found] == [(2, None)]
