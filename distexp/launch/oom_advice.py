@@ -13,8 +13,7 @@ from distexp.plan.cache import read_estimate
 from distexp.plan.estimate import GPU_ERROR_BOUND
 from distexp.plan.search import candidate_overrides
 from distexp.runs.spec import RunSpec
-
-MIB_PER_GB = 1024.0
+from distexp.system.units import MIB_PER_GB
 
 
 def add_advice(memory: dict[str, Any], spec: RunSpec) -> None:

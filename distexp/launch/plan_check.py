@@ -14,7 +14,6 @@ from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner, parallel_processes
 from distexp.plan.verdict import (
     DOES_NOT_FIT,
-    MIB_PER_GB,
     TOO_CLOSE,
     available_mib,
     describe_verdict,
@@ -22,6 +21,7 @@ from distexp.plan.verdict import (
     predict,
 )
 from distexp.runs.record import Predicted
+from distexp.system.units import MIB_PER_GB
 
 CHECK, WARN = "check", "warn"
 UNKNOWN_GPU = "the memory of its GPU is unknown: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80"

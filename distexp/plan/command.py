@@ -15,8 +15,9 @@ from distexp.launch.composition import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
 from distexp.plan.planner import Planner
 from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table
-from distexp.plan.verdict import FITS, MIB_PER_GB
+from distexp.plan.verdict import FITS
 from distexp.runs.files import nan_to_none
+from distexp.system.units import MIB_PER_GB
 
 SLOW_S = 100.0
 """Time of a prediction from which no variants are predicted."""

@@ -1,7 +1,7 @@
 """Memory of the processes on one node of a run on CPUs: tensors, Python and the libraries.
 
-The constants come from runs with torch 2.13 on Linux. It is the sum of proportional set sizes, as the sampler measures
-it. ``docs/results/plan.md`` compares the predictions with measured runs.
+The constants come from runs with torch 2.13 on Linux. The memory is the sum of proportional set sizes, as the
+sampler measures it. ``docs/results/plan.md`` compares the predictions with measured runs.
 """
 
 from __future__ import annotations

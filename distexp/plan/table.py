@@ -11,9 +11,10 @@ from distexp.config import Config
 from distexp.plan.cells import PlannedCell, smallest_change
 from distexp.plan.micro_batches import LargestMicroBatch
 from distexp.plan.search import Change
-from distexp.plan.verdict import DOES_NOT_FIT, FITS, MIB_PER_GB, TOO_CLOSE, describe_verdict, predict
+from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, describe_verdict, predict
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.record import Predicted
+from distexp.system.units import MIB_PER_GB
 
 STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
 NOT_TRACED = "not traced:"

@@ -8,10 +8,9 @@ from distexp.runs.record import Predicted
 from distexp.system.cgroups import usable_memory
 from distexp.system.gpu_models import GPU_MODELS, USABLE_SHARE, gpus_with
 from distexp.system.hardware import visible_gpus
-from distexp.system.units import MIB
+from distexp.system.units import MIB, MIB_PER_GB
 
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too_close", "does_not_fit"
-MIB_PER_GB = 1024.0
 
 
 def memory_to_fit_mib(config: Config) -> float | None:
@@ -33,12 +32,17 @@ def host_memory_mib(config: Config) -> float | None:
 
 def gpu_memory_mib(config: Config) -> float | None:
     """Return the memory of the GPU to plan for; None if it is unknown."""
+    limit_gb = config.cluster.gpu_memory_limit_gb
+    known = (_gpu_mib(config), None if limit_gb is None else limit_gb * MIB_PER_GB)
+    return min((mib for mib in known if mib is not None), default=None)
+
+
+def _gpu_mib(config: Config) -> float | None:
+    """Return the memory of the GPU without the limit of the run."""
     if config.plan.gpu_memory_gb is not None:
         return config.plan.gpu_memory_gb * MIB_PER_GB
     if config.plan.gpu is not None:
         return GPU_MODELS[config.plan.gpu]
-    if config.cluster.gpu_memory_limit_gb is not None:
-        return config.cluster.gpu_memory_limit_gb * MIB_PER_GB
     if config.cluster.launcher == "slurm" or not visible_gpus():
         return None
     return min(gpu.total_mib for gpu in visible_gpus()) * USABLE_SHARE

@@ -134,7 +134,7 @@ class Environment:
 
 @dataclass
 class Predicted:
-    """Memory of one worker, predicted by `distexp plan` before the run. Null: could not be predicted."""
+    """Memory that `distexp plan` predicted: of one worker, or on CPUs of a machine. Null: could not be predicted."""
 
     peak_allocated_mib: float | None = key(None, "Peak of torch's allocated memory.", unit="MiB")
     peak_reserved_mib: float | None = key(None, "Peak of torch's reserved memory, without a limit.", unit="MiB")

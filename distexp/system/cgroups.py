@@ -95,10 +95,12 @@ def _free_in_cgroups(pid: int | str) -> Iterator[int]:
 def _reclaimable(path: Path) -> int:
     """Return the bytes of cached files that a cgroup has not used lately; 0 if they are not known."""
     try:
-        found = re.search(r"^(?:total_)?inactive_file (\d+)$", path.read_text(), re.MULTILINE)
+        text = path.read_text()
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    # In version 1, the name without ``total_`` leaves out the cgroups below.
+    found = (re.search(rf"^{name} (\d+)$", text, re.MULTILINE) for name in ("total_inactive_file", "inactive_file"))
+    return next((int(each[1]) for each in found if each), 0)
 
 
 def cpu_limit() -> float | None:

@@ -88,7 +88,10 @@ def peak_tflops(gpu_name: str | None, precision: str) -> float | None:
 LARGE_WORKSPACE, SMALL_WORKSPACE = 32 * MIB, 8 * MIB + MIB // 8
 """Bytes that torch gives to each handle of cuBLAS: on GPUs since Hopper, and on older ones."""
 
-SINCE_HOPPER = ("h100", "h200", "h20", "h800", "b100", "b200", "b300", "gb10", "5070", "5080", "5090", "pro6000")
+SINCE_HOPPER = (
+    *("h100", "h200", "h20", "h800", "b100", "b200", "b300", "gb10", "blackwell"),
+    *("5050", "5060", "5070", "5080", "5090", "pro6000"),
+)
 """Parts of the names of GPUs since Hopper, in lower case and without spaces."""
 
 

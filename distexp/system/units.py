@@ -8,6 +8,9 @@ MIB = 2**20
 GIB = 2**30
 """Bytes in a GiB."""
 
+MIB_PER_GB = 1024.0
+"""MiB in a GB of ``2**30`` bytes."""
+
 
 def format_tflops(tflops: float) -> str:
     """Format a rate that is given in TFLOP/s: ``790 TFLOP/s``, ``31.2 GFLOP/s``."""

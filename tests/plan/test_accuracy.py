@@ -23,8 +23,7 @@ SLOW = (
 )
 
 EARLIER = ("fsdp_sharding/2", "fsdp_sharding_two_gpus/0")
-"""Runs with ``shard_grad_op`` of an earlier distexp, which reserved up to 11 % less. New ones are as predicted.
-"""
+"""Runs with ``shard_grad_op`` of an earlier distexp, which reserved up to 11 % less. New ones are as predicted."""
 
 
 def recorded(path: str) -> Config:

@@ -187,6 +187,15 @@ def test_plans_are_for_gpus_that_this_machine_lacks() -> None:
     assert gpu_memory_mib(config) == 143_073
 
 
+@pytest.mark.parametrize("gpu", ["plan.gpu=h100-80gb", "plan.gpu_memory_gb=80", "plan.gpu=null"])
+@pytest.mark.parametrize(("limit_gb", "mib"), [(5, 5 * 1024), (79.0, 79 * 1024)])
+def test_a_limit_of_the_memory_counts_for_each_gpu(gpu: str, limit_gb: float, mib: float) -> None:
+    limited = ("plan.only=true", "strategy=single", gpu, f"cluster.gpu_memory_limit_gb={limit_gb}", "cluster=slurm")
+    assert gpu_memory_mib(resolve_cell(*limited)) == mib
+    more = resolve_cell("plan.only=true", "strategy=single", "plan.gpu=v100-16gb", "cluster.gpu_memory_limit_gb=40")
+    assert gpu_memory_mib(more) == 16_148, "the limit is more than the GPU has"
+
+
 def test_unknown_gpu_is_an_error_with_near_matches() -> None:
     done = run_forked("plan", "plan.gpu=a100-80", cwd=REPOSITORY)
     assert done.returncode == 2

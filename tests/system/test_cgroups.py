@@ -40,16 +40,20 @@ def test_limits_of_all_parents_count(
 
 
 @pytest.mark.parametrize(
-    ("version", "names"),
-    [(2, ("memory.max", "memory.current")), (1, ("memory.limit_in_bytes", "memory.usage_in_bytes"))],
+    ("version", "names", "cached"),
+    [
+        (2, ("memory.max", "memory.current"), {"inactive_file": 10}),
+        (1, ("memory.limit_in_bytes", "memory.usage_in_bytes"), {"inactive_file": 3, "total_inactive_file": 10}),
+    ],
 )
 def test_available_memory_is_what_the_cgroups_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, names: tuple[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, names: tuple[str, str], cached: dict[str, int]
 ) -> None:
     (tmp_path / "job").mkdir()
     for name, mib in zip(names, (64, 50), strict=True):
         (tmp_path / "job" / name).write_text(f"{mib * 2**20}\n")
-    (tmp_path / "job" / "memory.stat").write_text(f"anon {40 * 2**20}\ninactive_file {10 * 2**20}\n")
+    lines = [f"{name} {mib * 2**20}\n" for name, mib in {"anon": 40, **cached}.items()]
+    (tmp_path / "job" / "memory.stat").write_text("".join(lines))
     monkeypatch.setattr(cgroups, "memory_cgroups", lambda pid: [MemoryCgroup(tmp_path, "job", version)])
     assert available_memory() == 24 * 2**20
     assert parallel_processes() == 1, "there is memory for less than one process, and one is needed"

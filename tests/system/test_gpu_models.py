@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.system.gpu_models import peak_tflops
+from distexp.system.gpu_models import LARGE_WORKSPACE, SMALL_WORKSPACE, cublas_workspace, peak_tflops
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,19 @@ def test_each_form_factor_has_its_peak(name: str | None, bf16: float | None, fp3
 
 def test_a_v100_has_tensor_cores_for_fp16_only() -> None:
     assert peak_tflops("Tesla V100-SXM2-32GB", "fp16") == 125.0
+
+
+@pytest.mark.parametrize(
+    ("name", "workspace"),
+    [
+        ("NVIDIA H100 80GB HBM3", LARGE_WORKSPACE),
+        ("NVIDIA RTX PRO 4500 Blackwell", LARGE_WORKSPACE),
+        ("NVIDIA GeForce RTX 5060 Ti", LARGE_WORKSPACE),
+        ("NVIDIA GeForce RTX 5050", LARGE_WORKSPACE),
+        ("NVIDIA GeForce RTX 4090", SMALL_WORKSPACE),
+        ("NVIDIA A100-SXM4-80GB", SMALL_WORKSPACE),
+        (None, LARGE_WORKSPACE),
+    ],
+)
+def test_gpus_since_hopper_have_a_larger_workspace(name: str | None, workspace: int) -> None:
+    assert cublas_workspace(name) == workspace
