@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distexp.explain.profile import StepProfile
-from distexp.report.data.checked_values import number_of
+from distexp.runs.checked_values import number_of
 from distexp.system.units import MIB
 
 USABLE = 0.9

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.report.data.checked_values import number_of
+from distexp.runs.checked_values import number_of
 from distexp.runs.record import RunRecord
 
 PARTS = (

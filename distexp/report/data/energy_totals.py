@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distexp.report.data.checked_values import number_of
 from distexp.report.data.rows import Row
+from distexp.runs.checked_values import number_of
 
 TOTALS = {"kwh": "{} kWh", "gpu_hours": "{} GPU-hours", "co2e_g": "{} g CO2e", "price": "price {}"}
 """Keys of ``metrics.energy`` that are sums over runs, with their formats."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distexp.report.data.checked_values import number_of, texts_of
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.report.data.text_table import TextTable
+from distexp.runs.checked_values import number_of, texts_of
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak
 from distexp.runs.record import RunRecord
 

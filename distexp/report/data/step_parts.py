@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.report.data.checked_values import number_of, texts_of
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.report.data.settings import MAX_LENGTH, format_setting, global_batch
 from distexp.report.data.text_table import TextTable
+from distexp.runs.checked_values import number_of, texts_of
 
 STEP, HIDDEN, WAITING = "step_ms", "hidden_communication_ms", "waiting_ms"
 STEP_PARTS = {

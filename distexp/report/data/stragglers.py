@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from distexp.report.data.checked_values import number_of, texts_of
 from distexp.report.data.rows import Row
+from distexp.runs.checked_values import number_of, texts_of
 
 MOST_STRAGGLERS = 8
 
