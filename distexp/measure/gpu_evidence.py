@@ -20,6 +20,10 @@ SLOWDOWNS = {
 }
 """Bits of nvml.h that mean a problem of the GPU, with what they mean."""
 
+HARDWARE = 0x08
+HARDWARE_CAUSES = 0x40 | 0x80
+"""NVML sets ``HARDWARE`` together with these bits, which are the reason."""
+
 POWER_CAP = 0x04
 """The power limit reduces the clocks, which is usual for a GPU with much to do."""
 
@@ -92,7 +96,7 @@ def _gpus(path: Path) -> list[list[MemorySample]]:
 
 def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:
     for bit, text in SLOWDOWNS.items():
-        share = _share_of_reason(samples, bit)
+        share = _share_of_reason(samples, bit, without=HARDWARE_CAUSES if bit == HARDWARE else 0)
         if share is not None and share >= MIN_SHARE:
             yield f"{text}, in {share:.0%} of the samples"
     errors = _known(samples, lambda sample: sample.ecc_errors)
@@ -115,9 +119,10 @@ def _differences(samples: Sequence[MemorySample], others: Sequence[Sequence[Memo
             f"its power limit reduces its clocks in {share:.0%} of the samples, in {statistics.median(shares):.0%} on "
             "the others"
         )
-    rates = _known(samples, lambda sample: sample.pcie_pct)
-    if rates and max(rates) < 100:
-        yield f"its PCIe link has {max(rates) / 100:.0%} of its maximum rate"
+    rate = _best_rate(samples)
+    rates = [value for other in others if (value := _best_rate(other)) is not None]
+    if rate is not None and rates and rate < statistics.median(rates):
+        yield f"its PCIe link has {rate:.0f}% of its maximum rate, that of the others {statistics.median(rates):.0f}%"
 
 
 def _mean_clock(samples: Sequence[MemorySample]) -> float | None:
@@ -125,9 +130,15 @@ def _mean_clock(samples: Sequence[MemorySample]) -> float | None:
     return statistics.fmean(clocks) if clocks else None
 
 
-def _share_of_reason(samples: Sequence[MemorySample], bit: int) -> float | None:
-    reasons = _known(samples, lambda sample: sample.clock_reasons)
-    return sum(bool(int(each) & bit) for each in reasons) / len(reasons) if reasons else None
+def _best_rate(samples: Sequence[MemorySample]) -> float | None:
+    """Return the highest rate of the PCIe link in percent. It is lower while the link saves power."""
+    return max(_known(samples, lambda sample: sample.pcie_pct), default=None)
+
+
+def _share_of_reason(samples: Sequence[MemorySample], bit: int, *, without: int = 0) -> float | None:
+    """Return the share of the samples that have a bit and none of the bits of ``without``."""
+    reasons = [int(each) for each in _known(samples, lambda sample: sample.clock_reasons)]
+    return sum(bool(each & bit) and not each & without for each in reasons) / len(reasons) if reasons else None
 
 
 def _known(samples: Sequence[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:

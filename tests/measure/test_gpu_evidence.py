@@ -54,21 +54,33 @@ def test_equal_gpus_have_no_evidence(tmp_path: Path) -> None:
     [
         ({"clock_reasons": lambda t: 0x44 if t == 2 else 0x04},
          ["the hardware reduces its clocks because it is too hot, in 20% of the samples"], []),
+        ({"clock_reasons": 0x4C},
+         ["the hardware reduces its clocks because it is too hot, in 100% of the samples"], []),
+        ({"clock_reasons": 0x0C},
+         ["the hardware reduces its clocks (power or temperature), in 100% of the samples"], []),
         ({"clock_reasons": lambda t: 0x44 if t == 9 else 0x04}, [], []),
         ({"sm_clock_mhz": 1200.0}, [], ["its SM clock is 1,200 MHz, that of the others 1,755 MHz"]),
         ({"ecc_errors": lambda t: 2.0 if t < 3 else 5.0},
          ["it had 3 uncorrected memory errors during the training"], []),
-        ({"pcie_pct": lambda t: 50.0 if t % 2 else 25.0}, [], ["its PCIe link has 50% of its maximum rate"]),
+        ({"pcie_pct": lambda t: 50.0 if t % 2 else 25.0}, [],
+         ["its PCIe link has 50% of its maximum rate, that of the others 100%"]),
         ({"pcie_pct": lambda t: 100.0 if t == 3 else 12.5}, [], []),
         ({"other_mib": lambda t: 3000.0 if t == 7 else 0.0}, ["other processes held 3,000 MiB of it"], []),
         ({"other_mib": 100.0, "sm_clock_mhz": 1730.0}, [], []),
     ],
-    ids=["hot", "hot after the training", "clock", "memory errors", "PCIe", "PCIe saves power", "process", "little"],
+    ids=["hot", "hardware, too hot", "hardware alone", "hot after the training", "clock", "memory errors", "PCIe",
+         "PCIe saves power", "process", "little"],
 )  # fmt: skip
 def test_evidence_of_one_gpu(
     values: dict[str, Any], problems: list[str], differences: list[str], tmp_path: Path
 ) -> None:
     assert evidence(tmp_path, GOOD, GOOD | values, GOOD) == [([], []), (problems, differences), ([], [])]
+
+
+def test_a_slow_pcie_link_of_all_gpus_is_no_difference(tmp_path: Path) -> None:
+    half = {**GOOD, "pcie_pct": 50.0}
+    assert evidence(tmp_path, half, half) == [([], [])] * 2
+    assert evidence(tmp_path, half) == [([], [])]
 
 
 def test_the_power_limit_is_evidence_if_the_others_do_not_reach_it(tmp_path: Path) -> None:
