@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 POWERCAP = Path("/sys/class/powercap")
@@ -19,19 +18,6 @@ TOP_LEVEL = re.compile(r"intel-rapl:\d+")
 
 BUSY_FIELDS = slice(0, 3), slice(5, 8)
 """Fields of ``/proc/stat`` with CPU time in use: user, nice, system; irq, softirq, steal (proc(5))."""
-
-
-@dataclass(frozen=True)
-class CpuEnergyReading:
-    """Energy since the first reading.
-
-    Attributes:
-        machine_j: Of all CPU packages.
-        tree_j: The part of the process tree: its fraction of the CPU time that was in use, over each interval.
-    """
-
-    machine_j: float
-    tree_j: float
 
 
 class PackageCounter:
@@ -66,10 +52,12 @@ class CpuEnergyReader:
         self._counters = open_counters(powercap or POWERCAP)
         self._busy_ticks = self._read_busy_ticks() if self._counters else 0
         self._fraction = 0.0
-        self._machine_j = self._tree_j = 0.0
+        self._tree_j = 0.0
 
-    def read(self, cpu_s: float) -> CpuEnergyReading | None:
-        """Return the energy since the first reading; None if it cannot be read.
+    def read(self, cpu_s: float) -> float | None:
+        """Return the joules of the process tree since the first reading; None if they cannot be read.
+
+        The tree gets its fraction of the CPU time that was in use, over each interval.
 
         Args:
             cpu_s: CPU time of the process tree since the last call, in seconds.
@@ -85,9 +73,8 @@ class CpuEnergyReader:
         busy_s, self._busy_ticks = (busy_ticks - self._busy_ticks) / TICKS_PER_S, busy_ticks
         if busy_s > 0:  # Both times have a resolution of 10 ms.
             self._fraction = min(1.0, cpu_s / busy_s)
-        self._machine_j += used_j
         self._tree_j += used_j * self._fraction
-        return CpuEnergyReading(self._machine_j, self._tree_j)
+        return self._tree_j
 
     def _read_busy_ticks(self) -> int:
         fields = [int(each) for each in self._stat.read_text().split("\n", 1)[0].split()[1:]]

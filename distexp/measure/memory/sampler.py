@@ -153,7 +153,7 @@ class Sampler:
         tree = self._tree.read()
         elapsed = None if self._read_at is None else clock - self._read_at
         self._read_at = clock
-        energy = self._cpu_energy.read(tree.cpu_s)
+        cpu_j = self._cpu_energy.read(tree.cpu_s)
         if tree.memory is not None and "rss" in tree.memory.source:
             self._warn(
                 "rss",
@@ -168,7 +168,7 @@ class Sampler:
             used_mib=tree.memory.mib if tree.memory else None,
             total_mib=self._total_mib,
             utilization_pct=100 * tree.cpu_s / elapsed / self.cores if elapsed else None,
-            energy_j=energy.tree_j if energy else None,
+            energy_j=cpu_j,
             source=tree.memory.source if tree.memory else "",
             compiler_mib=tree.memory.compiler_mib if tree.memory else None,
         )

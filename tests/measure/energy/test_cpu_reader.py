@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from distexp.measure.energy import cpu_reader
-from distexp.measure.energy.cpu_reader import CpuEnergyReader, CpuEnergyReading
+from distexp.measure.energy.cpu_reader import CpuEnergyReader
+from distexp.measure.memory.process_tree import ProcessTree, TreeReading
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs.memory_trace import CPU, read_memory_trace
 
@@ -57,10 +58,10 @@ def test_packages_count_once_and_other_programs_get_their_part(machine: Machine)
     machine.set_joules(0, 7 + 30)
     machine.set_joules(1, 7 + 10)
     machine.set_busy(4)
-    assert reader.read(cpu_s=1.0) == CpuEnergyReading(machine_j=pytest.approx(40), tree_j=pytest.approx(10))
+    assert reader.read(cpu_s=1.0) == pytest.approx(10)
     machine.set_joules(0, 7 + 50)
     machine.set_busy(5)
-    assert reader.read(cpu_s=1.0) == CpuEnergyReading(machine_j=pytest.approx(60), tree_j=pytest.approx(30))
+    assert reader.read(cpu_s=1.0) == pytest.approx(30)
 
 
 def test_the_parts_of_all_programs_are_the_whole(machine: Machine) -> None:
@@ -69,7 +70,7 @@ def test_the_parts_of_all_programs_are_the_whole(machine: Machine) -> None:
     machine.set_joules(0, 7 + 100)
     machine.set_busy(10)
     found = [reader.read(cpu_s) for reader, cpu_s in zip(readers, (5.0, 3.0, 2.0), strict=True)]
-    assert [each.tree_j for each in found if each] == [pytest.approx(joules) for joules in (50, 30, 20)]
+    assert found == [pytest.approx(joules) for joules in (50, 30, 20)]
 
 
 def test_the_counter_restarts_at_its_maximum(machine: Machine) -> None:
@@ -77,9 +78,7 @@ def test_the_counter_restarts_at_its_maximum(machine: Machine) -> None:
     reader = machine.reader()
     machine.set_joules(0, 3)
     machine.set_busy(1)
-    reading = reader.read(cpu_s=1.0)
-    assert reading is not None
-    assert reading.tree_j == pytest.approx(8, abs=0.001)
+    assert reader.read(cpu_s=1.0) == pytest.approx(8, abs=0.001)
 
 
 def test_an_idle_interval_has_the_fraction_of_the_one_before(machine: Machine) -> None:
@@ -89,7 +88,7 @@ def test_an_idle_interval_has_the_fraction_of_the_one_before(machine: Machine) -
     machine.set_busy(2)
     reader.read(cpu_s=1.0)
     machine.set_joules(0, 7 + 20)
-    assert reader.read(cpu_s=0.0) == CpuEnergyReading(machine_j=pytest.approx(20), tree_j=pytest.approx(10))
+    assert reader.read(cpu_s=0.0) == pytest.approx(10)
 
 
 def test_unreadable_counters_give_no_energy(machine: Machine, tmp_path: Path) -> None:
@@ -110,8 +109,11 @@ def test_the_sampler_writes_the_energy(machine: Machine, tmp_path: Path, monkeyp
     monkeypatch.setattr(cpu_reader, "POWERCAP", machine.powercap)
     monkeypatch.setattr(cpu_reader, "STAT", machine.stat)
     path = tmp_path / "memory" / "node0.csv"
-    with Sampler(path=path, interval_s=60):
+    monkeypatch.setattr(ProcessTree, "read", lambda _: TreeReading(frozenset(), None, cpu_s=1.0))
+    sampler = Sampler(path=path, interval_s=60)
+    machine.set_joules(0, 7 + 30)
+    machine.set_busy(2)
+    with sampler:
         pass
     rows = [sample for sample in read_memory_trace(path).samples if sample.kind == CPU]
-    assert rows
-    assert {row.energy_j for row in rows} == {0.0}, "the counter did not move"
+    assert {row.energy_j for row in rows} == {15.0}
