@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ def read_attempts(directory: Path) -> list[Attempt]:
         return typed(RunInfo, read_json(directory / SPEC)["run"]).attempts
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def earlier_records(directory: Path) -> list[RunRecord]:
+    """Return the records of all attempts but the latest. One that wrote none, or a damaged one, is absent."""
+    found = []
+    for path in sorted((directory / ATTEMPTS).glob(f"*/{ARCHIVED_RECORD}")):
+        with suppress(ValueError):
+            found.append(RunRecord.read(path))
+    return found
 
 
 def register_attempt(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -> None:

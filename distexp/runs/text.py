@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distexp.runs.checked_values import number_of, texts_of
 from distexp.runs.record import RunError, RunRecord
 
 MAX_ITEMS = 8
@@ -154,6 +155,19 @@ def describe_straggler(entry: Mapping[str, Any]) -> str:
     """
     places = [f"GPU {entry['gpu']}" if entry.get("gpu") is not None else None, entry.get("host")]
     place = " of ".join(str(each) for each in places if each is not None)
-    slower = entry.get("slower_by_pct")
-    verb = "has a problem" if slower is None else f"is {slower / 100:.0%} slower"
-    return f"Rank {entry['rank']}{f' ({place})' if place else ''} {verb}: {entry['evidence']}"
+    slower = number_of(entry, "slower_by_pct")
+    verb = "has a problem" if slower is None else f"is {slower:.0f}% slower"
+    evidence = "; ".join(texts_of(entry, "evidence"))
+    return f"Rank {entry.get('rank')}{f' ({place})' if place else ''} {verb}{f': {evidence}' if evidence else ''}"
+
+
+def format_amount(value: float) -> str:
+    """Return a number with three significant digits, never in scientific notation."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}" if abs(value) >= 0.001 or not value else f"{value:.6f}"
+
+
+def format_kwh(kwh: float) -> str:
+    """Return an energy with its unit: ``1.25 kWh``, or below 0.01 kWh ``3.50 Wh``."""
+    return f"{format_amount(kwh)} kWh" if kwh >= 0.01 or not kwh else f"{format_amount(1000 * kwh)} Wh"

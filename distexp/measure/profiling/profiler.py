@@ -103,7 +103,7 @@ class StepProfiler:
 
     @property
     def running(self) -> bool:
-        """Whether the profiler is running; such steps count in no other metric."""
+        """Return whether the profiler is running; such steps count in no other metric."""
         return self._profile is not None and not self._finished
 
     @property

@@ -34,7 +34,7 @@ class Row:
 
     @property
     def completed(self) -> bool:
-        """Whether the training finished."""
+        """Return whether the training finished."""
         return self.record.status == "completed"
 
 

@@ -120,7 +120,10 @@ def test_cost_does_not_change_the_training() -> None:
 def test_the_panel_shows_what_was_measured() -> None:
     energy = {"gpu_j": 12_345.0, "gpu_j_training": 11_000.0, "cpu_j": None, "j_per_sample": 1.234, "idle_w": 141.0}
     assert dict(energy_lines({**energy, "gpu_hours": 0.5, "price": 1.25, "co2e_g": None})) == {
-        "energy": "GPUs 12.3 kJ (11.0 training), 1.23 J per sample, GPUs idle at 141 W",
+        "energy": "GPUs 12.3 kJ (11.0 kJ training), 1.23 J per sample, GPUs idle at 141 W",
         "cost": "0.500 GPU-hours, price 1.25",
     }
     assert dict(energy_lines({})) == {}
+    small = {"cpu_j": 12.6, "j_per_sample": 12_300.0, "kwh": 0.0000035}
+    assert dict(energy_lines(small)) == {"energy": "CPUs 0.0126 kJ, 12,300 J per sample, 0.00350 Wh"}
+    assert dict(energy_lines({"kwh": 0.25})) == {"energy": "0.250 kWh"}

@@ -13,7 +13,9 @@ from distexp.report.data.step_parts import STEP_PARTS
 from distexp.report.figures.base import Figure
 from distexp.report.figures.step_breakdown import build_step_breakdown
 from distexp.report.summary import summarize
+from distexp.runs.attempts import NO_RECORD
 from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPTS, RECORD
 from tests.helpers.records import invalid, record, write
 
 OWN = dict(zip(STEP_PARTS, (40.0, 20.0, 10.0, 0.0, 8.0, 2.0, 15.0, 5.0), strict=True))
@@ -142,6 +144,23 @@ def test_energy_and_cost_of_all_runs_are_added(tmp_path: Path) -> None:
     assert "In total: 0.250 kWh, 3.00 GPU-hours, 100 g CO2e, price 0.50 (1 of 2 runs)." in found
 
 
+def test_earlier_attempts_count_in_the_sums(tmp_path: Path) -> None:
+    """The second run has three attempts: one with a record, one whose launcher died, and the latest."""
+    runs = [record(0), record(1)]
+    for run in runs:
+        run.metrics.energy = {"kwh": 0.25, "gpu_hours": 1.0}
+    runs[1].run.attempts = [{"reason": "preempted"}, {"reason": NO_RECORD}, {"reason": "completed"}]
+    data = overview(tmp_path, *runs)
+    assert "In total: 0.500 kWh (2 of 4 attempts), 2.00 GPU-hours (2 of 4 attempts)." in summarize(data)
+    earlier = tmp_path / "1" / ATTEMPTS / "0" / ARCHIVED_RECORD
+    earlier.parent.mkdir(parents=True)
+    failed = record(1, status="failed")
+    failed.metrics.energy = {"kwh": 0.125, "gpu_hours": None}
+    failed.write(earlier.parent)
+    (earlier.parent / RECORD).rename(earlier)
+    assert "In total: 0.625 kWh (3 of 4 attempts), 2.00 GPU-hours (2 of 4 attempts)." in summarize(data)
+
+
 def test_stragglers_are_named_with_their_evidence(tmp_path: Path) -> None:
     run = record(3)
     run.metrics.stragglers = [
@@ -150,6 +169,6 @@ def test_stragglers_are_named_with_their_evidence(tmp_path: Path) -> None:
         {"rank": 3, "gpu": 3, "host": None, "slower_by_pct": None, "evidence": "ECC errors"},
     ]
     found = sentences(tmp_path, run)
-    assert "Straggler in run 3: rank 1 (GPU 1 on n1) is 23% slower than the others: SM clock at 1,200 MHz." in found
-    assert "Straggler in run 3: rank 2 is 5% slower than the others." in found
-    assert "Straggler in run 3: rank 3 (GPU 3) has a problem: ECC errors." in found
+    assert "In run 3, rank 1 (GPU 1 of n1) is 23% slower: SM clock at 1,200 MHz." in found
+    assert "In run 3, rank 2 is 5% slower." in found
+    assert "In run 3, rank 3 (GPU 3) has a problem: ECC errors." in found
