@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from distexp.plan.accumulation import Accumulation
+from distexp.plan.kernel_buffers import KernelBuffers, is_matrix_product
 from distexp.plan.storage_resizes import on_storage_resize
 from distexp.system.torch_internals import FakeMode, is_fake_of
 
@@ -82,14 +83,23 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changes: allocations and frees since ``start``.
         history: allocations and frees before it.
         collectives_stream: stream of the communication buffers whose library does not select one on a CPU.
+        first_products: how many changes there were before ``start`` after the first matrix product of each phase.
     """
 
-    def __init__(self, fake_mode: FakeMode) -> None:
+    def __init__(self, fake_mode: FakeMode, kernels: KernelBuffers | None = None) -> None:
+        """Create a recorder.
+
+        Args:
+            fake_mode: the mode of the tensors.
+            kernels: the buffers of the kernels; None for a CPU.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "setup"
         self.changes: list[Change] = []
         self.history: list[Change] = []
         self.collectives_stream = ""
+        self.first_products: dict[str, int] = {}
+        self._kernels = kernels
         self._fake_mode = fake_mode
         self._storages: dict[int, _Storage] = {}  # by the address of the storage object
         self._count = 0
@@ -107,9 +117,20 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         outputs = func(*args, **(kwargs or {}))
         self._see(outputs)
+        self._use_buffers(func, args)
         if func.namespace in COLLECTIVES:
             self.assign("communication", tensors_in((args, kwargs, outputs)))
         return outputs
+
+    def _use_buffers(self, func: Any, arguments: Any) -> None:
+        """Record what a kernel of the GPU allocates for itself."""
+        if self._kernels is None:
+            return
+        if is_matrix_product(func):
+            self.first_products.setdefault(self.phase, len(self.changes))
+        blocks = [self._block(size, "gpu", 1) for size in self._kernels.sizes(func, arguments)]
+        self.changes += [Change(block, self.phase, is_free=False) for block in blocks]
+        self.changes += [Change(block, self.phase, is_free=True) for block in reversed(blocks)]
 
     def _is_in_backward(self) -> bool:
         """Return whether a backward pass runs, and not the recomputation of a checkpointed forward pass."""
@@ -134,13 +155,14 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _allocate(self, storage: _Storage, size: int) -> None:
         if size:
-            in_backward = self._is_in_backward()
-            block = Block(self._count, size, storage.device, self.phase, storage.last_axis, self._stream(), in_backward)
-            self._count += 1
-            storage.block = block
+            block = storage.block = self._block(size, storage.device, storage.last_axis)
             self.changes.append(Change(block, self.phase, is_free=False))
-            if not in_backward:
+            if not block.in_backward:
                 self._forward_blocks.append(block)
+
+    def _block(self, size: int, device: str, last_axis: int) -> Block:
+        self._count += 1
+        return Block(self._count - 1, size, device, self.phase, last_axis, self._stream(), self._is_in_backward())
 
     def _stream(self) -> str:
         """Return the name of the current stream. FSDP selects its streams also on a CPU, where they have no effect."""

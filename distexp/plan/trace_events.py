@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from distexp.plan.recorder import Block, Change
 from distexp.plan.step_trace import Event
@@ -22,6 +23,7 @@ class Recorded:
         collectives_stream: stream of the communication buffers whose library does not select one on a CPU.
         vocabulary: size of the vocabulary; None for image models.
         workspace: bytes of a workspace of cuBLAS.
+        first_products: position in ``history`` after the first matrix product of a phase.
     """
 
     history: tuple[Change, ...]
@@ -30,6 +32,7 @@ class Recorded:
     collectives_stream: str
     vocabulary: int | None
     workspace: int
+    first_products: Mapping[str, int] = field(default_factory=dict)
 
 
 def step_events(recorded: Recorded) -> tuple[Event, ...]:
@@ -42,9 +45,9 @@ def history_events(recorded: Recorded) -> tuple[Event, ...]:
     """Return what happened before the step."""
     events: list[Event] = []
     missing = dict(WORKSPACE_BLOCKS)
-    for change in recorded.history:
-        number = missing.pop(change.phase, None)
-        if number is not None:
+    for position, change in enumerate(recorded.history):
+        if change.phase in missing and position >= recorded.first_products.get(change.phase, 0):
+            number = missing.pop(change.phase)
             events.append(_workspace(number, change.phase, recorded))
         events.append(_event(change, recorded))
     return tuple(events)

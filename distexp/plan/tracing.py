@@ -30,6 +30,7 @@ from distexp.models.objective import evaluation_sums
 from distexp.plan.batches import evaluation_batch, largest_batch
 from distexp.plan.compiled import traced_compilation
 from distexp.plan.cuda_semantics import CudaFunctions, cuda_autocast
+from distexp.plan.kernel_buffers import KernelBuffers
 from distexp.plan.recorder import GPU, StorageRecorder, tensors_in
 from distexp.plan.step_trace import PlanError, StepTrace
 from distexp.plan.trace_events import Recorded, evaluation_events, history_events, step_events
@@ -39,7 +40,7 @@ from distexp.plan.untraced import describe_failure
 from distexp.strategies.base import load_strategy
 from distexp.strategies.deepspeed import DeepSpeed
 from distexp.strategies.torch_model import TorchModel
-from distexp.system.gpu_models import cublas_workspace
+from distexp.system.gpu_models import cublas_workspace, multiprocessors
 from distexp.system.torch_internals import (
     FakeMode,
     fake_process_group,
@@ -133,7 +134,8 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
     batch = largest_batch(config, data)
     evaluated = evaluation_batch(config, data) if _needs_evaluation(config) else None
     fake_mode = make_fake_mode()
-    recorder = StorageRecorder(fake_mode)
+    kernels = KernelBuffers(multiprocessors(config.plan.gpu)) if on_gpu else None
+    recorder = StorageRecorder(fake_mode, kernels)
 
     def start_backward() -> None:
         recorder.phase = "backward"
@@ -175,6 +177,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
             recorder.collectives_stream,
             vocabulary,
             cublas_workspace(config.plan.gpu) if on_gpu else 0,
+            recorder.first_products,
         )
 
 

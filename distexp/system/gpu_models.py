@@ -103,3 +103,23 @@ def cublas_workspace(name: str | None) -> int:
     """
     compact = "" if name is None else name.lower().replace(" ", "")
     return LARGE_WORKSPACE if name is None or any(part in compact for part in SINCE_HOPPER) else SMALL_WORKSPACE
+
+
+DEFAULT_MULTIPROCESSORS = 132
+MULTIPROCESSORS: Mapping[str, int] = {
+    **{"h100pcie": 114, "h20": 78, "h200": 132, "h100": 132, "gb200": 148, "b200": 148, "b300": 148},
+    **{"a100": 108, "a10": 72, "a40": 84, "a6000": 84, "v100": 80, "p100": 56, "t4": 40},
+    **{"l40": 142, "l4": 58, "6000ada": 142, "3090": 82, "4090": 128, "5090": 170},
+}
+"""Multiprocessors of GPUs, by parts of their names in lower case and without spaces."""
+
+
+def multiprocessors(name: str | None) -> int:
+    """Return how many multiprocessors a GPU has: that of an H100 if it is unknown.
+
+    Args:
+        name: a model of ``GPU_MODELS``, or the name that NVML reports.
+    """
+    compact = (name or "").lower().replace(" ", "")
+    found = [part for part in MULTIPROCESSORS if part in compact]
+    return MULTIPROCESSORS[max(found, key=len)] if found else DEFAULT_MULTIPROCESSORS
