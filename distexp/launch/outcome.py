@@ -78,10 +78,7 @@ def finalize_run(
     else:
         status, error = classify_failure(directory, codes, spec)
         record = failed_record(spec, directory, status, error, started)
-        if status == "oom_gpu" and error.memory is not None:
-            from distexp.launch.oom_advice import add_advice  # It needs the planner.
-
-            add_advice(error.memory, spec)
+        _advise(status, error, spec, directory)
     try:
         add_traces(record, spec, directory)
     except (OSError, ValueError) as error:  # The record of a finished training matters more than its memory.
@@ -90,6 +87,18 @@ def finalize_run(
     attempts.finalize(record)
     record.write(directory)
     return record
+
+
+def _advise(status: str, error: RunError, spec: RunSpec, directory: Path) -> None:
+    """Add what would have fit to the error of a run that was out of GPU memory."""
+    if status != "oom_gpu" or error.memory is None:
+        return
+    from distexp.launch.oom_advice import add_advice  # It needs the planner.
+
+    try:
+        add_advice(error.memory, spec, directory)
+    except Exception as failure:  # The record matters more than the advice.
+        print(f"distexp: {directory} has no advice in its record: {failure}", file=sys.stderr)
 
 
 def read_result(directory: Path) -> RunRecord | None:

@@ -96,7 +96,7 @@ def _warn_about(cell: Cell) -> None:
         return
     if available_mib(predicted) is None and _mode(cell) == CHECK:
         _warn(cell, UNKNOWN_HOST if _config(cell).cluster.device == "cpu" else UNKNOWN_GPU)
-    elif predicted.verdict is None and predicted.error_bound is None and _mode(cell) == CHECK:
+    elif predicted.verdict is None and _mode(cell) == CHECK:
         _warn(cell, f"it is not checked: {'; '.join(predicted.notes)}")
     elif predicted.verdict == TOO_CLOSE or (predicted.verdict == DOES_NOT_FIT and _mode(cell) == WARN):
         _warn(cell, f"{describe_need(predicted)}: {describe_verdict(predicted)}")

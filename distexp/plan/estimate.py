@@ -176,7 +176,8 @@ def arithmetic_estimate(config: Config, reason: str, parameters: int | None = No
         else "the number of parameters is not known either"
     )
     parts = {name: round(mib, 1) for name, mib in (states or {}).items()}
-    return Estimate(parts=parts, notes=[f"not traced: {reason}", note], on_cpu=config.cluster.device == "cpu")
+    notes, on_cpu = [f"not traced: {reason}", note], config.cluster.device == "cpu"
+    return Estimate(parts=parts, notes=notes, on_cpu=on_cpu, error_bound=None)
 
 
 def _mib(size: float) -> float:

@@ -99,16 +99,16 @@ def _light_changes(config: Config) -> Iterator[tuple[str, ...]]:
     train = config.train
     if config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full":
         yield ("train.logits=targets",)
+    steps = train.gradient_accumulation_steps
+    if config.strategy.name == "fsdp" and steps > 1:  # Between micro-batches, FSDP adds up whole gradients.
+        more = () if train.global_batch_size is not None else (f"{ACCUMULATION}=1",)
+        yield (f"{MICRO_BATCH}={train.micro_batch * steps}", *more)
     if train.micro_batch > 1:
         for size in _smaller_sizes(train.micro_batch):
             steps = train.gradient_accumulation_steps * train.micro_batch // size
             # A global batch size sets the accumulation.
             more = () if train.global_batch_size is not None else (f"{ACCUMULATION}={steps}",)
             yield (f"{MICRO_BATCH}={size}", *more)
-    steps = train.gradient_accumulation_steps
-    if config.strategy.name == "fsdp" and steps > 1:  # Between micro-batches, FSDP adds up whole gradients.
-        more = () if train.global_batch_size is not None else (f"{ACCUMULATION}=1",)
-        yield (f"{MICRO_BATCH}={train.micro_batch * steps}", *more)
     if not train.activation_checkpointing:
         yield ("train.activation_checkpointing=true",)
 

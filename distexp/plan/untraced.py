@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from distexp.config import Config
@@ -48,6 +49,8 @@ def count_parameters(config: Config) -> int | None:
     from distexp.plan.tracing import traced_context
     from distexp.worker.rank import build_model, load_data
 
+    # To decode all images takes minutes, and does not change the model.
+    config = replace(config, dataset=replace(config.dataset, cache="none", num_workers=0))
     context = traced_context(config)
     try:
         model = build_model(config, load_data(config, context), context).model

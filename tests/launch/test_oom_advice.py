@@ -15,8 +15,10 @@ from distexp.plan.cache import store_estimate
 from distexp.report.data.failures import failure_notes
 from distexp.report.data.rows import Row
 from distexp.runs.errors import write_error
+from distexp.runs.micro_batch import MicroBatchSearch
 from distexp.runs.record import RunError, RunRecord
-from distexp.runs.run_dir import error_path
+from distexp.runs.run_dir import MICRO_BATCH, error_path
+from distexp.runs.spec import RunSpec
 from tests.helpers.planning import linear_estimate
 from tests.helpers.records import record
 from tests.helpers.runs import make_spec, run_distexp
@@ -69,7 +71,8 @@ def test_the_command_has_the_overrides_of_the_run_and_its_gpu() -> None:
     spec = make_spec(*CELL)
     spec.run.overrides = ["strategy=fsdp", "plan=check", "train.betas=[0.9, 0.99]"]
     assert (
-        plan_command(spec, 81_920.0) == "distexp plan strategy=fsdp 'train.betas=[0.9, 0.99]' plan.gpu_memory_gb=80.0"
+        plan_command(spec, 81_920.0, 8)
+        == "distexp plan strategy=fsdp 'train.betas=[0.9, 0.99]' plan.gpu_memory_gb=80.0"
     )
 
 
@@ -82,8 +85,48 @@ def test_the_record_of_a_run_has_the_report_of_its_worker(tmp_path: Path) -> Non
     written = RunRecord.read(tmp_path / "record.json")
     assert written.status == "oom_gpu"
     assert written.error is not None
-    assert written.error.memory == {**MEMORY, "would_fit": [], "command": plan_command(spec, 81_920.0)}
+    assert written.error.memory == {**MEMORY, "would_fit": [], "command": plan_command(spec, 81_920.0, 8)}
     assert "memory" in json.loads((tmp_path / "record.json").read_text())["error"]
+
+
+AUTO = (*CELL[:-1], "train.micro_batch_size=auto", "train.global_batch_size=8")
+
+
+@pytest.mark.parametrize(("chosen", "size"), [(4, 4), (None, 1)])
+def test_the_advice_has_the_size_that_the_search_chose(tmp_path: Path, chosen: int | None, size: int) -> None:
+    spec = make_spec(*AUTO, "strategy=single")
+    spec.run.overrides = ["model=gpt_tiny", "train.micro_batch_size=auto", "train.global_batch_size=8"]
+    change = "train.activation_checkpointing=true"
+    store("train.global_batch_size=8", f"train.micro_batch_size={size}", change)
+    found = fail(spec, tmp_path, MEMORY, MicroBatchSearch(chosen))
+    assert found["would_fit"] == ([change] if chosen else [])
+    assert found["command"] == (
+        f"distexp plan model=gpt_tiny train.global_batch_size=8 train.micro_batch_size={size} plan.gpu_memory_gb=80.0"
+    )
+
+
+@pytest.mark.parametrize("memory", [{}, {**MEMORY, "free_mib": None}, {**MEMORY, "total_mib": "x"}])
+def test_a_damaged_report_leaves_a_record(
+    memory: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fail(make_spec(*CELL), tmp_path, memory) == memory
+    assert "has no advice in its record" in capsys.readouterr().err
+
+
+def fail(
+    spec: RunSpec, directory: Path, memory: dict[str, Any], search: MicroBatchSearch | None = None
+) -> dict[str, Any]:
+    """End a run that was out of GPU memory, and return the report of its record."""
+    start_attempt(spec, directory)
+    if search is not None:
+        search.write(directory / MICRO_BATCH)
+    write_error(error_path(directory, 0, 0), RunError("OutOfMemoryError", "CUDA out of memory.", memory=memory))
+    finalize_run(spec, directory, {0: 1}, started=1.0)
+    written = RunRecord.read(directory / "record.json")
+    assert written.status == "oom_gpu"
+    assert written.error is not None
+    assert written.error.memory is not None
+    return written.error.memory
 
 
 def test_panel_and_report_describe_the_allocation() -> None:

@@ -13,7 +13,7 @@ from distexp.launch.outcome import finalize_run
 from distexp.launch.plan_check import predict_runs
 from distexp.launch.snapshot import GitState
 from distexp.launch.sweep import AssignedRun, make_run_info, write_invalid
-from distexp.plan.estimate import Estimate
+from distexp.plan.estimate import Estimate, arithmetic_estimate
 from distexp.resolve.run_id import run_id
 from distexp.runs.prediction import read_curve, read_prediction
 from distexp.runs.record import RunRecord
@@ -88,6 +88,14 @@ def test_unknown_gpu_and_failed_predictions_are_reported(capsys: pytest.CaptureF
             predict_runs(cells, make, planner)
         assert text in capsys.readouterr().err
         assert cells[0].config is not None
+
+
+def test_run_that_is_not_traced_starts_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    planner = FormulaPlanner(lambda config: arithmetic_estimate(config, "it took longer than plan.timeout_s=900", 1000))
+    with composed([*SLURM, "plan=check", "plan.gpu=a100-80gb"]) as (cells, make):
+        predict_runs(cells, make, planner)
+    assert cells[0].config is not None
+    assert "warning: it is not checked: not traced: it took longer than plan.timeout_s=900" in capsys.readouterr().err
 
 
 def test_nothing_is_predicted_if_it_is_off() -> None:

@@ -168,6 +168,15 @@ def test_changes_start_with_the_smallest_and_keep_the_global_batch() -> None:
     ]  # fmt: skip
 
 
+def test_all_changes_of_fsdp_together_have_the_smallest_micro_batch() -> None:
+    config = resolve_cell(
+        "plan.only=true", "strategy=fsdp", "train.micro_batch_size=4", "train.gradient_accumulation_steps=2"
+    )
+    changes = list(candidate_overrides(config))
+    assert changes[1] == ("train.micro_batch_size=8", "train.gradient_accumulation_steps=1")
+    assert {"train.micro_batch_size=1", "train.gradient_accumulation_steps=8"} < {*changes[-1]}
+
+
 @pytest.mark.parametrize(
     ("typed", "change"),
     [

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from distexp.config import Config
+from distexp.config.schema import DatasetConfig
+from distexp.data.base import TaskData
+from distexp.distributed.context import Context
 from distexp.plan import cache
 from distexp.plan.cache import cache_path, read_estimate, store_estimate
 from distexp.plan.estimate import Estimate, arithmetic_estimate, estimate_of, model_size
 from distexp.plan.step_trace import Event, StepTrace
+from distexp.plan.untraced import count_parameters
 from distexp.plan.verdict import predict
 from distexp.system.units import MIB
+from distexp.worker import rank
+from distexp.worker.rank import load_data
 from tests.helpers.planning import linear_estimate
 from tests.helpers.runs import resolve_cell
 
@@ -63,12 +70,29 @@ def test_model_states_of_a_model_that_is_not_traced() -> None:
     )
     found = arithmetic_estimate(config, "a reason")
     assert not found.traced
+    assert found.error_bound is None
     assert set(found.parts) == {"parameters", "gradients", "optimizer_states"}
     assert found.parts["optimizer_states"] == pytest.approx(2 * found.parts["parameters"], rel=1e-3)
     assert found.notes == [
         "not traced: a reason", "estimate by arithmetic: only the model states, without activations and buffers",
     ]  # fmt: skip
     assert arithmetic_estimate(config, "a reason", 2**20).parts["parameters"] == 1.0
+
+
+@pytest.mark.parametrize("cache", ["cpu", "gpu"])
+def test_parameters_are_counted_without_decoding_images(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve_cell("plan.only=true", "model=resnet_tiny", "strategy=single")
+    config.dataset.cache, config.dataset.num_workers = cache, 2
+    seen: list[DatasetConfig] = []
+
+    def keep(config: Config, context: Context) -> TaskData:
+        seen.append(config.dataset)
+        return load_data(config, context)
+
+    monkeypatch.setattr(rank, "load_data", keep)
+    assert (count_parameters(config) or 0) > 1000
+    assert [(each.cache, each.num_workers) for each in seen] == [("none", 0)]
+    assert (config.dataset.cache, config.dataset.num_workers) == (cache, 2)
 
 
 def test_cache_keeps_estimates_by_what_changes_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
