@@ -13,7 +13,7 @@ import omegaconf
 from distexp.cli.help import describe_groups, wrap
 from distexp.cli.suggestions import ALIASES
 from distexp.config.field_info import FieldInfo, info_of
-from distexp.config.key_info import schema_fields, sections
+from distexp.config.key_info import schema_fields, sections, top_level_fields
 from distexp.config.paths import conf_dir, options_of
 
 INDENT = 6 * " "
@@ -107,7 +107,8 @@ def _key_text(key: str, spec: Field[Any]) -> str:
 def _keys_named(name: str) -> Iterator[tuple[str, Field[Any]]]:
     """Yield the keys with a name, with or without its section, or with an alias such as ``lr``."""
     wanted = ALIASES.get(name, name)
-    return ((key, spec) for key, spec in schema_fields() if wanted in (key, key.rpartition(".")[2]))
+    known = (*schema_fields(), *top_level_fields())
+    return ((key, spec) for key, spec in known if wanted in (key, key.rpartition(".")[2]))
 
 
 def topic_names() -> Sequence[str]:

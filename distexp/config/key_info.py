@@ -27,6 +27,11 @@ def schema_fields() -> Iterator[tuple[str, Field[Any]]]:
         yield from ((f"{name}.{spec.name}", spec) for spec in fields(section))
 
 
+def top_level_fields() -> Iterator[tuple[str, Field[Any]]]:
+    """Yield every key outside of a section, such as ``repeats``, with its dataclass field."""
+    return ((spec.name, spec) for spec in fields(Config) if spec.name not in sections() and info_of(spec).help)
+
+
 def known_keys() -> set[str]:
     """Return the names of all groups, sections and keys."""
     return {*config_groups(), *(spec.name for spec in fields(Config)), *(name for name, _ in schema_fields())}

@@ -42,7 +42,7 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
     configs = [cell.cell.config for cell in cells if cell.cell.config is not None]
     found = [cell.predicted for cell in cells if cell.predicted is not None]
     columns = [
-        Column("cell", tuple(" ".join(_varied(cell)) for cell in cells), 40, right=False),
+        Column("cell", tuple(" ".join(map(_without_section, _varied(cell))) for cell in cells), 96, right=False),
         Column("strategy", tuple(cell.title for cell in cells), 95, right=False),
         Column(_workers_title(configs), tuple(str(config.cluster.world_size) for config in configs), 90),
         Column("micro-\nbatch", tuple(map(_micro_batch, configs)), 60),
@@ -62,6 +62,11 @@ def _workers_title(configs: Sequence[Config]) -> str:
 
 def _varied(cell: PlannedCell) -> list[str]:
     return [text.replace("'", "") for text in cell.cell.varied]
+
+
+def _without_section(override: str) -> str:
+    key, equals, value = override.partition("=")
+    return f"{key.rpartition('.')[2]}{equals}{value}"
 
 
 def _micro_batch(config: Config) -> str:

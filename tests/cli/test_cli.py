@@ -218,6 +218,7 @@ def test_help_is_a_command_too() -> None:
         ("train", ("  train.num_epochs\n", "Passes over the training set.")),
         ("lr", ("train.learning_rate\n", "Values: at least 0.", "Default: 5e-05.")),
         ("cluster.nodes", ("cluster.nodes\n", "distexp cluster.nodes=VALUE")),
+        ("profile", ("profile\n", "train.profile_steps=3", "distexp profile=VALUE")),
     ],
 )
 def test_help_explains_groups_options_and_keys(

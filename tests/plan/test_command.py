@@ -58,10 +58,20 @@ def test_sweep_shows_every_cell_and_the_reason_of_an_invalid_one(capsys: pytest.
     text = printed(capsys, ("cluster.nodes=2", "cluster.workers_per_node=8", "plan.gpu_memory_gb=75"), *cells)
     ddp, zero = (next(line for line in text.splitlines() if f" {name} " in line) for name in ("ddp", "ZeRO-3"))
     assert "too close to call (97 % of the memory" in ddp
-    assert ddp.split()[1:6] == ["train.micro_batch_size=70", "ddp", "16", "70", "72.27"]
+    assert ddp.split()[1:6] == ["micro_batch_size=70", "ddp", "16", "70", "72.27"]
     assert "fits, 89 % to spare" in zero
     assert "invalid: " in text
     assert "offload=true" in text
+
+
+def test_a_narrow_terminal_shows_which_cell_a_row_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    sizes = ("micro_batch_size=2", "micro_batch_size=3")
+    text = printed(capsys, ("strategy=single", "plan.gpu_memory_gb=75"), *((f"train.{size}",) for size in sizes))
+    assert [line.split()[0] for line in text.splitlines() if "to spare" in line] == list(sizes)
+    assert "Hidden columns" in text
 
 
 def test_without_a_gpu_the_known_gpus_that_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
