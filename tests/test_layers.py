@@ -55,7 +55,12 @@ def test_checks_of_all_trainers_and_strategies_do_not_import_torch() -> None:
 
 def test_report_knows_nothing_of_the_worker() -> None:
     own = {"distexp.runs", "distexp.report", "distexp.config"}
-    allowed = own | {"distexp.exceptions", "distexp.plan.predicted_memory", "distexp.system.units"}
+    allowed = own | {
+        "distexp.console.terminal",
+        "distexp.exceptions",
+        "distexp.plan.predicted_memory",
+        "distexp.system.units",
+    }
     for path in (REPOSITORY / "distexp" / "report").rglob("*.py"):
         for name in imports(path):
             if name.startswith("distexp"):
@@ -70,6 +75,16 @@ def test_a_worker_imports_nothing_of_the_planner() -> None:
     for path in (path for name in TRAINS for path in (REPOSITORY / "distexp" / name).rglob("*.py")):
         planner = [name for name in imports(path) if f"{name}.".startswith("distexp.plan.")]
         assert planner == [], path.name
+
+
+def test_the_worker_and_the_analysis_of_a_step_do_not_need_the_report() -> None:
+    """The commands of ``distexp explain`` print with the tables of the report. What the worker calls does not."""
+    packages = ("worker", "training", "strategies", "measure")  # some are loaded by name
+    files = [path for name in packages for path in (REPOSITORY / "distexp" / name).rglob("*.py")]
+    names = [".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in files]
+    found = reachable("distexp.explain.causes", "distexp.explain.compare", *names)
+    assert {"distexp.worker.rank", "distexp.training.loop", "distexp.explain.advice"} <= found
+    assert {name for name in found if name.startswith("distexp.report")} == set()
 
 
 def test_the_loop_is_on_a_page_and_names_no_strategy() -> None:
@@ -101,13 +116,35 @@ def test_no_file_outgrows_a_reader() -> None:
     assert {path.name: length for path, length in lengths.items() if length > 420} == {}
 
 
-def imports(path: Path) -> set[str]:
+def reachable(*modules: str) -> set[str]:
+    """Return all modules of the package that some modules import, directly or through others."""
+    found: set[str] = set()
+    waiting = set(modules)
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        source = source_of(name)
+        if source is not None:  # otherwise it is a name in a module
+            waiting |= {each for each in imports(source, names=True) if each.startswith("distexp")} - found
+    return {name for name in found if source_of(name) is not None}
+
+
+def source_of(module: str) -> Path | None:
+    """Return the file of a module of the package; None if there is no such module."""
+    path = REPOSITORY.joinpath(*module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return source if source.is_file() else None
+
+
+def imports(path: Path, *, names: bool = False) -> set[str]:
+    """Return the modules that a file imports, on request also ``module.name`` of each imported name."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names if names}
     return found
 
 

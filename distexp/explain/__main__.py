@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 
 from distexp.config import ConfigError
+from distexp.console.terminal import make_console
 from distexp.exceptions import run_until_pipe_closes
 from distexp.explain.causes import Explanation, explain_profile
 from distexp.explain.compare import ProfileComparison
 from distexp.explain.profile import StepProfile
 from distexp.explain.table import comparison_table, notes, ranks_table, try_line
-from distexp.report.__main__ import make_console
 from distexp.runs.existing import choose_newest_sweep
 from distexp.runs.files import nan_to_none
 from distexp.runs.record import RunRecord, load_all

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.explain.profile import PARTS, StepProfile
-from distexp.report.data.step_parts import STEP_PARTS
+from distexp.explain.profile import StepProfile
+from distexp.runs.step_parts import PARTS
 
 SAME = 0.02
 """Smaller relative differences are no difference."""
@@ -52,7 +52,7 @@ class ProfileComparison:
         least = MIN_SHARE * sum(map(abs, changes.values()))
         for name in sorted(PARTS, key=lambda part: -abs(changes[part])):
             if abs(changes[name]) >= least:
-                yield f"{STEP_PARTS[f'{name}_ms']} {changes[name]:+,.3f} ms"
+                yield f"{PARTS[name]} {changes[name]:+,.3f} ms"
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison for programs."""

@@ -8,19 +8,9 @@ from typing import Any
 
 from distexp.runs.checked_values import number_of
 from distexp.runs.record import RunRecord
+from distexp.runs.step_parts import HIDDEN, PARTS
 
-PARTS = (
-    "matmul",
-    "other_kernels",
-    "exposed_communication",
-    "waiting",
-    "launch_idle",
-    "data_wait",
-    "optimizer",
-    "host",
-)
 COMPUTE = ("matmul", "other_kernels")
-HIDDEN = "hidden_communication"
 
 
 @dataclass(frozen=True)

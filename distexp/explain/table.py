@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from distexp.explain.compare import ProfileComparison
-from distexp.explain.profile import HIDDEN, PARTS, StepProfile
+from distexp.explain.profile import StepProfile
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns
-from distexp.report.data.step_parts import STEP_PARTS
+from distexp.runs.step_parts import HIDDEN, PARTS
 
 BAR_WIDTH = 24
 BAR, HALF = "█", "▌"
@@ -68,7 +68,7 @@ def notes(profile: StepProfile) -> Iterator[str]:
 
 
 def _title(name: str) -> str:
-    return STEP_PARTS[f"{name}_ms"]
+    return PARTS[name]
 
 
 def _format(time: float | None) -> str:

@@ -9,15 +9,13 @@ Exit codes:
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from distexp.config import ConfigError
+from distexp.console.terminal import make_console
 from distexp.exceptions import run_until_pipe_closes
 from distexp.report.compare import Comparison
 from distexp.report.comparison_table import ComparisonTable
@@ -30,8 +28,6 @@ from distexp.runs.full_disk import describe_disk_error
 from distexp.runs.run_dir import RECORD, REPORT
 
 DIRECTORY_HELP = "directory of a run or a sweep (default: the newest sweep below multirun_outputs)"
-
-PIPED_WIDTH = 240  # characters, if the output is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,14 +113,6 @@ def compare(before: Path, after: Path) -> int:
         return _print_error(f"{before} and {after} have no configuration in common: nothing to compare")
     make_console().print(ComparisonTable(comparison, str(before), str(after)))
     return 1 if any(comparison.regressions()) else 0
-
-
-def make_console() -> Console:
-    """Return a console as wide as the terminal; without one, as PIPED_WIDTH."""
-    console = Console()
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return Console(width=PIPED_WIDTH)
 
 
 def _load(directories: Sequence[Path]) -> tuple[list[Row], list[str]]:

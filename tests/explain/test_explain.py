@@ -11,8 +11,9 @@ import pytest
 from distexp.explain.__main__ import main
 from distexp.explain.causes import explain
 from distexp.explain.compare import ProfileComparison
-from distexp.explain.profile import PARTS, StepProfile
+from distexp.explain.profile import StepProfile
 from distexp.runs.record import RunRecord
+from distexp.runs.step_parts import PARTS
 from distexp.worker import rank
 from tests.helpers.records import record, write
 

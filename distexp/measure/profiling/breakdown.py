@@ -17,18 +17,7 @@ from distexp.measure.profiling.categories import MATMUL, OTHER_KERNEL
 from distexp.measure.profiling.chrome_trace import COPY, Kernel, Trace
 from distexp.measure.profiling.intervals import Interval, clip, intersect, merge, subtract, total_length
 from distexp.measure.profiling.waiting import Transfer
-
-PARTS = (
-    "matmul",
-    "other_kernels",
-    "exposed_communication",
-    "waiting",
-    "launch_idle",
-    "data_wait",
-    "optimizer",
-    "host",
-)
-"""Parts of a step, which add up to it."""
+from distexp.runs.step_parts import PARTS
 
 LONG_GAP_S = 1e-3
 """A longer idle time without a launch is work of the CPU. A shorter one is the time to launch a kernel."""

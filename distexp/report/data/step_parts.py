@@ -12,19 +12,11 @@ from distexp.report.data.rows import Row
 from distexp.report.data.settings import MAX_LENGTH, format_setting, global_batch
 from distexp.report.data.text_table import TextTable
 from distexp.runs.checked_values import number_of, texts_of
+from distexp.runs.step_parts import PARTS
 
 STEP, HIDDEN, WAITING = "step_ms", "hidden_communication_ms", "waiting_ms"
-STEP_PARTS = {
-    "matmul_ms": "matrix kernels",
-    "other_kernels_ms": "other kernels",
-    "exposed_communication_ms": "exposed communication",
-    WAITING: "waiting for other ranks",
-    "launch_idle_ms": "GPU idle: slow launches",
-    "data_wait_ms": "data wait",
-    "optimizer_ms": "optimizer",
-    "host_ms": "host work",
-}
-"""Titles of the parts that add up to the step."""
+STEP_PARTS = {f"{name}_ms": title for name, title in PARTS.items()}
+"""Titles of the parts by their key in ``metrics.step_breakdown``."""
 
 TITLE = "Parts of the median step (%)"
 NOTE = "Hidden communication runs behind computation. It is not part of the sum."

@@ -12,7 +12,6 @@ import pytest
 
 from distexp.config import TrainConfig
 from distexp.console.run_summary import summary_lines
-from distexp.measure.profiling.breakdown import PARTS
 from distexp.measure.profiling.chrome_trace import read_trace, timeline_of
 from distexp.measure.profiling.communication import Timeline, communication_shares
 from distexp.measure.profiling.intervals import Interval, intersection_length, merge, subtract
@@ -22,6 +21,7 @@ from distexp.runs.phases import read_phase_events
 from distexp.runs.profile_summary import read_profile_summary
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import profile_trace_path
+from distexp.runs.step_parts import PARTS
 from tests.helpers.runs import HELPERS, make_spec, torchrun
 from tests.helpers.sleeping_model import SLEEP_S
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.measure.profiling.breakdown import PARTS
 from distexp.measure.profiling.overhead import remove_overhead
+from distexp.runs.step_parts import PARTS
 
 
 def entry(**times: float | None) -> dict[str, float | None]:
