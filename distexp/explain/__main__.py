@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from distexp.explain.compare import ProfileComparison
 from distexp.explain.profile import StepProfile
 from distexp.explain.table import comparison_table, notes, ranks_table, try_line
 from distexp.runs.existing import choose_newest_sweep
-from distexp.runs.files import nan_to_none
+from distexp.runs.files import nan_to_none, printable
 from distexp.runs.record import RunRecord, load_all
 
 DESCRIPTION = """Show what the steps of a profiled run spend their time on, and what would
@@ -152,7 +153,7 @@ def _profiled_runs(directory: Path) -> list[ProfiledRun]:
     """
     found, skipped = load_all(directory)
     for message in skipped:
-        print(f"skipped: {message}", file=sys.stderr)
+        print(f"skipped: {printable(message)}", file=sys.stderr)
     if not found:
         raise ConfigError(
             f"no readable record.json below {directory}: give the directory of a run or a sweep, such as "
@@ -161,18 +162,19 @@ def _profiled_runs(directory: Path) -> list[ProfiledRun]:
     profiles = [(path.parent, record, StepProfile.of(record)) for path, record in found]
     runs = [ProfiledRun(where, record, profile) for where, record, profile in profiles if profile is not None]
     if not runs:
-        raise ConfigError(_not_profiled(directory, found[0][1]))
+        raise ConfigError(_not_profiled(directory, [record for _, record in found]))
     return runs
 
 
-def _not_profiled(directory: Path, record: RunRecord) -> str:
-    """Return why a run has no profile, and what to type."""
-    if record.status != "completed":
-        return f"{directory} has no profile, because the run is {record.status}: give a completed run"
-    note = (record.metrics.communication or {}).get("note")
-    reason = f" ({note})" if note else ""
+def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
+    """Return why runs have no profile, and what to type."""
+    record = next((each for each in records if each.status == "completed"), None)
+    if record is None:
+        return f"{directory} has no profile, because the run is {records[0].status}: give a completed run"
+    if note := (record.metrics.communication or {}).get("note"):  # A second run would have it too.
+        return f"{directory} has no profile: {note}"
     options = [text for text in record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]
-    return f"{directory} has no profile{reason}: run it with {' '.join(['distexp', *options, 'profile=true'])}"
+    return f"{directory} has no profile: run it with {shlex.join(['distexp', *options, 'profile=true'])}"
 
 
 if __name__ == "__main__":

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distexp.explain.advice import advise, slower_by
 from distexp.explain.profile import COMPUTE, StepProfile
+from distexp.runs.checked_values import number_of
 from distexp.runs.record import RunRecord
+from distexp.runs.step_parts import PARTS
 
 MIN_SHARE = 0.1
 """Smallest share of a step that is called a loss."""
 BOUND_SHARE = 0.3
 """Share from which a run is bound by a loss."""
+COMPUTE_BOUND_SHARE = 0.7
+"""Share of kernels from which a run without a loss is compute-bound."""
 
 LOSSES = ("exposed_communication", "waiting", "launch_idle", "data_wait", "optimizer", "host")
 BOUND = {
@@ -68,13 +73,25 @@ def explain_profile(profile: StepProfile) -> Explanation:
     share = shares[loss]
     if share < MIN_SHARE:
         loss, share = "compute", sum(shares[name] for name in COMPUTE)
-        matmul, other = shares["matmul"], shares["other_kernels"]
-        sentence = f"Compute-bound: matrix kernels take {matmul:.0%} and other kernels {other:.0%} of the step."
+        sentence = _describe_compute(share, shares)
     else:
         bound = f"{BOUND[loss]}: " if share >= BOUND_SHARE else ""
         text = bound + _describe(loss, share, profile)
         sentence = text[0].upper() + text[1:] + "."
     return Explanation(loss, share, sentence, advise(loss, profile))
+
+
+def _describe_compute(share: float, shares: Mapping[str, float]) -> str:
+    """Return what the kernels take and, if this is not most of the step, the two largest losses."""
+    kernels = f"matrix kernels take {shares['matmul']:.0%} and other kernels {shares['other_kernels']:.0%} of the step"
+    if share >= COMPUTE_BOUND_SHARE:
+        return f"Compute-bound: {kernels}."
+    first, second = sorted(LOSSES, key=lambda name: -shares[name])[:2]
+    return f"No loss is large: {kernels}, {_share(first, shares)} and {_share(second, shares)}."
+
+
+def _share(name: str, shares: Mapping[str, float]) -> str:
+    return f"{PARTS[name]} {shares[name]:.1%}"
 
 
 def _describe(loss: str, share: float, profile: StepProfile) -> str:
@@ -113,8 +130,10 @@ def _describe_waiting(share: float, profile: StepProfile) -> str:
 
 
 def _largest_collective(profile: StepProfile) -> str:
-    kinds = (profile.record.metrics.communication or {}).get("by_collective")
-    if not isinstance(kinds, dict) or not kinds:
+    entries = (profile.record.metrics.communication or {}).get("by_collective")
+    found = {kind: number_of(entries, kind) for kind in entries} if isinstance(entries, dict) else {}
+    kinds = {kind: share for kind, share in found.items() if share is not None}
+    if not kinds:
         return ""
     largest = max(kinds, key=lambda kind: kinds[kind])
     return f", most of it {largest}" if len(kinds) > 1 else f", in {largest}"

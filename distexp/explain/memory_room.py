@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
 
 from distexp.explain.profile import StepProfile
 from distexp.runs.checked_values import number_of
+from distexp.runs.spec import typed_config
+from distexp.system.overheads import overhead_mib
 from distexp.system.units import MIB
 
 USABLE = 0.9
@@ -14,13 +19,24 @@ USABLE = 0.9
 
 
 def usable_mib(profile: StepProfile) -> float | None:
-    """Return the memory of a GPU that a run may use; None if it is unknown."""
+    """Return the memory of a GPU that torch may use; None if it is unknown."""
     environment = profile.record.environment
-    total = environment.gpu_total_mib if environment else None
-    if total is None:
+    total, outside = environment.gpu_total_mib if environment else None, outside_torch_mib(profile)
+    if total is None or outside is None:
         return None
     limit = profile.setting("cluster.gpu_memory_limit_gb")
-    return USABLE * (min(total, 1024 * limit) if isinstance(limit, int | float) else total)
+    return USABLE * ((min(total, 1024 * limit) if isinstance(limit, int | float) else total) - outside)
+
+
+def outside_torch_mib(profile: StepProfile) -> float | None:
+    """Return the memory of CUDA, NCCL and other programs; None if it is unknown.
+
+    It is the measured one, or the usual one if this is more: ``cluster.gpu_memory_limit_gb`` subtracts at least that.
+    """
+    found = _values(profile.record.memory.get("parts"), "context_mib")
+    with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged or an old record
+        found.append(sum(overhead_mib(typed_config(profile.record.config)).values()))
+    return max(found, default=None)
 
 
 def peak_mib(profile: StepProfile) -> float | None:
@@ -42,7 +58,7 @@ def fits(profile: StepProfile, *, bytes_more: float = 0.0, batch_factor: int = 1
     return constant + batch_factor * (peak - constant) + bytes_more / MIB <= usable
 
 
-def _values(entries: Any, name: str) -> Iterable[float]:
+def _values(entries: Any, name: str) -> list[float]:
     listed = entries if isinstance(entries, list) else []
     found = (number_of(entry, name) for entry in listed if isinstance(entry, Mapping))
     return [value for value in found if value is not None]

@@ -12,6 +12,9 @@ from distexp.runs.step_parts import HIDDEN, PARTS
 
 COMPUTE = ("matmul", "other_kernels")
 
+DIFFERENT = 0.05
+"""Relative difference from which a profiled step differs from the median step."""
+
 
 @dataclass(frozen=True)
 class RankStep:
@@ -56,6 +59,14 @@ class StepProfile:
         """Return by how much the profiler made a step longer. The parts are without it."""
         return sum(rank.profiled_ms - rank.step_ms for rank in self.ranks) / len(self.ranks)
 
+    @property
+    def different_median_ms(self) -> float | None:
+        """Return the median of the steps that were not profiled, if the parts add up to another duration."""
+        median_s = number_of(self.record.metrics.step_time_s or {}, "p50")
+        if median_s is None or abs(self.step_ms - 1000 * median_s) <= DIFFERENT * 1000 * median_s:
+            return None
+        return 1000 * median_s
+
     def shares(self) -> dict[str, float]:
         """Return the parts as fractions of a step."""
         times = {name: self.mean_ms(name) for name in PARTS}
@@ -75,9 +86,10 @@ class StepProfile:
         return default if value is None else value
 
     def number(self, key: str, default: int) -> int:
-        """Return a whole number of the configuration."""
+        """Return a whole number of the configuration; the default if it is not one, or 0 and the default is not."""
         value = self.setting(key, default)
-        return value if isinstance(value, int) and not isinstance(value, bool) else default
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return value if is_number and value >= min(default, 1) else default
 
     @property
     def world_size(self) -> int:

@@ -20,10 +20,11 @@ def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
     """Yield the table with a row per part and a column per rank, and what is hidden."""
     shown = [name for name in PARTS if any(rank.parts[name] is not None for rank in profile.ranks)]
     means = [profile.mean_ms(name) for name in shown]
+    largest = max(means, default=0.0) or 1.0
     columns = [
         Column("part", (*map(_title, shown), "sum", "hidden communication"), ALWAYS, right=False),
         Column("%", (*(f"{100 * mean / profile.step_ms:.1f}" for mean in means), "100.0", ""), ALWAYS),
-        Column("", (*(_bar(mean / max(means)) for mean in means), "", ""), 90, right=False),
+        Column("", (*(_bar(mean / largest) for mean in means), "", ""), 90, right=False),
     ]
     for rank in profile.ranks:
         times = [rank.parts[name] for name in (*shown, HIDDEN)]
@@ -62,6 +63,11 @@ def notes(profile: StepProfile) -> Iterator[str]:
         yield (
             f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
             "launch idle, host work and waiting, in proportion to their size."
+        )
+    if median := profile.different_median_ms:
+        yield (
+            f"The parts add up to {profile.step_ms:,.1f} ms. The median of the steps that were not profiled is "
+            f"{median:,.1f} ms."
         )
     if not profile.on_gpu:
         yield "Without a GPU, operators of the CPU are the kernels, and launch idle is unknown."

@@ -54,6 +54,10 @@ def explanation(found: RunRecord) -> tuple[str, float, str, list[str]]:
 LAUNCH_BOUND = {"matmul": 20.0, "other_kernels": 20.0, "launch_idle": 55.0, "optimizer": 5.0}
 COMMUNICATION_BOUND = {"matmul": 30.0, "other_kernels": 20.0, "exposed_communication": 45.0, "optimizer": 5.0}
 DATA_BOUND = {"matmul": 30.0, "other_kernels": 20.0, "data_wait": 45.0, "optimizer": 5.0}
+SIX_LOSSES = {
+    **{"matmul": 40.0, "other_kernels": 6.0, "waiting": 9.5, "host": 8.5},
+    **dict.fromkeys(("launch_idle", "optimizer", "exposed_communication", "data_wait"), 9.0),
+}
 COMPUTE_BOUND = {"matmul": 70.0, "other_kernels": 20.0, "launch_idle": 5.0, "optimizer": 5.0}
 
 
@@ -74,6 +78,12 @@ COMPUTE_BOUND = {"matmul": 70.0, "other_kernels": 20.0, "launch_idle": 5.0, "opt
             "Data-bound: the training waits for its data for 45% of the step, with ",
         ),
         (COMPUTE_BOUND, "compute", 0.9, "Compute-bound: matrix kernels take 70% and other kernels 20% of the step."),
+        (
+            SIX_LOSSES,
+            "compute",
+            0.46,
+            "No loss is large: matrix kernels take 40% and other kernels 6% of the step, waiting for other ranks 9.5%",
+        ),
         (
             {"matmul": 80.0, "optimizer": 20.0},
             "optimizer",
@@ -132,6 +142,12 @@ def test_a_larger_micro_batch_is_proposed_only_if_it_fits() -> None:
     assert explanation(with_memory(unknown, 100_000, constant_mib=92_000))[3] == ["train.micro_batch_size=8"]
     limited = with_memory(profiled(LAUNCH_BOUND, cluster__gpu_memory_limit_gb=24, **fast), 20_000)
     assert explanation(limited)[3] == []
+    assert explanation(with_memory(unknown, 32_100))[3] == ["train.micro_batch_size=4"], "CUDA and NCCL need memory"
+    small = {"cluster__gpu_memory_limit_gb": 8, **fast, "train__micro_batch_size": 1}
+    assert explanation(with_memory(profiled(LAUNCH_BOUND, **small), 1_800))[3] == ["train.micro_batch_size=2"]
+    measured = with_memory(unknown, 30_000)
+    measured.memory["parts"][0]["context_mib"] = 20_000.0
+    assert explanation(measured)[3] == ["train.micro_batch_size=4"]
     accumulated = with_memory(profiled(LAUNCH_BOUND, train__gradient_accumulation_steps=2, **fast), 20_000)
     assert explanation(accumulated)[3] == ["train.micro_batch_size=4 train.gradient_accumulation_steps=1"]
     assert "2,000 kernels per micro-batch" in explanation(accumulated)[2]
@@ -257,6 +273,43 @@ def test_command_refuses_runs_without_a_profile(sweep: Path, capsys: pytest.Capt
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_command_to_profile_is_that_of_a_completed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = record(0, status="failed", overrides=("strategy=fsdp",))
+    finished = record(1, overrides=("strategy=ddp", "model.name=my model"))
+    folder = write(tmp_path, failed, finished)
+    assert main([str(folder)]) == 2
+    assert capsys.readouterr().err.endswith("run it with distexp strategy=ddp 'model.name=my model' profile=true\n")
+    finished.metrics.communication = {"note": "too few steps: train more steps"}
+    folder = write(tmp_path / "noted", failed, finished)
+    assert main([str(folder)]) == 2
+    assert capsys.readouterr().err.endswith("has no profile: too few steps: train more steps\n")
+
+
+def test_damaged_records_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    communicating = profiled(COMMUNICATION_BOUND, train__gradient_accumulation_steps=0, **GPU)
+    communicating.metrics.communication = {"by_collective": {"a": None}}
+    launching = profiled(LAUNCH_BOUND, number=1, train__gradient_accumulation_steps=0, **GPU)
+    empty = profiled({"matmul": 5.0}, number=2, **GPU)
+    empty.metrics.step_breakdown[0]["matmul_ms"] = 0.0  # type: ignore[index]
+    bare = profiled({"matmul": 5.0}, number=3, **GPU)
+    bare.metrics.step_breakdown = [{"rank": 0, "step_ms": 5.0}]
+    assert main([str(write(tmp_path, communicating, launching, empty, bare))]) == 0
+    out = capsys.readouterr().out
+    assert "no computation hides takes 45% of the step." in out
+    assert "4,000 kernels per micro-batch" in out
+
+
+@pytest.mark.parametrize(("device", "p50", "is_noted"), [(GPU, 0.1, False), (GPU, 0.08, True), ({}, 0.06, True)])
+def test_a_profiled_step_that_differs_from_the_median_one_has_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], device: dict[str, str], p50: float, is_noted: bool
+) -> None:
+    run = profiled(COMPUTE_BOUND, **device)
+    run.metrics.step_time_s = {"p50": p50, "p90": p50, "max": p50}
+    assert main([str(write(tmp_path, run))]) == 0
+    note = f"The parts add up to 100.0 ms. The median of the steps that were not profiled is {1000 * p50:.1f} ms."
+    assert (note in capsys.readouterr().out) == is_noted
 
 
 def test_an_error_of_the_explanation_keeps_the_record(
