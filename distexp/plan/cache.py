@@ -17,6 +17,7 @@ from distexp.config import Config, TrainConfig
 from distexp.config.paths import PACKAGE
 from distexp.data.cache import cache_dir
 from distexp.plan.estimate import Estimate
+from distexp.plan.verdict import planned_gpu
 from distexp.resolve.run_id import run_id
 from distexp.runs.files import read_json, write_json
 from distexp.system.gpu_models import cublas_workspace
@@ -58,13 +59,13 @@ def store_estimate(config: Config, estimate: Estimate) -> None:
 
 
 def cache_path(config: Config) -> Path:
-    """Return the file of an estimate."""
+    """Return the file of an estimate for the GPU to plan for."""
     key = {
         "run": run_id(_relevant(config)),
         "code": code_hash(),
         "custom": [package_hash(name) for name in custom_packages(config)],
         "versions": library_versions(),
-        "workspace": cublas_workspace(config.plan.gpu),
+        "workspace": cublas_workspace(planned_gpu(config)),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     return cache_dir() / "plan" / f"{digest}.json"

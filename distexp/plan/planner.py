@@ -55,7 +55,7 @@ class Planner:
 
     def cached(self, config: Config) -> Estimate | None:
         """Return the cached estimate; None if there is none."""
-        return read_estimate(with_gpu(config))
+        return read_estimate(config)
 
     def count_missing(self, configs: Sequence[Config]) -> int:
         """Return how many different configurations are not in the cache."""

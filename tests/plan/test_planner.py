@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn, cast
@@ -16,10 +16,14 @@ import psutil
 import pytest
 
 from distexp.exceptions import InterruptedRunError
+from distexp.launch.oom_advice import predicted_change
+from distexp.plan import verdict
+from distexp.plan.cache import cache_path
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner, Server, started_server
 from distexp.plan.server import FALLBACK_S, Job, continue_job
 from distexp.runs.files import read_json
+from distexp.system.hardware import Gpu
 from distexp.system.signals import handle_signals
 from tests.helpers.runs import resolve_cell
 
@@ -62,6 +66,23 @@ def test_estimate_without_a_trace_is_not_cached(monkeypatch: pytest.MonkeyPatch)
     config = resolve_cell("plan.only=true", "strategy=single")
     with Planner() as planner:
         assert [planner.estimate([config])[0] for _ in range(3)] == [*outcomes, outcomes[1]]
+
+
+def test_all_look_for_an_estimate_under_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A V100 has a smaller cuBLAS workspace, so its estimates are in other files."""
+    v100 = Gpu(0, "GPU-1", "Tesla V100-SXM2-16GB", 16_384.0)
+    config = resolve_cell("plan.only=true", "strategy=single", "train.micro_batch_size=4")
+    elsewhere = cache_path(config)
+    monkeypatch.setattr(verdict, "visible_gpus", lambda: (v100,))
+    estimate = Estimate(required_mib=1_000.0, peak_allocated_mib=900.0)
+    monkeypatch.setattr(Planner, "trace", lambda _, configs, advance: [estimate for _ in configs])
+    with Planner() as planner:
+        assert planner.count_missing([config]) == 1
+        assert planner.estimate([config, replace(config, train=replace(config.train, logits="targets"))])
+        assert planner.count_missing([config]) == 0
+        assert planner.cached(config) == estimate
+    assert cache_path(config) != elsewhere
+    assert predicted_change(config, 15_000.0) == ["train.logits=targets"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
