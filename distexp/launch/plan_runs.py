@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from omegaconf import DictConfig
 
+from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
 from distexp.launch.composition import Cell, MakeCell
 
 
 def _is_predicted(cell: Cell) -> bool:
-    """Return whether a cell may be predicted. By default, a run on CPUs does not wait for the import of the planner."""
+    """Return whether a cell may be predicted. If not, its run does not wait for the import of the planner."""
     config = cell.config
-    return config is not None and (config.cluster.device == "cuda" or config.plan.name == "check" or _has_cache())
+    if config is None or config.plan.name == "off":
+        return False
+    return config.plan.name == "check" or _has_cache()
 
 
 def _has_cache() -> bool:
-    return (cache_dir() / "plan").is_dir()
+    with suppress(ConfigError):  # Without a home directory there is no cache.
+        return (cache_dir() / "plan").is_dir()
+    return False
 
 
 def plan_runs(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> bool:

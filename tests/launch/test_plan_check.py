@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from omegaconf import OmegaConf
 
 from distexp.config import ConfigError
+from distexp.launch import plan_check
 from distexp.launch.outcome import finalize_run
 from distexp.launch.plan_check import predict_runs
+from distexp.launch.plan_runs import plan_runs
 from distexp.launch.snapshot import GitState
 from distexp.launch.sweep import AssignedRun, make_run_info, write_invalid
 from distexp.plan.estimate import Estimate, arithmetic_estimate
@@ -102,6 +106,30 @@ def test_nothing_is_predicted_if_it_is_off() -> None:
     with composed(("plan=off", *SLURM)) as (cells, make):
         predict_runs(cells, make, FormulaPlanner(known=True))
     assert (cells[0].predicted, cells[0].errors) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "cached", "predicts"),
+    [("off", True, False), ("warn", False, False), ("warn", True, True), ("check", False, True)],
+)
+def test_planner_is_imported_only_for_what_it_may_predict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, *, cached: bool, predicts: bool
+) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path))
+    if cached:
+        (tmp_path / "plan").mkdir()
+    called = []
+    monkeypatch.setattr(plan_check, "predict_runs", lambda *cells: called.append(cells))
+    with composed([*SLURM, f"plan={mode}"]) as (cells, make):
+        plan_runs(cells, OmegaConf.create({"plan": {"only": False}}), make)
+    assert bool(called) == predicts
+
+
+def test_run_without_a_home_directory_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = ConfigError("this user has no home directory")
+    monkeypatch.setattr("distexp.launch.plan_runs.cache_dir", Mock(side_effect=refused))
+    with composed(["cluster.device=cpu"]) as (cells, make):
+        assert plan_runs(cells, OmegaConf.create({"plan": {"only": False}}), make) is False
 
 
 def test_prediction_is_no_part_of_the_run_id() -> None:
