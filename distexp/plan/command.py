@@ -15,14 +15,18 @@ from distexp.launch.composition import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
 from distexp.plan.planner import Planner
 from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table
-from distexp.plan.verdict import FITS
+from distexp.plan.verdict import FITS, memory_to_fit_mib
 from distexp.runs.files import nan_to_none
 from distexp.system.units import MIB_PER_GB
 
 SLOW_S = 100.0
 """Time of a prediction from which no variants are predicted."""
 
-NO_GPU = "hint: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80 for a verdict"
+UNKNOWN_MEMORY = {
+    "cuda": "hint: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80 for a verdict",
+    "cpu": "hint: set cluster.memory_gb or plan.host_memory_gb for a verdict",
+}
+"""What to type if the memory to plan for is unknown, by device."""
 
 
 def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
@@ -64,8 +68,9 @@ def _check_predicted(planned: Sequence[PlannedCell]) -> None:
 def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
     """Yield what the verdicts are about."""
     found = [cell.predicted for cell in planned if cell.predicted is not None]
-    if any(each.nvidia_smi_mib is not None for each in found) and not any(each.gpu_memory_mib for each in found):
-        yield NO_GPU
+    configs = [cell.cell.config for cell in planned if cell.predicted is not None]
+    unknown = {each.cluster.device for each in configs if each is not None and memory_to_fit_mib(each) is None}
+    yield from (hint for device, hint in UNKNOWN_MEMORY.items() if device in unknown)
     memories = {
         (kind, memory, each.error_bound)
         for each in found

@@ -121,18 +121,30 @@ class MicroBatchSizes:
         """Return up to two positions between one that fits and one that does not."""
         if high - low <= 1:
             return []
-        sized = self._proposal(sizes[low] if low >= 0 else 0, sizes[high] if high < len(sizes) else 2)
-        wanted = [bisect_right(sizes, size) - 1 for size in sized]
+        sized = self._proposal(sizes[low] if low >= 0 else 0, sizes[high] if high < len(sizes) else None)
+        wanted = [bisect_right(sizes, size) - 1 for size in sized] or [(low + high) // 2]
         return sorted({min(max(position, low + 1), high - 1) for position in wanted})
 
-    def _proposal(self, low: int, high: int) -> tuple[int, int]:
-        """Return two sizes to estimate. The memory is nearly linear in the micro-batch."""
-        known = sorted(self._needed.items())[-2:]
+    def _proposal(self, low: int, high: int | None) -> tuple[int, ...]:
+        """Return two sizes to estimate, or none. The memory is nearly linear in the micro-batch.
+
+        Args:
+            low: The largest size that fits; 0 if none is known.
+            high: The smallest larger size that does not fit; None if none is known.
+        """
+        known = self._nearest(low, low if high is None else high)
         if len(known) < 2:
-            return (2 * low, 4 * low) if low else (1, high // 2)
+            return (1, (high or 2) // 2) if low == 0 else (2 * low, 4 * low)
         (small, less), (large, more) = known
         slope = (more - less) / (large - small)
-        size = (
-            int(small + (self.memory_mib / (1 + (self._error_bound or 0.0)) - less) / slope) if slope > 0 else 2 * large
-        )
+        if slope <= 0:
+            return (2 * low, 4 * low) if high is None else ()
+        size = int(small + (self.memory_mib / (1 + (self._error_bound or 0.0)) - less) / slope)
         return size, size + 1
+
+    def _nearest(self, low: int, high: int) -> list[tuple[int, float]]:
+        """Return the two estimated sizes nearest to both bounds. The whole batch is not on the line of the others."""
+        is_kept = self.config.train.global_batch_size is not None
+        whole = samples_per_worker(self.config) if is_kept else None
+        on_line = [each for each in self._needed.items() if each[0] != whole]
+        return sorted(sorted(on_line, key=lambda each: abs(each[0] - low) + abs(each[0] - high))[:2])

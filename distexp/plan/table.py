@@ -110,7 +110,7 @@ def notes(cells: Sequence[PlannedCell]) -> list[str]:
 def micro_batch_line(largest: LargestMicroBatch) -> str:
     """Return the line about the largest micro-batch."""
     if largest.size is None:
-        return "not even a micro-batch of 1 fits"
+        return "not even a micro-batch of 1 fits" if largest.is_exact else "no micro-batch found that fits"
     size = f"{largest.size}" if largest.is_exact else f"at least {largest.size}"
     return f"largest micro-batch that fits: {size}" + (f" ({largest.invalid})" if largest.invalid else "")
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from distexp.config import Config
+from distexp.config.batch_sizes import with_micro_batch
 from distexp.plan.cache import store_estimate
 from distexp.plan.cells import replace_overrides
 from distexp.plan.command import run_plan
 from distexp.plan.estimate import Estimate
 from distexp.plan.micro_batches import LargestMicroBatch
 from distexp.plan.search import Search, candidate_overrides
+from distexp.plan.table import micro_batch_line
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, gpu_memory_mib, verdict_of
 from tests.helpers.forked_cli import run_forked
 from tests.helpers.planning import FormulaPlanner, composed, linear_estimate
@@ -78,6 +80,22 @@ def test_without_a_gpu_the_known_gpus_that_fit_are_named(capsys: pytest.CaptureF
     text = printed(capsys, ("strategy=single", "train.micro_batch_size=20"))
     assert "fits on rtx5090-32gb and larger" in text
     assert "hint: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "hint"),
+    [("cuda", "hint: set plan.gpu=a100-80gb or"), ("cpu", "hint: set cluster.memory_gb or plan.host_memory_gb")],
+)
+@pytest.mark.parametrize("traced", [True, False])
+def test_an_unknown_memory_has_a_hint(
+    capsys: pytest.CaptureFixture[str], device: str, hint: str, *, traced: bool
+) -> None:
+    states = Estimate(parts={"parameters": 90_000.0}, notes=["not traced: a reason"])
+    planner = FormulaPlanner(linear_estimate if traced else lambda config: states)
+    with composed([*PLAN, "cluster=slurm", f"cluster.device={device}"]) as (cells, make):
+        run_plan(cells, make, planner)
+    hints = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint: ")]
+    assert [each.startswith(hint) for each in hints] == [True]
 
 
 def test_json_has_the_fields_of_predicted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +175,28 @@ def test_sizes_keep_the_global_batch(memory_mib: float, largest: int | None) -> 
     found = Search(config, compose, planner.estimate, memory_mib).largest_micro_batch(several_cost_more(config))
     assert (found.size, found.is_exact, planner.count <= 6) == (largest, True, True)
     assert ("train.micro_batch_size=1",) in list(candidate_overrides(config))
+
+
+@pytest.mark.parametrize(("first", "memory_mib", "largest"), [(120, 21_000, 15), (240, 21_000, 15), (120, 90_000, 80)])
+def test_search_starts_far_above_what_fits(first: int, memory_mib: float, largest: int) -> None:
+    """A step of a single micro-batch needs less than one of 120 samples."""
+    shared = resolve_cell("plan.only=true", "strategy=single", "train.global_batch_size=240")
+
+    def whole_needs_less(config: Config) -> Estimate:
+        estimate = linear_estimate(config)
+        return replace(estimate, required_mib=100_000.0) if config.train.micro_batch == 240 else estimate
+
+    def compose(overrides: Sequence[str]) -> Config:
+        return with_micro_batch(shared, int(overrides[0].partition("=")[2]))
+
+    config, planner = compose([f"train.micro_batch_size={first}"]), FormulaPlanner(whole_needs_less)
+    found = Search(config, compose, planner.estimate, memory_mib).largest_micro_batch(whole_needs_less(config))
+    assert (found.size, found.is_exact, planner.count <= 7) == (largest, True, True)
+
+
+def test_the_line_names_a_micro_batch_of_1_only_if_it_was_tried() -> None:
+    assert micro_batch_line(LargestMicroBatch(None)) == "not even a micro-batch of 1 fits"
+    assert micro_batch_line(LargestMicroBatch(None, is_exact=False)) == "no micro-batch found that fits"
 
 
 def test_changes_start_with_the_smallest_and_keep_the_global_batch() -> None:
