@@ -9,7 +9,7 @@ from distexp.config import Config, ModelConfig
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
 from distexp.console.energy import energy_lines
-from distexp.runs.devices import device_values
+from distexp.runs.devices import device_values, peak_before_end
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, tensor_entries
 from distexp.runs.metrics import Metrics
 from distexp.runs.out_of_memory import memory_lines
@@ -110,16 +110,22 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _prediction(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield the predicted peak of torch's memory next to the measured one."""
-    predicted = record.predicted.peak_allocated_mib if record.predicted else None
-    measured = max(device_values(record.memory.get("torch"), "peak_allocated_mib"), default=None)
+    """Yield the predicted peak next to the measured one: of torch's memory or, on CPUs, of the processes."""
+    if record.predicted is None:
+        return
+    if record.config["cluster"]["device"] == "cpu":
+        predicted, what = record.predicted.host_peak_mib, "CPU memory before the end of the run"
+        measured = peak_before_end(record.memory)
+    else:
+        predicted, what = record.predicted.peak_allocated_mib, "allocated by torch"
+        measured = max(device_values(record.memory.get("torch"), "peak_allocated_mib"), default=None)
     if predicted is None:
         return
     if measured and record.status == "completed":
         error = 100 * (predicted / measured - 1)
-        yield "prediction", f"{_mib(predicted)} allocated by torch, measured {_mib(measured)} ({error:+.1f} %)"
+        yield "prediction", f"{_mib(predicted)} {what}, measured {_mib(measured)} ({error:+.1f} %)"
     else:
-        yield "prediction", f"{_mib(predicted)} allocated by torch"
+        yield "prediction", f"{_mib(predicted)} {what}"
 
 
 def _wrapper(name: str) -> str:

@@ -68,12 +68,22 @@ def test_the_panel_has_the_utilization_by_the_peak_and_by_the_ceiling() -> None:
 
 
 def test_the_panel_has_the_prediction_and_its_error() -> None:
-    run = record(0)
+    run = record(0, cluster__device="cuda")
     run.run.duration_s = 4.0
     run.predicted = Predicted(peak_allocated_mib=990.0)
     assert dict(summary_lines(run))["prediction"] == "990 MiB allocated by torch"
     run.memory["torch"] = [{"rank": 0, "peak_allocated_mib": 1000.0}, {"rank": 1, "peak_allocated_mib": 900.0}]
     assert dict(summary_lines(run))["prediction"] == "990 MiB allocated by torch, measured 1,000 MiB (-1.0 %)"
+
+
+def test_on_a_cpu_the_prediction_is_that_of_the_processes() -> None:
+    run = record(0, cluster__device="cpu")
+    run.run.duration_s = 4.0
+    run.predicted = Predicted(peak_allocated_mib=14.0, host_peak_mib=550.0)
+    run.memory["cpu"] = [{"node": 0, "peak_mib": 911.0, "phases": {"train": 500.0, "done": 911.0}}]
+    assert dict(summary_lines(run))["prediction"] == (
+        "550 MiB CPU memory before the end of the run, measured 500 MiB (+10.0 %)"
+    )
 
 
 def test_the_panel_has_the_parts_of_the_memory_of_one_worker() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from distexp.plan.predicted_memory import ideal_states_mib
 from distexp.report.data.noise import step_noise
-from distexp.runs.devices import device_values, mean_or_none
+from distexp.runs.devices import device_values, mean_or_none, peak_before_end
 from distexp.runs.memory_parts import tensor_entries
 from distexp.runs.record import RunRecord
 
@@ -165,9 +165,14 @@ def _predicted(name: str) -> ReadMetric:
     return lambda record: _number(getattr(record.predicted, name)) if record.predicted else None
 
 
+def _predicted_on_gpu(record: RunRecord) -> float | None:
+    """Return the predicted peak of torch's memory. On a CPU, torch has no memory that could be measured."""
+    return None if record.config["cluster"]["device"] == "cpu" else _predicted("peak_allocated_mib")(record)
+
+
 def _prediction_error(record: RunRecord) -> float | None:
     """Return predicted minus measured peak, in percent of the measured one."""
-    predicted = _predicted("peak_allocated_mib")(record)
+    predicted = _predicted_on_gpu(record)
     measured = _largest("torch", "peak_allocated_mib")(record) if record.status == "completed" else None
     return 100 * (predicted / measured - 1) if predicted is not None and measured else None
 
@@ -227,7 +232,7 @@ TABLE_METRICS = (
     Metric("gpu_training_mode_mib", _over_training("gpu", "mode_mib"), "GPU mode\nMiB", "{:z,.0f}", importance=20),
     Metric("torch_peak_allocated_mib", _largest("torch", "peak_allocated_mib"), "torch\npeak MiB", "{:z,.0f}",
            importance=45),
-    Metric("predicted_peak_allocated_mib", _predicted("peak_allocated_mib"), "predicted\npeak MiB", "{:z,.0f}",
+    Metric("predicted_peak_allocated_mib", _predicted_on_gpu, "predicted\npeak MiB", "{:z,.0f}",
            importance=46),
     Metric("prediction_error_pct", _prediction_error, "predict.\nerror %", "{:+z.1f}", importance=47),
     Metric("model_states_mib", _largest("torch", "states_mib"), "model\nst. MiB", "{:z,.0f}", importance=28),
@@ -272,6 +277,7 @@ METRICS = (
     Metric("predicted_peak_reserved_mib", _predicted("peak_reserved_mib"), number_format="{:z,.0f}"),
     Metric("predicted_nvidia_smi_mib", _predicted("nvidia_smi_mib"), number_format="{:z,.0f}"),
     Metric("predicted_host_peak_mib", _predicted("host_peak_mib"), number_format="{:z,.0f}"),
+    Metric("cpu_peak_before_end_mib", lambda record: peak_before_end(record.memory), number_format="{:z,.0f}"),
     Metric("gpu_average_mib", _largest("gpu", "average_mib")),
     Metric("gpu_mode_mib", _largest("gpu", "mode_mib")),
     Metric("cpu_training_average_mib", _over_training("cpu", "average_mib")),

@@ -9,7 +9,10 @@ from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.report.data.text_table import TextTable
 
 TITLE = "Predicted and measured memory (MiB)"
-NOTE = "Predicted by distexp plan before the run. Error: predicted minus measured, in percent of the measured peak."
+NOTE = (
+    "Predicted by distexp plan before the run. Error: predicted minus measured, in percent of the measured peak. Host: "
+    "until the processes end."
+)
 
 COLUMNS = {
     "predicted": "predicted_peak_allocated_mib",
@@ -20,14 +23,15 @@ COLUMNS = {
     "nvidia-smi, predicted": "predicted_nvidia_smi_mib",
     "nvidia-smi, measured": "gpu_peak_mib",
     "host, predicted": "predicted_host_peak_mib",
-    "host, measured": "cpu_peak_mib",
+    "host, measured": "cpu_peak_before_end_mib",
 }
 """Metric of each column, by its title."""
 
 
 def predicted_groups(overview: Overview) -> list[RunGroup]:
     """Return the groups whose memory was predicted."""
-    return [group for group in overview.groups if group.metric(COLUMNS["predicted"])]
+    names = (COLUMNS["predicted"], COLUMNS["host, predicted"])
+    return [group for group in overview.groups if any(group.metric(name) for name in names)]
 
 
 def build_predictions_table(overview: Overview) -> TextTable | None:
