@@ -14,11 +14,12 @@ two CUDA events, which are read when the GPU has passed them.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ GPU_STRIDES = ((32, 2), (math.inf, 8))
 
 FSDP waits 50 times a step, and each time costs some microseconds of the CPU.
 """
+
+SCHEDSTAT = "/proc/thread-self/schedstat"
+"""Statistics of the scheduler about the thread that opens the file."""
 
 MOST_STEPS = 256
 """The latest steps that are kept."""
@@ -56,6 +60,7 @@ class WaitWatch:
         self._waits_s: dict[int, float] = {}
         self._current: list[tuple[Any, Any]] = []
         self._nested = False  # inside another wait
+        self._scheduler = SchedulerDelay()
         self._delay_s = 0.0  # of the scheduler, at the start of the step and then outside of the waits
         self._originals: list[tuple[type[Any], str, Any]] = []
 
@@ -161,7 +166,7 @@ class WaitWatch:
         self._nested = False
 
     def _read_delay(self) -> float:
-        return 0.0 if self.on_gpu else scheduler_delay_s()
+        return 0.0 if self.on_gpu else self._scheduler.read_s()
 
     def _now(self) -> Any:
         if not self.on_gpu:
@@ -181,15 +186,42 @@ class WaitWatch:
                 del self._waits_s[next(iter(self._waits_s))]
 
 
-def scheduler_delay_s() -> float:
-    """Return the time that this thread was ready to run without a core, in seconds; 0 if the kernel does not count it.
+class SchedulerDelay:
+    """Time that a thread was ready to run without a core. It is that of the thread of the first reading.
 
-    Other programs cause it, so on a CPU it is not part of the own time.
+    Other programs cause it, so on a CPU it is not part of the own time. The file stays open: it is read twice in each
+    wait.
     """
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+
+    def __init__(self, path: str = SCHEDSTAT) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._delay_s = 0.0
+        self._readable = True
+
+    def read_s(self) -> float:
+        """Return the seconds so far; 0 if the kernel does not count them, which is printed once."""
+        if self._readable:
+            try:
+                self._delay_s = self._read_ns() / 1e9
+            except (OSError, ValueError) as error:
+                self._readable = False
+                print(
+                    f"note: {self._path} has no times ({error}), so the own time of this rank contains the time in "
+                    "which other programs have its core",
+                    flush=True,
+                )
+        return self._delay_s
+
+    def _read_ns(self) -> int:
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+        content = os.pread(self._file, 128, 0)
+        times = [int(each) for each in content.split()]  # on a core, ready without a core (both ns), times on a core
+        if len(times) != 3 or not any(times):  # A kernel without these statistics writes zeros.
+            raise ValueError(f"content {content!r}")
+        return times[1]
 
 
 def _seconds(start: Any, end: Any) -> float:
