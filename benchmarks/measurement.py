@@ -193,10 +193,15 @@ def environment(settings: Settings) -> dict[str, str]:
     The Trainer would use DataParallel on further GPUs.
     """
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(index) for index in range(settings.workers)]
     env = {**os.environ, "PYTHONPATH": path}
-    return env | {"CUDA_VISIBLE_DEVICES": ",".join(devices[: settings.workers])} if settings.device == "cuda" else env
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible_devices(settings.workers))}
+    return env | devices if settings.device == "cuda" else env
+
+
+def visible_devices(gpus: int) -> list[str]:
+    """Return the devices to use, of those that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (visible.split(",") if visible else [str(index) for index in range(gpus)])[:gpus]
 
 
 def run(command: list[str], env: dict[str, str], log: Path, timeout_s: float) -> int | None:

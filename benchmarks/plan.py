@@ -25,12 +25,21 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.measurement import visible_devices
+from distexp.plan.estimate import GPU_ERROR_BOUND, Estimate
+from distexp.plan.search import last_of_each_key
+from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, verdict_of
+from distexp.runs.files import remove
+
 ROOT = Path(__file__).parents[1]
 CELLS = Path(__file__).with_name("plan_cells.yaml")
 PREDICTED = ROOT / "docs" / "results" / "plan_predicted.json"
 PLANNED_GPU = "plan.gpu=h200-141gb"
 WORKERS = "cluster.workers_per_node="
 FIGURES = ("peak_allocated_mib", "peak_reserved_mib", "nvidia_smi_mib", "host_peak_mib", "required_mib", "phase")
+VERDICTS = {FITS: "fits", TOO_CLOSE: "too close to call", DOES_NOT_FIT: "does not fit"}
 
 
 @dataclass(frozen=True)
@@ -83,13 +92,8 @@ def read_cells(folder: Path) -> list[Cell]:
         data, *own = shlex.split(entry["cell"])
         own = [each.replace("LLAMA", str(llama)) for each in own]
         arguments = (*shlex.split(content["common"]), *shlex.split(content[data]), *own)
-        cells.append(Cell(entry["cell"], tuple(entry["limits"]), _last_of_each_key(arguments)))
+        cells.append(Cell(entry["cell"], tuple(entry["limits"]), tuple(last_of_each_key(arguments))))
     return cells
-
-
-def _last_of_each_key(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    by_key = {argument.partition("=")[0]: argument for argument in arguments}
-    return tuple(by_key.values())
 
 
 def predict_cells(cells: list[Cell], path: Path) -> None:
@@ -111,8 +115,8 @@ def predict_cells(cells: list[Cell], path: Path) -> None:
 
 
 def _limits(cell: Cell, found: dict[str, Any]) -> list[int]:
-    """Return the memories that a run is tried with: one that is too small for a share above 1, and so on."""
-    return [round(found["required_mib"] / share) for share in cell.limits]
+    """Return the memories that a run is tried with. With a share below 1, the GPU has less than the run needs."""
+    return [round(found["required_mib"] * share) for share in cell.limits]
 
 
 def run_cells(cells: list[Cell], predicted: dict[str, Any], options: argparse.Namespace) -> None:
@@ -123,10 +127,9 @@ def run_cells(cells: list[Cell], predicted: dict[str, Any], options: argparse.Na
         if not result_path(options.results, cell.text, limit).exists() and cell.gpus <= options.gpus
     ]  # fmt: skip
     end = time.monotonic() + options.budget_s
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(gpu) for gpu in range(options.gpus)]
+    names = visible_devices(options.gpus)
     free: Queue[str] = Queue()
-    for name in names[: options.gpus]:
+    for name in names:
         free.put(name)
 
     def run_on_free_gpu(job: tuple[Cell, int | None]) -> None:
@@ -143,7 +146,7 @@ def run_cells(cells: list[Cell], predicted: dict[str, Any], options: argparse.Na
 
 
 def run(cell: Cell, limit_mib: int | None, gpus: str, end: float, options: argparse.Namespace) -> None:
-    """Run a cell and keep its record."""
+    """Run a cell and keep its record. A run that was stopped by its time limit starts again the next time."""
     if time.monotonic() > end:
         return
     target = result_path(options.results, cell.text, limit_mib)
@@ -152,6 +155,7 @@ def run(cell: Cell, limit_mib: int | None, gpus: str, end: float, options: argpa
     if limit_mib is not None:
         command.append(f"cluster.gpu_memory_limit_gb={limit_mib / 1024:.4f}")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+    remove(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".log").open("w") as log:
         try:
@@ -160,6 +164,7 @@ def run(cell: Cell, limit_mib: int | None, gpus: str, end: float, options: argpa
             )
         except subprocess.TimeoutExpired:
             print(f"{cell.text}: stopped after {options.timeout_s:.0f} s", flush=True)
+            return
     records = sorted(folder.rglob("record.json"))
     if not records:
         print(f"{cell.text}: no record, see {folder.with_suffix('.log')}", flush=True)
@@ -194,6 +199,7 @@ def result_path(folder: Path, text: str, limit_mib: int | None) -> Path:
 def compare(predicted: dict[str, Any], folder: Path) -> None:
     """Print and write the tables: errors of the peaks, and verdicts near the edge."""
     lines = [*error_table(predicted, folder), "", *verdict_table(predicted, folder)]
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
@@ -234,7 +240,8 @@ def verdict_table(predicted: dict[str, Any], folder: Path) -> Iterator[str]:
         for limit in expected["limits_mib"]:
             path = result_path(folder, text, limit)
             status = json.loads(path.read_text())["status"] if path.exists() else "not run"
-            verdict = "fits" if expected["required_mib"] <= limit else "does not fit"
+            estimate = Estimate(required_mib=expected["required_mib"], error_bound=GPU_ERROR_BOUND)
+            verdict = VERDICTS[verdict_of(estimate, limit) or TOO_CLOSE]
             yield f"| {text} | {limit:,} | {expected['required_mib']:,.0f} | {verdict} | {status} |"
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.measurement import REPOSITORY, end
+from benchmarks.measurement import REPOSITORY, end, visible_devices
 from benchmarks.tables import MISSING, markdown
 from distexp.runs.existing import DONE
 
@@ -221,12 +221,6 @@ def accepts(preset: Preset, override: str) -> bool:
 
 TEXT_KEYS = ("dataset.train_path", "dataset.eval_path", "dataset.path", "dataset.max_length", "model.tokenizer")
 """Keys that a preset for images refuses."""
-
-
-def visible_devices(gpus: int) -> list[str]:
-    """Return the devices to use, of those that this process may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (visible.split(",") if visible else [str(index) for index in range(gpus)])[:gpus]
 
 
 def is_done(sweep: Path) -> bool:

@@ -91,7 +91,7 @@ def candidate_overrides(config: Config) -> Iterator[tuple[str, ...]]:
         yield ("offload=true",) if config.strategy.name in ("fsdp", "deepspeed") else ("zero_stage=2", "offload=true")
     together = [*light, *([sharding] if sharding else [])]
     if len(together) > 1:
-        yield tuple(_last_of_each_key([text for change in together for text in change]))
+        yield tuple(last_of_each_key([text for change in together for text in change]))
 
 
 def _light_changes(config: Config) -> Iterator[tuple[str, ...]]:
@@ -126,5 +126,6 @@ def _sharding_change(config: Config) -> tuple[str, ...] | None:
     return ("sharding=full_shard",)
 
 
-def _last_of_each_key(overrides: Sequence[str]) -> list[str]:
+def last_of_each_key(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides without those whose key comes again."""
     return list({text.partition("=")[0]: text for text in overrides}.values())
