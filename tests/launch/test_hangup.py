@@ -5,16 +5,18 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import subprocess
 import sys
 import termios
 from pathlib import Path
 
 from distexp.runs.run_dir import LAUNCHER_LOG
-from tests.measure.memory.sampled_process import wait_until
+from tests.measure.memory.sampled_process import DEADLINE_S, wait_until
 
 COMMAND = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # With nohup, the tests and their processes ignore it.
 from pathlib import Path
 from distexp.launch.local.hangup import continue_after_hangup
 sweep = Path(sys.argv[1])
@@ -40,6 +42,7 @@ def test_runs_continue_after_the_terminal_is_closed(tmp_path: Path) -> None:
         os.close(inside)
         shown = b""
         while not shown.endswith(b"\n"):  # An unbuffered command may write the end of the line separately.
+            assert select.select([terminal], [], [], DEADLINE_S)[0], f"the command printed only {shown!r}"
             shown += os.read(terminal, 100)
         assert shown.strip() == b"ready"
         os.close(terminal)
