@@ -14,6 +14,7 @@ Nothing is trained, no weights are loaded, and no GPU is needed.
 
   plan.gpu=a100-80gb        predict for this GPU (default: that of this machine)
   plan.gpu_memory_gb=80     predict for a GPU with this memory
+  cluster.device=cpu        predict a run on CPUs
   --json                    print JSON for programs
 
 examples:

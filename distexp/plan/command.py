@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from distexp.config import Config
 from distexp.exceptions import SweepFailedError
 from distexp.launch.composition import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
@@ -17,6 +18,7 @@ from distexp.plan.planner import Planner
 from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table
 from distexp.plan.verdict import FITS, memory_to_fit_mib
 from distexp.runs.files import nan_to_none
+from distexp.system.hardware import visible_gpus
 from distexp.system.units import MIB_PER_GB
 
 SLOW_S = 100.0
@@ -71,6 +73,8 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
     configs = [cell.cell.config for cell in planned if cell.predicted is not None]
     unknown = {each.cluster.device for each in configs if each is not None and memory_to_fit_mib(each) is None}
     yield from (hint for device, hint in UNKNOWN_MEMORY.items() if device in unknown)
+    if not visible_gpus() and any(each and _is_local_on_gpus(each) for each in configs):
+        yield "this is for GPUs, but a run on this machine would use its CPUs: set cluster.device=cpu to predict that"
     memories = {
         (kind, memory, each.error_bound)
         for each in found
@@ -79,6 +83,10 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
     }
     for kind, memory, error in sorted(memories):
         yield f"{kind}: {memory / MIB_PER_GB:,.1f} GB; error of a prediction: up to {error:.0%}"
+
+
+def _is_local_on_gpus(config: Config) -> bool:
+    return config.cluster.launcher == "local" and config.cluster.device == "cuda"
 
 
 def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, console: Console) -> None:

@@ -79,6 +79,7 @@ def test_a_narrow_terminal_shows_which_cell_a_row_is(
 def test_without_a_gpu_the_known_gpus_that_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, ("strategy=single", "train.micro_batch_size=20"))
     assert "fits on rtx5090-32gb and larger" in text
+    assert "set cluster.device=cpu to predict that" in text
     assert "hint: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80" in text
 
 
