@@ -23,7 +23,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import profile_trace_path
 from distexp.runs.step_parts import PARTS
 from tests.helpers.runs import HELPERS, make_spec, torchrun
-from tests.helpers.sleeping_model import SLEEP_S
+from tests.helpers.slow_rank import LONG_SLEEP_S
 
 MANY_RUNS = HELPERS / "many_runs.py"
 
@@ -171,7 +171,7 @@ COMMON = (
 )  # fmt: skip
 PROFILED = "train.profile_steps=3"
 HALVES = ("train.micro_batch_size=2", "train.gradient_accumulation_steps=2")  # of the same global batch
-SLEEPING = ("model._target_=tests.helpers.sleeping_model.build", "trusted_packages=[tests]")
+SLEEPING = ("model._target_=tests.helpers.slow_rank.build_slower", "trusted_packages=[tests]")
 CELLS: dict[str, tuple[str, ...]] = {
     "plain": ("strategy=ddp",),
     "ddp": ("strategy=ddp", PROFILED),
@@ -308,9 +308,9 @@ def test_missing_measurement_has_a_reason(runs: Path, name: str, reason: str) ->
 @pytest.mark.slow
 def test_waiting_for_a_slow_rank(runs: Path) -> None:
     fast, slow = assert_broken_down(runs / "straggler")
-    assert slow["host_ms"] >= 1000 * SLEEP_S
+    assert slow["host_ms"] >= 1000 * LONG_SLEEP_S
     assert slow["waiting_ms"] < fast["waiting_ms"]
-    assert fast["waiting_ms"] > 500 * SLEEP_S, "half of the sleep, because the rank itself may be slow too"
+    assert fast["waiting_ms"] > 500 * LONG_SLEEP_S, "half of the sleep, because the rank itself may be slow too"
     for entry in (fast, slow):
         assert entry["waiting_ms"] + entry["exposed_communication_ms"] < entry["step_ms"]
 
