@@ -60,6 +60,12 @@ class StepProfile:
         return sum(rank.profiled_ms - rank.step_ms for rank in self.ranks) / len(self.ranks)
 
     @property
+    def includes_overhead(self) -> bool:
+        """Return whether the parts include the overhead of the profiler. Old records do not have this."""
+        entries = self.record.metrics.step_breakdown or ()
+        return any(isinstance(entry, dict) and entry.get("includes_overhead") is True for entry in entries)
+
+    @property
     def different_median_ms(self) -> float | None:
         """Return the median of the steps that were not profiled, if the parts add up to another duration."""
         median_s = number_of(self.record.metrics.step_time_s or {}, "p50")

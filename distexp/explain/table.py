@@ -64,6 +64,8 @@ def notes(profile: StepProfile) -> Iterator[str]:
             f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
             "launch idle, host work and waiting, in proportion to their size."
         )
+    if profile.includes_overhead and profile.on_gpu:
+        yield "The parts include the overhead of the profiler, because the batches have different sizes."
     if median := profile.different_median_ms:
         yield (
             f"The parts add up to {profile.step_ms:,.1f} ms. The median of the steps that were not profiled is "

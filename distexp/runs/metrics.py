@@ -49,7 +49,8 @@ class Metrics:
     )
     communication: dict[str, Any] | None = key(
         None,
-        "Communication in the steps of `train.profile_steps`, as means over the ranks.",
+        "Communication in the steps of `train.profile_steps`, as means over the ranks. These steps "
+        "include the overhead of the profiler.",
         parts={
             ".share": "Fraction of the step time in collectives.",
             ".exposed_share": "Fraction of the step time in collectives that no computation hides.",
@@ -76,7 +77,8 @@ class Metrics:
             "[].optimizer_ms": "Clipping and update of the weights, in ms.",
             "[].host_ms": "Other work of the CPU, in ms.",
             "[].hidden_communication_ms": "Collectives behind computation, in ms. It is not part of the sum.",
-            "[].profiled_step_ms": "Duration with the overhead of the profiler, which the parts are without, in ms.",
+            "[].profiled_step_ms": "Duration with the overhead of the profiler, in ms.",
+            "[].includes_overhead": "Whether the parts include the overhead of the profiler.",
             "[].launches": "Calls that launch kernels in the step. Null: no GPU.",
         },
     )

@@ -23,7 +23,7 @@ from distexp.measure.memory.allocator import AllocatorWatch
 from distexp.measure.memory.oom import FirstStepStacks
 from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.memory.step_recording import StepRecording, has_history
-from distexp.measure.profiling.overhead import remove_overhead
+from distexp.measure.profiling.overhead import StepSizes, remove_overhead
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
 from distexp.measure.stragglers import RankTimes, find_stragglers, step_times
 from distexp.measure.waiting import WaitWatch
@@ -66,6 +66,7 @@ class MetricsLogger:
         self.step_samples: list[int] = []  # of each step of this attempt; packed rows have different numbers of samples
         self.tokens = self.positions = 0  # of this rank in this attempt, without and with padding
         self.measured_work = Workload()  # of the measured steps; of this rank, and after ``finish`` of all ranks
+        self.step_sizes = StepSizes()  # of the measured and the profiled steps
         self.stopped: RunError | None = None  # why the training ended before its last step
         self.resumed_at = 0  # the step that this attempt resumed from
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
@@ -164,6 +165,9 @@ class MetricsLogger:
         self.profiler.step()
         self.heartbeat.beat()
         self.allocator.sample()
+        if self._warmed_up():
+            work = step.workload
+            self.step_sizes.add(work.rows, work.positions, work.head_tokens)
         self.steps += 1
         self.events.advance(self.steps)
         self.samples += step.num_samples
@@ -224,8 +228,9 @@ class MetricsLogger:
         first = self.plan.train.measure_after_step
         durations = self.clock.durations()[first : first + self.measured_steps]
         self.events.emit(measured_samples=self.measured_samples)
-        counts = [self.measured_tokens, self.tokens, self.positions, *astuple(self.measured_work)]
-        measured_tokens, tokens, positions, *work = sum_over_ranks(torch.tensor(counts, device=self.device)).tolist()
+        counts = [self.measured_tokens, self.tokens, self.positions, int(self.step_sizes.differ)]
+        sums = sum_over_ranks(torch.tensor([*counts, *astuple(self.measured_work)], device=self.device)).tolist()
+        measured_tokens, tokens, positions, ranks_with_different_sizes, *work = sums
         self.measured_work = Workload(*work)
         if measured_tokens:
             self.events.emit(measured_tokens=measured_tokens)
@@ -254,7 +259,10 @@ class MetricsLogger:
             metrics.communication, metrics.step_breakdown = profiled.communication, profiled.breakdown
             if durations and profiled.breakdown:
                 median_s = (metrics.step_time_s or {})["p50"]
-                metrics.step_breakdown = [remove_overhead(entry, median_s) for entry in profiled.breakdown]
+                differ = ranks_with_different_sizes > 0
+                metrics.step_breakdown = [
+                    remove_overhead(entry, median_s, sizes_differ=differ) for entry in profiled.breakdown
+                ]
         metrics.compile = self.compilation.summary()
         return metrics
 

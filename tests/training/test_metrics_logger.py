@@ -16,7 +16,9 @@ from distexp.data.images import collate_images
 from distexp.data.shards import PaddedDataset, StepData
 from distexp.data.targets import TargetTokens
 from distexp.data.text import TextCollate
+from distexp.data.workload import measure_workload
 from distexp.distributed.context import Context
+from distexp.measure.profiling.profiler import ProfileResult
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
 from distexp.training.metrics_logger import MetricsLogger
@@ -27,18 +29,25 @@ def text_samples(*lengths: int) -> list[Sample]:
     return [{"input_ids": torch.ones(n, dtype=torch.long), "labels": torch.ones(n, dtype=torch.long)} for n in lengths]
 
 
-def record(steps: Sequence[Sequence[Batch]], folder: Path) -> Metrics:
-    """Return the metrics of a training with these micro-batches."""
+def record(
+    steps: Sequence[Sequence[Batch]], folder: Path, breakdown: dict[str, float] | None = None, warmup: int = 0
+) -> Metrics:
+    """Return the metrics of a training with these micro-batches, and the parts of a profiled step."""
     context = Context(0, 1, 0, 1, 1, torch.device("cpu"), folder)
-    plan = StepPlan(TrainConfig(num_epochs=1, measure_after_step=0), len(steps))
+    plan = StepPlan(TrainConfig(num_epochs=1, measure_after_step=warmup), len(steps))
     logger = MetricsLogger(plan, context, Events(folder, enabled=False))
     logger.start()
     logger.start_steps()
     for batches in steps:
         samples = sum(batch.num_samples for batch in batches)
         logger.record_step(
-            StepData(list(batches), torch.tensor(1), samples, 0.25), torch.zeros(2), torch.tensor(1.0), 0.1
+            StepData(list(batches), torch.tensor(1), samples, 0.25, measure_workload(batches)),
+            torch.zeros(2),
+            torch.tensor(1.0),
+            0.1,
         )
+    if breakdown is not None:
+        logger.profiler.finish = lambda: ProfileResult({}, [breakdown])  # type: ignore[method-assign]
     return logger.finish()
 
 
@@ -70,3 +79,16 @@ def test_the_speed_of_a_line_counts_the_samples_of_its_steps(tmp_path: Path) -> 
 def test_images_have_no_padding_share(tmp_path: Path) -> None:
     image = {"images": torch.zeros(3, 2, 2, dtype=torch.uint8), "labels": torch.tensor(0)}
     assert record([[collate_images([image])]], tmp_path).padding_share is None
+
+
+@pytest.mark.parametrize(("lengths", "includes_overhead"), [((3, 10, 10), False), ((3, 10, 8), True)])
+def test_the_overhead_of_the_profiler_is_known_if_the_steps_are_equal(
+    lengths: tuple[int, ...], includes_overhead: bool, tmp_path: Path
+) -> None:
+    """The first step is the warm-up, whose size does not matter. The collate function pads to the longest text."""
+    steps = [[TextCollate(0, None)(text_samples(length, length))] for length in lengths]
+    parts = {"step_ms": 1e6, "launch_idle_ms": 1e6, "host_ms": 0.0, "waiting_ms": 0.0}
+    found = record(steps, tmp_path, parts, warmup=1).step_breakdown
+    assert found is not None
+    assert found[0]["includes_overhead"] == includes_overhead
+    assert (found[0]["step_ms"] == 1e6) == includes_overhead

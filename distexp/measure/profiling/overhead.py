@@ -8,20 +8,47 @@ SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")
 """Parts that grow because the profiler slows down the CPU."""
 
 
-def remove_overhead(entry: dict[str, Any], median_s: float) -> dict[str, Any]:
+SIMILAR = 1.05
+"""Largest ratio of the sizes of two steps whose kernels take equally long."""
+
+
+class StepSizes:
+    """Smallest and largest sizes of the batches of a rank's steps."""
+
+    def __init__(self) -> None:
+        self._least: tuple[int, ...] = ()
+        self._most: tuple[int, ...] = ()
+
+    def add(self, *sizes: int) -> None:
+        """Add the sizes of a step, always in the same order."""
+        self._least = tuple(map(min, self._least or sizes, sizes))
+        self._most = tuple(map(max, self._most or sizes, sizes))
+
+    @property
+    def differ(self) -> bool:
+        """Return whether the kernels of some steps take longer than those of others."""
+        return any(most > SIMILAR * least for least, most in zip(self._least, self._most, strict=True))
+
+
+def remove_overhead(entry: dict[str, Any], median_s: float, *, sizes_differ: bool = False) -> dict[str, Any]:
     """Return an entry of ``metrics.step_breakdown`` for a step that was not profiled.
 
     Kernels and transfers are as long as without the profiler. So the parts in ``SLOWED`` lose what the profiled step
-    takes longer than the median one, in proportion to their size. On a CPU nothing is removed.
+    takes longer than the median one, in proportion to their size.
+
+    Nothing is removed on a CPU. Nothing is removed either if the batches of the steps have different sizes: the
+    profiled step may then be longer because it has more work.
 
     Args:
         entry: parts of a profiled step in milliseconds.
         median_s: median of the measured steps, which are not profiled, in seconds.
+        sizes_differ: whether a rank has batches of different sizes.
     """
     profiled_ms, slowed_ms = entry["step_ms"], sum(entry[name] or 0.0 for name in SLOWED)
-    if entry["launch_idle_ms"] is None:
-        return {**entry, "profiled_step_ms": profiled_ms}
+    if entry["launch_idle_ms"] is None or sizes_differ:
+        return {**entry, "profiled_step_ms": profiled_ms, "includes_overhead": True}
     removed_ms = min(max(0.0, profiled_ms - 1000 * median_s), slowed_ms)
     kept = 1 - removed_ms / slowed_ms if slowed_ms else 1.0
     shorter = {name: entry[name] * kept for name in SLOWED}
-    return {**entry, **shorter, "step_ms": profiled_ms - removed_ms, "profiled_step_ms": profiled_ms}
+    times = {"step_ms": profiled_ms - removed_ms, "profiled_step_ms": profiled_ms}
+    return {**entry, **shorter, **times, "includes_overhead": False}

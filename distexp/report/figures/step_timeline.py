@@ -63,7 +63,7 @@ def assign_colors(ranks: Iterator[RankLanes]) -> dict[str, str]:
 
 def _describe(chosen: Sequence[tuple[RunTrace, Sequence[RankLanes]]]) -> Iterator[str]:
     yield "The median profiled step of each rank, from its start. Ctrl and the wheel zoom, a drag moves, a double "
-    yield "click resets."
+    yield "click resets. This step includes the overhead of the profiler."
     if any(len(ranks) < len(trace.lanes) for trace, ranks in chosen):
         yield "Not all ranks are drawn, but the slowest one of each run is."
 

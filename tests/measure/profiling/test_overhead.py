@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.measure.profiling.overhead import remove_overhead
+from distexp.measure.profiling.overhead import StepSizes, remove_overhead
 from distexp.runs.step_parts import PARTS
 
 
@@ -39,3 +39,27 @@ def test_nothing_is_removed_from_a_fast_step_or_on_a_cpu(times: dict[str, float 
     median_s = 0.120 if times["launch_idle"] else 0.060
     found = remove_overhead(entry(matmul=70.0, **times), median_s)
     assert found["step_ms"] == total(found) == 100
+
+
+@pytest.mark.parametrize(
+    ("sizes", "differ"),
+    [
+        ([], False),
+        ([(8, 4096, 4096)] * 3, False),
+        ([(8, 0, 0), (8, 0, 0)], False),
+        ([(8, 4096, 1000), (8, 4096, 1040)], False),
+        ([(8, 4096, 1000), (8, 4096, 1060)], True),
+        ([(8, 4096, 4096), (8, 2048, 2048), (8, 4096, 4096)], True),
+    ],
+)
+def test_steps_are_compared_by_the_sizes_of_their_batches(sizes: list[tuple[int, ...]], differ: bool) -> None:
+    """Rows, positions and computed logits; images have rows only."""
+    found = StepSizes()
+    for each in sizes:
+        found.add(*each)
+    assert found.differ == differ
+
+
+def test_nothing_is_removed_if_the_steps_have_different_work() -> None:
+    found = remove_overhead(entry(matmul=50.0, launch_idle=50.0), 0.060, sizes_differ=True)
+    assert (found["step_ms"], found["launch_idle_ms"], found["includes_overhead"]) == (100, 50, True)
