@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distexp.config import Config
 from distexp.config.batch_sizes import searches_micro_batch, with_micro_batch
 from distexp.plan.cache import read_estimate
-from distexp.plan.estimate import GPU_ERROR_BOUND
 from distexp.plan.search import candidate_overrides
 from distexp.runs.micro_batch import MicroBatchSearch
 from distexp.runs.run_dir import MICRO_BATCH
@@ -60,8 +60,8 @@ def predicted_change(config: Config, usable_mib: float) -> list[str]:
     for overrides in candidate_overrides(config):
         changed = apply_overrides(config, overrides)
         estimate = read_estimate(changed) if changed is not None else None
-        required = estimate.required_mib if estimate is not None else None
-        if required is not None and required * (1 + GPU_ERROR_BOUND) <= usable_mib:
+        most = replace(estimate, overhead_mib=0.0).most_mib if estimate is not None else None
+        if most is not None and most <= usable_mib:
             return list(overrides)
     return []
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from distexp.config import Config
 from distexp.config.batch_sizes import samples_per_worker
 from distexp.plan.estimate import Estimate
-from distexp.plan.verdict import FITS, verdict_of
 
 LARGEST_MICRO_BATCH = 1 << 20
 MOST_ROUNDS = 5
@@ -51,14 +50,13 @@ class MicroBatchSizes:
     compose: Compose
     estimate: EstimateAll
     memory_mib: float
-    _error_bound: float | None = None
-    _needed: dict[int, float] = field(default_factory=dict)
+    _most: dict[int, float] = field(default_factory=dict)
     _invalid: dict[int, str] = field(default_factory=dict)
 
     def largest(self, known: Estimate) -> LargestMicroBatch:
         """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
         sizes, first = self._sizes(), self.config.train.micro_batch
-        self._needed[first], self._error_bound = known.needed_mib or 0.0, known.error_bound
+        self._most[first] = known.most_mib or 0.0
         # A step of a single micro-batch may need less memory than one of several, which adds up whole gradients.
         if self.config.train.global_batch_size is not None and self._fit([sizes[-1]]) == [sizes[-1]]:
             return LargestMicroBatch(sizes[-1], invalid="it is the whole global batch of a worker")
@@ -78,7 +76,7 @@ class MicroBatchSizes:
 
     def _first_invalid(self, sizes: Sequence[int], low: int, high: int) -> int:
         """Return the first position whose size is invalid, if that of ``high`` is; else ``high``."""
-        if high == len(sizes) or sizes[high] in self._needed:
+        if high == len(sizes) or sizes[high] in self._most:
             return high
         while high - low > 1:
             middle = (low + high) // 2
@@ -97,11 +95,10 @@ class MicroBatchSizes:
 
     def _fit(self, sizes: Sequence[int]) -> list[int]:
         """Return those of some sizes that fit, up to the first that does not."""
-        self._estimate([size for size in sizes if size not in self._needed and size not in self._invalid])
+        self._estimate([size for size in sizes if size not in self._most and size not in self._invalid])
         fitting = []
         for size in sizes:
-            estimate = Estimate(required_mib=self._needed.get(size), error_bound=self._error_bound)
-            if size in self._invalid or verdict_of(estimate, self.memory_mib) != FITS:
+            if size in self._invalid or self._most[size] > self.memory_mib:
                 break
             fitting.append(size)
         return fitting
@@ -111,11 +108,11 @@ class MicroBatchSizes:
         self._invalid |= {size: found for size, found in composed.items() if isinstance(found, str)}
         valid = {size: found for size, found in composed.items() if not isinstance(found, str)}
         for size, outcome in zip(valid, self.estimate(list(valid.values())), strict=True):
-            needed = outcome.needed_mib if isinstance(outcome, Estimate) else None
-            if needed is None:
+            most = outcome.most_mib if isinstance(outcome, Estimate) else None
+            if most is None:
                 self._invalid[size] = NOT_PREDICTED
             else:
-                self._needed[size] = needed
+                self._most[size] = most
 
     def _next_positions(self, sizes: Sequence[int], low: int, high: int) -> list[int]:
         """Return up to two positions between one that fits and one that does not."""
@@ -139,12 +136,12 @@ class MicroBatchSizes:
         slope = (more - less) / (large - small)
         if slope <= 0:
             return (2 * low, 4 * low) if high is None else ()
-        size = int(small + (self.memory_mib / (1 + (self._error_bound or 0.0)) - less) / slope)
+        size = int(small + (self.memory_mib - less) / slope)
         return size, size + 1
 
     def _nearest(self, low: int, high: int) -> list[tuple[int, float]]:
         """Return the two estimated sizes nearest to both bounds. The whole batch is not on the line of the others."""
         is_kept = self.config.train.global_batch_size is not None
         whole = samples_per_worker(self.config) if is_kept else None
-        on_line = [each for each in self._needed.items() if each[0] != whole]
+        on_line = [each for each in self._most.items() if each[0] != whole]
         return sorted(sorted(on_line, key=lambda each: abs(each[0] - low) + abs(each[0] - high))[:2])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from distexp.config import Config
-from distexp.plan.estimate import GPU_ERROR_BOUND, Estimate
+from distexp.plan.estimate import Estimate
+from distexp.plan.gpu_errors import GPU_ERROR_BOUND
 from distexp.runs.record import Predicted
 from distexp.system.cgroups import usable_memory
 from distexp.system.gpu_models import GPU_MODELS, USABLE_SHARE, gpus_with
@@ -74,6 +75,7 @@ def predict(estimate: Estimate, memory_mib: float | None) -> Predicted:
         gpu_memory_mib=None if estimate.on_cpu else memory_mib,
         host_memory_mib=memory_mib if estimate.on_cpu else None,
         error_bound=estimate.error_bound,
+        most_mib=estimate.most_mib,
         notes=estimate.notes,
     )
 
@@ -82,14 +84,14 @@ def verdict_of(estimate: Estimate, memory_mib: float | None) -> str | None:
     """Return ``fits``, ``too_close`` or ``does_not_fit``; None if the memory or the peak is unknown."""
     if memory_mib is None:
         return None
-    needed = estimate.needed_mib
-    if needed is None:
+    if estimate.needed_mib is None:
         return DOES_NOT_FIT if sum(estimate.parts.values()) > memory_mib else None
-    if estimate.error_bound is None:
+    least, most = estimate.least_mib, estimate.most_mib
+    if least is None or most is None:
         return None
-    if needed * (1 + estimate.error_bound) <= memory_mib:
+    if most <= memory_mib:
         return FITS
-    return DOES_NOT_FIT if needed * (1 - estimate.error_bound) > memory_mib else TOO_CLOSE
+    return DOES_NOT_FIT if least > memory_mib else TOO_CLOSE
 
 
 def describe_verdict(predicted: Predicted) -> str:
@@ -101,7 +103,7 @@ def describe_verdict(predicted: Predicted) -> str:
             return f"does not fit: the model states alone exceed it by {_gb(states - memory)}"
         return "unknown: only the model states are known" if states else "unknown: not traced"
     if memory is None:
-        return f"needs {_gb(needed)} on a node" if predicted.nvidia_smi_mib is None else describe_gpus(needed)
+        return f"needs {_gb(needed)} on a node" if predicted.nvidia_smi_mib is None else describe_gpus(predicted)
     return _describe_share(needed, memory, predicted)
 
 
@@ -122,9 +124,12 @@ def available_mib(predicted: Predicted) -> float | None:
     return predicted.gpu_memory_mib if predicted.host_memory_mib is None else predicted.host_memory_mib
 
 
-def describe_gpus(needed_mib: float) -> str:
+def describe_gpus(predicted: Predicted) -> str:
     """Return the known GPUs on which a training fits."""
-    fitting = gpus_with(needed_mib * (1 + GPU_ERROR_BOUND))
+    most = predicted.most_mib
+    if most is None:  # The record is of an earlier version.
+        most = (predicted.required_mib or 0.0) * (1 + GPU_ERROR_BOUND)
+    fitting = gpus_with(most)
     return f"fits on {fitting[0]} and larger" if fitting else "fits on no known GPU"
 
 

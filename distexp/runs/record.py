@@ -166,6 +166,7 @@ class Predicted:
     gpu_memory_mib: float | None = key(None, "GPU memory that the verdict is about.", unit="MiB")
     host_memory_mib: float | None = key(None, "CPU memory that the verdict is about, for a run on CPUs.", unit="MiB")
     error_bound: float | None = key(None, "Largest relative error of the prediction. Null: unknown, so no verdict.")
+    most_mib: float | None = key(None, "Most memory that the run may need: required_mib and its error.", unit="MiB")
     notes: list[str] = key([], "What was assumed or could not be predicted.")
 
 

@@ -15,6 +15,7 @@ from distexp.plan.cache import store_estimate
 from distexp.plan.cells import replace_overrides
 from distexp.plan.command import run_plan
 from distexp.plan.estimate import Estimate
+from distexp.plan.gpu_errors import too_high_bound, too_low_bound
 from distexp.plan.micro_batches import LargestMicroBatch
 from distexp.plan.search import Search, candidate_overrides
 from distexp.plan.table import micro_batch_line
@@ -105,7 +106,8 @@ def test_json_has_the_fields_of_predicted(capsys: pytest.CaptureFixture[str]) ->
     first, second = json.loads(text)
     assert list(first) == [
         "overrides", "peak_allocated_mib", "peak_reserved_mib", "nvidia_smi_mib", "host_peak_mib", "phase", "parts",
-        "verdict", "seconds", "required_mib", "gpu_memory_mib", "host_memory_mib", "error_bound", "notes",
+        "verdict", "seconds", "required_mib", "gpu_memory_mib", "host_memory_mib", "error_bound",
+        "most_mib", "notes",
     ]  # fmt: skip
     assert first["overrides"] == ["dataset=squad", "plan.gpu=v100-16gb", "train.micro_batch_size=2"]
     assert (first["peak_allocated_mib"], first["nvidia_smi_mib"], first["verdict"]) == (
@@ -142,6 +144,51 @@ def test_training_that_cannot_be_traced_shows_the_model_states(capsys: pytest.Ca
         run_plan(cells, make, planner)
     (cell,) = json.loads(capsys.readouterr().out)
     assert (cell["peak_allocated_mib"], cell["notes"]) == (None, ["not traced: a reason"])
+
+
+def bounded(*overrides: str, **mib: float) -> Estimate:
+    """Return an estimate with the errors of a configuration."""
+    config = resolve_cell("plan.only=true", *overrides)
+    return Estimate(too_low=too_low_bound(config), too_high=too_high_bound(config), **mib)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "allocated", "overhead", "needed", "verdicts"),
+    [
+        ("strategy=single", 37_328, 1_309, 43_491, {46_765: FITS, 40_646: DOES_NOT_FIT}),
+        ("strategy=single", 17_711, 1_309, 21_103, {22_691: FITS, 19_722: DOES_NOT_FIT}),
+        ("strategy=single", 8_522, 1_331, 9_918, {10_664: FITS, 9_269: DOES_NOT_FIT}),
+        ("zero_stage=2", 30_050, 1_697, 35_257, {37_911: TOO_CLOSE, 32_951: DOES_NOT_FIT}),
+    ],
+)
+def test_verdicts_near_the_edge_are_those_of_the_docs(
+    strategy: str, allocated: float, overhead: float, needed: float, verdicts: dict[float, str]
+) -> None:
+    found = bounded(
+        strategy, "precision=bf16", peak_allocated_mib=allocated, overhead_mib=overhead, required_mib=needed - overhead
+    )
+    assert {limit: verdict_of(found, limit) for limit in verdicts} == verdicts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "allocated", "predicted", "measured"),
+    [
+        (("strategy=single", "train.activation_checkpointing=true"), 31_339, 1.245 * 32_502, 32_502),
+        (("strategy=single", "train.activation_checkpointing=true"), 10_686, 1.128 * 11_191, 11_191),
+        (("strategy=ddp", "cluster.workers_per_node=2", "train.gradient_accumulation_steps=2"), 31_662, 33_092, 35_204),
+        (("zero_stage=1", "cluster.workers_per_node=2"), 24_929, 26_224, 27_692),
+        (("zero_stage=3", "cluster.workers_per_node=2"), 30_072, 33_814, 38_036),
+        (("zero_stage=2",), 11_147, 12_034, 13_690),
+    ],
+)
+def test_no_verdict_contradicts_a_measured_run(
+    overrides: tuple[str, ...], allocated: float, predicted: float, measured: float
+) -> None:
+    """The rows of the docs with large errors: a GPU that is just large enough, and one that is just too small."""
+    found = bounded(*overrides, peak_allocated_mib=allocated, required_mib=predicted, overhead_mib=1_700)
+    assert verdict_of(found, measured + 1_700) == TOO_CLOSE
+    assert verdict_of(found, 1.25 * max(predicted, measured) + 1_700) == FITS
+    assert verdict_of(found, 0.97 * allocated + 1_700) == DOES_NOT_FIT
 
 
 @pytest.mark.parametrize(("memory", "verdict"), [(10_600, FITS), (10_000, TOO_CLOSE), (9_400, DOES_NOT_FIT)])
