@@ -16,10 +16,11 @@ from rich.console import Console
 from distexp.config import ConfigError
 from distexp.console.terminal import make_console
 from distexp.exceptions import run_until_pipe_closes
+from distexp.explain.advice import larger_global_batches
 from distexp.explain.causes import Explanation, explain_profile
 from distexp.explain.compare import ProfileComparison
 from distexp.explain.profile import StepProfile
-from distexp.explain.table import comparison_table, notes, ranks_table, try_line
+from distexp.explain.table import batch_line, comparison_table, notes, ranks_table, try_line
 from distexp.runs.existing import choose_newest_sweep
 from distexp.runs.files import nan_to_none, printable
 from distexp.runs.record import RunRecord, load_all
@@ -103,7 +104,8 @@ def _print_run(run: ProfiledRun, console: Console) -> None:
         console.print(part)
     console.print()
     explanation = run.explanation
-    for line in (explanation.sentence, try_line(explanation.alternatives)):
+    larger = batch_line(larger_global_batches(run.profile, explanation.alternatives))
+    for line in (explanation.sentence, try_line(explanation.alternatives), larger):
         if line is not None:
             _print(console, line)
     for note in notes(run.profile):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from distexp.config import DatasetConfig
 from distexp.explain.memory_room import fits
 from distexp.explain.profile import StepProfile
+from distexp.resolve.image_bytes import MAX_CPU_BYTES, estimate_image_bytes
 
 MOST_FACTOR = 8
 """Largest factor of a proposed micro-batch."""
@@ -41,7 +43,7 @@ def _against_communication(profile: StepProfile) -> Overrides:
     if strategy == "ddp":
         if profile.on_gpu and profile.setting("ddp.communication") == "fp32":
             yield "ddp.communication=bf16"
-        yield _more_accumulation(profile)
+        yield from _more_accumulation(profile)
     if strategy == "fsdp" and profile.setting("fsdp.sharding") == "full_shard" and _fits_unsharded(profile, 4):
         yield "sharding=shard_grad_op"
     stage, offload = profile.setting("deepspeed.zero_stage"), profile.setting("offload.enabled")
@@ -64,7 +66,8 @@ def _against_data_wait(profile: StepProfile) -> Overrides:
     wanted = min(max(2, 2 * loaders), _free_cores(profile))
     if wanted > loaders:
         yield f"dataset.num_workers={wanted}"
-    if "cache" in profile.setting("dataset.keys", ()) and profile.setting("dataset.cache") in (None, "none"):
+    decodes = "cache" in profile.setting("dataset.keys", ()) and profile.setting("dataset.cache") in (None, "none")
+    if decodes and _images_fit(profile):
         yield "dataset.cache=cpu"
 
 
@@ -74,7 +77,7 @@ def _against_optimizer(profile: StepProfile) -> Overrides:
         yield "offload=false"
     elif offload and profile.setting("deepspeed.cpu_optimizer") == "torch" and profile.on_gpu:
         yield "deepspeed.cpu_optimizer=deepspeed"
-    yield _more_accumulation(profile)
+    yield from _more_accumulation(profile)
 
 
 def _against_host(profile: StepProfile) -> Overrides:
@@ -126,15 +129,41 @@ def _larger_micro_batch(profile: StepProfile, needed: float) -> Overrides:
     if kept is not None:  # the same global batch, and so the same training
         accumulation = "" if is_derived else f" train.gradient_accumulation_steps={steps // kept}"
         yield f"train.micro_batch_size={micro * kept}{accumulation}"
-    elif steps == 1 and not is_derived and (profile.record.metrics.steps_per_epoch or factors[0]) >= factors[0]:
+    elif steps == 1 and not is_derived and _has_steps(profile, factors[0]):
         yield f"train.micro_batch_size={micro * factors[0]}"
 
 
-def _more_accumulation(profile: StepProfile) -> str:
+def _more_accumulation(profile: StepProfile) -> Overrides:
+    """Yield twice the global batch, with the same micro-batch, if an epoch has enough steps."""
+    if not _has_steps(profile, 2):
+        return
     total = profile.setting("train.global_batch_size")
     if isinstance(total, int):
-        return f"train.global_batch_size={2 * total}"
-    return f"train.gradient_accumulation_steps={2 * profile.number('train.gradient_accumulation_steps', 1)}"
+        yield f"train.global_batch_size={2 * total}"
+    else:
+        yield f"train.gradient_accumulation_steps={2 * profile.number('train.gradient_accumulation_steps', 1)}"
+
+
+def _has_steps(profile: StepProfile, factor: int) -> bool:
+    """Return whether an epoch has enough steps for a global batch that is larger by a factor."""
+    return (profile.record.metrics.steps_per_epoch or factor) >= factor
+
+
+def larger_global_batches(profile: StepProfile, alternatives: Sequence[str]) -> list[str]:
+    """Return the alternatives that make the global batch larger, and so change the training."""
+    return [alternative for alternative in alternatives if _is_larger(profile, alternative)]
+
+
+def _is_larger(profile: StepProfile, alternative: str) -> bool:
+    values = dict(override.split("=", 1) for override in alternative.split())
+    if "train.global_batch_size" in values:
+        return True
+    if profile.setting("train.global_batch_size") is not None:  # then the accumulation follows from it
+        return False
+    keys = "train.micro_batch_size", "train.gradient_accumulation_steps"
+    before = [profile.number(key, 1) for key in keys]
+    after = [int(values.get(key, value)) for key, value in zip(keys, before, strict=True)]
+    return math.prod(after) > math.prod(before)
 
 
 def _fused_kernels(profile: StepProfile) -> Overrides:
@@ -165,10 +194,25 @@ def _fits_unsharded(profile: StepProfile, bytes_per_parameter: int) -> bool:
     return built is not None and fits(profile, bytes_more=bytes_per_parameter * built.parameters)
 
 
+def _images_fit(profile: StepProfile) -> bool:
+    """Return whether the decoded images are few enough for CPU memory, as for kernels=fast."""
+    names = ("root", "train_size", "eval_size", "image_size")
+    needed = estimate_image_bytes(DatasetConfig(**{name: profile.setting(f"dataset.{name}") for name in names}))
+    return needed is not None and needed <= MAX_CPU_BYTES
+
+
 def _free_cores(profile: StepProfile) -> int:
     """Return the CPU cores of a worker that do not train."""
     environment = profile.record.environment
     cores = (environment.cpu_count or 0) if environment else 0
-    workers = max(1, profile.number("cluster.workers_per_node", 1))
+    if environment and environment.cpu_limit is not None:
+        cores = min(cores, int(environment.cpu_limit))
     training = 1 if profile.on_gpu else profile.number("cluster.cpus_per_worker", 1)
-    return max(0, cores // workers - training)
+    return max(0, cores // math.ceil(profile.world_size / _machines(profile)) - training)
+
+
+def _machines(profile: StepProfile) -> int:
+    """Return the number of machines. Simulated nodes share one. During a run only its attempt has the hosts."""
+    run = profile.record.run
+    hosts = run.hosts or (run.attempts[-1].get("hosts") if run.attempts else None)
+    return len(set(hosts)) if hosts else max(1, profile.number("cluster.nodes", 1))

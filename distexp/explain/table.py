@@ -91,3 +91,8 @@ def _bar(fraction: float) -> str:
 def try_line(alternatives: Sequence[str]) -> str | None:
     """Return the line with the overrides to try; None if there are none."""
     return f"try: {'  or  '.join(alternatives)}" if alternatives else None
+
+
+def batch_line(larger: Sequence[str]) -> str | None:
+    """Return the line about overrides that make the global batch larger; None if there are none."""
+    return f"A larger global batch changes the training: {', '.join(larger)}." if larger else None

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from distexp.config import DatasetConfig
 
+MAX_CPU_BYTES = 64 * 10**9
+"""Decoded images that are kept in CPU memory without an explicit ``dataset.cache``."""
+
 CHANNELS = 3
 GENERATED_IMAGES, GENERATED_EDGE = 500, 32
 """Images of ``dataset=tinyimagenet_sample``, and their height."""

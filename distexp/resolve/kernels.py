@@ -14,14 +14,14 @@ from distexp.config.custom_code import check_returned, one_sentence
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
 from distexp.config.model_checks import ATTENTIONS
-from distexp.resolve.image_bytes import estimate_image_bytes
+from distexp.resolve.image_bytes import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import load_strategy
 
 MIN_FLEX_WIDTH = 16
 """Smallest width of an attention head for which flex attention has a GPU kernel."""
 
-MAX_GPU_BYTES, MAX_CPU_BYTES = 4 * 10**9, 64 * 10**9
-"""Decoded images that ``dataset.cache`` keeps on the GPU, and in CPU memory. TinyImageNet has 1.35 GB."""
+MAX_GPU_BYTES = 4 * 10**9
+"""Decoded images that ``dataset.cache`` keeps on the GPU. TinyImageNet has 1.35 GB."""
 
 MODELS = "distexp.models."
 """Models below this package can compute the logits of targets alone."""

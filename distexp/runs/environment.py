@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from distexp.runs.record import Environment
+from distexp.system.cgroups import cpu_limit
 from distexp.system.hardware import cpu_count, visible_gpus
 
 
@@ -33,6 +34,7 @@ def make_environment(*, on_gpu: bool, variables: Mapping[str, str] | None = None
         gpu_name=gpu.name if gpu else None,
         gpu_total_mib=gpu.total_mib if gpu else None,
         cpu_count=cpu_count(),
+        cpu_limit=cpu_limit(),
         hostname=socket.gethostname(),
         variables=dict(variables or {}),
     )

@@ -128,6 +128,7 @@ class Environment:
     gpu_name: str | None = key(None, "Name of the first GPU.")
     gpu_total_mib: float | None = key(None, "Memory of the first GPU.", unit="MiB")
     cpu_count: int | None = key(None, "Number of usable CPU cores.")
+    cpu_limit: float | None = key(None, "Limit of the CPU time by control groups, in cores. Null: none.")
     hostname: str | None = key(None, "Host name.")
     variables: dict[str, str] = key({}, "Environment variables of NCCL, Gloo, CUDA and PyTorch.")
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from distexp.explain.__main__ import main
+from distexp.explain.advice import larger_global_batches
 from distexp.explain.causes import explain
 from distexp.explain.compare import ProfileComparison
 from distexp.explain.profile import StepProfile
@@ -190,11 +191,70 @@ def test_advice_against_communication(settings: dict[str, Any], proposed: list[s
     assert explanation(full)[3] == [text for text in proposed if not text.startswith(memory)]
 
 
-def test_advice_for_data_needs_free_cores() -> None:
-    run = profiled(DATA_BOUND, dataset__num_workers=4, **GPU)
-    for cores, proposed in ((None, []), (8, []), (64, ["dataset.num_workers=8"])):
-        run.environment.cpu_count = cores  # type: ignore[union-attr]
-        assert explanation(run)[3] == proposed
+@pytest.mark.parametrize("steps", [None, 1, 2])
+def test_more_accumulation_needs_two_steps_in_an_epoch(steps: int | None) -> None:
+    for settings, text in (({}, "train.gradient_accumulation_steps=2"), ({"train__global_batch_size": 8},
+                                                                         "train.global_batch_size=16")):  # fmt: skip
+        run = profiled(COMMUNICATION_BOUND, **settings, **GPU)
+        run.metrics.steps_per_epoch = steps
+        assert (text in explanation(run)[3]) == (steps != 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "alternatives", "larger"),
+    [
+        ({}, ["ddp.communication=bf16", "train.gradient_accumulation_steps=2"], [1]),
+        ({"train__global_batch_size": 8}, ["train.micro_batch_size=8", "train.global_batch_size=16"], [1]),
+        ({"train__micro_batch_size": 2}, ["train.micro_batch_size=4", "kernels=fast"], [0]),
+        ({"train__micro_batch_size": 2, "train__gradient_accumulation_steps": 2},
+         ["train.micro_batch_size=4 train.gradient_accumulation_steps=1"], []),
+    ],
+)  # fmt: skip
+def test_larger_global_batches_are_named(settings: dict[str, Any], alternatives: list[str], larger: list[int]) -> None:
+    profile = StepProfile.of(profiled(LAUNCH_BOUND, **settings))
+    assert profile is not None
+    assert larger_global_batches(profile, alternatives) == [alternatives[position] for position in larger]
+
+
+@pytest.mark.parametrize(
+    ("cores", "limit", "hosts", "nodes", "proposed"),
+    [
+        (None, None, [], 1, None),
+        (8, None, [], 1, None),
+        (64, None, [], 1, 8),
+        (64, 9.5, [], 1, None),
+        (64, 14.0, [], 1, 6),
+        (16, None, ["a", "b"], 2, 7),
+        (16, None, ["a"], 2, None),
+    ],
+    ids=["unknown", "few", "many", "limit", "higher limit", "two machines", "simulated nodes"],
+)
+def test_advice_for_data_needs_free_cores(
+    cores: int | None, limit: float | None, hosts: list[str], nodes: int, proposed: int | None
+) -> None:
+    run = profiled(DATA_BOUND, dataset__num_workers=4, cluster__nodes=nodes, **GPU)
+    assert run.environment is not None
+    run.environment.cpu_count, run.environment.cpu_limit = cores, limit
+    expected = [f"dataset.num_workers={proposed}"] if proposed else []
+    run.run.hosts = hosts
+    assert explanation(run)[3] == expected
+    run.run.hosts, run.run.attempts = [], [{"hosts": hosts}]  # during a run
+    assert explanation(run)[3] == expected
+
+
+@pytest.mark.parametrize(
+    ("dataset", "proposed"),
+    [
+        ({"cache": "none"}, True),
+        ({"cache": "gpu"}, False),
+        ({"root": "/missing"}, False),
+        ({"train_size": 10**8, "eval_size": 1}, False),
+    ],
+    ids=["small", "is kept", "unknown", "300 GB"],
+)
+def test_decoded_images_are_kept_only_if_they_fit(dataset: dict[str, Any], proposed: bool) -> None:
+    settings = {f"dataset__{name}": value for name, value in {"keys": ["cache"], **dataset}.items()}
+    assert explanation(profiled(DATA_BOUND, **settings, **GPU))[3] == ["dataset.cache=cpu"] * proposed
 
 
 @pytest.mark.parametrize(
@@ -232,6 +292,7 @@ def sweep(tmp_path: Path) -> Path:
         profiled(LAUNCH_BOUND, LAUNCH_BOUND, number=1, **GPU),
         record(2, overrides=("strategy=ddp", "train.profile_steps=0")),
         record(3, status="failed"),
+        profiled(COMMUNICATION_BOUND, number=5, **GPU),
     )
 
 
@@ -242,7 +303,9 @@ def test_command_prints_all_profiled_runs(sweep: Path, capsys: pytest.CaptureFix
     assert "rank 1" in out
     assert "Compute-bound: matrix kernels take 70%" in out
     assert "try: kernels=fast" in out
-    (line,) = (line for line in out.split(f"{sweep}/1")[1].splitlines() if line.startswith("GPU idle"))
+    assert "A larger global batch changes the training: train.gradient_accumulation_steps=2." in out
+    text = out.split(f"{sweep}/1")[1].split(f"{sweep}/5")[0]
+    (line,) = (line for line in text.splitlines() if line.startswith("GPU idle"))
     assert line.split()[-3:] == ["█" * 24, "55.00", "55.00"]
     assert main([str(sweep / "1"), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)
@@ -266,7 +329,7 @@ def test_command_refuses_runs_without_a_profile(sweep: Path, capsys: pytest.Capt
     for arguments, message in (
         ([str(sweep / "2")], f"{sweep / '2'} has no profile: run it with distexp strategy=ddp profile=true"),
         ([str(sweep / "2"), str(sweep / "0")], "has no profile"),
-        ([str(sweep), str(sweep / "0")], f"has 2 profiled runs: give one of them, such as {sweep / '0'}"),
+        ([str(sweep), str(sweep / "0")], f"has 3 profiled runs: give one of them, such as {sweep / '0'}"),
         ([str(sweep / "3")], "has no profile, because the run is failed: give a completed run"),
         ([str(sweep / "4")], "no readable record.json below"),
         ([str(sweep)] * 3, "3 directories: give one, or two to compare"),
