@@ -71,7 +71,7 @@ class Metrics:
             "[].matmul_ms": "Matrix products, convolutions and attention, in ms.",
             "[].other_kernels_ms": "Other kernels and copies, in ms.",
             "[].exposed_communication_ms": "Collectives that no computation hides, in ms.",
-            "[].waiting_ms": "Collectives that wait for the slowest rank, in ms.",
+            "[].waiting_ms": "Collectives that wait for the slowest rank, in ms. 0 if unknown: several groups of gloo.",
             "[].launch_idle_ms": "GPU without work because the CPU launches kernels too slowly, in ms. Null: no GPU.",
             "[].data_wait_ms": "Waiting for data, in ms.",
             "[].optimizer_ms": "Clipping and update of the weights, in ms.",

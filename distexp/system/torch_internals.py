@@ -344,6 +344,13 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
 
 
+def has_several_groups() -> bool:
+    """Return whether this process is in several process groups, not counting copies and groups of one rank."""
+    with _explained("torch.distributed.distributed_c10d._world.pg_group_ranks"):
+        groups = {tuple(sorted(ranks)) for ranks in distributed_c10d._world.pg_group_ranks.values()}
+    return sum(len(ranks) > 1 for ranks in groups) > 1
+
+
 def default_compile_cache() -> str:
     """Return the folder in which inductor keeps compiled code by default. Inductor writes it to the environment."""
     with _explained("torch._inductor.runtime.cache_dir_utils.default_cache_dir"):

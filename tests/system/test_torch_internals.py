@@ -17,6 +17,8 @@ from distexp.system.torch_internals import (
     FSDPPolicies,
     TorchInternalsChangedError,
     extension_build_dir,
+    fake_process_group,
+    has_several_groups,
     read_fsdp_policies,
     scale_tensors,
     tensor_norms,
@@ -44,6 +46,14 @@ def test_fsdp_policies_are_read_from_a_sharded_unit(reshards: bool) -> None:
     )
     expected = FSDPPolicies(reshards_after_forward=reshards, offloads_to_cpu=True, param_dtype=torch.bfloat16)
     assert read_fsdp_policies([model]) == [expected]
+
+
+def test_groups_with_other_ranks_are_several_groups() -> None:
+    with fake_process_group(4):
+        assert not has_several_groups()
+        for ranks, expected in (([0, 1, 2, 3], False), ([0], False), ([0, 2], True)):
+            dist.new_group(ranks)
+            assert has_several_groups() == expected
 
 
 def test_norms_and_scaling_of_several_tensors() -> None:

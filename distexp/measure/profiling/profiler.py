@@ -31,6 +31,7 @@ from distexp.measure.profiling.waiting import Durations, durations_of, split_col
 from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.profile_summary import write_profile_summary
 from distexp.runs.run_dir import profile_trace_path
+from distexp.system.torch_internals import has_several_groups
 
 T = TypeVar("T")
 
@@ -237,7 +238,7 @@ def _summarize(trace: Trace | str) -> RankSummary | str:
         return trace
     shares = communication_shares(timeline_of(trace))
     durations = [end - start for start, end in step_windows(trace)]
-    return RankSummary(shares, durations, durations_of(trace.collectives))
+    return RankSummary(shares, durations, durations_of(trace.collectives, several_groups=has_several_groups()))
 
 
 def _median_step(ranks: Sequence[Sequence[float]]) -> int | None:

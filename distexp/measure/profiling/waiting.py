@@ -2,6 +2,9 @@
 
 A collective ends on all ranks at the same time. So the rank with the shortest duration started last, and the others
 waited for it. No clock is compared between machines, only durations.
+
+The profiler does not record the process group of gloo's collectives. And gloo executes a reduce-scatter as an
+all-reduce. So nothing is known about the waiting if such ranks are in several groups, as with ``hybrid_shard``.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from distexp.measure.profiling.chrome_trace import Collective
 from distexp.measure.profiling.intervals import Interval
 
 Key = tuple[str, str]
-"""Kind of a collective, and the ranks of its process group."""
+"""Kind of a collective, and the ranks of its process group; empty: unknown."""
 Durations = Mapping[Key, Sequence[float]]
 """Durations of the collectives of a rank in seconds, in the order of their starts."""
 
@@ -21,11 +24,16 @@ ONE_SIDED = ("send_recv", "send", "recv", "broadcast", "reduce", "gather", "scat
 """Kinds in which a rank may end before another has started."""
 
 
-def durations_of(collectives: Sequence[Collective]) -> dict[Key, list[float]]:
-    """Return the durations of the collectives in which all ranks wait for each other."""
+def durations_of(collectives: Sequence[Collective], *, several_groups: bool = False) -> dict[Key, list[float]]:
+    """Return the durations of the collectives in which all ranks wait for each other.
+
+    Args:
+        collectives: Collectives of a rank.
+        several_groups: Whether the rank is in several process groups. Then collectives of unknown groups are left out.
+    """
     found: dict[Key, list[float]] = {}
     for each in sorted(collectives, key=lambda collective: collective.when):
-        if each.kind not in ONE_SIDED:
+        if each.kind not in ONE_SIDED and (each.group or not several_groups):
             found.setdefault((each.kind, each.group), []).append(each.when[1] - each.when[0])
     return found
 

@@ -216,6 +216,14 @@ def test_waiting_is_unknown_if_the_ranks_have_different_collectives() -> None:
     assert waits(collectives((0, 5)), collectives((4, 5), (6, 7))) == [0]
 
 
+def test_waiting_is_unknown_if_ranks_are_in_several_groups_of_gloo() -> None:
+    """With NCCL the group of a collective is known."""
+    own = [*collectives((0, 5)), *collectives((10, 12), group="[0, 1]")]
+    other = [*collectives((4, 5)), *collectives((11, 12), group="[0, 1]")]
+    known = [durations_of(each, several_groups=True) for each in (own, other)]
+    assert [each.wait[1] - each.wait[0] for each in split_collectives(own, known)] == [0, 1]
+
+
 def test_a_transfer_next_to_a_waiting_collective_is_no_waiting(tmp_path: Path) -> None:
     trace = GPUTrace().step(1, 0, 10).kernel(ALL_REDUCE, 0, 6, launch=0)
     trace.kernel(ALL_REDUCE.replace("AllReduce", "AllGather"), 2, 10, launch=0)
