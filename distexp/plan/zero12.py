@@ -40,14 +40,12 @@ class ZeroOneTwo(ShardedOptimizer):
         self.num_buckets = 2 if read_zero(settings, "overlap_comm", False) else 1
         self._partition(self.groups, config.cluster.world_size)
         self.masters = [buffers.with_states(size, torch.float32, "optimizer_states") for size in self.shares]
-        if not self.offloads:  # initialize_optimizer_states allocates these and frees them. Their segments stay.
-            gradients = [buffers.on_gpu(size, torch.float32, "gradients") for size in self.shares]
-            del gradients
-        self.moments_per_share = MOMENTS[config.train.optimizer]
-        self.moments: list[Tensor] = []
-        if self.offloads:
-            for size in self.shares:
-                self._allocate_moments(size)
+        moments = MOMENTS[config.train.optimizer]
+        self.moments = [
+            buffers.with_states(size, torch.float32, "optimizer_states", can_pin=False)
+            for size in self.shares
+            for _ in range(moments)
+        ]
         self.host_buffers: list[Tensor] = []
         if self.offloads:
             self._allocate_offload_buffers()
@@ -69,10 +67,6 @@ class ZeroOneTwo(ShardedOptimizer):
             for param, owned, offset in zip(group, share.owned, offsets, strict=False):
                 self.owned[param] = owned
                 self.owners[param] = owners(offset, param.numel(), share.size)
-
-    def _allocate_moments(self, share: int) -> None:
-        for _ in range(self.moments_per_share):
-            self.moments.append(self.buffers.with_states(share, torch.float32, "optimizer_states", can_pin=False))
 
     def _allocate_offload_buffers(self) -> None:
         largest = max(param.numel() for param in self.params)
@@ -166,6 +160,4 @@ class ZeroOneTwo(ShardedOptimizer):
             del flat
             if share == self.shares[-1]:
                 self.gradients = None
-            if len(self.moments) < self.moments_per_share * len(self.shares):
-                self._allocate_moments(share)  # The optimizer makes its states in its first step.
             del gradient

@@ -62,16 +62,6 @@ def test_stage_2_has_16_bit_weights_and_a_share_of_fp32_states() -> None:
     assert {event.part for event in trace.events if event.phase == "backward"} >= {"gradients", "communication"}
 
 
-def test_the_constructor_allocates_gradients_once_and_the_first_step_the_moments() -> None:
-    trace = traced("zero_stage=2", "cluster.workers_per_node=1")
-    in_setup = [event for event in trace.history if event.phase == "setup" and event.device == "gpu"]
-    gradients = [event.bytes for event in in_setup if event.part == "gradients"]
-    assert sum(size for size in gradients if size > 0) == pytest.approx(4 * parameters(trace), rel=0.001)
-    assert sum(gradients) == 0
-    masters = sum(event.bytes for event in in_setup if event.part == "optimizer_states")
-    assert masters == pytest.approx(4 * parameters(trace), rel=0.001)
-
-
 def test_offloaded_states_are_on_the_host() -> None:
     trace = traced("zero_stage=2", "offload=true", "cluster.workers_per_node=1")
     on_host = before_step(trace, "host")
