@@ -67,6 +67,7 @@ def test_a_custom_dataset_is_trained_on(folder: Path) -> None:
     assert record.metrics.steps_per_epoch == 32 // 8
 
 
+@pytest.mark.slow
 def test_a_custom_strategy_has_the_losses_of_ddp(folder: Path) -> None:
     ddp, mine = run_example("strategy=ddp,mine", cwd=folder)
     assert mine.built is not None

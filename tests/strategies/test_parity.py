@@ -136,13 +136,13 @@ CELLS: dict[
     },
     ("deepspeed", 2): {
         "zero1": ("zero_stage=1",),
-        "zero2_offload": ("zero_stage=2", "offload=true"),
         "zero3": ("zero_stage=3",),
     },
     ("deepspeed_options", 2): {
         "chunked_zero3": (*CHUNKED, TARGETS, "zero_stage=3"),
         "zero0": ("zero_stage=0",),
         "zero1_offload": ("zero_stage=1", "offload=true"),
+        "zero2_offload": ("zero_stage=2", "offload=true"),
         "zero2": ("zero_stage=2",),
         "zero3_offload": ("zero_stage=3", "offload=true"),
         "zero2_checkpointed": ("zero_stage=2", "train.activation_checkpointing=true"),

@@ -76,6 +76,7 @@ def assert_all_steps(sweep: Path, number: int, last: int) -> None:
     assert [line["step"] for line in read_lines(sweep / str(number) / "metrics.jsonl")] == list(range(1, last + 1))
 
 
+@pytest.mark.slow
 def test_a_failing_run_does_not_affect_the_others(slurm: Cluster, tmp_path: Path) -> None:
     """One run crashes, one exceeds its memory limit, some request too much."""
     sweep = tmp_path / "sweep"
