@@ -53,12 +53,12 @@ class Preset:
 
     @property
     def folder(self) -> str:
-        """Name of the folder of its runs."""
+        """Return the name of the folder of its runs."""
         return self.name.replace("/", "_")
 
     @property
     def reads_images(self) -> bool:
-        """Whether it trains on images."""
+        """Return whether it trains on images."""
         return self.name.startswith("ddp/")
 
 

@@ -30,7 +30,7 @@ class MemoryCgroup:
 
     @property
     def folder(self) -> Path:
-        """The folder with the files of this cgroup."""
+        """Return the folder with the files of this cgroup."""
         return self.root / self.group
 
 

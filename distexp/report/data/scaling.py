@@ -72,7 +72,7 @@ class ScalingSeries:
 
     @property
     def title(self) -> str:
-        """Name of the kind of scaling, with what was scaled: ``Weak scaling of the model``."""
+        """Return the name of the kind of scaling, with what was scaled: ``Weak scaling of the model``."""
         if self.kind == "strong":
             return "Strong scaling"
         what = " and ".join(self.scaled)
@@ -99,7 +99,7 @@ class ScalingSeries:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether no efficiency is far above 100 %. Else the baseline was slowed down by something else."""
+        """Return whether no efficiency is far above 100 %. Else the baseline was slowed down by something else."""
         return all(point.efficiency <= MOST_TRUSTED for point in self.points)
 
     def node_pairs(self) -> Iterator[tuple[ScalingPoint, ScalingPoint]]:

@@ -56,12 +56,12 @@ class Column:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether runs on CPUs have no value."""
+        """Return whether runs on CPUs have no value."""
         return self.gpu_0 or self.metric.startswith(("gpu_", "torch_", "predict"))
 
     @property
     def survives_failure(self) -> bool:
-        """Whether failed runs have a value."""
+        """Return whether failed runs have a value."""
         return not self.relative and self.metric.endswith(MEASURED_UNTIL_FAILURE)
 
     def _values(self, group: RunGroup) -> list[float]:
