@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from distexp.system.torch_internals import CompileEvent, compile_counters, on_compilation
+from distexp.system.torch_internals.compilation import CompileEvent, compile_counters, on_compilation
 
 
 class CompileWatch:

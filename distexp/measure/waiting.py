@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
-from distexp.system.torch_internals import queue_backward_callback
+from distexp.system.torch_internals.autograd import queue_backward_callback
 
 GPU_STRIDES = ((32, 2), (math.inf, 8))
 """On a GPU one of 2 steps is watched until step 32, then one of 8.

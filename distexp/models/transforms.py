@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distexp.config import Config, ConfigError
 from distexp.models.introspection import find_blocks, find_units
-from distexp.system.torch_internals import compile_errors, compiler_settings, limit_stored_activations
+from distexp.system.torch_internals.compilation import compile_errors, compiler_settings, limit_stored_activations
 
 BACKEND = "inductor"
 """Backend of ``torch.compile``. Tests choose a faster one."""

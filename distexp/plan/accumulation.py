@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distexp.system.torch_internals import count_references, make_fake_mode
+from distexp.system.torch_internals.modes import make_fake_mode
+from distexp.system.torch_internals.tensors import count_references
 
 
 class Accumulation:

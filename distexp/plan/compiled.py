@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from distexp.models import transforms
-from distexp.system.torch_internals import FakeMode, flex_attention_on_cpu, graph_backend, only_mode
+from distexp.system.torch_internals.compilation import flex_attention_on_cpu, graph_backend
+from distexp.system.torch_internals.modes import FakeMode, only_mode
 
 VIEWS = (
     *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "select", "slice", "expand", "unsqueeze"),

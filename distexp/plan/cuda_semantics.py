@@ -15,7 +15,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from distexp.system.torch_internals import around_backward, replaced_kernels
+from distexp.system.torch_internals.autograd import around_backward
+from distexp.system.torch_internals.modes import replaced_kernels
 
 FP32_OPERATIONS = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh"),

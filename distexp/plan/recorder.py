@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from distexp.plan.accumulation import Accumulation
 from distexp.plan.kernel_buffers import KernelBuffers, is_matrix_product
 from distexp.plan.storage_resizes import on_storage_resize
-from distexp.system.torch_internals import FakeMode, is_fake_of
+from distexp.system.torch_internals.modes import FakeMode, is_fake_of
 
 GPU = torch.device("cpu", 1)
 """The device of traced tensors that a run has on its GPU. Host tensors are on ``cpu``.

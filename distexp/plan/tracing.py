@@ -41,13 +41,8 @@ from distexp.strategies.base import load_strategy
 from distexp.strategies.deepspeed import DeepSpeed
 from distexp.strategies.torch_model import TorchModel
 from distexp.system.gpu_models import cublas_workspace, multiprocessors
-from distexp.system.torch_internals import (
-    FakeMode,
-    fake_process_group,
-    fsdp_device,
-    make_fake_mode,
-    without_fake_mode,
-)
+from distexp.system.torch_internals.distributed import fake_process_group, fsdp_device
+from distexp.system.torch_internals.modes import FakeMode, make_fake_mode, without_fake_mode
 from distexp.worker.rank import build_model, load_data
 
 MICRO_BATCHES = 3

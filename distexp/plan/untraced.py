@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distexp.config import Config
 from distexp.config.paths import PACKAGE
-from distexp.system.torch_internals import fake_mode_errors
+from distexp.system.torch_internals.modes import fake_mode_errors
 
 WITHOUT_KERNEL = "UnsupportedOperatorException"
 """Name of torch's exception for an operator that has no kernel for fake tensors. Its text is the operator."""

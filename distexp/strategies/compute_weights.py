@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distexp.config import Config
-from distexp.system.torch_internals import copy_tensors
+from distexp.system.torch_internals.tensors import copy_tensors
 
 
 class StepWeights:

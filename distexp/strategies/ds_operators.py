@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _load(name: str, builder: Any) -> Any:
-    from distexp.system.torch_internals import extension_build_dir
+    from distexp.system.torch_internals.compilation import extension_build_dir
 
     folder = extension_build_dir(name)
     with _locked(folder):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distexp.config import TrainConfig
-from distexp.system.torch_internals import scale_tensors, tensor_norms
+from distexp.system.torch_internals.tensors import scale_tensors, tensor_norms
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
-from distexp.system.torch_internals import default_compile_cache
+from distexp.system.torch_internals.compilation import default_compile_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable of torch. If the user sets it to another folder than torch's default, it is left as it is."""

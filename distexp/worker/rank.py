@@ -54,7 +54,7 @@ from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel
 from distexp.system.environment_variables import captured_environment
 from distexp.system.seeding import seed_everything
-from distexp.system.torch_internals import read_activation_budget
+from distexp.system.torch_internals.compilation import read_activation_budget
 from distexp.system.units import MIB
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distexp.distributed.context import Context
 from distexp.measure import waiting
 from distexp.measure.waiting import MOST_STEPS, SCHEDSTAT, SchedulerDelay, WaitWatch
-from distexp.system.torch_internals import queue_backward_callback
+from distexp.system.torch_internals.autograd import queue_backward_callback
 
 ONE = Context(0, 1, 0, 1, 1, torch.device("cpu"), Path())
 TWO = replace(ONE, world_size=2)

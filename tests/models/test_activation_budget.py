@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distexp.models import transforms
-from distexp.system.torch_internals import limit_stored_activations, read_activation_budget
+from distexp.system.torch_internals.compilation import limit_stored_activations, read_activation_budget
 from tests.helpers.attention import build, compute, make_batch
 from tests.helpers.runs import resolve_cell
 

@@ -14,7 +14,7 @@ from distexp.plan.compiled import GraphMemory, traced_compilation
 from distexp.plan.recorder import GPU, StorageRecorder
 from distexp.plan.replay import replay
 from distexp.plan.tracing import trace_step
-from distexp.system.torch_internals import FakeMode, make_fake_mode
+from distexp.system.torch_internals.modes import FakeMode, make_fake_mode
 from distexp.system.units import MIB
 from tests.helpers.runs import resolve_cell
 

@@ -8,7 +8,7 @@ import torch
 from distexp.plan.kernel_buffers import KernelBuffers
 from distexp.plan.recorder import GPU, StorageRecorder
 from distexp.system.gpu_models import multiprocessors
-from distexp.system.torch_internals import make_fake_mode
+from distexp.system.torch_internals.modes import make_fake_mode
 from distexp.system.units import MIB
 
 H200 = KernelBuffers(132)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distexp.plan.accumulation import count_references_to_gradient
 from distexp.plan.recorder import GPU, StorageRecorder
-from distexp.system.torch_internals import make_fake_mode
+from distexp.system.torch_internals.modes import make_fake_mode
 
 SIZE = 64 * 64 * 4
 """Bytes of the matrices in these tests."""

@@ -13,16 +13,15 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from distexp.system.torch_internals import (
+from distexp.system.torch_internals.compilation import extension_build_dir
+from distexp.system.torch_internals.distributed import (
     FSDPPolicies,
-    TorchInternalsChangedError,
-    extension_build_dir,
     fake_process_group,
     has_several_groups,
     read_fsdp_policies,
-    scale_tensors,
-    tensor_norms,
 )
+from distexp.system.torch_internals.errors import TorchInternalsChangedError
+from distexp.system.torch_internals.tensors import scale_tensors, tensor_norms
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_the_default_of_torch_is_no_choice_of_the_user(cache: Path) -> None:
 PROGRAM = """
 import torch
 from torch._inductor.runtime import cache_dir_utils
-from distexp.system.torch_internals import compile_counters
+from distexp.system.torch_internals.compilation import compile_counters
 from distexp.worker.compile_cache import use_compile_cache
 use_compile_cache()
 torch.compile(lambda x: torch.nn.functional.gelu(x).sum())(torch.ones(64))

@@ -17,7 +17,7 @@ from distexp.measure.memory.model_tensors import ModelTensors
 from distexp.measure.memory.saved_tensors import storage_sizes
 from distexp.measure.memory.step_parts import COMMUNICATION, Frame, is_communication, specific_frames
 from distexp.measure.memory.step_recording import ALLOCATED, frames_of, has_history, known_parts
-from distexp.system.torch_internals import on_out_of_memory, start_memory_history, stop_memory_history
+from distexp.system.torch_internals.memory import on_out_of_memory, start_memory_history, stop_memory_history
 from distexp.system.units import MIB
 
 MOST_TENSORS = 8

@@ -27,7 +27,8 @@ from distexp.measure.memory.step_parts import (
     RecordedStep,
     phase_peaks,
 )
-from distexp.system.torch_internals import around_backward, start_memory_history, stop_memory_history
+from distexp.system.torch_internals.autograd import around_backward
+from distexp.system.torch_internals.memory import start_memory_history, stop_memory_history
 from distexp.system.units import MIB
 
 MOST_ENTRIES = 2_000_000

@@ -31,7 +31,7 @@ from distexp.measure.profiling.waiting import Durations, durations_of, split_col
 from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.profile_summary import write_profile_summary
 from distexp.runs.run_dir import profile_trace_path
-from distexp.system.torch_internals import has_several_groups
+from distexp.system.torch_internals.distributed import has_several_groups
 
 T = TypeVar("T")
 

@@ -1,0 +1,146 @@
+"""Private APIs of torch.compile and of C++ extensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distexp.system.torch_internals.errors import explained
+
+
+@dataclass(frozen=True)
+class CompileEvent:
+    """The start or the end of a compilation."""
+
+    is_recompilation: bool  # the same code was compiled before, for example for another shape
+
+
+def on_compilation(start: Callable[[CompileEvent], None], end: Callable[[CompileEvent], None]) -> Callable[[], None]:
+    """Call functions at the start and the end of each compilation; return a function that ends this."""
+    with explained("torch._dynamo.callback"):
+        from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+        def read(event: Any) -> CompileEvent:
+            number = str(event.compile_id).rpartition("/")[2].partition("_")[0]
+            return CompileEvent(event.callback_trigger is CallbackTrigger.DYNAMO and int(number) > 0)
+
+        started = callback_handler.register_start_callback(lambda event: start(read(event)))
+        ended = callback_handler.register_end_callback(lambda event: end(read(event)))
+
+    def remove() -> None:
+        callback_handler.remove_start_callback(started)
+        callback_handler.remove_end_callback(ended)
+
+    return remove
+
+
+def compile_counters() -> dict[str, int]:
+    """Return the counts of torch.compile in this process."""
+    with explained("torch._dynamo.utils.counters"):
+        from torch._dynamo.utils import counters
+
+        inductor = counters["inductor"]
+        return {
+            "graphs": counters["stats"]["unique_graphs"],
+            "cache_hits": inductor["fxgraph_cache_hit"],
+            "cache_misses": inductor["fxgraph_cache_miss"],
+            "cuda_graph_skips": inductor["cudagraph_skips"],
+        }
+
+
+def compiler_settings(module: torch.nn.Module) -> dict[str, Any] | None:
+    """Return the settings with which ``forward`` of a module is compiled, possibly inside of a checkpoint.
+
+    None if it is not compiled. The settings are those of inductor, and empty for another backend.
+    """
+    forward = vars(module).get("forward")
+    inner: Any = forward.args[0] if isinstance(forward, partial) and forward.args else forward
+    if not hasattr(inner, "get_compiler_config"):
+        return None
+    with explained("get_compiler_config of a compiled function"):
+        read: Any = inner.get_compiler_config
+        return dict(read() or {})
+
+
+def limit_stored_activations(share: float | None) -> None:
+    """Set which share of the activations later compiled graphs store; None: what the compiler chooses."""
+    with explained("torch._functorch.config.activation_memory_budget"):
+        from torch._functorch import config
+
+        config.activation_memory_budget = 1.0 if share is None else share
+
+
+def read_activation_budget() -> float:
+    """Return the share of ``limit_stored_activations``."""
+    with explained("torch._functorch.config.activation_memory_budget"):
+        from torch._functorch import config
+
+        return float(config.activation_memory_budget)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of code that does not compile as one graph, or that was compiled for too many shapes."""
+    with explained("torch._dynamo.exc"):
+        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+
+        return Unsupported, FailOnRecompileLimitHit
+
+
+def default_compile_cache() -> str:
+    """Return the folder in which inductor keeps compiled code by default. Inductor writes it to the environment."""
+    with explained("torch._inductor.runtime.cache_dir_utils.default_cache_dir"):
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        return str(Path(default_cache_dir()).absolute())
+
+
+def graph_backend(compile_graph: Callable[[torch.fx.GraphModule], Any]) -> Any:
+    """Return a backend of ``torch.compile`` that partitions graphs as inductor does, and generates no code.
+
+    Args:
+        compile_graph: returns a function for a forward or backward graph. It takes a list of the graph's inputs.
+    """
+    with explained("torch._functorch.partitioners, torch._inductor"):
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    def partition(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        joint_graph_passes(joint)
+        return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+
+    return aot_autograd(
+        fw_compiler=lambda graph, _: compile_graph(graph),
+        bw_compiler=lambda graph, _: compile_graph(graph),
+        partition_fn=partition,
+        decompositions=select_decomp_table,
+    )
+
+
+@contextmanager
+def flex_attention_on_cpu() -> Iterator[None]:
+    """Let ``flex_attention`` be captured for training on a CPU during the block. Its kernels cannot run there."""
+    with explained("torch.nn.attention.flex_attention._validate_device"):
+        from torch.nn.attention import flex_attention
+
+        original = flex_attention._validate_device
+    flex_attention._validate_device = lambda *_: None
+    try:
+        yield
+    finally:
+        flex_attention._validate_device = original
+
+
+def extension_build_dir(name: str) -> Path:
+    """Return the folder in which PyTorch builds a C++ extension; PyTorch creates it."""
+    with explained("torch.utils.cpp_extension._get_build_directory"):
+        from torch.utils.cpp_extension import _get_build_directory
+
+        return Path(_get_build_directory(name, verbose=False))
