@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from distexp.config.choose_section import ChooseConfig
 from distexp.config.cluster_section import ClusterConfig
 from distexp.config.field_info import key
 from distexp.config.strategy_sections import DDPConfig, DeepSpeedConfig, FSDPConfig
@@ -376,6 +377,7 @@ class Config:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    choose: ChooseConfig = field(default_factory=ChooseConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
