@@ -1,0 +1,177 @@
+"""Candidates of a search, their trials, and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from distexp.config import Config
+from distexp.plan.estimate import Estimate
+from distexp.runs.record import Predicted
+
+COMPLETED = "completed"
+OUT_OF_MEMORY = ("oom_gpu", "oom_host")
+
+MICRO_BATCH = "train.micro_batch_size"
+
+
+class Status(StrEnum):
+    """Status of a candidate. After a search none is waiting."""
+
+    WAITING = "waiting"
+    PRUNED = "pruned"
+    TRIED = "tried"
+    FAILED = "failed"
+
+
+class Objective(StrEnum):
+    """A value of ``choose.objective``."""
+
+    THROUGHPUT = "throughput"
+    ENERGY = "energy"
+    COST = "cost"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One short run of a candidate.
+
+    Attributes:
+        steps: Number of measured steps.
+        status: Status of the run's record.
+        directory: Run directory; None if there is none.
+        step_s: Median time of a step.
+        samples_per_second: Throughput of all workers together.
+        peak_allocated_mib: Highest peak of any worker.
+        j_per_sample: Energy of a sample.
+        price_per_sample: Price of a sample.
+        gpu_seconds: Time of the trial, with its start, times the number of workers.
+        error: Why it failed, in one line; empty if it did not.
+    """
+
+    steps: int
+    status: str
+    directory: Path | None = None
+    step_s: float | None = None
+    samples_per_second: float | None = None
+    peak_allocated_mib: float | None = None
+    j_per_sample: float | None = None
+    price_per_sample: float | None = None
+    gpu_seconds: float = 0.0
+    error: str = ""
+
+    def score(self, objective: Objective) -> float | None:
+        """Return what the objective minimizes; None if the run did not measure it."""
+        speed = self.samples_per_second
+        return {
+            Objective.THROUGHPUT: 1 / speed if speed else None,
+            Objective.ENERGY: self.j_per_sample,
+            Objective.COST: self.price_per_sample,
+            Objective.MEMORY: self.peak_allocated_mib,
+        }[objective]
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One configuration of a search. The search changes status, reason and trials in place.
+
+    Attributes:
+        overrides: Overrides besides those of the command.
+        family: The overrides without that of the micro-batch.
+        micro_batch: Samples per worker and forward pass; 0 for an invalid candidate of which it is not known.
+        workers: Number of workers.
+        config: Resolved configuration; None for an invalid candidate.
+        estimate: Estimate of ``plan``; None if it was not predicted, or if it follows from another member.
+        predicted: Prediction of its memory; None as for ``estimate``.
+        expected_mib: Expected peak of the allocated memory, perhaps interpolated; None if it is unknown.
+        too_close: Whether it is predicted to be too close to call. Such a candidate is tried after the others.
+        forecast_s: Forecast of the step time; None if it is unknown.
+        reason: Why it is pruned or failed.
+        trials: All of its trials, in order.
+    """
+
+    overrides: tuple[str, ...]
+    family: tuple[str, ...]
+    micro_batch: int
+    workers: int = 1
+    config: Config | None = None
+    estimate: Estimate | None = None
+    predicted: Predicted | None = None
+    expected_mib: float | None = None
+    too_close: bool = False
+    forecast_s: float | None = None
+    status: Status = Status.WAITING
+    reason: str = ""
+    trials: tuple[Trial, ...] = field(default=())
+
+    def prune(self, reason: str) -> None:
+        """Remove the candidate from the search."""
+        self.status, self.reason = Status.PRUNED, reason
+
+    @property
+    def completed(self) -> tuple[Trial, ...]:
+        """Return the trials that completed."""
+        return tuple(trial for trial in self.trials if trial.status == COMPLETED)
+
+    def score(self, objective: Objective) -> float | None:
+        """Return the mean score of the completed trials, weighted by their steps; None without one."""
+        found = [(trial.score(objective), trial.steps) for trial in self.completed]
+        known = [(score, steps) for score, steps in found if score is not None]
+        return sum(score * steps for score, steps in known) / sum(steps for _, steps in known) if known else None
+
+    def forecast(self, objective: Objective) -> float | None:
+        """Return the forecast of a number in proportion to the score; None if it is unknown."""
+        if objective is Objective.MEMORY:
+            return self.expected_mib
+        if self.forecast_s is None or objective is Objective.THROUGHPUT:
+            return self.forecast_s
+        return self.forecast_s * self.workers
+
+
+TryAll = Callable[[Sequence[tuple[Candidate, int]]], Sequence[Trial]]
+"""Function that runs a batch of candidates with a number of measured steps each, and returns a trial for each."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One batch of trials.
+
+    Attributes:
+        name: Why it was run: ``families``, ``neighbors`` or ``finalists``.
+        tried: Candidates and their measured steps, in order.
+        gpu_seconds: Cost of the batch.
+    """
+
+    name: str
+    tried: tuple[tuple[Candidate, int], ...]
+    gpu_seconds: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Result of a search.
+
+    Attributes:
+        winner: The best candidate; None if none completed.
+        candidates: All candidates.
+        gpu_seconds: Cost of all trials.
+        rungs: The batches of trials, in order.
+        second: The second best candidate; None if no other one completed.
+        margin: How much worse the score of the second best is, relative to the winner's.
+        margin_error: Uncertainty of the margin: twice its standard error; None if there are too few trials.
+        stopped: Why the search ended early, as a sentence; empty if it ended by itself.
+        statement: What prevents a winner, with the nearest configuration; empty if there is a winner.
+    """
+
+    winner: Candidate | None
+    candidates: tuple[Candidate, ...]
+    gpu_seconds: float
+    rungs: tuple[Rung, ...] = ()
+    second: Candidate | None = None
+    margin: float | None = None
+    margin_error: float | None = None
+    stopped: str = ""
+    statement: str = ""
