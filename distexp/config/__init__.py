@@ -1,6 +1,7 @@
 """Typed configuration: the schema, its metadata, and checks of single sections."""
 
 from distexp.config.cluster_section import ClusterConfig
+from distexp.config.forecast_section import ForecastConfig
 from distexp.config.schema import (
     Config,
     ConfigError,
@@ -31,6 +32,7 @@ __all__ = [
     "DeepSpeedConfig",
     "EngineConfig",
     "FSDPConfig",
+    "ForecastConfig",
     "KernelsConfig",
     "MeasureConfig",
     "ModelConfig",

@@ -16,6 +16,7 @@ from omegaconf import MISSING
 from distexp.config.choose_section import ChooseConfig
 from distexp.config.cluster_section import ClusterConfig
 from distexp.config.field_info import key
+from distexp.config.forecast_section import ForecastConfig
 from distexp.config.strategy_sections import DDPConfig, DeepSpeedConfig, FSDPConfig
 
 
@@ -378,6 +379,7 @@ class Config:
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     choose: ChooseConfig = field(default_factory=ChooseConfig)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

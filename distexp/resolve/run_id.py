@@ -32,7 +32,7 @@ def run_id(config: Config) -> str:
     """
     content: dict[str, Any] = asdict(config)
     irrelevant = ("name", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker", "kernels", "plan")
-    for key in (*irrelevant, "choose", "profile", "repeats", "trusted_packages"):
+    for key in (*irrelevant, "choose", "forecast", "profile", "repeats", "trusted_packages"):
         del content[key]
     content["cluster"] = {key: content["cluster"][key] for key in CLUSTER_KEYS}
     for key, spec in schema_fields():
