@@ -1,0 +1,287 @@
+"""Checks of ``distexp explain`` on real runs: parts, collectives, slow ranks, causes, and energy.
+
+Usage: ``python benchmarks/explain.py --gpus 2 dataset.train_path=T.json dataset.eval_path=E.json``.
+See ``benchmarks/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.measurement import REPOSITORY, end, visible_devices
+from benchmarks.tables import markdown
+from distexp.runs.step_parts import PARTS
+
+TEXT = ("model=bloom_560m", "model.init=random", "dataset=squad", "dataset.padding=max_length", "precision=bf16")
+SHORT = (
+    "train.max_steps=32",
+    "train.measure_after_step=8",
+    "train.gradient_accumulation_steps=1",
+    "train.profile_steps=3",
+)
+TINY = ("model=bloom_tiny", "dataset=squad_sample", "train.max_steps=60", "train.gradient_accumulation_steps=1")
+SLOW = ("model._target_=tests.helpers.slow_rank.build", "trusted_packages=[tests]")
+SILENT = "trusted_packages=[benchmarks]"
+NO_LINKS = "cluster.environment={NCCL_P2P_DISABLE:'1',NCCL_SHM_DISABLE:'1'}"
+"""NCCL over sockets, which makes a run communication-bound."""
+
+SUM_BOUND, COMMUNICATION_BOUND, ENERGY_BOUND = 0.02, 3.0, 0.02
+"""Bounds: of the sum of the parts, relative; of exposed communication in percentage points; of twice the energy."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a check, with what is expected of it."""
+
+    name: str
+    overrides: tuple[str, ...]
+    workers: int = 1
+    expected: str = ""
+
+
+Record = dict[str, Any]
+Rows = Iterator[tuple[str, str, bool | None]]
+"""Name, what was found, and whether it is as expected; None: no bound."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Runs, and the rows of the table that they give."""
+
+    runs: tuple[Run, ...]
+    rows: Callable[[dict[str, Record], Sequence[Run]], Rows] = field(compare=False)
+
+
+def strategies(workers: int = 2) -> dict[str, tuple[str, ...]]:
+    """Return the overrides of the strategies for several workers."""
+    place = f"cluster.workers_per_node={workers}"
+    return {"ddp": ("strategy=ddp", place), "fsdp": ("strategy=fsdp", place), "zero2": ("zero_stage=2", place)}
+
+
+def parts_runs() -> Iterator[Run]:
+    """Yield runs with small and large micro-batches on one and two workers."""
+    for size in (1, 32):
+        batch = (*TEXT, *SHORT, f"train.micro_batch_size={size}")
+        yield Run(f"single {size}", (*batch, "strategy=single"))
+        for name, chosen in strategies().items():
+            yield Run(f"{name} {size}", (*batch, *chosen), 2)
+
+
+def parts_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
+    """Compare the sum of the parts of each rank with the median step of the steps that are not profiled."""
+    for run in runs:
+        metrics = records[run.name]["metrics"]
+        median = 1000 * metrics["step_time_s"]["p50"]
+        errors = []
+        for rank in metrics["step_breakdown"] or []:
+            errors.append(sum(rank[f"{part}_ms"] or 0.0 for part in PARTS) / median - 1)
+        worst = max(errors, key=abs, default=math.nan)
+        sentence = (metrics["explanation"] or {}).get("sentence", "")
+        yield run.name, f"step {median:.1f} ms, sum {worst:+.1%}: {sentence}", abs(worst) <= SUM_BOUND
+
+
+def silent_runs() -> Iterator[Run]:
+    """Yield runs with and without collectives."""
+    silent = {"ddp": "SilentDDP", "fsdp": "SilentFSDP"}
+    for (name, class_), size in ((pair, size) for pair in silent.items() for size in (4, 16)):
+        chosen = (*TEXT, *SHORT, f"train.micro_batch_size={size}", *strategies()[name])
+        yield Run(f"{name} {size}", chosen, 2)
+        target = f"strategy._target_=benchmarks.without_collectives.{class_}"
+        yield Run(f"{name} {size} silent", (*chosen, target, SILENT), 2)
+
+
+def silent_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
+    """Compare exposed communication and waiting with what a step gains without collectives, in percentage points."""
+    for run in runs[::2]:
+        metrics, silent = records[run.name]["metrics"], records[f"{run.name} silent"]["metrics"]
+        step, without = (each["step_time_s"]["p50"] for each in (metrics, silent))
+        ranks = metrics["step_breakdown"] or []
+        exposed = [100 * (rank["exposed_communication_ms"] + rank["waiting_ms"]) / rank["step_ms"] for rank in ranks]
+        found, gained = statistics.fmean(exposed), 100 * (1 - without / step)
+        text = f"exposed and waiting {found:.1f} %, gained without collectives {gained:.1f} %"
+        yield run.name, text, abs(found - gained) <= COMMUNICATION_BOUND
+
+
+def straggler_runs() -> Iterator[Run]:
+    """Yield 20 runs in which rank 1 sleeps 20 ms in each step, and five in which no rank sleeps."""
+    for number in range(25):
+        name, chosen = list(strategies().items())[number % 3]
+        slow = number < 20
+        overrides = (*TINY, *chosen, f"train.seed={number}", *(SLOW if slow else ()))
+        yield Run(f"{number} {name} {'slow' if slow else 'clean'}", overrides, 2, "[1]" if slow else "[]")
+
+
+def straggler_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
+    """Compare the named ranks with the slow one."""
+    for run in runs:
+        found = [entry["rank"] for entry in records[run.name]["metrics"]["stragglers"] or []]
+        yield run.name, f"named {found}", str(found) == run.expected
+
+
+def cause_runs() -> Iterator[Run]:
+    """Yield runs that were built to be bound by something."""
+    yield Run("launches", (*TEXT, *SHORT, "strategy=single", "train.micro_batch_size=1"), 1, "launch_idle")
+    yield Run("compute", (*TEXT, *SHORT, "strategy=single", "train.micro_batch_size=32"), 1, "compute")
+    slow_links = (*TEXT, *SHORT, *strategies()["ddp"], "train.micro_batch_size=1", NO_LINKS)
+    yield Run("communication", slow_links, 2, "exposed_communication")
+    images = (
+        "model=resnet50",
+        "dataset=synthetic",
+        "dataset.image_size=224",
+        "dataset.num_workers=0",
+        "precision=bf16",
+    )
+    data = (*images, *SHORT, "strategy=single", "train.micro_batch_size=64", "dataset.train_size=2048")
+    yield Run("data", data, 1, "data_wait")
+
+
+def cause_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
+    """Compare the named loss with the intended one."""
+    for run in runs:
+        explanation = records[run.name]["metrics"]["explanation"] or {}
+        yield (
+            run.name,
+            f"{explanation.get('loss')}: {explanation.get('sentence')}",
+            explanation.get("loss") == run.expected,
+        )
+
+
+def energy_runs() -> Iterator[Run]:
+    """Yield a run, one with twice the steps, and one on two GPUs."""
+    gpt = ("model=gpt", "dataset=synthetic", "dataset.max_length=512", "dataset.train_size=32768", "precision=bf16")
+    batch = ("train.micro_batch_size=16", "train.gradient_accumulation_steps=1", "train.measure_after_step=8")
+    for steps in (1000, 2000):
+        yield Run(f"{steps} steps", (*gpt, *batch, "strategy=single", f"train.max_steps={steps}"))
+    yield Run("two GPUs", (*gpt, *batch, *strategies()["ddp"], "train.max_steps=1000"), 2)
+
+
+def energy_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
+    """Compare the counter with the integral of the power, and twice the steps with twice the energy."""
+    for run in runs:
+        energy = records[run.name]["metrics"]["energy"] or {}
+        counter, power = energy.get("gpu_j"), energy.get("gpu_j_by_power")
+        if not counter or not power:
+            yield run.name, "no energy counter", None
+            continue
+        text = f"counter {counter:,.0f} J, power {power:,.0f} J, training {energy['gpu_j_training']:,.0f} J"
+        yield run.name, text, abs(power / counter - 1) <= 0.03
+    once, twice = (records[run.name]["metrics"]["energy"] or {} for run in runs[:2])
+    if once.get("gpu_j_training") and twice.get("gpu_j_training"):
+        ratio = twice["gpu_j_training"] / once["gpu_j_training"]
+        yield "twice the steps", f"training energy x {ratio:.3f}", abs(ratio / 2 - 1) <= ENERGY_BOUND
+
+
+CHECKS = {
+    "parts": Check(tuple(parts_runs()), parts_rows),
+    "collectives": Check(tuple(silent_runs()), silent_rows),
+    "stragglers": Check(tuple(straggler_runs()), straggler_rows),
+    "causes": Check(tuple(cause_runs()), cause_rows),
+    "energy": Check(tuple(energy_runs()), energy_rows),
+}
+
+
+class Commands:
+    """The command of each run, until the time is over."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.folder = options, Path(options.results).resolve()
+        self.deadline = time.monotonic() + options.budget_s
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self, check: str, run: Run) -> Record | None:
+        """Return the record of a run, which is started if there is none; None if there is no time left."""
+        place = self.folder / check / run.name.replace(" ", "_")
+        if not (place / "record.json").exists() and not self._start(place, run):
+            return None
+        record: Record = json.loads((place / "record.json").read_text())
+        return record
+
+    def _start(self, place: Path, run: Run) -> bool:
+        if run.workers > self.options.gpus or time.monotonic() > self.deadline:
+            return False
+        text = any(override.startswith("dataset=squad") and "sample" not in override for override in run.overrides)
+        given = [each for each in self.options.overrides if text or not each.startswith("dataset.")]
+        command = [sys.executable, "-m", "distexp", *run.overrides, *given, f"hydra.run.dir={place}"]
+        path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+        devices = ",".join(visible_devices(self.options.gpus)[: run.workers])
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.with_suffix(".log").open("w") as log:
+            env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": devices}
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+            code = self.process.wait()
+        print(
+            f"{place.parent.name}, {run.name}: {'done' if code == 0 else f'exit code {code}, see {log.name}'}",
+            flush=True,
+        )
+        return (place / "record.json").exists()
+
+    def stop(self) -> None:
+        """End the running command."""
+        if self.process is not None and self.process.poll() is None:
+            end(self.process)
+
+
+def main(arguments: list[str] | None = None) -> list[list[str]]:
+    """Run the checks, print a table, and write it to ``table.md``. The same command continues an interrupted one."""
+    options = parse(arguments)
+    commands, rows = Commands(options), []
+    try:
+        for name in options.checks:
+            rows += list(check_rows(name, CHECKS[name], commands))
+    finally:
+        commands.stop()
+    text = markdown(["check", "run", "found", "as expected"], rows, text=(0, 1, 2, 3))
+    (commands.folder / "table.md").write_text(text)
+    print(f"\n{text}")
+    return rows
+
+
+def check_rows(name: str, check: Check, commands: Commands) -> Iterator[list[str]]:
+    """Run a check and yield its rows."""
+    found = {run.name: commands.run(name, run) for run in check.runs}
+    records = {run: record for run, record in found.items() if record and record["status"] == "completed"}
+    for run, record in found.items():
+        if run not in records:
+            yield [name, run, "not run" if record is None else record["status"], ""]
+    if len(records) == len(found) or name in ("parts", "stragglers", "causes"):
+        for title, text, good in check.rows(records, [run for run in check.runs if run.name in records]):
+            yield [name, title, text, {True: "yes", False: "NO", None: ""}[good]]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse and check the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="overrides of all runs on text, such as the paths of the data"
+    )
+    add("--checks", default=",".join(CHECKS), help="some of them; default: all")
+    add("--gpus", type=int, default=2, help="GPUs to use; 2 for most checks")
+    add("--budget-s", type=float, default=math.inf, help="time after which no further run starts")
+    add("--results", default="benchmark_results/explain", help="folder of the runs")
+    options = parser.parse_args(arguments)
+    options.checks = options.checks.split(",")
+    for name in options.checks:
+        if name not in CHECKS:
+            parser.error(f"--checks: {name} is unknown: use {', '.join(CHECKS)}")
+    return options
+
+
+if __name__ == "__main__":
+    # SIGTERM must end the processes of a run too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    main()
