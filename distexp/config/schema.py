@@ -383,7 +383,11 @@ class Config:
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    profile: bool = key(False, "Profile the last steps of each run: the same as `train.profile_steps=3`.")
+    profile: bool = key(
+        False,
+        "Profile the last steps of each run: the same as `train.profile_steps=3`. For another number of steps, set "
+        "`train.profile_steps`.",
+    )
     repeats: int = key(1, "Runs of each cell, with the seeds `train.seed`, `train.seed` + 1, ...", at_least=1)
     trusted_packages: list[str] = key([], "Packages whose `_target_` may be imported; set on the command line only.")
 

@@ -24,6 +24,7 @@ from distexp.explain.table import batch_line, comparison_table, notes, ranks_tab
 from distexp.runs.existing import choose_newest_sweep
 from distexp.runs.files import nan_to_none, printable
 from distexp.runs.record import RunRecord, load_all
+from distexp.runs.text import format_override
 
 DESCRIPTION = """Show what the steps of a profiled run spend their time on, and what would
 make them faster. With two runs: why B is slower than A, part by part.
@@ -45,8 +46,8 @@ class ProfiledRun:
 
     @property
     def title(self) -> str:
-        """Return directory and overrides."""
-        return f"{self.directory}: {' '.join(self.record.run.overrides)}".removesuffix(": ")
+        """Return directory and overrides, as they are typed."""
+        return f"{self.directory}: {' '.join(map(format_override, self.record.run.overrides))}".removesuffix(": ")
 
     def to_json(self) -> dict[str, Any]:
         """Return the run for programs."""
@@ -175,7 +176,11 @@ def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
         return f"{directory} has no profile, because the run is {records[0].status}: give a completed run"
     if note := (record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile: {note}"
-    options = [text for text in record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]
+    options = [
+        format_override(text)
+        for text in record.run.overrides
+        if not text.startswith(("profile=", "train.profile_steps="))
+    ]
     return f"{directory} has no profile: run it with {shlex.join(['distexp', *options, 'profile=true'])}"
 
 

@@ -21,6 +21,7 @@ from distexp.plan.verdict import (
     predict,
 )
 from distexp.runs.record import Predicted
+from distexp.runs.text import format_override
 from distexp.system.units import MIB_PER_GB
 
 CHECK, WARN = "check", "warn"
@@ -103,7 +104,7 @@ def _warn_about(cell: Cell) -> None:
 
 
 def _warn(cell: Cell, text: str) -> None:
-    label = " ".join(cell.varied).replace("'", "")
+    label = " ".join(map(format_override, cell.varied))
     print(f"distexp: warning: {label + ': ' if label else ''}{text}", file=sys.stderr)
 
 

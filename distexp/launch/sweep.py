@@ -28,7 +28,7 @@ from distexp.runs.full_disk import name_folder
 from distexp.runs.record import RunInfo, RunRecord
 from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, MULTIRUN, PREDICTED
 from distexp.runs.run_lock import sweep_lock
-from distexp.runs.text import join_first, suggest_command
+from distexp.runs.text import format_override, join_first, suggest_command
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class AssignedRun:
 
 def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
     """Return the identity of a cell's run."""
-    overrides = [text.replace("'", "") for text in cell.overrides if not text.startswith("sweep.")]
+    overrides = [format_override(text) for text in cell.overrides if not text.startswith("sweep.")]
     name = str(cell.composed.name) if cell.config is None else cell.config.name
     return RunInfo(cell.id, name, number, overrides, git_sha=code.sha, git_dirty=code.dirty, snapshot=snapshot)
 

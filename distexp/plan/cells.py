@@ -15,6 +15,7 @@ from distexp.plan.planner import Planner
 from distexp.plan.search import Change, Search
 from distexp.plan.verdict import describe_verdict, memory_to_fit_mib, predict
 from distexp.runs.record import Predicted
+from distexp.runs.text import format_override
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class PlannedCell:
     @property
     def overrides(self) -> list[str]:
         """Return the overrides as typed, without those that the command adds."""
-        typed = (text.replace("'", "") for text in self.cell.overrides)
+        typed = map(format_override, self.cell.overrides)
         return [text for text in typed if not text.startswith(("plan.only=", "plan.output="))]
 
     @property

@@ -14,6 +14,7 @@ from distexp.plan.search import Change
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, describe_verdict, predict
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.record import Predicted
+from distexp.runs.text import format_override
 from distexp.system.units import MIB_PER_GB
 
 STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
@@ -61,7 +62,7 @@ def _workers_title(configs: Sequence[Config]) -> str:
 
 
 def _varied(cell: PlannedCell) -> list[str]:
-    return [text.replace("'", "") for text in cell.cell.varied]
+    return [format_override(text) for text in cell.cell.varied]
 
 
 def _without_section(override: str) -> str:

@@ -12,6 +12,7 @@ from distexp.config import ConfigError
 from distexp.runs.files import read_json
 from distexp.runs.record import STATUSES, RunInfo
 from distexp.runs.run_dir import COMMAND, NON_RUN_DIRS, OUTPUTS, RECORD, SPEC
+from distexp.runs.text import format_override
 from distexp.runs.typed_values import typed
 
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
@@ -117,9 +118,8 @@ def _read_run(path: Path) -> ExistingRun | None:
         status = raw.get("status")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return ExistingRun(
-        run.number, path.parent.absolute(), run.id, run.overrides, status if status in STATUSES else None
-    )
+    overrides = list(map(format_override, run.overrides))  # Earlier records have True for true.
+    return ExistingRun(run.number, path.parent.absolute(), run.id, overrides, status if status in STATUSES else None)
 
 
 def _damaged_run(directory: Path) -> ExistingRun | None:

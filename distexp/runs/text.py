@@ -26,6 +26,15 @@ TORCH_CHECK = re.compile(r"\[enforce fail at [^\]]*\]\s*(?:err == 0)?\.?\s*")
 """Source line of a check of torch, at the start of its message."""
 
 
+TYPED_BOOLEAN = re.compile(r"(?<=[=,\[:])(True|False)(?=[,\]}]|$)")
+"""A boolean as Hydra writes it in the overrides of a sweep."""
+
+
+def format_override(text: str) -> str:
+    """Return an override as it is typed: without Hydra's quotes, and with ``true`` for ``True``."""
+    return TYPED_BOOLEAN.sub(lambda found: found[0].lower(), text.replace("'", ""))
+
+
 def join_first(items: Iterable[str], limit: int = MAX_ITEMS) -> str:
     """Join the first items with commas and count the others: ``a, b and 3 more``."""
     known = list(items)

@@ -286,9 +286,11 @@ def test_comparison_is_per_sample() -> None:
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
+    first = profiled(COMPUTE_BOUND, COMPUTE_BOUND, **GPU)
+    first.run.overrides.append("profile=True")  # as in earlier records
     return write(
         tmp_path,
-        profiled(COMPUTE_BOUND, COMPUTE_BOUND, **GPU),
+        first,
         profiled(LAUNCH_BOUND, LAUNCH_BOUND, number=1, **GPU),
         record(2, overrides=("strategy=ddp", "train.profile_steps=0")),
         record(3, status="failed"),
@@ -299,6 +301,7 @@ def sweep(tmp_path: Path) -> Path:
 def test_command_prints_all_profiled_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(sweep)]) == 0
     out = capsys.readouterr().out
+    assert f"{sweep}/0: train.seed=0 profile=true\n" in out
     assert "rank 0" in out
     assert "rank 1" in out
     assert "Compute-bound: matrix kernels take 70%" in out
@@ -340,10 +343,11 @@ def test_command_refuses_runs_without_a_profile(sweep: Path, capsys: pytest.Capt
 
 def test_command_to_profile_is_that_of_a_completed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed = record(0, status="failed", overrides=("strategy=fsdp",))
-    finished = record(1, overrides=("strategy=ddp", "model.name=my model"))
+    finished = record(1, overrides=("strategy=ddp", "model.name=my model", "offload=True"))
     folder = write(tmp_path, failed, finished)
     assert main([str(folder)]) == 2
-    assert capsys.readouterr().err.endswith("run it with distexp strategy=ddp 'model.name=my model' profile=true\n")
+    expected = "run it with distexp strategy=ddp 'model.name=my model' offload=true profile=true\n"
+    assert capsys.readouterr().err.endswith(expected)
     finished.metrics.communication = {"note": "too few steps: train more steps"}
     folder = write(tmp_path / "noted", failed, finished)
     assert main([str(folder)]) == 2

@@ -27,6 +27,7 @@ from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.run_lock import run_lock
 from distexp.runs.spec import RunSpec
+from distexp.runs.text import format_override
 
 
 def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
@@ -94,7 +95,7 @@ def _as_job(context: HydraContext, run: AssignedRun, screen: Screen) -> JobRetur
     failures: list[OSError] = []
 
     def task(_: Any) -> str | None:
-        screen.run_header(run.info.number, " ".join(run.cell.varied).replace("'", ""))
+        screen.run_header(run.info.number, " ".join(map(format_override, run.cell.varied)))
         try:
             return _run(run, screen).status
         except OSError as error:  # Hydra would print a line about it.
