@@ -9,7 +9,7 @@ from distexp.config import Config, ModelConfig
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
 from distexp.console.energy import energy_lines
-from distexp.runs.devices import device_values, peak_before_end
+from distexp.runs.devices import cpu_peak_mib, device_values, node_peak_mib
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, tensor_entries
 from distexp.runs.metrics import Metrics
 from distexp.runs.out_of_memory import memory_lines
@@ -90,7 +90,7 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield from _speed(record)
     memory = [
         *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
-        *(f"CPU of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["cpu"]),
+        *(f"CPU of node {entry['node']} {_mib(node_peak_mib(entry))}" for entry in record.memory["cpu"]),
     ]
     if memory:
         yield "peak memory", ", ".join(memory)
@@ -114,8 +114,8 @@ def _prediction(record: RunRecord) -> Iterator[tuple[str, str]]:
     if record.predicted is None:
         return
     if record.config["cluster"]["device"] == "cpu":
-        predicted, what = record.predicted.host_peak_mib, "CPU memory before the end of the run"
-        measured = peak_before_end(record.memory)
+        predicted, what = record.predicted.host_peak_mib, "CPU memory"
+        measured = cpu_peak_mib(record.memory)
     else:
         predicted, what = record.predicted.peak_allocated_mib, "allocated by torch"
         measured = max(device_values(record.memory.get("torch"), "peak_allocated_mib"), default=None)

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+UNCOUNTED_CPU_PHASES = frozenset({"search", "profile", "done"})
+"""Phases that do not count for CPU memory.
+
+The search tries sizes that are not chosen, and the profiler needs memory itself. In ``done`` the processes end, so
+memory that they shared may count several times.
+"""
+
 
 def device_values(entries: Iterable[Mapping[str, Any]] | None, key: str) -> list[float]:
     """Return the measured values of a key in entries such as ``memory["gpu"]``.
@@ -21,11 +28,17 @@ def mean_or_none(values: Iterable[float]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def peak_before_end(memory: Mapping[str, Any]) -> float | None:
-    """Return the largest CPU memory of a node before its processes ended, in MiB; None if it was not measured.
+def cpu_peak_mib(memory: Mapping[str, Any]) -> float | None:
+    """Return the largest CPU memory of a node in the phases that count, in MiB; None if it was not measured.
 
-    While processes end, memory that they shared may count several times.
+    In earlier records ``peak_mib`` has the phase ``done`` too, so the phases are read.
     """
-    phases = [entry.get("phases") or {} for entry in memory.get("cpu") or ()]
-    peaks = [mib for entry in phases for phase, mib in entry.items() if phase != "done" and mib is not None]
-    return max(peaks, default=None)
+    peaks = map(node_peak_mib, memory.get("cpu") or ())
+    return max((mib for mib in peaks if mib is not None), default=None)
+
+
+def node_peak_mib(entry: Mapping[str, Any]) -> float | None:
+    """Return ``cpu_peak_mib`` of one node, from its entry in ``memory["cpu"]``."""
+    phases = entry.get("phases") or {}
+    counted = [mib for phase, mib in phases.items() if phase not in UNCOUNTED_CPU_PHASES and mib is not None]
+    return max(counted, default=entry.get("peak_mib"))

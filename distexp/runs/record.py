@@ -195,7 +195,9 @@ class RunRecord:
             "`optimizer`: the parts of `predicted.parts`, `other_mib`, their sum `allocated_mib`, `reserve_mib` "
             "(reserved and not allocated), `context_mib` (outside of torch's allocator) and `context_source` (NVML "
             "counted this `process`, or the whole `gpu`).",
-            ".cpu[]": "PSS of all processes of the run: `node`, and the keys of `gpu[]` without `index`.",
+            ".cpu[]": "PSS of all processes of the run: `node`, and the keys of `gpu[]` without `index`. Peak, "
+            "average and mode leave out the phases `search`, `profile` and `done`. Records of earlier versions leave "
+            "out only the first two.",
         },
     )
     utilization: dict[str, Any] = key(

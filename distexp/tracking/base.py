@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distexp.config.flatten import flatten
-from distexp.runs.devices import device_values, mean_or_none
+from distexp.runs.devices import cpu_peak_mib, device_values, mean_or_none
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import DS_CONFIG, EVENTS, MEMORY, METRICS, RECORD, SPEC
 from distexp.runs.spec import RunSpec
@@ -50,7 +50,7 @@ def summary_values(record: RunRecord) -> dict[str, float]:
         "avg_mem_alloc_MB": mean_or_none(device_values(memory["torch"], "average_allocated_mib")),
         "peak_mem_alloc_MB": max(device_values(memory["torch"], "peak_allocated_mib"), default=None),
         "peak_gpu_mem_MB": max(device_values(memory["gpu"], "peak_mib"), default=None),
-        "peak_cpu_mem_MB": max(device_values(memory["cpu"], "peak_mib"), default=None),
+        "peak_cpu_mem_MB": cpu_peak_mib(memory),
         "train/samples_per_second_mean": record.metrics.train_samples_per_second,
     }
     return flat | {name: value for name, value in named.items() if value is not None}

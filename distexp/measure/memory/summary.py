@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from distexp.runs.devices import UNCOUNTED_CPU_PHASES
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
 from distexp.runs.phases import PhaseEvent, phase_at, read_phase_events
 from distexp.runs.run_dir import EVENTS, memory_trace_path
@@ -122,9 +123,10 @@ def _group_by_device(samples: Iterable[MemorySample]) -> dict[tuple[str, int], l
 
 
 def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
-    # The profiler keeps its GPU memory until the process ends, so all later samples are excluded too.
-    select = takewhile if kind == GPU else filter
-    counted = list(select(_is_not_profiling, filter(_is_not_searching, samples)))
+    if kind == GPU:  # The profiler keeps its GPU memory until the process ends, so all later samples are excluded too.
+        counted = list(takewhile(_is_not_profiling, filter(_is_not_searching, samples)))
+    else:
+        counted = [sample for sample in samples if sample.phase not in UNCOUNTED_CPU_PHASES]
     statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
     steps = [sample for sample in counted if sample.phase in TRAINING_PHASES]
     training = Statistics.of(_known(steps, lambda sample: sample.used_mib))

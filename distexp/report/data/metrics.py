@@ -8,7 +8,7 @@ from typing import Any
 
 from distexp.plan.predicted_memory import ideal_states_mib
 from distexp.report.data.noise import step_noise
-from distexp.runs.devices import device_values, mean_or_none, peak_before_end
+from distexp.runs.devices import cpu_peak_mib, device_values, mean_or_none
 from distexp.runs.memory_parts import tensor_entries
 from distexp.runs.record import RunRecord
 
@@ -237,7 +237,7 @@ TABLE_METRICS = (
     Metric("prediction_error_pct", _prediction_error, "predict.\nerror %", "{:+z.1f}", importance=47),
     Metric("model_states_mib", _largest("torch", "states_mib"), "model\nst. MiB", "{:z,.0f}", importance=28),
     Metric("model_states_ideal_mib", _ideal_states, "by arith-\nmetic MiB", "{:z,.0f}", importance=27),
-    Metric("cpu_peak_mib", _largest("cpu", "peak_mib"), "CPU peak\nMiB", "{:z,.0f}", importance=70),
+    Metric("cpu_peak_mib", lambda record: cpu_peak_mib(record.memory), "CPU peak\nMiB", "{:z,.0f}", importance=70),
     Metric("gpu_utilization_pct", _mean_utilization("gpu"), "GPU\nutil %", "{:z.0f}", importance=38),
     Metric("cpu_utilization_pct", _mean_utilization("cpu"), "CPU\nutil %", "{:z.0f}", importance=15),
     Metric("train_runtime_s", _metric("train_runtime"), "run-\ntime s", importance=48),
@@ -277,7 +277,6 @@ METRICS = (
     Metric("predicted_peak_reserved_mib", _predicted("peak_reserved_mib"), number_format="{:z,.0f}"),
     Metric("predicted_nvidia_smi_mib", _predicted("nvidia_smi_mib"), number_format="{:z,.0f}"),
     Metric("predicted_host_peak_mib", _predicted("host_peak_mib"), number_format="{:z,.0f}"),
-    Metric("cpu_peak_before_end_mib", lambda record: peak_before_end(record.memory), number_format="{:z,.0f}"),
     Metric("gpu_average_mib", _largest("gpu", "average_mib")),
     Metric("gpu_mode_mib", _largest("gpu", "mode_mib")),
     Metric("cpu_training_average_mib", _over_training("cpu", "average_mib")),

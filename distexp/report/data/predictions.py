@@ -9,10 +9,7 @@ from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.report.data.text_table import TextTable
 
 TITLE = "Predicted and measured memory (MiB)"
-NOTE = (
-    "Predicted by distexp plan before the run. Error: predicted minus measured, in percent of the measured peak. Host: "
-    "until the processes end."
-)
+NOTE = "Predicted by distexp plan before the run. Error: predicted minus measured, in percent of the measured peak."
 
 COLUMNS = {
     "predicted": "predicted_peak_allocated_mib",
@@ -23,7 +20,7 @@ COLUMNS = {
     "nvidia-smi, predicted": "predicted_nvidia_smi_mib",
     "nvidia-smi, measured": "gpu_peak_mib",
     "host, predicted": "predicted_host_peak_mib",
-    "host, measured": "cpu_peak_before_end_mib",
+    "host, measured": "cpu_peak_mib",
 }
 """Metric of each column, by its title."""
 

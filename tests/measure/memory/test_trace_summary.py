@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distexp.measure.memory.summary import Statistics, join_phases, summarize
+from distexp.runs.devices import cpu_peak_mib
 from distexp.runs.memory_trace import REQUIRED_COLUMNS, MemorySample, MemoryTraceWriter, read_memory_trace
 from distexp.runs.phases import PhaseEvent, PhaseTail, phase_at, phase_intervals, read_phase_events
 
@@ -87,6 +88,24 @@ def test_profiling_is_excluded_from_totals(tmp_path: Path) -> None:
     assert found.memory["cpu"][0]["peak_mib"] == 8
     assert found.memory["gpu"][0]["phases"] == {"train": 7, "profile": 9, "eval": 8}
     assert found.utilization["gpu"][0]["average_pct"] == pytest.approx(200 / 3)
+
+
+def test_the_end_of_the_processes_is_excluded_from_cpu_memory(tmp_path: Path) -> None:
+    """Memory that the processes shared may then count several times."""
+    events = tmp_path / "events.jsonl"
+    for time_s, phase in ((0, "train"), (2, "eval"), (3, "done")):
+        write_event(events, time_s, phase)
+    samples = [
+        replace(gpu(t, mib), kind=kind) for t, mib in enumerate([5.0, 6.0, 7.0, 11.0]) for kind in ("gpu", "cpu")
+    ]
+    found = summarize([write(tmp_path / "node0.csv", samples)], events).memory
+    (cpu,) = found["cpu"]
+    assert [cpu[name] for name in ("peak_mib", "average_mib", "mode_mib")] == [7, 6, 5]
+    assert cpu["phases"] == {"train": 6, "eval": 7, "done": 11}
+    assert found["gpu"][0]["peak_mib"] == 11
+    assert cpu_peak_mib(found) == 7
+    assert cpu_peak_mib({"cpu": [{"peak_mib": 11.0, "phases": {"train": 6.0, "done": 11.0}}, {"peak_mib": 5.0}]}) == 6
+    assert cpu_peak_mib({"cpu": []}) is None
 
 
 def test_the_search_for_a_micro_batch_is_excluded_from_totals(tmp_path: Path) -> None:
