@@ -19,6 +19,7 @@ from distexp.data.base import IGNORE, Batch, Sample, Samples, TaskData
 from distexp.data.decoded import decode_once, read_ahead
 from distexp.data.images import ImageFiles, normalize_pixels
 from distexp.system.cgroups import usable_memory
+from distexp.system.units import MIB, format_memory
 
 MAX_SHARE = 0.8
 """Largest part of the free GPU memory, or of the CPU memory, that images may take."""
@@ -186,6 +187,6 @@ def _memory_error(needed: int, place: str, device: torch.device) -> str | None:
     if needed <= MAX_SHARE * available:
         return None
     return (
-        f"dataset.cache={place} needs {needed / 1e9:.2f} GB for the decoded images, which is more than {MAX_SHARE:.0%} "
-        f"of the {available / 1e9:.2f} GB {memory}: {hint}, or lower dataset.train_size"
+        f"dataset.cache={place} needs {format_memory(needed / MIB)} for the decoded images, which is more than "
+        f"{MAX_SHARE:.0%} of the {format_memory(available / MIB)} {memory}: {hint}, or lower dataset.train_size"
     )

@@ -22,7 +22,7 @@ from distexp.plan.verdict import (
 )
 from distexp.runs.record import Predicted
 from distexp.runs.text import format_override
-from distexp.system.units import MIB_PER_GB
+from distexp.system.units import format_memory
 
 CHECK, WARN = "check", "warn"
 UNKNOWN_GPU = "the memory of its GPU is unknown: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80"
@@ -110,17 +110,13 @@ def _warn(cell: Cell, text: str) -> None:
 
 def describe_need(predicted: Predicted) -> str:
     """Return how much memory a run needs, and how much its GPU has."""
-    memory = available_mib(predicted) or 0.0
     owner = "GPU" if predicted.host_memory_mib is None else "machine"
+    available = f"the {owner} has {format_memory(available_mib(predicted) or 0.0)}"
     if predicted.required_mib is None:
-        return f"the model states need {_gb(sum(predicted.parts.values()))}, and the {owner} has {_gb(memory)}"
-    peak = f"peak of {_gb(predicted.peak_allocated_mib or 0.0)} in phase {predicted.phase}"
+        return f"the model states need {format_memory(sum(predicted.parts.values()))}, and {available}"
+    peak = f"peak of {format_memory(predicted.peak_allocated_mib or 0.0)} in phase {predicted.phase}"
     whose = "" if owner == "GPU" else "each worker: "
-    return f"the run needs {_gb(predicted.required_mib)} ({whose}{peak}), and the {owner} has {_gb(memory)}"
-
-
-def _gb(mib: float) -> str:
-    return f"{mib / MIB_PER_GB:,.1f} GB"
+    return f"the run needs {format_memory(predicted.required_mib)} ({whose}{peak}), and {available}"
 
 
 def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
@@ -145,4 +141,4 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner) -> str:
         best = search.first_change(parallel_processes()) if search else None
     if best is None:
         return unknown
-    return f"use {' '.join(best.overrides)} (peak {_gb(best.estimate.peak_allocated_mib or 0.0)})"
+    return f"use {' '.join(best.overrides)} (peak {format_memory(best.estimate.peak_allocated_mib or 0.0)})"

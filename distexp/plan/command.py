@@ -19,7 +19,7 @@ from distexp.plan.table import cells_table, change_lines, micro_batch_line, note
 from distexp.plan.verdict import FITS, memory_to_fit_mib
 from distexp.runs.files import nan_to_none
 from distexp.system.hardware import visible_gpus
-from distexp.system.units import MIB_PER_GB
+from distexp.system.units import format_memory
 
 SLOW_S = 100.0
 """Time of a prediction from which no variants are predicted."""
@@ -82,7 +82,7 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
         if memory is not None and each.error_bound is not None
     }
     for kind, memory, error in sorted(memories):
-        yield f"{kind}: {memory / MIB_PER_GB:,.1f} GB; error of a prediction: up to {error:.0%}"
+        yield f"{kind}: {format_memory(memory)}; error of a prediction: up to {error:.0%}"
 
 
 def _is_local_on_gpus(config: Config) -> bool:

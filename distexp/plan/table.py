@@ -15,7 +15,7 @@ from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, describe_verdict
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.record import Predicted
 from distexp.runs.text import format_override
-from distexp.system.units import MIB_PER_GB
+from distexp.system.units import format_memory
 
 STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
 NOT_TRACED = "not traced:"
@@ -47,10 +47,10 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
         Column("strategy", tuple(cell.title for cell in cells), 95, right=False),
         Column(_workers_title(configs), tuple(str(config.cluster.world_size) for config in configs), 90),
         Column("micro-\nbatch", tuple(map(_micro_batch, configs)), 60),
-        Column("peak\nGB", tuple(_peak(each) for each in found), ALWAYS),
-        Column("reserved\nGB", tuple(_gb(each.peak_reserved_mib) for each in found), 80),
-        Column("nvidia-smi\nGB", tuple(_gb(each.nvidia_smi_mib) for each in found), 70),
-        Column("host\nGB", tuple(_gb(each.host_peak_mib) for each in found), 75),
+        Column("peak", tuple(_peak(each) for each in found), ALWAYS),
+        Column("reserved", tuple(_memory(each.peak_reserved_mib) for each in found), 80),
+        Column("nvidia-smi", tuple(_memory(each.nvidia_smi_mib) for each in found), 70),
+        Column("host", tuple(_memory(each.host_peak_mib) for each in found), 75),
         Column("phase", tuple(each.phase or "-" for each in found), 50, right=False),
         Column("verdict", tuple(cell.verdict for cell in cells), ALWAYS, right=False),
     ]
@@ -77,12 +77,12 @@ def _micro_batch(config: Config) -> str:
 
 def _peak(predicted: Predicted) -> str:
     if predicted.peak_allocated_mib is None and predicted.parts:
-        return f"over {_gb(sum(predicted.parts.values()))}"
-    return _gb(predicted.peak_allocated_mib)
+        return f"over {_memory(sum(predicted.parts.values()))}"
+    return _memory(predicted.peak_allocated_mib)
 
 
-def _gb(mib: float | None) -> str:
-    return "-" if mib is None else f"{mib / MIB_PER_GB:,.2f}"
+def _memory(mib: float | None) -> str:
+    return "-" if mib is None else format_memory(mib, digits=2)
 
 
 def parts_table(predicted: Predicted) -> Table:
@@ -92,7 +92,7 @@ def parts_table(predicted: Predicted) -> Table:
     return build_table(
         [
             Column("part", tuple(parts), ALWAYS, right=False),
-            Column("GB", tuple(map(_gb, parts.values())), ALWAYS),
+            Column("memory", tuple(map(_memory, parts.values())), ALWAYS),
             Column("%", tuple(f"{100 * mib / total:.0f}" for mib in parts.values()), ALWAYS),
         ]
     )
@@ -125,4 +125,4 @@ def change_lines(changes: Sequence[Change], memory_mib: float) -> Iterator[str]:
         yield f"smallest change that makes it fit: {' '.join(best.overrides)}"
     for change in changes:
         predicted = predict(change.estimate, memory_mib)
-        yield f"  {' '.join(change.overrides)}: peak {_peak(predicted)} GB, {describe_verdict(predicted)}"
+        yield f"  {' '.join(change.overrides)}: peak {_peak(predicted)}, {describe_verdict(predicted)}"

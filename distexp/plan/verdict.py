@@ -9,7 +9,7 @@ from distexp.runs.record import Predicted
 from distexp.system.cgroups import usable_memory
 from distexp.system.gpu_models import GPU_MODELS, USABLE_SHARE, gpus_with
 from distexp.system.hardware import visible_gpus
-from distexp.system.units import MIB, MIB_PER_GB
+from distexp.system.units import MIB, MIB_PER_GB, format_memory
 
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too_close", "does_not_fit"
 
@@ -100,23 +100,27 @@ def describe_verdict(predicted: Predicted) -> str:
     if needed is None:
         states = sum(predicted.parts.values())
         if predicted.verdict == DOES_NOT_FIT and memory is not None:
-            return f"does not fit: the model states alone exceed it by {_gb(states - memory)}"
+            return f"does not fit: the model states alone exceed it by {format_memory(states - memory)}"
         return "unknown: only the model states are known" if states else "unknown: not traced"
     if memory is None:
-        return f"needs {_gb(needed)} on a node" if predicted.nvidia_smi_mib is None else describe_gpus(predicted)
+        return (
+            describe_gpus(predicted)
+            if predicted.nvidia_smi_mib is not None
+            else f"needs {format_memory(needed)} on a node"
+        )
     return _describe_share(needed, memory, predicted)
 
 
 def _describe_share(needed: float, memory: float, predicted: Predicted) -> str:
     """Return the text of the verdict on a training whose peak is known."""
     if predicted.error_bound is None:
-        return f"needs {_gb(needed)} of {_gb(memory)}, with an unknown error"
+        return f"needs {format_memory(needed)} of {format_memory(memory)}, with an unknown error"
     if predicted.verdict == FITS:
         return f"fits, {100 * (1 - needed / memory):.0f} % to spare"
     if predicted.verdict == TOO_CLOSE:
         share = 100 * needed / memory
         return f"too close to call ({share:.0f} % of the memory, the error is up to {predicted.error_bound:.0%})"
-    return f"does not fit by {_gb(needed - memory)}"
+    return f"does not fit by {format_memory(needed - memory)}"
 
 
 def available_mib(predicted: Predicted) -> float | None:
@@ -131,7 +135,3 @@ def describe_gpus(predicted: Predicted) -> str:
         most = (predicted.required_mib or 0.0) * (1 + GPU_ERROR_BOUND)
     fitting = gpus_with(most)
     return f"fits on {fitting[0]} and larger" if fitting else "fits on no known GPU"
-
-
-def _gb(mib: float) -> str:
-    return f"{mib / MIB_PER_GB:,.1f} GB"

@@ -12,6 +12,17 @@ MIB_PER_GB = 1024.0
 """MiB in a GB of ``2**30`` bytes."""
 
 
+LEAST_GB = 0.1
+"""Less memory is shown in MB."""
+
+
+def format_memory(mib: float, digits: int = 1) -> str:
+    """Format a memory: ``1.5 GB``, and below 0.1 GB ``12.3 MB``. A GB has 1,024 MB."""
+    if mib >= LEAST_GB * MIB_PER_GB:
+        return f"{mib / MIB_PER_GB:,.{digits}f} GB"
+    return f"{mib:.3g} MB"
+
+
 def format_tflops(tflops: float) -> str:
     """Format a rate that is given in TFLOP/s: ``790 TFLOP/s``, ``31.2 GFLOP/s``."""
     if tflops >= 100:

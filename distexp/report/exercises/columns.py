@@ -10,6 +10,7 @@ from distexp.report.data.failures import failure_reasons
 from distexp.report.data.metrics import training_value
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import format_setting
+from distexp.system.units import LEAST_GB
 
 PARAMETERS = "parameters"
 UNITS = {
@@ -22,6 +23,9 @@ UNITS = {
     "million": 1e-6,
 }
 """Factors from the unit of the metric, which is MiB for memory."""
+
+SMALLER_UNITS = {"GB": ("MB", 1e3), "GiB": ("MiB", 1024.0)}
+"""Units of a cell below 0.1 of the column's unit, with their factor."""
 
 MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")
 """Ends of the names of metrics that a failed run has too."""
@@ -141,5 +145,9 @@ def _format_failed_cell(column: Column, group: RunGroup) -> str:
 
 def _format_values(column: Column, values: Sequence[float]) -> str:
     """Return the mean, and the sample standard deviation of several values."""
-    text = f"{statistics.fmean(values):,.{column.digits}f}{column.suffix}"
-    return text if len(values) == 1 else f"{text} ± {statistics.stdev(values):,.{column.digits}f}{column.suffix}"
+    digits, suffix = column.digits, column.suffix
+    if column.unit in SMALLER_UNITS and statistics.fmean(values) < LEAST_GB:
+        unit, factor = SMALLER_UNITS[column.unit]
+        values, digits, suffix = [value * factor for value in values], 1, f" {unit}"
+    text = f"{statistics.fmean(values):,.{digits}f}{suffix}"
+    return text if len(values) == 1 else f"{text} ± {statistics.stdev(values):,.{digits}f}{suffix}"
