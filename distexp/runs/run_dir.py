@@ -195,3 +195,8 @@ def profile_trace_path(run_dir: Path) -> Path:
 def profile_summary_path(run_dir: Path) -> Path:
     """Return the lanes of a profiled step of each rank."""
     return run_dir / PROFILE / "summary.json"
+
+
+def step_model_path(run_dir: Path) -> Path:
+    """Return the median profiled step of rank 0, for a forecast."""
+    return run_dir / PROFILE / "step_model.json"

@@ -1,0 +1,160 @@
+"""What is known about the communication of a machine: measured curves, and links.
+
+The preflight stores its curves in the cache directory, one file per type of device. Each layout (number of workers and
+nodes) is kept, and a new measurement replaces an earlier one of the same layout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from distexp.config import ConfigError
+from distexp.config.forecast_section import ForecastConfig
+from distexp.data.cache import cache_dir
+from distexp.forecast.links import Link, Network, intra_node_link
+from distexp.runs.files import read_json, write_json
+from distexp.runs.record import Environment, RunRecord
+from distexp.runs.run_dir import PREFLIGHT, RECORD
+from distexp.runs.typed_values import typed
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A measured collective.
+
+    Attributes:
+        kind: As of a collective of the step model.
+        ranks: Number of workers that took part.
+        nodes: Number of nodes on which they are.
+        bytes: Size as in nccl-tests.
+        seconds: Duration on the slowest rank.
+    """
+
+    kind: str
+    ranks: int
+    nodes: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MachineCurves:
+    """Communication of a machine.
+
+    Attributes:
+        points: Measured collectives; empty: none.
+        intra: Link between workers of a node.
+        network: Network between nodes.
+    """
+
+    points: tuple[CurvePoint, ...]
+    intra: Link
+    network: Network = field(default_factory=Network)
+
+    def curve(self, kind: str, ranks: int, nodes: int) -> list[CurvePoint]:
+        """Return the points of a kind and a layout, by size."""
+        found = (each for each in self.points if (each.kind, each.ranks, each.nodes) == (kind, ranks, nodes))
+        return sorted(found, key=lambda point: point.bytes)
+
+    def layouts(self, kind: str) -> list[tuple[int, int]]:
+        """Return the measured layouts of a kind: workers and nodes."""
+        return sorted({(each.ranks, each.nodes) for each in self.points if each.kind == kind})
+
+
+def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
+    """Return what is known about the machine of a run.
+
+    The curves are those of ``forecast.preflight``, else of the run's own preflight, else those that preflights stored
+    on this machine.
+
+    Raises:
+        ConfigError: The record cannot be read, ``forecast.preflight`` has no preflight, or the network is unknown.
+    """
+    try:
+        record = RunRecord.read(run_dir / RECORD)
+    except ValueError as error:
+        raise ConfigError(f"{error}: name the directory of a finished run") from error
+    known = Network()
+    network = Network(
+        known.name if options.network is None else options.network,
+        rail_optimized=known.rail_optimized if options.rail_optimized is None else options.rail_optimized,
+        oversubscription=options.oversubscription,
+    )
+    machine = machine_of(record.environment, network)
+    points: Sequence[CurvePoint] = ()
+    if options.preflight is not None:
+        points = read_preflight(Path(options.preflight))
+    elif record.preflight is not None:
+        points = points_of_preflight(record.preflight, int(record.config["cluster"]["nodes"]))
+    return replace(machine, points=tuple(points)) if points else machine
+
+
+def machine_of(environment: Environment | None, network: Network | None = None) -> MachineCurves:
+    """Return what is known about the machine of a run, with the curves that preflights stored on this machine."""
+    gpu_name = environment.gpu_name if environment else None
+    hostname = environment.hostname if environment else None
+    return MachineCurves(tuple(stored_points(gpu_name, hostname)), intra_node_link(gpu_name), network or Network())
+
+
+def points_of_preflight(result: Mapping[str, Any], nodes: int) -> list[CurvePoint]:
+    """Return the curves in the content of a ``preflight.json``.
+
+    Args:
+        result: The content.
+        nodes: Number of nodes of that run.
+    """
+    points = []
+    for one in result["measurements"]:
+        group = str(one["group"])
+        across = nodes if group == "all" else one["ranks"] if group == "across nodes" else 1
+        kind = {"send_receive": "send_recv"}.get(one["operation"], one["operation"])
+        if one["correct"] and one["seconds"] > 0 and (group == "node 0" or not group.startswith("node ")):
+            points.append(CurvePoint(kind, one["ranks"], across, one["bytes"], one["seconds"]))
+    return points
+
+
+def read_preflight(directory: Path) -> list[CurvePoint]:
+    """Return the curves of the run directory of a preflight.
+
+    Raises:
+        ConfigError: The folder has no preflight that this version can read.
+    """
+    try:
+        result = read_json(directory / PREFLIGHT)
+        return points_of_preflight(result, int(result.get("nodes", 1)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{directory} has no readable {PREFLIGHT} ({error}): name the run directory of distexp preflight"
+        ) from error
+
+
+def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: str | None) -> Path:
+    """Store curves for later forecasts; return the file. Points of other layouts are kept.
+
+    Raises:
+        ConfigError: This user has no cache directory.
+        OSError: The file cannot be written.
+    """
+    new = {(each.kind, each.ranks, each.nodes) for each in points}
+    kept = [each for each in stored_points(gpu_name, hostname) if (each.kind, each.ranks, each.nodes) not in new]
+    path = _path(gpu_name, hostname)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"points": [asdict(each) for each in (*kept, *points)]})
+    return path
+
+
+def stored_points(gpu_name: str | None, hostname: str | None) -> Iterable[CurvePoint]:
+    """Return the curves that preflights stored for this type of device; empty if there are none."""
+    try:
+        return [typed(CurvePoint, entry) for entry in read_json(_path(gpu_name, hostname))["points"]]
+    except (ConfigError, OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _path(gpu_name: str | None, hostname: str | None) -> Path:
+    name = gpu_name or f"cpu of {hostname}"
+    return cache_dir() / "collective-curves" / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', name)}.json"

@@ -1,0 +1,189 @@
+"""Simulation of a training step with a clock for the CPU, one for computation, and one for communication.
+
+The CPU launches the items in order. The device executes segments one after the other, and so it does with collectives,
+next to the segments. A segment waits for collectives whose results it needs, and a collective waits for the segments
+whose results it sends. Steps are repeated until their duration is constant, because the CPU may run ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distexp.runs.step_model import NEXT, OPTIMIZER, Collective, Item, Segment
+
+MOST_STEPS = 40
+"""Steps after which the last one counts, even if the duration is not constant."""
+CONSTANT = 1e-6
+"""Relative difference of two durations that are equal."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of the times of the profiled step."""
+
+    host: float = 1.0
+    device: float = 1.0
+
+
+MEASURED_TIMES = Scales()
+
+
+@dataclass
+class SimulatedStep:
+    """Duration of a step and what the device did; times are in seconds.
+
+    The parts ``compute_s``, ``exposed_s`` and ``launch_s`` add up to ``step_s``.
+    """
+
+    step_s: float = 0.0
+    compute_s: float = 0.0  # segments run
+    exposed_s: float = 0.0  # a segment, or the next step, waits for a collective
+    launch_s: float = 0.0  # the device waits for the CPU
+    communication_s: float = 0.0  # sum of all collectives
+
+    @property
+    def hidden_s(self) -> float:
+        """Return the communication at the same time as computation."""
+        return max(0.0, self.communication_s - self.exposed_s)
+
+
+@dataclass
+class _Clocks:
+    host: float = 0.0
+    device: float = 0.0
+    network: float = 0.0
+    parts: SimulatedStep = field(default_factory=SimulatedStep)
+
+
+def simulate(
+    items: Sequence[Item], durations: Sequence[float], *, on_gpu: bool, scales: Scales = MEASURED_TIMES
+) -> SimulatedStep:
+    """Return the step in the steady state.
+
+    Args:
+        items: Segments and collectives of a step, in the order of their launches.
+        durations: Seconds of each item that is a collective; others are ignored.
+        on_gpu: Whether a device executes the segments. If not, the CPU does it while it launches them.
+        scales: Factors of the times of the segments.
+    """
+    awaited = dependencies(items)
+    clocks, previous = _Clocks(), SimulatedStep()
+    for _ in range(MOST_STEPS):
+        before = max(clocks.host, clocks.device)
+        clocks.parts = SimulatedStep()
+        _run_step(items, durations, awaited, clocks, scales if on_gpu else Scales(scales.host, 0.0), on_gpu=on_gpu)
+        now = clocks.parts
+        now.step_s = max(clocks.host, clocks.device) - before
+        if abs(now.step_s - previous.step_s) <= CONSTANT * now.step_s:
+            break
+        previous = now
+    now.launch_s = max(0.0, now.step_s - now.compute_s - now.exposed_s)
+    return now
+
+
+def dependencies(items: Sequence[Item]) -> dict[int, list[int]]:
+    """Return the positions of the collectives that each segment waits for, by the position of the segment.
+
+    The key ``len(items)`` has those that the end of the step waits for, because no segment does.
+    """
+    found: dict[int, list[int]] = {}
+    optimizer = next((i for i, item in enumerate(items) if isinstance(item, Segment) and item.phase == OPTIMIZER), None)
+    for position, item in enumerate(items):
+        if isinstance(item, Collective):
+            after_it = optimizer is not None and optimizer > position
+            segment = optimizer if item.awaited == OPTIMIZER and after_it else _next_segment(items, position)
+            found.setdefault(len(items) if segment is None else segment, []).append(position)
+    return found
+
+
+def _next_segment(items: Sequence[Item], position: int) -> int | None:
+    """Return the first segment after a collective and after the ``ahead`` collectives of its kind that follow."""
+    one = items[position]
+    assert isinstance(one, Collective)
+    place = one.kind, one.axis, one.phase, one.micro_batch
+    start, left = position, one.ahead if one.awaited == NEXT else 0
+    for later in range(position + 1, len(items)):
+        other = items[later]
+        if left == 0:
+            break
+        if isinstance(other, Collective) and (other.kind, other.axis, other.phase, other.micro_batch) == place:
+            start, left = later, left - 1
+    following = range(start + 1, len(items))
+    return next((later for later in following if isinstance(items[later], Segment)), None)
+
+
+def _run_step(
+    items: Sequence[Item],
+    durations: Sequence[float],
+    awaited: dict[int, list[int]],
+    clocks: _Clocks,
+    scales: Scales,
+    *,
+    on_gpu: bool,
+) -> None:
+    """Run one step, which advances the clocks."""
+    ends: dict[int, float] = {}
+    for position, item in enumerate(items):
+        if isinstance(item, Collective):
+            ends[position] = _run_collective(item, durations[position], clocks, scales, on_gpu=on_gpu)
+            continue
+        ready = max((ends[each] for each in awaited.get(position, ())), default=0.0)
+        if on_gpu:
+            _run_on_device(item, ready, clocks, scales)
+        else:
+            clocks.parts.exposed_s += max(0.0, ready - clocks.host)
+            clocks.host = max(clocks.host, ready) + scales.host * item.host_s
+            clocks.parts.compute_s += scales.host * item.host_s
+    last = max((ends[each] for each in awaited.get(len(items), ())), default=0.0)
+    now = clocks.device if on_gpu else clocks.host
+    clocks.parts.exposed_s += max(0.0, last - now)
+    if on_gpu:
+        clocks.device = max(now, last)
+    else:
+        clocks.host = max(now, last)
+
+
+def _run_collective(item: Collective, seconds: float, clocks: _Clocks, scales: Scales, *, on_gpu: bool) -> float:
+    """Launch a collective and return its end."""
+    clocks.host += scales.host * item.host_s
+    if not on_gpu:
+        clocks.parts.compute_s += scales.host * item.host_s
+    results = clocks.device if item.after_compute else 0.0
+    clocks.network = max(clocks.network, clocks.host, results) + seconds
+    clocks.parts.communication_s += seconds
+    return clocks.network
+
+
+def _run_on_device(item: Segment, ready: float, clocks: _Clocks, scales: Scales) -> None:
+    """Launch a segment, and execute it on the device when its collectives have ended."""
+    duration = scales.device * item.device_s
+    tail = scaled_tail(item, scales)
+    unblocked = max(clocks.device + duration, clocks.host + tail)
+    end = max(unblocked, ready + duration)
+    clocks.parts.compute_s += duration
+    clocks.parts.exposed_s += end - unblocked
+    clocks.device = end
+    clocks.host += scales.host * item.host_s
+    if item.waits:
+        clocks.host = max(clocks.host, end)
+
+
+def scaled_tail(item: Segment, scales: Scales) -> float:
+    """Return the tail of a segment for other times of the CPU and the device.
+
+    The tail is a maximum over the kernels: launch of the kernel plus all kernels from it on. So it is a convex function
+    of the time of the CPU, which three points approximate: none, half, and all of it.
+    """
+    if scales.device == 0:
+        return scales.host * item.host_s
+    relative = scales.host / scales.device
+    if relative <= 0.5:
+        share = 2 * relative
+        tail = item.device_s + share * (item.tail_half_s - item.device_s)
+    elif relative <= 1:
+        share = 2 * relative - 1
+        tail = item.tail_half_s + share * (item.tail_s - item.tail_half_s)
+    else:
+        tail = item.tail_s + (relative - 1) * item.host_s
+    return scales.device * tail
