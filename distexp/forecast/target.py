@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PARTS = ("compute", "exposed_communication", "launch", "waiting", "other")
@@ -50,7 +51,7 @@ class Forecast:
     step_time_s: float
     low_s: float
     high_s: float
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
     hidden_communication_s: float = 0.0
     beyond: str = ""
     limit: str = ""
