@@ -314,6 +314,14 @@ class PlanConfig:
         above=0,
         null="no limit",
     )
+    search_timeout_s: float | None = key(
+        30.0,
+        "Longest time in which `plan=check` searches for changes that make runs fit. The message states how many were "
+        "left out.",
+        unit="seconds",
+        above=0,
+        null="no limit",
+    )
     only: bool = key(False, "Predict and do not train. Set by `distexp plan`.")
     output: str = key("table", "Output of `distexp plan`. Its option `--json` sets it.", choices=("table", "json"))
 

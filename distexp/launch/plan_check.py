@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from math import inf
+from time import monotonic
 
 from distexp.config import Config, ConfigError
 from distexp.config.batch_sizes import searches_micro_batch
@@ -120,25 +122,42 @@ def describe_need(predicted: Predicted) -> str:
 
 
 def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
-    search = len(cells) <= MOST_SEARCHES
+    search, start = len(cells) <= MOST_SEARCHES, monotonic()
     for cell in cells:
         assert cell.predicted is not None
-        hint = _hint(cell, make, planner) if search else "distexp plan shows what would fit"
+        hint = _hint(cell, make, planner, start) if search else "distexp plan shows what would fit"
         cell.errors = [f"plan=check: {describe_need(cell.predicted)}: {hint}, or run it anyway with plan=warn"]
         cell.config, cell.decided, cell.id = None, cell.config, INVALID
 
 
-def _hint(cell: Cell, make: MakeCell, planner: Planner) -> str:
-    """Return the smallest change that makes a cell fit."""
+def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
+    """Return the smallest change that makes a cell fit.
+
+    Args:
+        cell: The cell.
+        make: Composes a variant of it.
+        planner: Source of estimates.
+        start: Time at which the first search of the command started.
+    """
     assert cell.predicted is not None
     unknown = UNKNOWN_CHANGE if cell.predicted.host_memory_mib is None else UNKNOWN_CPU_CHANGE
     if cell.predicted.required_mib is None:  # Its variants cannot be traced either.
         return unknown
-    if (cell.predicted.seconds or 0.0) > SLOW_S:
+    needed_s, limit_s = cell.predicted.seconds or 0.0, _config(cell).plan.search_timeout_s
+    if needed_s > min(SLOW_S, inf if limit_s is None else limit_s):
         return f"a prediction takes {cell.predicted.seconds:.0f} s, so no changes are predicted: {unknown}"
     search = search_of(cell, _config(cell), make, planner)
+
+    def has_time() -> bool:
+        return limit_s is None or monotonic() + needed_s <= start + limit_s
+
     with show_search():
-        best = search.first_change(parallel_processes()) if search else None
+        best, left_out = search.first_change(parallel_processes(), has_time) if search else (None, 0)
+    if left_out:
+        return (
+            f"no change found within plan.search_timeout_s={limit_s:g}, and {left_out} were not predicted: "
+            f"distexp plan predicts all, or {unknown}"
+        )
     if best is None:
         return unknown
     return f"use {' '.join(best.overrides)} (peak {format_memory(best.estimate.peak_allocated_mib or 0.0)})"

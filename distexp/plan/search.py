@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.config import Config
@@ -52,18 +52,21 @@ class Search:
         """
         return self._estimate(list(candidate_overrides(self.config)))
 
-    def first_change(self, at_a_time: int) -> Change | None:
-        """Return the smallest change that fits; None if none does.
+    def first_change(self, at_a_time: int, has_time: Callable[[], bool]) -> tuple[Change | None, int]:
+        """Return the smallest change that fits, and how many changes there was no time for; None if none fits.
 
         Args:
             at_a_time: Number of changes to estimate before the next ones. Those after the first that fits are not.
+            has_time: Whether there is time for the next ones.
         """
         candidates = list(candidate_overrides(self.config))
         for start in range(0, len(candidates), at_a_time):
+            if not has_time():
+                return None, len(candidates) - start
             fitting = (change for change in self._estimate(candidates[start : start + at_a_time]) if self._fits(change))
             if (found := next(fitting, None)) is not None:
-                return found
-        return None
+                return found, 0
+        return None, 0
 
     def _fits(self, change: Change) -> bool:
         return change.fits(self.memory_mib)

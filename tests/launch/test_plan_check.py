@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from omegaconf import OmegaConf
 
-from distexp.config import ConfigError
+from distexp.config import Config, ConfigError
 from distexp.launch import plan_check
 from distexp.launch.outcome import finalize_run
 from distexp.launch.plan_check import predict_runs
@@ -18,6 +19,7 @@ from distexp.launch.plan_runs import plan_runs
 from distexp.launch.snapshot import GitState
 from distexp.launch.sweep import AssignedRun, make_run_info, write_invalid
 from distexp.plan.estimate import Estimate, arithmetic_estimate
+from distexp.plan.planner import Outcome
 from distexp.resolve.run_id import run_id
 from distexp.runs.prediction import read_curve, read_prediction
 from distexp.runs.record import RunRecord
@@ -46,6 +48,26 @@ def test_cell_that_cannot_fit_is_invalid(capsys: pytest.CaptureFixture[str]) -> 
     assert small.predicted is not None
     assert (small.predicted.verdict, small.predicted.peak_allocated_mib) == ("fits", 14_000)
     assert capsys.readouterr().err == "distexp: searching for what fits\n"
+
+
+def test_the_search_for_a_change_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction takes 7 s of this clock, and one is made at a time. Four end before 30 s."""
+    seconds, planner = [0.0], FormulaPlanner()
+    estimate = planner.estimate
+
+    def take_time(configs: Sequence[Config]) -> list[Outcome]:
+        seconds[0] += 7.0
+        return estimate(configs)
+
+    shared = ["cluster=slurm", "cluster.nodes=2", "strategy=ddp", "dataset=squad", "train.micro_batch_size=8"]
+    shared += ["plan=check", "plan.gpu_memory_gb=3"]
+    with composed(shared) as (cells, make):
+        monkeypatch.setattr(planner, "estimate", lambda configs, *_: take_time(configs))
+        monkeypatch.setattr(plan_check, "monotonic", lambda: seconds[0])
+        monkeypatch.setattr(plan_check, "parallel_processes", lambda: 1)
+        with pytest.raises(ConfigError, match=r"no change found within plan.search_timeout_s=30, and 3 were not pred"):
+            predict_runs(cells, make, planner)
+    assert planner.count == 1 + 4
 
 
 def test_single_run_that_cannot_fit_is_an_error() -> None:

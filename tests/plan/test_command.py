@@ -48,6 +48,16 @@ def test_one_configuration_shows_parts_and_largest_micro_batch(capsys: pytest.Ca
     assert "error of a prediction: up to 5%" in text
 
 
+def test_memory_of_a_tiny_model_is_in_mb(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = Estimate(peak_allocated_mib=12.34, required_mib=40.0, overhead_mib=20.0, parts={"parameters": 0.632})
+    with composed([*PLAN, "strategy=single", "plan.gpu=a100-80gb"]) as (found, make):
+        run_plan(found, make, FormulaPlanner(lambda config: tiny))
+    text = capsys.readouterr().out
+    assert "12.3 MB" in text
+    assert "0.632 MB" in text
+    assert "0.00 GB" not in text
+
+
 def test_too_large_configuration_shows_what_makes_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, ("strategy=single", "train.micro_batch_size=100", "plan.gpu_memory_gb=80"))
     assert "does not fit by 22.1 GB" in text
