@@ -104,7 +104,7 @@ def test_a_prefetched_epoch_has_its_own_samples(num_workers: int) -> None:
     assert read_labels(loader, 3, range(2, 4)) == read_labels(plain, 3)[2:4], "not the prefetched epoch"
 
 
-def test_the_next_epoch_is_prefetched_during_evaluation() -> None:
+def test_the_next_epoch_is_prefetched_during_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, seen = CountingSamples(), []
     training, evaluation = make_loader(samples, 1), make_loader(CountingSamples(), 0)
     read_labels(training, 0)
@@ -114,16 +114,17 @@ def test_the_next_epoch_is_prefetched_during_evaluation() -> None:
         module: Any = torch.nn.Identity()
 
         def forward(self, batch: Batch) -> Tensor:
-            # Wait only once if nothing should be read.
-            seen.append(samples.wait_for_reads(300.0 if waits else 0.0 if seen else 1.0))
+            seen.append(samples.wait_for_reads() if prefetches else bool(samples.reads.any()))
             return torch.zeros(len(batch.labels), 12)
 
-    for waits, steps in ((True, 6), (False, 12)):
+    for prefetches, steps in ((True, 6), (False, 12)):
         samples.reads.zero_()
         seen.clear()
+        prefetch = MagicMock(wraps=training.prefetch)
+        monkeypatch.setattr(training, "prefetch", prefetch)
         inputs = TrainingInputs(training, evaluation, plan, MagicMock(steps=steps), run_id="")
         end_epoch(WaitingModel(), inputs)  # type: ignore[arg-type]
-        assert seen == [waits] * 6, "nothing is prefetched after the last epoch"
+        assert (seen, prefetch.called) == ([prefetches] * 6, prefetches), "nothing is prefetched after the last epoch"
         read_labels(training, 1)
 
 

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn, cast
 
 import psutil
@@ -17,6 +17,7 @@ import pytest
 
 from distexp.exceptions import InterruptedRunError
 from distexp.launch.oom_advice import predicted_change
+from distexp.plan import server as plan_server
 from distexp.plan import verdict
 from distexp.plan.cache import cache_path
 from distexp.plan.estimate import Estimate
@@ -26,6 +27,8 @@ from distexp.runs.files import read_json
 from distexp.system.hardware import Gpu
 from distexp.system.signals import handle_signals
 from tests.helpers.runs import resolve_cell
+
+NOW_S = 1000.0
 
 
 @pytest.fixture(autouse=True)
@@ -115,11 +118,17 @@ class EndedProcess:
             self.exitcode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@pytest.fixture
+def _stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the clock of the deadlines."""
+    monkeypatch.setattr(plan_server, "time", SimpleNamespace(monotonic=lambda: NOW_S))
+
+
 def job(process: EndedProcess, tmp_path: Path, seconds: float, reason: str = "") -> Job:
-    """Return a job whose deadline is in some seconds."""
+    """Return a job whose deadline is in some seconds of the stopped clock."""
     config = resolve_cell("plan.only=true", "strategy=single")
     path = tmp_path / "result0.json"
-    return Job(cast("BaseProcess", process), config, path, time.monotonic() + seconds, reason)
+    return Job(cast("BaseProcess", process), config, path, NOW_S + seconds, reason)
 
 
 def start(target: object, arguments: tuple[object, ...]) -> BaseProcess:
@@ -127,6 +136,7 @@ def start(target: object, arguments: tuple[object, ...]) -> BaseProcess:
     return cast("BaseProcess", EndedProcess())
 
 
+@pytest.mark.usefixtures("_stopped_clock")
 @pytest.mark.parametrize(
     ("number", "cause"), [(signal.SIGKILL, "out of memory"), (signal.SIGSEGV, "a custom operator reads the memory")]
 )
@@ -141,6 +151,7 @@ def test_trace_that_dies_is_followed_by_the_estimate_by_arithmetic(
     assert continue_job(left, refuse) is left, "the fallback runs"
 
 
+@pytest.mark.usefixtures("_stopped_clock")
 def test_late_trace_is_killed_with_its_processes(tmp_path: Path) -> None:
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
@@ -152,15 +163,17 @@ def test_late_trace_is_killed_with_its_processes(tmp_path: Path) -> None:
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     assert left is not None
     assert left.reason.startswith("it took longer than plan.timeout_s=900: set a larger one")
-    assert 0 < left.deadline - time.monotonic() <= FALLBACK_S
+    assert left.deadline == NOW_S + FALLBACK_S
 
 
+@pytest.mark.usefixtures("_stopped_clock")
 @pytest.mark.parametrize("exit_code", [1, -signal.SIGKILL])
 def test_estimate_by_arithmetic_that_fails_leaves_the_reason(tmp_path: Path, exit_code: int) -> None:
     assert continue_job(job(EndedProcess(exit_code), tmp_path, 1e6, "it took too long"), refuse) is None
     assert read_json(tmp_path / "result0.json") == {"error": "it took too long"}
 
 
+@pytest.mark.usefixtures("_stopped_clock")
 def test_job_with_a_result_is_done(tmp_path: Path) -> None:
     (tmp_path / "result0.json").write_text("{}")
     assert continue_job(job(EndedProcess(0), tmp_path, 1e6), refuse) is None
