@@ -1,0 +1,141 @@
+"""Tests of the search on synthetic machines, compared with trying every candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distexp.choose.candidate import Candidate, Objective, SearchResult, Status, Trial
+from distexp.choose.halving import first_trials, search
+from distexp.runs.record import Predicted
+from tests.helpers.landscapes import Landscape
+
+SEEDS = 20
+
+
+def run_search(machine: Landscape, objective: Objective = Objective.THROUGHPUT, **options: Any) -> SearchResult:
+    return search(machine.candidates, machine.run, objective, **options)
+
+
+@pytest.mark.parametrize(
+    ("objective", "conditions"),
+    [
+        (Objective.THROUGHPUT, {}),
+        (Objective.THROUGHPUT, {"noise": 0.1, "start_s": 20.0}),
+        (Objective.ENERGY, {"hidden_limit": 34.0}),
+        (Objective.THROUGHPUT, {"limit": 24.0, "forecast_error": 0.0}),
+    ],
+    ids=["usual", "noise and slow starts", "energy with cliffs", "small memory"],
+)
+def test_the_winner_is_within_5_percent_of_the_best_for_a_quarter_of_the_cost(
+    objective: Objective, conditions: dict[str, float]
+) -> None:
+    good = 0
+    for seed in range(SEEDS):
+        machine = Landscape(seed, **conditions)  # type: ignore[arg-type]
+        found = run_search(machine, objective)
+        assert found.winner is not None
+        good += machine.regret(found.winner, objective) <= 0.05 and found.gpu_seconds <= machine.exhaustive_gpu_s() / 4
+    assert good >= 0.95 * SEEDS
+
+
+def test_every_candidate_ends_with_a_status_and_a_reason() -> None:
+    machine = Landscape(1, hidden_limit=30.0)
+    found = run_search(machine)
+    assert {each.status for each in found.candidates} == {Status.PRUNED, Status.TRIED, Status.FAILED}
+    assert all(each.reason for each in found.candidates if each.status is not Status.TRIED)
+    assert found.gpu_seconds == pytest.approx(sum(t.gpu_seconds for each in found.candidates for t in each.trials))
+    ran_out = [each for each in found.candidates if each.status is Status.FAILED]
+    larger = [each for each in found.candidates for failed in ran_out if each.family == failed.family]
+    assert all(each.status is not Status.TRIED or each.micro_batch < failed.micro_batch for failed in ran_out
+               for each in larger if each.family == failed.family)  # fmt: skip
+
+
+def test_the_same_trials_give_the_same_search() -> None:
+    first, second = Landscape(3), Landscape(3)
+    results = run_search(first), run_search(second)
+    order = [[(each.overrides, steps) for rung in found.rungs for each, steps in rung.tried] for found in results]
+    assert order[0] == order[1]
+
+
+def test_the_finalists_are_repeated_with_more_steps_in_both_orders() -> None:
+    found = run_search(Landscape(5))
+    last = [rung for rung in found.rungs if rung.name == "finalists"]
+    assert [each for each, _ in last[-1].tried] == [each for each, _ in last[-2].tried][::-1]
+    assert last[-1].tried[0][1] > found.rungs[0].tried[0][1]
+    assert found.margin is not None
+    assert found.margin_error is not None
+    assert 0 <= found.margin < 1
+    assert 0 < found.margin_error < 0.2
+
+
+def test_the_search_stops_at_its_budget_with_the_best_so_far() -> None:
+    whole = run_search(Landscape(2))
+    machine = Landscape(2)
+    found = run_search(machine, budget_gpu_s=whole.gpu_seconds / 3)
+    assert "the budget of" in found.stopped
+    assert found.winner is not None
+    assert found.gpu_seconds < whole.gpu_seconds / 2
+    assert any("the budget of" in each.reason for each in found.candidates)
+
+
+def test_trials_that_fail_in_the_middle_do_not_end_the_search() -> None:
+    machine = Landscape(4)
+
+    def run(batch: Sequence[tuple[Candidate, int]]) -> list[Trial]:
+        trials = machine.run(batch)
+        broken = ["kernels=fast" in candidate.family for candidate, _ in batch]
+        return [
+            replace(trial, status="failed", step_s=None, samples_per_second=None, error="no compiler") if bad else trial
+            for bad, trial in zip(broken, trials, strict=True)
+        ]
+
+    found = search(machine.candidates, run, Objective.THROUGHPUT)
+    assert found.winner is not None
+    assert "kernels=fast" not in found.winner.family
+    works = [each for each in machine.runnable() if "kernels=fast" not in each.family]
+    assert machine.true_s[found.winner] <= 1.05 * min(machine.true_s[each] for each in works)
+    failed = [each for each in found.candidates if each.status is Status.FAILED]
+    assert {each.reason for each in failed} == {"no compiler"}
+    assert max(sum(each.family == name for each in failed) for name in {each.family for each in failed}) <= 2
+
+
+def test_the_objective_needs_its_metric() -> None:
+    found = run_search(Landscape(0), Objective.COST)
+    assert found.winner is None
+    assert "set cluster.price_per_gpu_hour" in found.statement
+
+
+def test_the_lowest_memory_wins_without_repeats() -> None:
+    machine = Landscape(6)
+    found = run_search(machine, Objective.MEMORY)
+    assert found.winner is not None
+    assert machine.regret(found.winner, Objective.MEMORY) == 0
+    assert {rung.name for rung in found.rungs} <= {"families", "neighbors"}
+
+
+def test_if_nothing_fits_the_statement_names_the_nearest_configuration() -> None:
+    def pruned(name: str, required: float) -> Candidate:
+        predicted = Predicted(required_mib=required, most_mib=required * 1.05, gpu_memory_mib=24_000.0)
+        each = Candidate((name,), (name,), 1, predicted=predicted)
+        each.prune("does not fit")
+        return each
+
+    found = search([pruned("a=1", 60_000.0), pruned("b=1", 36_000.0)], lambda batch: [], Objective.THROUGHPUT)
+    assert found.winner is None
+    assert found.statement == (
+        "no candidate fits into the memory; the nearest one is b=1, which needs 35.2 GB of 23.4 GB: it fits on "
+        "a100-40gb and larger"
+    )
+
+
+def test_a_candidate_that_is_too_close_to_call_is_tried_after_the_others() -> None:
+    machine = Landscape(7)
+    best = min(machine.runnable(), key=lambda each: each.forecast_s or 0.0)
+    for each in machine.candidates:
+        each.too_close = each.family == best.family
+    order = first_trials(machine.candidates, Objective.THROUGHPUT)
+    assert order[-1][0] is best

@@ -1,0 +1,113 @@
+"""Tests of the candidates of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from distexp.choose.axes import read_axes
+from distexp.choose.candidate import Candidate, Status
+from distexp.choose.space import candidate_overrides, make_space
+from distexp.config import ConfigError
+from distexp.launch.composition import MakeCell
+from tests.helpers.planning import composed
+
+COMMAND = ("cluster.device=cpu", "cluster.workers_per_node=2", "train.global_batch_size=16")
+
+
+@pytest.fixture(scope="module", name="command")
+def composed_command() -> Iterator[tuple[list[str], MakeCell]]:
+    with composed(COMMAND) as ((cell,), make):
+        yield cell.overrides, make
+
+
+SpaceOf = Callable[..., list[Candidate]]
+
+
+@pytest.fixture(name="space_of")
+def space_maker(command: tuple[list[str], MakeCell]) -> SpaceOf:
+    """Return the function that makes the space of further overrides of the command."""
+
+    def space_of(more: Sequence[str], *, gpus: Sequence[int] = (), space: Sequence[str] = ()) -> list[Candidate]:
+        overrides = candidate_overrides(command[0], more)
+        return make_space(command[1], overrides, gpus, read_axes(space, overrides))
+
+    return space_of
+
+
+def labels(candidates: Sequence[Candidate]) -> set[str]:
+    return {" ".join(each.overrides) for each in candidates}
+
+
+def test_the_space_has_divisors_of_the_batch_and_reasons_for_what_is_invalid_or_double(space_of: SpaceOf) -> None:
+    found = space_of([], gpus=[1, 2, 3], space=["strategy=single,ddp", "train.activation_checkpointing=false"])
+    assert {each.micro_batch for each in found if each.workers == 1} == {1, 2, 4, 8, 16}
+    assert "strategy=ddp cluster.workers_per_node=2 train.micro_batch_size=8" in labels(found)
+    assert {each.config.train.gradient_accumulation_steps for each in found if each.config and each.workers == 2} == {
+        *(1, 2, 4, 8)
+    }
+    reasons = {each.workers: each.reason for each in found if each.status is Status.PRUNED}
+    assert reasons[3].startswith("invalid: train.global_batch_size=16 is no multiple")
+    doubles = [each for each in found if each.reason.startswith("the same as strategy=")]
+    assert all("kernels=fast" in each.overrides for each in doubles)
+
+
+def test_what_the_command_sets_does_not_vary(space_of: SpaceOf) -> None:
+    command = ["sharding=shard_grad_op", "kernels=reference", "train.micro_batch_size=2", "offload=false"]
+    found = space_of([*command, "train.activation_checkpointing=true"])
+    assert [each.overrides[0] for each in found] == ["sharding=shard_grad_op"]
+    assert found[0].config is not None
+    assert found[0].config.train.activation_checkpointing
+
+
+def test_a_key_alone_varies_only_that_axis(space_of: SpaceOf) -> None:
+    found = space_of(["train.micro_batch_size=4"], space=["kernels"])
+    assert [each.overrides[:-1] for each in found] == [
+        ("cluster.workers_per_node=2",),
+        ("kernels=fast", "cluster.workers_per_node=2"),
+    ]
+
+
+def test_a_key_of_a_strategy_is_for_its_candidates(space_of: SpaceOf) -> None:
+    found = space_of(
+        [], space=["strategy=ddp", "kernels=reference", "ddp.bucket_cap_mb=5,25", "train.micro_batch_size=1"]
+    )
+    assert len(found) == 4
+    fixed = [
+        "strategy=fsdp",
+        "kernels=reference",
+        "ddp.bucket_cap_mb=5,25",
+        "train.micro_batch_size=1",
+        "offload=false",
+    ]
+    assert not any("bucket" in label for label in labels(space_of([], space=[*fixed, "sharding=full_shard"])))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("train.learning_rate=1,2", "train.learning_rate=1,2 changes the training"),
+        ("stratgy=ddp", "did you mean strategy?"),
+        ("strategy=dp", "strategy=dp is not possible: use ddp, deepspeed"),
+        ("train.micro_batch_size=0", "use at least 1"),
+        ("train.compile=yes", "train.compile=yes is not possible: use false, true, blocks"),
+        ("fsdp.forward_prefetch", "has no values"),
+    ],
+)
+def test_a_wrong_entry_is_an_error_with_a_hint(entry: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_axes([entry], [])
+    assert message in str(caught.value)
+
+
+def test_the_global_batch_is_required(space_of: SpaceOf) -> None:
+    with pytest.raises(ConfigError, match=r"set train\.global_batch_size"):
+        space_of(["train.global_batch_size=null"])
+
+
+def test_overrides_of_a_candidate_replace_those_of_the_command() -> None:
+    command = ["strategy=ddp", "train.micro_batch_size=4", "train.seed=1"]
+    assert candidate_overrides(command, ["zero_stage=2", "train.micro_batch_size=8"]) == [
+        *("train.seed=1", "zero_stage='2'", "train.micro_batch_size=8")
+    ]
