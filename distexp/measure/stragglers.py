@@ -7,12 +7,13 @@ import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-MIN_STEPS = 8
-"""Watched steps that a comparison of ranks needs."""
+MIN_STEPS, MIN_STEPS_CPU = 8, 30
+"""Watched steps that a comparison of ranks needs. Other programs disturb CPUs for many steps at a time."""
 
-SLOWER = 0.05
+SLOWER, SLOWER_CPU = 0.05, 0.1
 """A straggler's own time is longer than that of the others by this fraction of it."""
 
 MIN_EXCESS_S = 0.001
@@ -20,6 +21,21 @@ MIN_EXCESS_S = 0.001
 
 SIGNIFICANT = 2.33
 """And the difference is beyond the noise of the steps: standard normal quantile for one error in 100."""
+
+MIN_EFFECT = 0.5
+"""And its median is at least this fraction of its spread over the steps.
+
+With many steps, the test of significance finds small differences too. A disturbance has them, with a large spread.
+"""
+
+MOST_SECTIONS, SECTION_STEPS = 4, 20
+"""And half of it is there in each section of the training: in 2 to 4 sections, of 20 steps if there are so many."""
+
+OVERSUBSCRIBED = 0.05
+"""Cores are oversubscribed if a rank is ready to run, but without a core, during this fraction of its own time."""
+
+MAD_OF_NORMAL = 1.4826
+"""Standard deviation of a normal distribution, in median absolute deviations."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +46,16 @@ class RankTimes:
         quantiles: ``p50``, ``p90`` and ``max`` of its measured steps, in seconds.
         own_s: Own time of its watched steps: without waiting for other ranks.
         data_wait_s: Time that it waited for its data in the same steps.
+        without_core_s: Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
+        on_cpu: Whether it trains on a CPU.
     """
 
     rank: int
     quantiles: Mapping[str, float]
     own_s: Sequence[float] = ()
     data_wait_s: Sequence[float] = ()
+    without_core_s: Sequence[float] = ()
+    on_cpu: bool = False
     host: str = field(default_factory=socket.gethostname)
 
 
@@ -57,7 +77,7 @@ def find_stragglers(ranks: Sequence[RankTimes]) -> list[dict[str, Any]] | None:
     Each rank is compared with the median of the others in the same steps.
     """
     steps = min((len(each.own_s) for each in ranks), default=0)
-    if len(ranks) < 2 or steps < MIN_STEPS:
+    if len(ranks) < 2 or steps < (MIN_STEPS_CPU if ranks[0].on_cpu else MIN_STEPS):
         return None
     found = [pair for each in ranks if (pair := _straggler(each, [one for one in ranks if one is not each]))]
     return [entry for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
@@ -68,7 +88,8 @@ def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> tuple[float, dic
     usual = [statistics.median(step) for step in zip(*(each.own_s for each in others), strict=True)]
     excess = [own - other for own, other in zip(rank.own_s, usual, strict=True)]
     typical, middle = statistics.median(usual), statistics.median(excess)
-    if middle < max(MIN_EXCESS_S, SLOWER * typical) or signed_rank_score(excess) < SIGNIFICANT:
+    least = max(MIN_EXCESS_S, (SLOWER_CPU if rank.on_cpu else SLOWER) * typical)
+    if middle < least or signed_rank_score(excess) < SIGNIFICANT or not _is_consistent(excess, least):
         return None
     own = statistics.median(rank.own_s)
     return middle, {
@@ -77,8 +98,20 @@ def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> tuple[float, dic
         "host": rank.host,
         "slower_by_pct": 100 * middle / typical if typical > 0 else None,
         "evidence": f"its own time is {1000 * own:,.1f} ms a step, that of the others {1000 * typical:,.1f} ms"
-        + _data_wait(rank, others, middle),
+        + _data_wait(rank, others, middle)
+        + _load(rank, own),
     }
+
+
+def _is_consistent(excess: Sequence[float], least: float) -> bool:
+    """Return whether a rank is slow in the whole training, and not only disturbed in some steps."""
+    middle, count = statistics.median(excess), len(excess)
+    spread = MAD_OF_NORMAL * statistics.median(abs(each - middle) for each in excess)
+    sections = max(2, min(MOST_SECTIONS, count // SECTION_STEPS))
+    bounds = [count * section // sections for section in range(sections + 1)]
+    return middle >= MIN_EFFECT * spread and all(
+        statistics.median(excess[start:end]) >= least / 2 for start, end in pairwise(bounds)
+    )
 
 
 def signed_rank_score(differences: Sequence[float]) -> float:
@@ -87,6 +120,17 @@ def signed_rank_score(differences: Sequence[float]) -> float:
     ordered = sorted(differences, key=abs)
     positive = sum(rank for rank, value in enumerate(ordered, start=1) if value > 0)
     return (positive - count * (count + 1) / 4) / math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
+
+
+def _load(rank: RankTimes, own_s: float) -> str:
+    """Return that cores are oversubscribed, if the rank was without one."""
+    lost = statistics.median(rank.without_core_s) if rank.without_core_s else 0.0
+    if lost < OVERSUBSCRIBED * own_s:
+        return ""
+    return (
+        f"; cores are oversubscribed: it also waits {1000 * lost:,.1f} ms a step for a core, so other programs may be "
+        "the cause"
+    )
 
 
 def _data_wait(rank: RankTimes, others: Sequence[RankTimes], excess_s: float) -> str:

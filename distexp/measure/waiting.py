@@ -58,6 +58,7 @@ class WaitWatch:
         self._thread = threading.get_ident()
         self._pairs: dict[int, list[tuple[Any, Any]]] = {}  # start and end of each wait, by measured step
         self._waits_s: dict[int, float] = {}
+        self._without_core_s: dict[int, float] = {}
         self._current: list[tuple[Any, Any]] = []
         self._nested = False  # inside another wait
         self._scheduler = SchedulerDelay()
@@ -77,8 +78,10 @@ class WaitWatch:
     def end_step(self, *, measured: bool, next_measured: bool) -> None:
         """Keep the waits of the step that has ended, if it is measured, and watch the next one if it is due."""
         if self.watching and measured:
-            without_core = [] if self.on_gpu else [(self._delay_s, self._read_delay())]
-            self._pairs[self.steps] = self._current + without_core
+            if not self.on_gpu:
+                self._without_core_s[self.steps] = without_core = self._read_delay() - self._delay_s
+                self._current.append((0.0, without_core))
+            self._pairs[self.steps] = self._current
             self._read_finished()
         self.steps += measured
         self._watch(measured=next_measured)
@@ -105,6 +108,10 @@ class WaitWatch:
         self.stop()
         self._read_finished()
         return self._waits_s
+
+    def without_core_s(self, step: int) -> float:
+        """Return the time of a watched step outside of the waits in which other programs had the core; 0 on a GPU."""
+        return self._without_core_s.get(step, 0.0)
 
     def stop(self) -> None:
         """Stop to watch."""
@@ -183,7 +190,9 @@ class WaitWatch:
                 return
             self._waits_s[step] = sum(_seconds(start, end) for start, end in self._pairs.pop(step))
             if len(self._waits_s) > MOST_STEPS:
-                del self._waits_s[next(iter(self._waits_s))]
+                oldest = next(iter(self._waits_s))
+                del self._waits_s[oldest]
+                self._without_core_s.pop(oldest, None)
 
 
 class SchedulerDelay:

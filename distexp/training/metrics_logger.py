@@ -280,7 +280,9 @@ class MetricsLogger:
         waits = {step: wait_s for step, wait_s in self.waits.waits_s().items() if step < len(durations)}
         own = [durations[step] - wait_s for step, wait_s in waits.items()]
         data_waits = [self.data_waits[step] for step in waits]
-        times = RankTimes(self.rank, quantiles(durations) or {}, own, data_waits)
+        without_core = [self.waits.without_core_s(step) for step in waits]
+        on_cpu = self.device.type == "cpu"
+        times = RankTimes(self.rank, quantiles(durations) or {}, own, data_waits, without_core, on_cpu)
         return gather_to_all(times) if self.world_size > 1 else [times]
 
     def _warmed_up(self, ahead: int = 0) -> bool:

@@ -126,6 +126,7 @@ def test_time_without_a_core_counts_as_waiting_once(clock: Clock, monkeypatch: p
     dist.all_reduce(torch.ones(1))
     watch.end_step(measured=True, next_measured=False)
     assert watch.waits_s() == {0: 3 + 4}
+    assert (watch.without_core_s(0), watch.without_core_s(1)) == (4, 0)
 
 
 def test_the_file_of_the_scheduler_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
