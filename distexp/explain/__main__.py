@@ -16,7 +16,6 @@ from rich.console import Console
 from distexp.config import ConfigError
 from distexp.console.terminal import make_console
 from distexp.exceptions import run_until_pipe_closes
-from distexp.explain.advice import larger_global_batches
 from distexp.explain.causes import Explanation, explain_profile
 from distexp.explain.compare import ProfileComparison
 from distexp.explain.profile import StepProfile
@@ -105,7 +104,7 @@ def _print_run(run: ProfiledRun, console: Console) -> None:
         console.print(part)
     console.print()
     explanation = run.explanation
-    larger = batch_line(larger_global_batches(run.profile, explanation.alternatives))
+    larger = batch_line(explanation.larger_batch)
     for line in (explanation.sentence, try_line(explanation.alternatives), larger):
         if line is not None:
             _print(console, line)

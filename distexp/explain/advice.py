@@ -118,7 +118,11 @@ def slower_by(profile: StepProfile) -> tuple[str, float]:
 
 
 def _larger_micro_batch(profile: StepProfile, needed: float) -> Overrides:
-    """Yield the micro-batch that is larger by the needed factor, or by the largest one that fits."""
+    """Yield the micro-batch that is larger by the needed factor, or by the largest one that fits.
+
+    If the accumulation cannot shrink by this factor, the micro-batch is the largest one of this training. Then the
+    global batch grows too, which changes the training.
+    """
     micro, steps = (profile.number(f"train.{name}", 1) for name in ("micro_batch_size", "gradient_accumulation_steps"))
     wanted = min(MOST_FACTOR, 2 ** max(1, math.ceil(math.log2(needed))))
     factors = [factor for factor in (8, 4, 2) if factor <= wanted and fits(profile, batch_factor=factor)]
@@ -129,8 +133,10 @@ def _larger_micro_batch(profile: StepProfile, needed: float) -> Overrides:
     if kept is not None:  # the same global batch, and so the same training
         accumulation = "" if is_derived else f" train.gradient_accumulation_steps={steps // kept}"
         yield f"train.micro_batch_size={micro * kept}{accumulation}"
-    elif steps == 1 and not is_derived and _has_steps(profile, factors[0]):
-        yield f"train.micro_batch_size={micro * factors[0]}"
+    elif _has_steps(profile, factors[0]):
+        total = profile.number("train.global_batch_size", 1) * factors[0]
+        more = f" train.global_batch_size={total}" if is_derived else ""
+        yield f"train.micro_batch_size={micro * factors[0]}{more}"
 
 
 def _more_accumulation(profile: StepProfile) -> Overrides:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from distexp.explain.advice import advise, slower_by
+from distexp.explain.advice import advise, larger_global_batches, slower_by
 from distexp.explain.profile import COMPUTE, StepProfile
 from distexp.runs.checked_values import number_of
 from distexp.runs.record import RunRecord
@@ -47,17 +47,24 @@ class Explanation:
         share: Fraction of the step.
         sentence: What the profile shows.
         alternatives: Overrides that would reduce it. Two overrides of one alternative are separated by a space.
+        larger_batch: Those that make the global batch larger, and so change the training.
     """
 
     loss: str
     share: float
     sentence: str
     alternatives: list[str] = field(default_factory=list)
+    larger_batch: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return ``metrics.explanation`` of the record."""
-        content = asdict(self)
-        return {"loss": self.loss, "share": self.share, "sentence": self.sentence, "try": content["alternatives"]}
+        return {
+            "loss": self.loss,
+            "share": self.share,
+            "sentence": self.sentence,
+            "try": list(self.alternatives),
+            "larger_global_batch": list(self.larger_batch),
+        }
 
 
 def explain(record: RunRecord) -> Explanation | None:
@@ -78,7 +85,8 @@ def explain_profile(profile: StepProfile) -> Explanation:
         bound = f"{BOUND[loss]}: " if share >= BOUND_SHARE else ""
         text = bound + _describe(loss, share, profile)
         sentence = text[0].upper() + text[1:] + "."
-    return Explanation(loss, share, sentence, advise(loss, profile))
+    alternatives = advise(loss, profile)
+    return Explanation(loss, share, sentence, alternatives, larger_global_batches(profile, alternatives))
 
 
 def _describe_compute(share: float, shares: Mapping[str, float]) -> str:

@@ -11,6 +11,7 @@ from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
+from distexp.report.data.settings import run_label
 from distexp.report.data.step_lanes import RankLanes, read_lanes
 from distexp.runs.jsonl import read_entries
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
@@ -53,7 +54,7 @@ class RunTrace:
     """Traces of a training: those of one of its runs.
 
     Attributes:
-        name: Settings of the training, or the label of the run.
+        settings: Settings of the training that vary; empty if too many do.
         steps: Lines of metrics.jsonl.
         predicted: Predicted memory through a training step; empty if it was not predicted.
         lanes: What each rank does in a profiled step; empty if it was not profiled.
@@ -62,13 +63,18 @@ class RunTrace:
 
     group: RunGroup
     row: Row
-    name: str
+    settings: str
     steps: tuple[dict[str, Any], ...]
     memory: tuple[MemoryCurve, ...]
     phases: tuple[PhaseInterval, ...]
     predicted: Curve = field(default_factory=dict)
     lanes: tuple[RankLanes, ...] = ()
     profiles: tuple[Path, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the label of the run in all figures."""
+        return run_label(self.row.label, self.settings)
 
     def curves(self, kind: str) -> list[MemoryCurve]:
         """Return the curves of ``gpu`` or ``cpu`` memory, by node."""
@@ -82,11 +88,7 @@ def load_traces(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace
         groups = [group for group in groups if any(row.label in chosen for row in group.rows)]
     else:
         groups = most_informative(groups)
-    names = [overview.format_settings(group) for group in groups]
-    return [
-        _read_trace(group, chosen, name if name and names.count(name) == 1 else f"run {group.label}")
-        for group, name in zip(groups, names, strict=True)
-    ]
+    return [_read_trace(group, chosen, overview.format_settings(group)) for group in groups]
 
 
 def most_informative(groups: Sequence[RunGroup]) -> list[RunGroup]:
@@ -114,7 +116,7 @@ def _ranked(groups: Sequence[RunGroup], name: str, *, largest: bool) -> list[Run
     return [groups[n] for _, n in sorted(known, reverse=largest)]
 
 
-def _read_trace(group: RunGroup, chosen: Sequence[str], name: str) -> RunTrace:
+def _read_trace(group: RunGroup, chosen: Sequence[str], settings: str) -> RunTrace:
     preferred = [row for row in group.rows if row.label in chosen] or list(group.counted_rows)
     row = next((row for row in preferred if row.path), group.rows[0])
     assert row.path is not None
@@ -122,7 +124,7 @@ def _read_trace(group: RunGroup, chosen: Sequence[str], name: str) -> RunTrace:
     memory, phases = read_memory(directory / MEMORY)
     steps = tuple(read_steps(directory / METRICS))
     return RunTrace(
-        group, row, name, steps, tuple(memory), tuple(phases), read_curve(directory), read_lanes(directory),
+        group, row, settings, steps, tuple(memory), tuple(phases), read_curve(directory), read_lanes(directory),
         tuple(_find_profiles(directory)),
     )  # fmt: skip
 

@@ -90,6 +90,7 @@ class Metrics:
             ".share": "Fraction of the step.",
             ".sentence": "What the profile shows.",
             ".try": "Overrides that may reduce it.",
+            ".larger_global_batch": "Those of them that make the global batch larger, and so change the training.",
         },
     )
     step_times_by_rank: list[dict[str, Any]] | None = key(

@@ -156,6 +156,23 @@ def test_a_larger_micro_batch_is_proposed_only_if_it_fits() -> None:
     assert explanation(with_memory(fixed, 20_000))[3] == ["train.micro_batch_size=8"]
 
 
+def test_at_the_largest_micro_batch_of_a_training_a_larger_global_batch_is_proposed() -> None:
+    """The accumulation cannot shrink, so the micro-batch grows only with the global batch."""
+    for settings, proposed in (
+        ({}, "train.micro_batch_size=8"),
+        ({"train__gradient_accumulation_steps": 3}, "train.micro_batch_size=8"),
+        ({"train__global_batch_size": 4}, "train.micro_batch_size=8 train.global_batch_size=16"),
+    ):
+        run = profiled(LAUNCH_BOUND, kernels__name="fast", train__micro_batch_size=2, **settings, **GPU)
+        found = explain(with_memory(run, 20_000))
+        assert found is not None
+        assert found.alternatives == found.larger_batch == [proposed]
+        assert found.to_json()["larger_global_batch"] == [proposed]
+        full = explain(with_memory(run, 135_000))
+        assert full is not None
+        assert full.alternatives == [], "a larger micro-batch does not fit"
+
+
 @pytest.mark.parametrize(
     ("settings", "proposed"),
     [

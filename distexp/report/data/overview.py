@@ -11,7 +11,7 @@ from distexp.report.data.repeats import RunGroup, group_repeats, is_within_noise
 from distexp.report.data.rows import Row, rows_from_records
 from distexp.report.data.scaling import ScalingSeries, add_efficiency, find_scaling_series
 from distexp.report.data.setting_names import SEED
-from distexp.report.data.settings import format_settings
+from distexp.report.data.settings import format_settings, run_label
 from distexp.report.data.speedup import add_speedup
 from distexp.report.data.varying import varying_settings
 from distexp.runs.record import RunRecord
@@ -64,6 +64,10 @@ class Overview:
         """Return ``run 3 (strategy=fsdp)``, or ``run 3`` if too many settings vary."""
         settings = self.format_settings(group)
         return f"run {group.label}" + (f" ({settings})" if settings else "")
+
+    def label(self, group: RunGroup, number: str = "") -> str:
+        """Return the label of a training in all figures: ``run 3: strategy=fsdp``, or of one of its repeats."""
+        return run_label(number or group.label, self.format_settings(group))
 
     def format_settings(self, group: RunGroup) -> str:
         """Return ``strategy=fsdp, offload=true``; empty if too many settings vary."""

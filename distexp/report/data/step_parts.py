@@ -78,7 +78,10 @@ class ProfiledRun:
         if not sentences:
             return ""
         overrides = [text for text in texts_of(self.explanation, "try") if text not in sentences[0]]
-        return sentences[0] + (f" Try {' or '.join(overrides)}." if overrides else "")
+        larger = [text for text in texts_of(self.explanation, "larger_global_batch") if text in overrides]
+        tried = f" Try {' or '.join(overrides)}." if overrides else ""
+        changing = f" A larger global batch changes the training: {', '.join(larger)}." if larger else ""
+        return f"{sentences[0]}{tried}{changing}"
 
 
 def profiled_runs(overview: Overview) -> list[ProfiledRun]:

@@ -35,7 +35,7 @@ class LossCurve:
 
     @property
     def name(self) -> str:
-        """Settings of the run, or its label."""
+        """Label of the run."""
         return self.trace.name
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import altair as alt
 
 from distexp.report.data.overview import Overview
+from distexp.report.data.settings import run_label
 from distexp.report.figures.base import Figure, LegendEntry, Panel, describe_selection
 from distexp.report.figures.theme import MOST_COLORS, PHASES, color, inline_data
 from distexp.report.traces import RunTrace
@@ -50,13 +51,12 @@ def _legend(nodes: Sequence[int], phases: Sequence[str]) -> tuple[LegendEntry, .
 
 def _title(trace: RunTrace) -> str:
     status = "" if trace.row.completed else f" ({trace.row.record.status})"
-    label = f"run {trace.row.label}"
-    return (label if trace.name == label else f"{label}: {trace.name}") + status
+    return f"{trace.name}{status}"
 
 
 def _describe(trace: RunTrace) -> str:
-    label = f"run {trace.row.label}"
-    return label if trace.name == label else f"{label} ({trace.name})"
+    label = run_label(trace.row.label)
+    return f"{label} ({trace.settings})" if trace.settings else label
 
 
 def _draw(trace: RunTrace, kind: str, highest: float, nodes: Sequence[int], phases: Sequence[str]) -> alt.LayerChart:

@@ -10,6 +10,8 @@ import altair as alt
 from distexp.report.data.memory_parts import build_parts_table, measured_groups
 from distexp.report.data.metrics import PARTS
 from distexp.report.data.overview import Overview
+from distexp.report.data.settings import run_label
+from distexp.report.figures.bar_labels import FEW_BARS, bar_height, label_axis
 from distexp.report.figures.base import Figure, Panel
 from distexp.report.figures.theme import color, inline_data
 from distexp.report.traces import RunTrace
@@ -30,10 +32,12 @@ def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure
 
 
 def _draw(overview: Overview) -> alt.LayerChart:
+    groups = measured_groups(overview)[:MOST_BARS]
+    labels = [overview.label(group) if len(groups) <= FEW_BARS else run_label(group.label) for group in groups]
     rows: list[dict[str, Any]] = [
-        {"run": f"run {group.label}", "part": title, "order": order, "mib": round(value.mean, 6),
+        {"run": label, "part": title, "order": order, "mib": round(value.mean, 6),
          "settings": overview.format_settings(group)}
-        for group in measured_groups(overview)[:MOST_BARS]
+        for label, group in zip(labels, groups, strict=True)
         for order, (name, title) in enumerate(PARTS.items()) if (value := group.metric(name))
     ]  # fmt: skip
     titles = list(PARTS.values())
@@ -42,8 +46,8 @@ def _draw(overview: Overview) -> alt.LayerChart:
     names = list(dict.fromkeys(row["run"] for row in rows))
     bars = alt.Chart(inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
-        y=alt.Y("run:N", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, grid=False)),
+        y=alt.Y("run:N", sort=names, title=None, axis=label_axis(names)),
         color=alt.Color("part:N", scale=scale, legend=legend), order="order:Q",
         tooltip=["run:N", "settings:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.3f")],
     )  # fmt: skip
-    return alt.layer(bars).properties(height=BAR_HEIGHT * len(names))
+    return alt.layer(bars).properties(height=bar_height(names, BAR_HEIGHT) * len(names))

@@ -9,6 +9,7 @@ import altair as alt
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.peak_parts import TITLES, GroupPeaks, Peak, build_peaks_table, measured_peaks
+from distexp.report.data.settings import run_label
 from distexp.report.figures.base import Figure, LegendEntry, Panel
 from distexp.report.figures.theme import MOST_COLORS, color, inline_data
 from distexp.report.traces import RunTrace
@@ -62,7 +63,7 @@ def _draw(overview: Overview, shown: Sequence[GroupPeaks], titles: Sequence[str]
 
 
 def _rows(overview: Overview, each: GroupPeaks, peak: Peak) -> Iterator[dict[str, Any]]:
-    label = f"run {each.row.label}"
+    label = run_label(each.row.label)
     for order, (name, title) in enumerate(TITLES.items()):
         if name in peak.parts:
             yield {

@@ -26,7 +26,7 @@ def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Fi
         return None
     drawn = [each for each in traces if each.predicted]
     parts = list(dict.fromkeys(part for each in drawn for part in _parts(each.predicted)))
-    panels = tuple(Panel(f"run {each.row.label}", _draw(each.predicted, parts)) for each in drawn)
+    panels = tuple(Panel(each.name, _draw(each.predicted, parts)) for each in drawn)
     caption = f"{CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
     legend = tuple(
         LegendEntry(_title(part), f"c{number % MOST_COLORS + 1}", "area") for number, part in enumerate(parts)

@@ -8,6 +8,7 @@ from typing import Any
 import altair as alt
 
 from distexp.report.data.overview import Overview
+from distexp.report.data.settings import run_label
 from distexp.report.data.step_parts import (
     STEP_PARTS,
     ProfiledRun,
@@ -16,14 +17,13 @@ from distexp.report.data.step_parts import (
     fair_unit,
     profiled_runs,
 )
+from distexp.report.figures.bar_labels import FEW_BARS, bar_height, label_axis
 from distexp.report.figures.base import Figure, LegendEntry, Panel
 from distexp.report.figures.theme import color, inline_data
 from distexp.report.traces import RunTrace
 
 MOST_BARS = 24
-FEW_BARS = 8  # so few have their settings as labels
 MOST_SENTENCES = 8
-LINE_HEIGHT = 14  # pixels of a line of a label
 ROOM = 1.16  # of the axis, relative to the longest bar: for its label
 Bars = Sequence[tuple[str, ProfiledRun, RankStep]]
 
@@ -66,21 +66,16 @@ def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[tuple[st
     """Return the bars with their labels: the ranks of the only run, or a run each."""
     if len(runs) == 1:
         return [(f"rank {step.rank}", runs[0], step) for step in runs[0].ranks]
-    names = [overview.format_settings(run.group) if len(runs) <= FEW_BARS else "" for run in runs]
-    return [
-        (name if name and names.count(name) == 1 else f"run {run.row.label}", run, run.slowest)
-        for name, run in zip(names, runs, strict=True)
-    ]
+    if len(runs) > FEW_BARS:
+        return [(run_label(run.row.label), run, run.slowest) for run in runs]
+    return [(overview.label(run.group, run.row.label), run, run.slowest) for run in runs]
 
 
 def _draw(overview: Overview, runs: Sequence[ProfiledRun], bars: Bars) -> alt.LayerChart:
     unit = fair_unit(runs)
     names = [name for name, *_ in bars]
     lengths = [unit.convert(run, step.step_ms) for _, run, step in bars]
-    lines = max(name.count(", ") + 1 for name in names)
-    axis = alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=190, ticks=False, domain=False, grid=False,
-                    labelOffset=-LINE_HEIGHT * (lines - 1) / 2)  # fmt: skip
-    y = alt.Y("bar:N", sort=names, title=None, axis=axis, scale=alt.Scale(paddingInner=0.25))
+    y = alt.Y("bar:N", sort=names, title=None, axis=label_axis(names), scale=alt.Scale(paddingInner=0.25))
     x = alt.X("ms:Q", title=unit.title, stack="zero", axis=alt.Axis(tickCount=6),
               scale=alt.Scale(domain=[0, ROOM * max(lengths)], nice=False))  # fmt: skip
     parts = alt.Chart(inline_data(list(_parts(overview, runs, bars)))).mark_bar().encode(
@@ -91,7 +86,7 @@ def _draw(overview: Overview, runs: Sequence[ProfiledRun], bars: Bars) -> alt.La
     )  # fmt: skip
     totals = [{"bar": name, "ms": each, "text": f"{each:,.3g}"} for name, each in zip(names, lengths, strict=True)]
     labels = alt.Chart(inline_data(totals)).mark_text(align="left", dx=5).encode(x="ms:Q", y=y, text="text:N")
-    return alt.layer(parts, labels).properties(height=max(30, LINE_HEIGHT * lines + 12) * len(bars))
+    return alt.layer(parts, labels).properties(height=bar_height(names, 30) * len(bars))
 
 
 def _colors(bars: Bars) -> dict[str, str]:

@@ -34,7 +34,7 @@ def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figur
     chosen = [(each, choose_ranks(each, max(1, MOST_RANKS // len(drawn)))) for each in drawn]
     colors = assign_colors(rank for _, ranks in chosen for rank in ranks)
     panels = tuple(
-        Panel(_title(each), _draw(ranks, colors, f"zoom_{n}"), each.profiles) for n, (each, ranks) in enumerate(chosen)
+        Panel(each.name, _draw(ranks, colors, f"zoom_{n}"), each.profiles) for n, (each, ranks) in enumerate(chosen)
     )
     legend = tuple(LegendEntry(label, shade, "bar") for label, shade in colors.items())
     return Figure(
@@ -62,15 +62,10 @@ def assign_colors(ranks: Iterator[RankLanes]) -> dict[str, str]:
 
 
 def _describe(chosen: Sequence[tuple[RunTrace, Sequence[RankLanes]]]) -> Iterator[str]:
-    yield "The median profiled step of each rank, from its start. Ctrl and the wheel zoom, a drag moves, a double "
+    yield "The median profiled step of each rank, from its start. Ctrl and the wheel zoom, a drag moves, a double"
     yield "click resets. This step includes the overhead of the profiler."
     if any(len(ranks) < len(trace.lanes) for trace, ranks in chosen):
         yield "Not all ranks are drawn, but the slowest one of each run is."
-
-
-def _title(trace: RunTrace) -> str:
-    label = f"run {trace.row.label}"
-    return label if trace.name == label else f"{label}: {trace.name}"
 
 
 def _draw(ranks: Sequence[RankLanes], colors: dict[str, str], zoom_name: str) -> alt.LayerChart:

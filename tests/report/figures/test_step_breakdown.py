@@ -68,7 +68,7 @@ def test_runs_are_compared_by_the_rank_that_the_others_wait_for(tmp_path: Path) 
     runs = [profiled(n, breakdown(0, 25.0), slow, strategy=name) for n, name in enumerate(("ddp", "fsdp"))]
     drawn = figure(tmp_path, *runs)
     assert {each["rank"] for each in bars(drawn)} == {1}
-    assert {each["bar"] for each in bars(drawn)} == {"strategy=ddp", "strategy=fsdp"}
+    assert {each["bar"] for each in bars(drawn)} == {"run 0: strategy=ddp", "run 1: strategy=fsdp"}
     assert "per sample" not in drawn.caption
 
 
@@ -104,10 +104,12 @@ def test_the_largest_loss_is_explained_with_what_to_try(tmp_path: Path) -> None:
     for run, overrides in zip(runs, (["kernels=fast", "train.micro_batch_size=32"], []), strict=True):
         run.metrics.explanation = {
             "loss": "launch_idle", "share": 0.17, "sentence": "17% idle; see kernels=fast.", "try": overrides,
+            "larger_global_batch": overrides[1:],
         }  # fmt: skip
     drawn = figure(tmp_path, *runs)
     assert drawn.sentences == (
-        "Run 0 (strategy=ddp): 17% idle; see kernels=fast. Try train.micro_batch_size=32.",
+        "Run 0 (strategy=ddp): 17% idle; see kernels=fast. Try train.micro_batch_size=32. "
+        "A larger global batch changes the training: train.micro_batch_size=32.",
         "Run 1 (strategy=fsdp): 17% idle; see kernels=fast.",
     )
     assert [row[-1] for row in drawn.tables[0].rows] == ["launch idle, 17%"] * 2

@@ -1,0 +1,29 @@
+"""Labels of stacked bars: the run, and its settings in further lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import altair as alt
+
+FEW_BARS = 8
+"""So few bars have their settings as labels."""
+
+LINE_HEIGHT = 14  # pixels of a line of a label
+
+
+def label_axis(names: Sequence[str]) -> alt.Axis:
+    """Return the axis of the labels of bars."""
+    offset = -LINE_HEIGHT * (_most_lines(names) - 1) / 2
+    return alt.Axis(
+        labelExpr="split(datum.label, ', ')", labelLimit=190, ticks=False, domain=False, grid=False, labelOffset=offset
+    )
+
+
+def bar_height(names: Sequence[str], least: int) -> int:
+    """Return the height of a bar in pixels, so that all lines of its label are shown."""
+    return max(least, LINE_HEIGHT * _most_lines(names) + 12)
+
+
+def _most_lines(names: Sequence[str]) -> int:
+    return max(name.count(", ") + 1 for name in names)
