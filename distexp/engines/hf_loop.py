@@ -186,6 +186,7 @@ class _LoggingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         optimizer = getattr(trainer.model_wrapped, "optimizer", trainer.optimizer)
         self.inputs.logger.parts.read = partial(read_model_tensors, trainer.model_wrapped, optimizer)
         self.inputs.logger.waits.follow(trainer.model_wrapped)
+        self.inputs.logger.profiler.module = trainer.model_wrapped
         seed_everything(trainer.config.train.seed + trainer.context.rank)
         self.inputs.logger.start()
 

@@ -48,6 +48,7 @@ class Native:
         optimizer = getattr(model, "optimizer", getattr(model.module, "optimizer", None))
         inputs.logger.parts.read = partial(read_model_tensors, model.module, optimizer)
         inputs.logger.waits.follow(model.module)
+        inputs.logger.profiler.module = model.module
         checkpoints = CheckpointManager(inputs, model, built, config, context)
         checkpoints.resume()
         stop_request = StopRequest(context.run_dir, enabled=context.rank == 0)

@@ -12,7 +12,7 @@ from distexp.config.sharding import Sharding
 from distexp.forecast.micro_batches import REDUCTIONS, insert
 from distexp.forecast.settings import DDP_FIRST_BUCKET, CommunicationSettings
 from distexp.forecast.target import Target
-from distexp.runs.step_model import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment
+from distexp.runs.step_model import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 5_000_000, 500_000_000
 """Limits of the buckets that distexp chooses for DeepSpeed, in elements."""
@@ -22,32 +22,31 @@ SCALAR_BYTES = 4
 
 
 def plan_communication(
-    items: Sequence[Item],
-    units: Sequence[Parameters],
-    settings: CommunicationSettings,
-    *,
-    micro_batches: int,
+    items: Sequence[Item], model: StepModel, settings: CommunicationSettings, *, micro_batches: int
 ) -> tuple[Item, ...]:
     """Return the items of a step of one worker with the collectives of several workers.
 
     Args:
         items: Items of the step, as measured with one worker.
-        units: Parameters of the model.
+        model: The profiled step, with the parameters of the model.
         settings: Settings of the communication.
         micro_batches: Micro-batches of the step.
     """
     planners = {"ddp": _plan_ddp, "fsdp": _plan_fsdp, "deepspeed": _plan_deepspeed}
     planner = planners.get(settings.strategy)
-    return tuple(items) if planner is None else tuple(planner(list(items), units, settings, micro_batches))
+    return tuple(items) if planner is None else tuple(planner(list(items), model, settings, micro_batches))
 
 
-def ddp_buckets(units: Sequence[Parameters], settings: CommunicationSettings) -> list[int]:
+def ddp_buckets(model: StepModel, settings: CommunicationSettings) -> list[int]:
     """Return the bytes of the buckets of DDP, in the order in which they are reduced.
 
-    Gradients are ready in the reverse order of the parameters. The first bucket is closed at 1 MiB, later ones at
-    ``bucket_cap_mb``. A bucket may be larger, because parameters are not divided.
+    They are those of the profiled run, if it used DDP. Otherwise gradients are ready in the reverse order of the
+    parameters. The first bucket is closed at 1 MiB, later ones at ``bucket_cap_mb``. A bucket may be larger, because
+    parameters are not divided.
     """
-    sizes = [elements * settings.gradient_bytes for unit in units for elements in unit.elements]
+    if model.bucket_elements:
+        return [elements * settings.gradient_bytes for elements in model.bucket_elements]
+    sizes = [elements * settings.gradient_bytes for unit in model.units for elements in unit.elements]
     buckets, open_bucket, limit = [], 0, min(DDP_FIRST_BUCKET, settings.bucket_bytes)
     for size in reversed(sizes):
         open_bucket += size
@@ -71,11 +70,9 @@ def deepspeed_buckets(units: Sequence[Parameters], settings: CommunicationSettin
     return [*buckets, open_bucket * settings.gradient_bytes] if open_bucket else buckets
 
 
-def _plan_ddp(
-    items: list[Item], units: Sequence[Parameters], settings: CommunicationSettings, micro_batches: int
-) -> list[Item]:
+def _plan_ddp(items: list[Item], model: StepModel, settings: CommunicationSettings, micro_batches: int) -> list[Item]:
     """Return the items with an all-reduce per bucket in the last backward pass, which the optimizer awaits."""
-    buckets, last = ddp_buckets(units, settings), micro_batches - 1
+    buckets, last = ddp_buckets(model, settings), micro_batches - 1
     seen = [i for i, item in enumerate(items) if is_gradient_reduction(item) and item.micro_batch == last]
     if seen:
         known = [items[i] for i in seen]
@@ -111,16 +108,14 @@ def _insert_buckets(items: list[Item], buckets: Sequence[int], micro_batch: int,
     return items
 
 
-def _plan_fsdp(
-    items: list[Item], units: Sequence[Parameters], settings: CommunicationSettings, micro_batches: int
-) -> list[Item]:
+def _plan_fsdp(items: list[Item], model: StepModel, settings: CommunicationSettings, micro_batches: int) -> list[Item]:
     """Return the items with the collectives of FSDP, at the places of its hooks if the trace has them."""
     if settings.sharding == Sharding.NO_SHARD:
-        reduced = _insert_buckets(items, _unit_sizes(units, settings), micro_batches - 1, awaited=OPTIMIZER)
+        reduced = _insert_buckets(items, _unit_sizes(model.units, settings), micro_batches - 1, awaited=OPTIMIZER)
         return _add_norm(reduced)
     if any(isinstance(item, Collective) and item.axis == "shard" and item.bytes for item in items):
         return _add_norm(items)
-    return _add_norm(_plan_units(items, units, settings, micro_batches))
+    return _add_norm(_plan_units(items, model.units, settings, micro_batches))
 
 
 def _unit_sizes(units: Sequence[Parameters], settings: CommunicationSettings) -> list[int]:
@@ -175,17 +170,17 @@ def _add_norm(items: list[Item]) -> list[Item]:
 
 
 def _plan_deepspeed(
-    items: list[Item], units: Sequence[Parameters], settings: CommunicationSettings, micro_batches: int
+    items: list[Item], model: StepModel, settings: CommunicationSettings, micro_batches: int
 ) -> list[Item]:
     """Return the items with the collectives of a ZeRO stage."""
-    items = [_without_transfer(item) for item in items]
+    items, units = [_without_transfer(item) for item in items], model.units
     if settings.zero_stage == 3:
         return _add_norm(_plan_units(items, units, settings, micro_batches))
     buckets = deepspeed_buckets(units, settings)
     awaited = OPTIMIZER if settings.overlap else NEXT
     for micro_batch in range(micro_batches):
         last = micro_batch == micro_batches - 1
-        if settings.zero_stage == 2:
+        if settings.zero_stage == 2 or (settings.zero_stage == 1 and settings.overlap and last):
             _insert_buckets(items, buckets, micro_batch, awaited=awaited)
         elif last:
             for size in buckets:

@@ -100,14 +100,14 @@ def machine_of(environment: Environment | None, network: Network | None = None) 
     return MachineCurves(tuple(stored_points(gpu_name, hostname)), intra_node_link(gpu_name), network or Network())
 
 
-def points_of_preflight(result: Mapping[str, Any], nodes: int) -> list[CurvePoint]:
+def points_of_preflight(result: Mapping[str, Any], nodes: int = 1) -> list[CurvePoint]:
     """Return the curves in the content of a ``preflight.json``.
 
     Args:
         result: The content.
-        nodes: Number of nodes of that run.
+        nodes: Number of nodes, if the content does not have it, as those of earlier versions.
     """
-    points = []
+    points, nodes = [], int(result.get("nodes", nodes))
     for one in result["measurements"]:
         group = str(one["group"])
         across = nodes if group == "all" else one["ranks"] if group == "across nodes" else 1
@@ -124,8 +124,7 @@ def read_preflight(directory: Path) -> list[CurvePoint]:
         ConfigError: The folder has no preflight that this version can read.
     """
     try:
-        result = read_json(directory / PREFLIGHT)
-        return points_of_preflight(result, int(result.get("nodes", 1)))
+        return points_of_preflight(read_json(directory / PREFLIGHT))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{directory} has no readable {PREFLIGHT} ({error}): name the run directory of distexp preflight"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -15,6 +15,7 @@ from distexp.forecast.collectives import MEASURED, MODEL, SCALED, collective_tim
 from distexp.forecast.communication import add_replication, plan_communication
 from distexp.forecast.machine import MachineCurves, machine_of
 from distexp.forecast.micro_batches import with_micro_batches
+from distexp.forecast.observed import assign_waits, fill_sizes
 from distexp.forecast.settings import CommunicationSettings
 from distexp.forecast.simulate import SimulatedStep, simulate
 from distexp.forecast.target import Forecast, Target
@@ -44,6 +45,7 @@ class ProfiledRun:
         settings: Settings of its communication.
         median_s: Median of its measured steps, which are not profiled.
         deviation_s: Standard deviation of a step, from the 90th percentile of its measured steps.
+        own_waiting_s: Time that its workers wait for each other.
         record: Its record.
     """
 
@@ -51,7 +53,16 @@ class ProfiledRun:
     settings: CommunicationSettings
     median_s: float
     deviation_s: float
+    own_waiting_s: float
     record: RunRecord
+
+    def waiting_s(self, workers: int) -> float:
+        """Return how long some workers wait for the slowest one, from the spread of the measured steps."""
+        if workers == self.model.workers:
+            return self.own_waiting_s
+        if self.model.workers == 1:
+            return self.deviation_s * expected_maximum(workers)
+        return self.own_waiting_s * expected_maximum(workers) / expected_maximum(self.model.workers)
 
     @property
     def target(self) -> Target:
@@ -84,7 +95,7 @@ def forecast_steps(
     run = read_profiled_run(run_dir)
     machine = machine or machine_of(run.record.environment)
     settings = run.settings if config is None else CommunicationSettings.of(config)
-    calibration = calibrate(run.model.items, run.model, run.settings, run.median_s)
+    calibration = calibrate(run.model.items, run.model, run.settings, run.median_s - run.own_waiting_s)
     return [_forecast(run, settings, target, machine, calibration) for target in targets]
 
 
@@ -105,7 +116,17 @@ def read_profiled_run(run_dir: Path) -> ProfiledRun:
         raise ConfigError(f"{run_dir} has no profiled step to forecast from: run it again with profile=true")
     stage = record.built.zero_stage if record.built else None
     deviation = max(0.0, (p90_s or median_s) - median_s) / P90
-    return ProfiledRun(model, CommunicationSettings.of(record.config, stage), median_s, deviation, record)
+    settings = CommunicationSettings.of(record.config, stage)
+    items = model.items if model.workers == 1 else fill_sizes(model.items, model, settings)
+    model = replace(model, items=assign_waits(items, settings, on_gpu=model.on_gpu))
+    return ProfiledRun(model, settings, median_s, deviation, _own_waiting(record, median_s), record)
+
+
+def _own_waiting(record: RunRecord, median_s: float) -> float:
+    """Return the wait for other workers in the profiled step, as a mean over them; at most half of a step."""
+    entries = [entry for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
+    waits = [number_of(entry, "waiting_ms") or 0.0 for entry in entries]
+    return min(sum(waits) / len(waits) / 1000, median_s / 2) if waits else 0.0
 
 
 def target_items(run: ProfiledRun, settings: CommunicationSettings, target: Target) -> tuple[Item, ...]:
@@ -113,8 +134,8 @@ def target_items(run: ProfiledRun, settings: CommunicationSettings, target: Targ
     model = run.model
     items = with_micro_batches(model.items, model.micro_batches, target.micro_batches, settings)
     if model.workers == 1:
-        items = plan_communication(items, model.units, settings, micro_batches=target.micro_batches)
-    return add_replication(items, settings, target)
+        items = plan_communication(items, model, settings, micro_batches=target.micro_batches)
+    return assign_waits(add_replication(items, settings, target), settings, on_gpu=model.on_gpu)
 
 
 def _forecast(
@@ -129,8 +150,7 @@ def _forecast(
     durations = [seconds for seconds, _ in times]
     step = simulate(items, durations, on_gpu=run.model.on_gpu, scales=calibration.scales)
     other = calibration.other_s * target.micro_batches / run.model.micro_batches
-    waiting = run.deviation_s * (expected_maximum(target.workers) - expected_maximum(run.model.workers))
-    waiting *= math.sqrt(max(0.0, step.step_s / run.median_s))
+    waiting = run.waiting_s(target.workers) * math.sqrt(step.step_s / run.median_s)
     seconds = max(step.step_s + other + waiting, 1e-9)
     parts = {
         "compute": step.compute_s,
@@ -185,7 +205,7 @@ def _interval(
         DOUBLING_UNCERTAINTY * doublings * seconds,
         2 * ((run.record.metrics.speed_error or {}).get("relative") or 0.0) * seconds,
         worst * step.exposed_s,
-        run.deviation_s * (expected_maximum(target.workers) - expected_maximum(run.model.workers)) / 2,
+        (run.waiting_s(target.workers) - run.own_waiting_s) / 2,
     ]
     both = math.hypot(*errors)
     hidden = HIDDEN_UNCERTAINTY * step.hidden_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from distexp.config import ConfigError, PreflightConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
+from distexp.forecast.machine import points_of_preflight, store_points
 from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies
 from distexp.preflight.gpu_health import gpu_problems
 from distexp.preflight.matrix_ceiling import measure_matrix_ceiling, store_ceiling
@@ -50,6 +52,7 @@ def run_preflight(options: PreflightConfig, context: Context, precision: str) ->
         write_json(context.run_dir / PREFLIGHT, result)
         print_table(result)
         _store_highest_ceiling(result, context, precision)
+        _store_curves(result, context)
     problems = find_problems(result)
     if problems:
         raise PreflightError("; ".join(problems))
@@ -61,6 +64,17 @@ def _store_highest_ceiling(result: Mapping[str, Any], context: Context, precisio
         store_ceiling(max(one["tflops"] for one in result["matrix_products"]), context.device, precision)
     except (ConfigError, OSError) as error:
         print(f"note: the matrix ceiling is not stored, so no run reports metrics.mfu_of_ceiling: {error}", flush=True)
+
+
+def _store_curves(result: Mapping[str, Any], context: Context) -> None:
+    """Store the durations of the collectives for ``distexp forecast``; print a note if that is not possible."""
+    points = points_of_preflight(result)
+    gpu_name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else None
+    try:
+        if points:
+            store_points(points, gpu_name, socket.gethostname())
+    except (ConfigError, OSError) as error:
+        print(f"note: the bandwidths are not stored, so no forecast of another run uses them: {error}", flush=True)
 
 
 def _measure_all(options: PreflightConfig, context: Context, precision: str) -> dict[str, Any]:
@@ -80,6 +94,7 @@ def _measure_all(options: PreflightConfig, context: Context, precision: str) -> 
     )
     return {
         "backend": "nccl" if on_gpu else "gloo",
+        "nodes": context.nodes,
         "min_busbw_gbps": options.min_busbw_gbps,
         "measurements": [measurement for rank in ranks for measurement in rank["measurements"]],
         "host_copies": [rank["copies"] for rank in ranks],

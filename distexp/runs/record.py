@@ -210,6 +210,7 @@ class RunRecord:
         "Communication bandwidth test before the training.",
         parts={
             ".backend": "`nccl` or `gloo`.",
+            ".nodes": "Number of nodes.",
             ".min_busbw_gbps": "Lowest accepted bus bandwidth, in GB/s.",
             ".measurements[]": "Bandwidth of each collective, size and group.",
             ".host_copies[]": "Bandwidth of copies between CPU and GPU, for each rank.",

@@ -110,6 +110,7 @@ class StepModel:
         step_s_by_rank: Durations of all profiled steps of each rank.
         items: Segments and collectives, in the order of their launches.
         units: Parameters of the model. Empty: unknown.
+        bucket_elements: Elements of the buckets of DDP, in the order of their reduction. Empty: no DDP.
     """
 
     on_gpu: bool
@@ -120,6 +121,7 @@ class StepModel:
     step_s_by_rank: tuple[tuple[float, ...], ...]
     items: tuple[Item, ...]
     units: tuple[Parameters, ...] = ()
+    bucket_elements: tuple[int, ...] = ()
 
 
 def write_step_model(run_dir: Path, model: StepModel) -> None:
@@ -155,6 +157,7 @@ def read_step_model(run_dir: Path) -> StepModel | None:
             step_s_by_rank=times,
             items=items,
             units=units,
+            bucket_elements=tuple(map(int, content["bucket_elements"])),
         )
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -87,6 +87,7 @@ class MetricsLogger:
         self.compilation = CompileWatch(enabled=bool(plan.train.compile))
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
+        self.profiler.micro_batches = plan.train.gradient_accumulation_steps
         unmeasured = plan.train.profile_steps > 0 and plan.train.measure_after_step > 1
         self.first_stacks = FirstStepStacks(context.device, enabled=unmeasured)
         self.path = context.run_dir / METRICS

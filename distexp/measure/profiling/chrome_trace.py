@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Collective(DeviceEvent):
 
     kind: str
     group: str  # ranks of its process group, as torch prints them; empty: unknown
+    bytes: int | None = None  # as in nccl-tests: buffer of an all-reduce, else the tensor of all ranks; None: unknown
+    ranks: int | None = None  # of its process group; None: unknown
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Trace:
     data: list[Interval]
     optimizer: list[Interval]
     backward: list[Interval]
+    calls: list[tuple[str, Interval]] = field(default_factory=list)  # of FSDP's hooks, and of collectives by kind
+    synchronizations: list[Interval] = field(default_factory=list)  # of the CPU with the GPU
 
     @property
     def window(self) -> Interval:
@@ -125,7 +129,7 @@ def timeline_of(trace: Trace) -> Timeline:
 class _Event:
     """An event; ``name`` is the category of a kernel or operator, or the kind of a collective."""
 
-    __slots__ = ("correlated", "correlation", "group", "kind", "name", "thread", "when")
+    __slots__ = ("correlated", "correlation", "group", "kind", "name", "ranks", "size", "thread", "when")
 
     def __init__(self, kind: str, name: str, raw: dict[str, Any], arguments: dict[str, Any]) -> None:
         start = float(raw["ts"]) / 1e6
@@ -134,11 +138,34 @@ class _Event:
         self.correlation = arguments.get("correlation")
         self.correlated = raw.get("cat") == "kernel"
         self.group = str(arguments.get("Process Group Ranks", ""))
+        self.ranks = arguments.get("Group size")
+        self.size = _size_of(arguments)
+
+
+def _size_of(arguments: dict[str, Any]) -> int | None:
+    """Return the bytes of a collective: of its input or output, if that is larger. None: unknown."""
+    elements = [arguments.get(f"{side} msg nelems") for side in ("In", "Out")]
+    width = DTYPE_BYTES.get(str(arguments.get("dtype")))
+    counts = [each for each in elements if isinstance(each, int)]
+    return max(counts) * width if counts and width else None
 
 
 KERNEL, COLLECTIVE, OPERATOR, LAUNCH, BACKWARD_EVENT = "kernel", "collective", "operator", "launch", "backward"
+CALL, SYNCHRONIZE = "call", "synchronize"
+FSDP_HOOK = "FSDP::"
+COLLECTIVE_CALL = "c10d::"
+DTYPE_BYTES = {
+    **dict.fromkeys(("Float", "Int", "UInt32"), 4),
+    **dict.fromkeys(("BFloat16", "Half", "Short"), 2),
+    **dict.fromkeys(("Double", "Long"), 8),
+    **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
+}
+"""Bytes of an element, by the names of torch's data types in a trace."""
 _DEVICE = (KERNEL, COLLECTIVE)
-_KEPT_ARGUMENTS = ("correlation", "Collective name", "Process Group Ranks")
+_KEPT_ARGUMENTS = (
+    *("correlation", "Collective name", "Process Group Ranks"),
+    *("Group size", "In msg nelems", "Out msg nelems", "dtype"),
+)
 
 
 def _parse_event(raw: dict[str, Any]) -> Any:
@@ -163,6 +190,8 @@ def _parse_copy(name: str, raw: dict[str, Any]) -> _Event:
 
 def _parse_launch(name: str, raw: dict[str, Any]) -> _Event | None:
     arguments = raw.get("args") or {}
+    if "Synchronize" in name:
+        return _Event(SYNCHRONIZE, "", raw, {})
     return _Event(LAUNCH, "", raw, arguments) if "correlation" in arguments else None
 
 
@@ -171,6 +200,8 @@ def _parse_annotation(name: str, raw: dict[str, Any]) -> _Event | None:
         return _Event(STEP, "", raw, {})
     if name.startswith(GLOO):
         return _Event(COLLECTIVE, collective_kind(name.removeprefix(GLOO)), raw, {})
+    if name.startswith(FSDP_HOOK):
+        return _Event(CALL, name, raw, {})
     if name == DATA:
         return _Event(DATA, "", raw, {})
     return _Event(OPTIMIZER, "", raw, {}) if name == OPTIMIZER or name.startswith(TORCH_OPTIMIZER) else None
@@ -179,6 +210,8 @@ def _parse_annotation(name: str, raw: dict[str, Any]) -> _Event | None:
 def _parse_operator(name: str, raw: dict[str, Any]) -> _Event | None:
     if name.startswith(BACKWARD):
         return _Event(BACKWARD_EVENT, "", raw, {})
+    if name.startswith(COLLECTIVE_CALL):
+        return _Event(CALL, collective_kind(name.removeprefix(COLLECTIVE_CALL)), raw, {})
     category = operator_category(name)
     return None if category is None else _Event(OPERATOR, category, raw, {})
 
@@ -206,7 +239,8 @@ def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
         on_gpu=on_gpu,
         steps=[event.when for event in steps],
         collectives=[
-            Collective(event.when, launches.get(event.correlation), event.name, event.group) for event in collectives
+            Collective(event.when, launches.get(event.correlation), event.name, event.group, event.size, event.ranks)
+            for event in collectives
         ],
         kernels=[
             Kernel(event.when, launches.get(event.correlation), event.name)
@@ -217,6 +251,10 @@ def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
         data=[event.when for event in events if event.kind == DATA],
         optimizer=[event.when for event in events if event.kind == OPTIMIZER],
         backward=[event.when for event in events if event.kind == BACKWARD_EVENT],
+        calls=sorted((event.name, event.when) for event in events if event.kind == CALL),
+        synchronizations=[
+            event.when for event in events if event.kind == SYNCHRONIZE and event.thread == training_thread
+        ],
     )
 
 

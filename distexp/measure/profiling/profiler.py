@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from distexp.config import TrainConfig
@@ -27,10 +28,13 @@ from distexp.measure.profiling.breakdown import split_step, step_windows
 from distexp.measure.profiling.chrome_trace import Trace, read_trace, timeline_of
 from distexp.measure.profiling.communication import CommunicationShares, communication_shares
 from distexp.measure.profiling.lanes import lanes_of
+from distexp.measure.profiling.model_sizes import read_model_sizes
+from distexp.measure.profiling.step_segments import ProfiledStep, items_of
 from distexp.measure.profiling.waiting import Durations, durations_of, split_collectives
 from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.profile_summary import write_profile_summary
 from distexp.runs.run_dir import profile_trace_path
+from distexp.runs.step_model import StepModel, write_step_model
 from distexp.system.torch_internals.distributed import has_several_groups
 
 T = TypeVar("T")
@@ -99,6 +103,8 @@ class StepProfiler:
         self.done = 0  # steps since the profiler started, including its warm-up
         self.overhead_s = 0.0  # of starting and stopping the profiler; not part of the training time
         self.invalid: str | None = None  # why the profiled steps cannot be used
+        self.module: nn.Module | None = None  # the distributed model, whose sizes a forecast needs
+        self.micro_batches = 1  # of a step
         self._profile: profile | None = None
         self._finished = False
 
@@ -176,6 +182,8 @@ class StepProfiler:
         """
         found = gather_to_all(_result_or_error(lambda: self._own_parts(trace, ranks)))
         errors = list(dict.fromkeys(each for each in found if isinstance(each, str)))
+        if self.context.rank == 0 and not errors:
+            self._write_step_model(trace, ranks)
         known = [each for each in found if not isinstance(each, str)]
         if self.context.rank == 0 and errors:
             print_despite_full_disk(f"note: the parts of the profiled step are unknown: {'; '.join(errors)}")
@@ -192,6 +200,35 @@ class StepProfiler:
         step = split_step(trace, step_windows(trace)[position], collectives)
         rank = self.context.rank
         return step.to_json(rank, on_gpu=trace.on_gpu), lanes_of(trace, step, collectives, rank)
+
+    def _write_step_model(self, trace: Trace, ranks: Sequence[RankSummary]) -> None:
+        """Write the median step of this rank for a forecast. The training is finished, so an error is only printed."""
+        error = _result_or_error(lambda: write_step_model(self.context.run_dir, self._step_model(trace, ranks)))
+        if error is not None:
+            print_despite_full_disk(f"note: no forecast is possible from this run: {error}")
+
+    def _step_model(self, trace: Trace, ranks: Sequence[RankSummary]) -> StepModel:
+        """Return the median step of this rank."""
+        times = [each.step_s for each in ranks]
+        position = _median_step(times)
+        if position is None:
+            raise ValueError("the ranks have different numbers of profiled steps")
+        transfers = split_collectives(trace.collectives, [each.collectives for each in ranks])
+        parts = split_step(trace, step_windows(trace)[position], transfers)
+        sizes = read_model_sizes(self.module)
+        context = self.context
+        step = ProfiledStep(trace, position, parts, transfers, context.world_size, self.micro_batches, sizes.fsdp)
+        return StepModel(
+            on_gpu=trace.on_gpu,
+            workers=context.world_size,
+            nodes=context.nodes,
+            micro_batches=self.micro_batches,
+            step_s=parts.duration,
+            step_s_by_rank=tuple(map(tuple, times)),
+            items=items_of(step),
+            units=sizes.units,
+            bucket_elements=sizes.buckets,
+        )
 
     def _write_lanes(self, lanes: Sequence[dict[str, Any]], steps: int) -> None:
         try:

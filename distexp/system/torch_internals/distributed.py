@@ -38,6 +38,35 @@ def read_fsdp_policies(units: Sequence[Any]) -> list[FSDPPolicies]:
         ]
 
 
+@dataclass(frozen=True)
+class FSDPUnitSize:
+    """Parameters of a unit of FSDP. The name is that of its annotations in a profile; empty: the root."""
+
+    name: str
+    elements: tuple[int, ...]
+    gathered_bytes: int  # of all parameters in an all-gather
+    reduced_bytes: int  # of all gradients in a reduce-scatter
+    reshards_after_forward: bool
+
+
+def read_fsdp_unit_sizes(model: torch.nn.Module) -> list[FSDPUnitSize]:
+    """Return the size of each FSDP unit that has parameters, in the order of ``model.modules()``; empty: no FSDP."""
+    found = []
+    for members in group_by_fsdp_unit(model):
+        with explained("FSDPModule._get_fsdp_state()._fsdp_param_group.fsdp_params"):
+            group = cast("Any", members[0])._get_fsdp_state()._fsdp_param_group
+            if group is None:
+                continue
+            policy, parameters = group.mp_policy, [each.sharded_param for each in group.fsdp_params]
+            sizes = tuple(parameter.numel() for parameter in parameters)
+            gathered = (policy.param_dtype or parameters[0].dtype).itemsize
+            reduced = (policy.reduce_dtype or policy.param_dtype or parameters[0].dtype).itemsize
+            resharded = group.post_forward_mesh_info is not None
+            total = sum(sizes)
+            found.append(FSDPUnitSize(group._module_fqn or "", sizes, total * gathered, total * reduced, resharded))
+    return found
+
+
 def group_by_fsdp_unit(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     """Return the modules of each FSDP unit, in the order of ``model.modules()``."""
     from torch.distributed.fsdp import FSDPModule  # importing it takes a second

@@ -1,0 +1,62 @@
+"""Sizes of what a distributed model sends: its parameters by unit, FSDP's units, and DDP's buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distexp.measure.profiling.fsdp_hooks import UnitSize
+from distexp.models.introspection import find_units
+from distexp.runs.step_model import Parameters
+from distexp.system.torch_internals.distributed import ddp_bucket_sizes, read_fsdp_unit_sizes
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model.
+
+    Attributes:
+        units: Parameters of each block, and of what is between the blocks, in the order of the model.
+        fsdp: Sizes of FSDP's units by name. Empty: no FSDP.
+        buckets: Elements of DDP's buckets. Empty: no DDP.
+    """
+
+    units: tuple[Parameters, ...] = ()
+    fsdp: dict[str, UnitSize] = field(default_factory=dict)
+    buckets: tuple[int, ...] = ()
+
+
+def read_model_sizes(module: nn.Module | None) -> ModelSizes:
+    """Return the sizes of a distributed model; empty if it is unknown."""
+    if module is None:
+        return ModelSizes()
+    fsdp = {
+        unit.name: UnitSize(unit.gathered_bytes, unit.reduced_bytes, unit.reshards_after_forward)
+        for unit in read_fsdp_unit_sizes(module)
+    }
+    bare = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "module", module)
+    return ModelSizes(tuple(_units(bare)), fsdp, tuple(_bucket_elements(module)))
+
+
+def _units(model: nn.Module) -> Iterator[Parameters]:
+    """Yield the trained parameters of each block, and of the modules before and after the blocks."""
+    blocks = [name for name, _ in find_units(model)]
+
+    def unit(name: str) -> str:
+        return next((block for block in blocks if name.startswith(f"{block}.")), name.split(".", maxsplit=1)[0])
+
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    for name, members in groupby(trained, key=lambda each: unit(each[0])):
+        # ZeRO-3 leaves an empty tensor and keeps the number of elements in another attribute.
+        yield Parameters(name, tuple(int(getattr(each, "ds_numel", each.numel())) for _, each in members))
+
+
+def _bucket_elements(module: nn.Module) -> list[int]:
+    if not isinstance(module, DistributedDataParallel):
+        return []
+    width = next(each.element_size() for each in module.parameters() if each.requires_grad)
+    return [size // width for size in ddp_bucket_sizes(module)]
