@@ -44,6 +44,7 @@ EXAMPLES = {
     "distexp --multirun cluster=slurm cluster.nodes=2,4 strategy=fsdp": "submit job arrays to Slurm",
     "distexp hydra.run.dir=my_run": "choose the run directory",
     "distexp plan strategy=fsdp model=bloom_3b plan.gpu=a100-80gb": "predict the memory, also without a GPU",
+    "distexp forecast RUN cluster.nodes=1,2,4": "forecast how a profiled run scales",
     "distexp --cfg job zero_stage=3": "print the configuration and run nothing",
 }
 """Commands with what they do."""

@@ -23,12 +23,14 @@ class ForecastConfig:
         null="the bandwidths of the run, or of the last preflight on this machine",
     )
     network: str | None = key(
-        None, "Network between nodes, as `infiniband-ndr-400g`.", null="that of the measured bandwidths"
+        None,
+        "Network between nodes, as `infiniband-ndr-400g`. Measured bandwidths take precedence.",
+        null="infiniband-hdr-200g",
     )
-    rail_optimized: bool | None = key(
-        None, "Whether each GPU of a node has its own network adapter.", null="as is usual for the network"
+    rail_optimized: bool | None = key(None, "Whether GPUs of the same index share a switch.", null="true")
+    oversubscription: float = key(
+        1.0, "By how much the upper level of the network is slower than the lower one.", at_least=1
     )
-    oversubscription: float = key(1.0, "Bandwidth of all nodes divided by that of the core of the network.", at_least=1)
     only: bool = key(False, "Forecast and do not train. Set by `distexp forecast`.")
     output: str = key("table", "Output of `distexp forecast`. Its option `--json` sets it.", choices=("table", "json"))
     run: str | None = key(None, "Directory of the profiled run. Set by `distexp forecast`.", null="none")

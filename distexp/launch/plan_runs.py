@@ -1,4 +1,4 @@
-"""The step between composing the cells of a command and starting their runs: predict their memory."""
+"""The step between composing the cells of a command and starting their runs: predict their memory or speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _has_cache() -> bool:
 
 
 def plan_runs(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> bool:
-    """Predict the memory of the cells if that is requested, and return whether that is all to do.
+    """Predict the memory or the speed of the cells if that is requested, and return whether that is all to do.
 
     Args:
         cells: The cells of the command.
@@ -38,12 +38,21 @@ def plan_runs(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> bool
         ConfigError: with ``plan=check``, if there is one cell only, and it cannot fit.
     """
     if master.plan.only:
-        from distexp.plan.command import run_plan
-
-        run_plan(cells, make)
+        _print_prediction(cells, master, make)
         return True
     if any(_is_predicted(cell) for cell in cells):
         from distexp.launch.plan_check import predict_runs
 
         predict_runs(cells, make)
     return False
+
+
+def _print_prediction(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> None:
+    if master.forecast.only:
+        from distexp.forecast.command import run_forecast
+
+        run_forecast(cells)
+    else:
+        from distexp.plan.command import run_plan
+
+        run_plan(cells, make)

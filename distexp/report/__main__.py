@@ -19,6 +19,7 @@ from distexp.console.terminal import make_console
 from distexp.exceptions import run_until_pipe_closes
 from distexp.report.compare import Comparison
 from distexp.report.comparison_table import ComparisonTable
+from distexp.report.data.forecasts import keep_errors
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row, load_rows
 from distexp.report.files import PAGE, write_files
@@ -84,6 +85,7 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     if unknown:
         return _print_error(f"--trace {' '.join(unknown)}: no such run. Give labels such as {rows[0].label}")
     overview = Overview.from_rows(rows)
+    keep_errors(overview)
     target = directories[0] / REPORT
     make_console().print(OverviewTable(overview, results=target / "results.csv"))
     try:

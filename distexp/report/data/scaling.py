@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distexp.report.data.metrics import EFFICIENCY, SPEED
@@ -22,6 +22,9 @@ from distexp.report.data.settings import format_settings
 WORLD = ("nodes", WORKERS)
 THREADS = "cpus_per_worker"
 TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch may be incomplete
+FORECAST = "forecast"
+"""Kind of a series with one measured point, next to which forecasts are drawn."""
+
 MOST_TRUSTED = 1.05  # efficiency; more than ideal shows that the baseline was slow
 
 
@@ -60,7 +63,7 @@ class ScalingSeries:
 
     Attributes:
         name: Settings that distinguish it from the other series; empty for a single series.
-        kind: ``strong`` (constant total work), ``weak`` (constant work per worker), or ``mixed``.
+        kind: ``strong`` (constant total work), ``weak`` (constant work per worker), ``mixed``, or ``forecast``.
         scaled: What grows or shrinks with the workers: ``model``, ``data``, both, or nothing.
         points: By number of workers.
     """
@@ -73,6 +76,8 @@ class ScalingSeries:
     @property
     def title(self) -> str:
         """Return the name of the kind of scaling, with what was scaled: ``Weak scaling of the model``."""
+        if self.kind == FORECAST:
+            return "Forecast"
         if self.kind == "strong":
             return "Strong scaling"
         what = " and ".join(self.scaled)
@@ -123,6 +128,14 @@ def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> li
         each for members in _by_configuration(measured, names) for each in _by_threads(members) if _has_several(each)
     ]
     return sorted((_make_series(each, names) for each in several), key=lambda one: -len(one.points))
+
+
+def make_forecast_series(group: RunGroup, varied: Sequence[str]) -> ScalingSeries | None:
+    """Return the series of a single measured training with forecasts; None if its speed was not measured."""
+    if not _is_measured(group):
+        return None
+    names = [name for name in varied if name not in (*WORLD, SEED)]
+    return replace(_make_series([group], names), kind=FORECAST)
 
 
 def groups_without_baseline(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[RunGroup]:

@@ -7,39 +7,49 @@ from typing import Any
 
 import altair as alt
 
+from distexp.report.data.forecasts import ForecastCurve, build_forecast_table, find_curves, find_forecasts
 from distexp.report.data.metrics import SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import is_within_noise
-from distexp.report.data.scaling import ScalingPoint, ScalingSeries
+from distexp.report.data.scaling import FORECAST, ScalingPoint, ScalingSeries
 from distexp.report.figures.base import Figure, Panel
+from distexp.report.figures.scaling_forecast import draw_forecasts, forecast_rows
 from distexp.report.figures.scaling_table import build_nodes_table, build_scaling_table
 from distexp.report.figures.theme import MOST_COLORS, color, inline_data
 from distexp.report.traces import RunTrace
 
-KINDS = ("strong", "weak", "mixed")
+KINDS = ("strong", "weak", "mixed", FORECAST)
 NOT_CONSTANT = "neither the total work nor the work per worker is constant"
 MOST_SENTENCES = 6
 Rows = list[dict[str, Any]]
 
 
 def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
-    """Build the figure; None if no configuration ran on several numbers of workers or nodes.
+    """Build the figure; None if no configuration ran on several numbers of workers or nodes, or has forecasts.
 
     Runs with equal numbers of workers on few and on many nodes have a table, but no curve.
     """
-    if not overview.series:
+    forecasts = find_forecasts(overview)
+    curves = find_curves(overview, forecasts)
+    added = [curve.series for curve in curves if curve.series.kind == FORECAST]
+    if not overview.series and not forecasts:
         return None
-    ordered = sorted(overview.series, key=lambda series: KINDS.index(series.kind))
+    ordered = sorted([*overview.series, *added], key=lambda series: KINDS.index(series.kind))
     titles = dict.fromkeys(series.title for series in ordered)
-    panels = tuple(panel for title in titles for panel in _panels([each for each in ordered if each.title == title]))
-    tables = tuple(table for table in (build_scaling_table(overview), build_nodes_table(overview)) if table)
+    panels = tuple(
+        panel for title in titles for panel in _panels([each for each in ordered if each.title == title], curves)
+    )
+    built = (build_scaling_table(overview), build_nodes_table(overview), build_forecast_table(overview, forecasts))
     sentences = [text for series in overview.series if series.has_several_sizes for text in _describe(series)]
-    return Figure("scaling", "Scaling", panels, _caption(overview), tuple(sentences[:MOST_SENTENCES]), tables)
+    caption = _caption(overview, has_forecasts=bool(curves)) if panels else ""
+    tables = tuple(table for table in built if table)
+    return Figure("scaling", "Scaling", panels, caption, tuple(sentences[:MOST_SENTENCES]), tables)
 
 
-def _caption(overview: Overview) -> str:
+def _caption(overview: Overview, *, has_forecasts: bool) -> str:
     mixed = dict.fromkeys(series.title for series in overview.series if series.kind == "mixed")
-    return " ".join(["Dashed gray line: ideal.", *(f"{title}: {NOT_CONSTANT}." for title in mixed)])
+    forecast = ["Dashed with rings: forecast, in the band of its interval."] if has_forecasts else []
+    return " ".join(["Dashed gray line: ideal.", *forecast, *(f"{title}: {NOT_CONSTANT}." for title in mixed)])
 
 
 def _describe(series: ScalingSeries) -> Iterator[str]:
@@ -66,24 +76,26 @@ def _are_equal(one: ScalingPoint, other: ScalingPoint) -> bool:
     return bool(speed and other_speed and is_within_noise(speed, other_speed))
 
 
-def _panels(series: Sequence[ScalingSeries]) -> Iterator[Panel]:
-    """Yield the panels of one kind of scaling; none if no series of this kind has several sizes."""
-    kind, title = series[0].kind, series[0].title
-    rows = [row for each in series[:MOST_COLORS] for row in _rows(each)]
-    workers = sorted({row["workers"] for row in rows})
+def _panels(series: Sequence[ScalingSeries], curves: Sequence[ForecastCurve]) -> Iterator[Panel]:
+    """Yield the panels of one kind of scaling; none if no series of this kind has several sizes or a forecast."""
+    kind, title, drawn = series[0].kind, series[0].title, series[:MOST_COLORS]
+    rows = [row for each in drawn for row in _rows(each)]
+    forecasts = [row for curve in curves if curve.series in drawn for row in forecast_rows(curve)]
+    measured = sorted({row["workers"] for row in rows})
+    workers = sorted({*measured, *(row["workers"] for row in forecasts)})
     if len(workers) < 2:
         return
-    if kind == "strong":
+    if kind in ("strong", FORECAST):
         speedups = [n / workers[0] for n in workers]
         # On two logarithmic axes the ideal speedup is a straight line.
         y = alt.Y("speedup:Q", title="speedup", axis=alt.Axis(values=speedups, format="~g"),
                   scale=alt.Scale(type="log", base=2, nice=False, padding=14))  # fmt: skip
-        yield Panel(f"{title}: speedup", _draw(rows, y, workers, speedups))
+        yield Panel(f"{title}: speedup", _draw(rows, forecasts, y, workers, speedups))
     if kind == "weak":
         y = alt.Y("relative_time:Q", title="time / time of the fewest workers", scale=alt.Scale(zero=True))
-        yield Panel(f"{title}: relative time", _draw(rows, y, workers, [1.0] * len(workers)))
+        yield Panel(f"{title}: relative time", _draw(rows, forecasts, y, workers, [1.0] * len(workers)))
     y = alt.Y("efficiency:Q", title="efficiency (%)", scale=alt.Scale(zero=True))
-    yield Panel(f"{title}: efficiency", _draw(rows, y, workers, [100.0] * len(workers)))
+    yield Panel(f"{title}: efficiency", _draw(rows, forecasts, y, workers, [100.0] * len(workers)))
 
 
 def _rows(series: ScalingSeries) -> Rows:
@@ -110,7 +122,7 @@ def _row(series: ScalingSeries, point: ScalingPoint, line: str) -> dict[str, Any
     }  # fmt: skip
 
 
-def _draw(rows: Rows, y: alt.Y, workers: Sequence[int], ideal: Sequence[float]) -> alt.LayerChart:
+def _draw(rows: Rows, forecasts: Rows, y: alt.Y, workers: Sequence[int], ideal: Sequence[float]) -> alt.LayerChart:
     scale = alt.Scale(type="log", base=2, domain=[workers[0], workers[-1]], nice=False, padding=14)
     x = alt.X("workers:Q", title="workers", scale=scale, axis=alt.Axis(values=list(workers), format="d", grid=False))
     base = alt.Chart(inline_data(rows)).encode(x=x, y=y, tooltip=_tooltip(), **_styles(rows))
@@ -119,7 +131,7 @@ def _draw(rows: Rows, y: alt.Y, workers: Sequence[int], ideal: Sequence[float]) 
     label = alt.Chart(inline_data(target[-1:])).mark_text(align="right", dy=-8, fontStyle="italic")
     return alt.layer(
         line.encode(x=x, y="ideal:Q"), label.encode(x=x, y="ideal:Q", text=alt.value("ideal")),
-        base.mark_line(), base.mark_point(filled=True, size=60),
+        *draw_forecasts(forecasts, x, y), base.mark_line(), base.mark_point(filled=True, size=60),
     ).properties(height=280)  # fmt: skip
 
 

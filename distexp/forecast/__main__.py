@@ -1,0 +1,92 @@
+"""The command ``distexp forecast RUN [OVERRIDES] [--json]``: the speed of a profiled run on other numbers of GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.errors import HydraException
+
+from distexp.cli.errors import explain
+from distexp.cli.overrides import is_override
+from distexp.cli.run import main as run_command
+from distexp.config import ConfigError
+from distexp.exceptions import run_until_pipe_closes
+from distexp.forecast.arguments import forecast_arguments
+from distexp.forecast.profiled_run import ProfiledRun, find_profiled_run
+from distexp.runs.files import read_json
+
+USAGE = """usage: distexp forecast RUN [KEY=VALUE ...] [--json]
+
+Forecast the speed, efficiency and memory of a profiled run on other numbers of
+GPUs. Nothing is trained, and no GPU is needed. RUN is the directory of a run
+with profile=true, or of a sweep with one such run.
+
+  cluster.nodes=1,2,4            numbers of nodes; no --multirun is needed
+  cluster.workers_per_node=4     workers of each node; lists make all pairs
+  scaling=weak_data              scale the work with the workers, as in a run
+  train.global_batch_size=256    the same global batch on every size
+  forecast.memory=off            do not predict the memory
+  forecast.preflight=DIR         use the bandwidths that this run measured
+  --json                         print JSON for programs
+
+Without sizes: powers of two up to 64 workers.
+
+examples:
+  distexp strategy=fsdp cluster.workers_per_node=2 profile=true
+  distexp forecast multirun_outputs/distexp/2026-05-20_10-00-00/0
+  distexp forecast RUN cluster.nodes=1,2,4,8,16 cluster.workers_per_node=4"""
+
+JSON = "--json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the forecast; return the exit code, 2 if the run or an argument is wrong."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or {"-h", "--help"} & set(given):
+        print(USAGE)
+        return 0 if given else 2
+    try:
+        run, overrides = _read_arguments([text for text in given if text != JSON])
+        composed = forecast_arguments(run, overrides, as_json=JSON in given)
+    except (ConfigError, HydraException) as error:
+        for message in explain(error):
+            print(f"distexp: {message}", file=sys.stderr)
+        return 2
+    _enter_directory_of(run)
+    return run_command(composed)
+
+
+def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:
+    """Return the profiled run, and the overrides.
+
+    Raises:
+        ConfigError: there is not exactly one directory, or no profiled run in it.
+    """
+    overrides = [text for text in arguments if is_override(text)]
+    directories = [text for text in arguments if not is_override(text)]
+    if options := [text for text in directories if text.startswith("-")]:
+        hint = "lists need no --multirun" if "--multirun" in options else "distexp forecast --help lists the options"
+        raise ConfigError(f"{' '.join(options)} is not an option of forecast: leave it out; {hint}")
+    if len(directories) != 1:
+        shown = f"{len(directories)} directories ({' '.join(directories)})" if directories else "no directory"
+        raise ConfigError(
+            f"{shown}: give the directory of one profiled run, as in distexp forecast RUN cluster.nodes=2"
+        )
+    return find_profiled_run(Path(directories[0]).absolute()), overrides
+
+
+def _enter_directory_of(run: ProfiledRun) -> None:
+    """Change to the folder in which this user has started the run, because its paths are relative to it."""
+    if not run.is_own:
+        return
+    try:
+        os.chdir(str(read_json(run.command_path)["directory"]))
+    except (OSError, ValueError, KeyError, TypeError):  # The folder is gone. Absolute paths need none.
+        return
+
+
+if __name__ == "__main__":
+    sys.exit(run_until_pipe_closes(main))

@@ -1,0 +1,115 @@
+"""The command line of a forecast: that of the profiled run, with other sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from distexp.cli.overrides import parse
+from distexp.config import ConfigError
+from distexp.forecast.profiled_run import ProfiledRun
+from distexp.forecast.sizes import SIZE_KEYS, as_cell, choose_sizes
+from distexp.launch.stored_command import check_stored_command
+from distexp.runs.run_dir import RECORD
+from distexp.system.hardware import visible_gpus
+from distexp.system.units import MIB_PER_GB
+
+KEPT_SECTIONS = ("cluster", "scaling", "forecast", "plan")
+"""Sections and groups that the user may set. They do not change what a worker computes in a micro-batch."""
+
+KEPT_KEYS = (
+    *("train.global_batch_size", "train.gradient_accumulation_steps", "dataset.train_size"),
+    "trusted_packages",
+)
+"""Further keys that the user may set."""
+
+NOT_REPEATED = ("profile", "repeats", "tracker", "preflight", "plan", "forecast", "choose", "sweep", "hydra")
+"""Keys, groups and sections of the profiled run that a forecast does not need."""
+
+NOT_REPEATED_KEYS = ("train.profile_steps", "train.resume", "train.micro_batch_search_s", "scale.workers")
+
+
+def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool) -> list[str]:
+    """Return the arguments with which the sizes of a forecast are composed.
+
+    Args:
+        run: The profiled run.
+        typed: Overrides that the user has typed.
+        as_json: Whether the output is JSON.
+
+    Raises:
+        ConfigError: an override changes what the workers compute, or the run is somebody else's and may run code.
+    """
+    errors = [_refused(run, text) for text in typed if not _may_be_set(run, text)]
+    if errors:
+        raise ConfigError(errors)
+    _check_sweeps(typed)
+    stored = run.record.run.overrides
+    if not run.is_own:
+        check_stored_command(run.directory / RECORD, stored, typed)
+    decided, added = list(_decided(run, typed)), [text for text in typed if _key(text) not in SIZE_KEYS]
+    replaced = {*NOT_REPEATED_KEYS, *map(_key, [*decided, *added])}
+    kept = [text for text in stored if _key(text) not in replaced and _section(text) not in NOT_REPEATED]
+    cells = json.dumps([as_cell(size) for size in choose_sizes(run, typed)], separators=(",", ":"))
+    output = ["plan.output=json", "forecast.output=json"] if as_json else []
+    return [
+        *kept, *decided, *map(_absolute, added), *output, f"sweep.cells={cells}",
+        "plan.only=true", "forecast.only=true", f'forecast.run="{run.directory}"',
+    ]  # fmt: skip
+
+
+def _decided(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
+    """Yield what the profiled run has decided on its machine, and what is no limit of a forecast."""
+    yield _device(run)
+    if not isinstance(run.setting("train", "micro_batch_size"), int) and run.micro_batch_size is not None:
+        yield f"train.micro_batch_size={run.micro_batch_size}"
+    yield "scale.workers=null"
+    yield "repeats=1"
+    # A preset may sweep the sizes. Values on the command line replace its sweep.
+    yield from as_cell(run.size)
+    memory_mib = run.record.environment.gpu_total_mib if run.record.environment else None
+    if run.on_gpu and memory_mib and not visible_gpus() and not any(_section(text) == "plan" for text in typed):
+        yield f"plan.gpu_memory_gb={memory_mib / MIB_PER_GB:.1f}"
+
+
+def _device(run: ProfiledRun) -> str:
+    return f"cluster.device={run.setting('cluster', 'device')}"
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _section(override: str) -> str:
+    return _key(override).partition(".")[0]
+
+
+def _may_be_set(run: ProfiledRun, override: str) -> bool:
+    if _key(override) == "cluster.device":
+        return override == _device(run)
+    return _section(override) in KEPT_SECTIONS or _key(override) in KEPT_KEYS
+
+
+def _refused(run: ProfiledRun, text: str) -> str:
+    return (
+        f"{text} changes what a worker computes, but the forecast is from the profile of {run.directory}: leave it "
+        "out, or run this training with profile=true and forecast that run"
+    )
+
+
+def _check_sweeps(typed: Sequence[str]) -> None:
+    """Check that only sizes have several values."""
+    errors = [
+        f"{override.input_line} has several values, but only {' and '.join(SIZE_KEYS)} can: set one value"
+        for override in parse(typed)
+        if override.is_sweep_override() and override.get_key_element().lstrip("+") not in SIZE_KEYS
+    ]
+    if errors:
+        raise ConfigError(errors)
+
+
+def _absolute(override: str) -> str:
+    """Return an override with an absolute path, because the run may have been started in another folder."""
+    key, _, value = override.partition("=")
+    return f'{key}="{Path(value).absolute()}"' if key == "forecast.preflight" and value != "null" else override

@@ -1,0 +1,115 @@
+"""Output of ``distexp forecast`` for the sizes that Hydra composed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import cast
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from distexp.config import ConfigError, ForecastConfig
+from distexp.console.terminal import make_console
+from distexp.exceptions import SweepFailedError
+from distexp.forecast.json_output import row_to_json
+from distexp.forecast.measured import add_measured
+from distexp.forecast.memory import add_memory
+from distexp.forecast.profiled_run import ProfiledRun, read_profiled_run
+from distexp.forecast.rows import SizeRow, forecast_sizes
+from distexp.forecast.table import answer, notes, sizes_table
+from distexp.launch.composition import Cell
+from distexp.plan.planner import Planner
+from distexp.runs.files import nan_to_none
+from distexp.runs.forecast import StoredForecast, write_forecasts
+from distexp.runs.forecast_errors import machine_name, read_errors, running_error
+
+
+def run_forecast(cells: Sequence[Cell]) -> None:
+    """Print the forecast of the sizes of a command.
+
+    Args:
+        cells: The configuration of each size.
+
+    Raises:
+        ConfigError: no size can be forecast.
+    """
+    options = cast(ForecastConfig, OmegaConf.to_object(cells[0].composed.forecast))
+    with Planner() as planner:
+        print_forecast(read_profiled_run(Path(str(options.run))), cells, options, planner)
+
+
+def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, planner: Planner) -> None:
+    """Print the forecast of all sizes, and keep it in the directory of the profiled run.
+
+    Args:
+        run: The profiled run.
+        cells: The configuration of each size.
+        options: Options of the forecast.
+        planner: Source of estimates of memory.
+
+    Raises:
+        ConfigError: no size can be forecast.
+    """
+    rows = forecast_sizes(run, cells, options, read_errors(machine_name(run.record)))
+    rows = add_memory(rows, options.memory, planner)
+    stored = [forecast for row in rows if (forecast := stored_forecast(row)) is not None]
+    _store(run, stored)
+    rows = add_measured(run, rows, stored)
+    if options.output == "json":
+        print(json.dumps(nan_to_none([row_to_json(row) for row in rows]), indent=2))
+        if not any(row.forecast for row in rows):
+            raise SweepFailedError
+    else:
+        _print_table(run, rows)
+
+
+def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
+    if not any(row.forecast for row in rows):
+        raise ConfigError(list(dict.fromkeys(row.error for row in rows)))
+    console, workers = make_console(), "GPUs" if run.on_gpu else "workers"
+    _print(console, answer(rows, workers))
+    console.print()
+    for part in sizes_table(rows, workers, console.width):
+        console.print(part, soft_wrap=True)
+    console.print()
+    earlier = running_error(read_errors(machine_name(run.record)))
+    for line in (*notes(rows, workers), *([earlier] if earlier else [])):
+        _print(console, line, style="dim")
+
+
+def _print(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, style=style, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def _store(run: ProfiledRun, stored: Sequence[StoredForecast]) -> None:
+    """Keep the forecasts for the report. Warn if the run directory is not writable."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        write_forecasts(run.directory, [replace(each, created_at=now) for each in stored])
+    except OSError as error:
+        print(f"distexp: the forecast is not kept for the report: {run.directory}: {error.strerror}", file=sys.stderr)
+
+
+def stored_forecast(row: SizeRow) -> StoredForecast | None:
+    """Return what is kept of a size; None without a forecast."""
+    forecast, config = row.forecast, row.cell.config
+    if forecast is None or config is None:
+        return None
+    target = forecast.target
+    return StoredForecast(
+        nodes=target.nodes,
+        workers_per_node=target.workers_per_node,
+        run_id=row.cell.id,
+        micro_batch_size=config.train.micro_batch,
+        micro_batches=target.micro_batches,
+        samples_per_step=target.samples_per_step,
+        step_time_s=forecast.step_time_s,
+        low_s=forecast.low_s,
+        high_s=forecast.high_s,
+        beyond=forecast.beyond,
+    )

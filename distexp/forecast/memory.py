@@ -1,0 +1,51 @@
+"""Memory of the sizes of a forecast, as ``distexp plan`` predicts it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from distexp.forecast.rows import SizeRow
+from distexp.plan.cells import PlannedCell, plan_cells
+from distexp.plan.command import show_predictions
+from distexp.plan.planner import Planner, with_gpu
+
+CACHED, OFF = "cached", "off"
+
+MOST_PREDICTED = 64
+"""Most workers of a size whose memory is predicted."""
+
+TOO_LARGE = f"memory is predicted up to {MOST_PREDICTED} workers only"
+NOT_CACHED = "memory was not predicted before: leave forecast.memory=cached out"
+
+
+def add_memory(rows: Sequence[SizeRow], mode: str, planner: Planner) -> list[SizeRow]:
+    """Return the rows with their predicted memory.
+
+    Args:
+        rows: The sizes.
+        mode: predict, cached or off.
+        planner: Source of estimates.
+    """
+    if mode == OFF:
+        return list(rows)
+    reasons = [row.error or _reason(row, mode, planner) for row in rows]
+    wanted = [row.cell for row, reason in zip(rows, reasons, strict=True) if not reason]
+    configs = [cell.config for cell in wanted if cell.config is not None]
+    with show_predictions(planner.count_missing(configs), "") as advance:
+        planned = iter(plan_cells(wanted, planner, advance))
+    return [
+        replace(row, memory_error=reason) if reason else _with_memory(row, next(planned))
+        for row, reason in zip(rows, reasons, strict=True)
+    ]
+
+
+def _reason(row: SizeRow, mode: str, planner: Planner) -> str:
+    """Return why the memory of a size is not predicted; empty if it is."""
+    if mode == CACHED and row.cell.config is not None:
+        return "" if planner.cached(with_gpu(row.cell.config)) is not None else NOT_CACHED
+    return TOO_LARGE if row.workers > MOST_PREDICTED else ""
+
+
+def _with_memory(row: SizeRow, planned: PlannedCell) -> SizeRow:
+    return replace(row, memory=planned.predicted, memory_error=planned.error)

@@ -1,0 +1,138 @@
+"""The profiled run that a forecast starts from."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from distexp.config import ConfigError
+from distexp.launch.own_files import is_own_file
+from distexp.runs.existing import not_a_sweep
+from distexp.runs.forecast_errors import measured_step_s
+from distexp.runs.micro_batch import MicroBatchSearch
+from distexp.runs.record import RunRecord, load_all
+from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
+from distexp.runs.step_model import read_step_model
+from distexp.runs.text import join_first
+
+MOST_SHOWN = 5
+"""Most runs that a message lists."""
+
+
+@dataclass(frozen=True)
+class ProfiledRun:
+    """A completed run with a model of its steps."""
+
+    directory: Path
+    record: RunRecord
+
+    def setting(self, section: str, name: str) -> Any:
+        """Return a value of the run's resolved configuration; None if the record lacks it."""
+        values = self.record.config.get(section)
+        return values.get(name) if isinstance(values, dict) else None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether the run used GPUs."""
+        return bool(self.setting("cluster", "device") == "cuda")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return the number of nodes and of workers on each."""
+        return int(self.setting("cluster", "nodes") or 1), int(self.setting("cluster", "workers_per_node") or 1)
+
+    @property
+    def workers(self) -> int:
+        """Return the number of workers on all nodes."""
+        nodes, workers_per_node = self.size
+        return nodes * workers_per_node
+
+    @cached_property
+    def micro_batch_size(self) -> int | None:
+        """Return the samples of a worker in a forward pass, also if the run has searched them; None if unknown."""
+        size = self.setting("train", "micro_batch_size")
+        if isinstance(size, int):
+            return size
+        search = MicroBatchSearch.read(self.directory / MICRO_BATCH)
+        return search.chosen if search is not None else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Return the median of the steps that were not profiled."""
+        return measured_step_s(self.record)
+
+    @property
+    def samples_per_row(self) -> float:
+        """Return the samples of a row of a batch. A packed row has several."""
+        metrics, micro_batch = self.record.metrics, self.micro_batch_size
+        samples, steps = metrics.train_samples_per_second, metrics.train_steps_per_second
+        accumulation = self.setting("train", "gradient_accumulation_steps")
+        if not (self.setting("dataset", "packing") and samples and steps and accumulation and micro_batch):
+            return 1.0
+        return samples / steps / (micro_batch * int(accumulation) * self.workers)
+
+    @property
+    def command_path(self) -> Path:
+        """Return the file with the command of the run's sweep. A single run may be a sweep itself."""
+        own = self.directory / COMMAND
+        return own if own.is_file() else self.directory.parent / COMMAND
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether this user has started the run. The overrides of other users are not trusted."""
+        return is_own_file(self.command_path)
+
+
+def find_profiled_run(directory: Path) -> ProfiledRun:
+    """Return the only run below a directory that can be forecast.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    if not directory.is_dir():
+        raise ConfigError(not_a_sweep(directory, RECORD).replace("of a sweep", "of a run"))
+    found, skipped = load_all(directory)
+    runs = [ProfiledRun(path.parent, record) for path, record in found]
+    if not runs:
+        reason = f" ({skipped[0]})" if skipped else ""
+        raise ConfigError(f"{directory} contains no readable {RECORD}{reason}: give the directory of a profiled run")
+    profiled = [run for run in runs if run.record.status == "completed" and read_step_model(run.directory) is not None]
+    if len(profiled) > 1:
+        shown = join_first([_title(run) for run in profiled], MOST_SHOWN)
+        raise ConfigError(f"{directory} has {len(profiled)} profiled runs: give one of them: {shown}")
+    if not profiled:
+        raise ConfigError(_not_profiled(directory, runs))
+    return profiled[0]
+
+
+def _title(run: ProfiledRun) -> str:
+    overrides = " ".join(run.record.run.overrides).replace("'", "")
+    return f"{run.directory} ({overrides})" if overrides else str(run.directory)
+
+
+def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
+    """Return why no run can be forecast, and what to type."""
+    run = next((each for each in runs if each.record.status == "completed"), None)
+    if run is None:
+        status = runs[0].record.status
+        return f"{directory} has no profile, because the run is {status}: give a completed run with profile=true"
+    options = [text for text in run.record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]
+    command = shlex.join(["distexp", *(text.replace("'", "") for text in options), "profile=true"])
+    older = " by this version" if run.record.metrics.step_breakdown else ""
+    return f"{directory} has no profile{older} for a forecast: run it with {command}"
+
+
+def read_profiled_run(directory: Path) -> ProfiledRun:
+    """Return the run of a directory.
+
+    Raises:
+        ConfigError: its record cannot be read.
+    """
+    try:
+        return ProfiledRun(directory, RunRecord.read(directory / RECORD))
+    except ValueError as error:
+        raise ConfigError(f"{error}: give the directory of a profiled run") from None

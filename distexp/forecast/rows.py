@@ -1,0 +1,189 @@
+"""The sizes of a forecast: each with its forecast, or with the reason why it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distexp.config import Config, ForecastConfig
+from distexp.forecast.energy import PowerModel, price_per_million_samples, read_power
+from distexp.forecast.machine import load_machine
+from distexp.forecast.profiled_run import ProfiledRun
+from distexp.forecast.sizes import Size, sizes_of
+from distexp.forecast.steps import forecast_steps
+from distexp.forecast.target import Forecast, Target
+from distexp.launch.composition import Cell
+from distexp.runs.forecast_errors import ForecastError, largest_expected
+from distexp.runs.record import Predicted
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The fewest workers: their speed per worker is the ideal one."""
+
+    size: Size
+    samples_per_second: float
+
+    @property
+    def workers(self) -> int:
+        """Return the number of workers."""
+        return self.size[0] * self.size[1]
+
+    def efficiency(self, workers: int, samples_per_second: float) -> float:
+        """Return ideal time / real time."""
+        return samples_per_second / workers / (self.samples_per_second / self.workers)
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """A size.
+
+    Attributes:
+        size: Number of nodes, and workers of each node.
+        cell: The composed configuration.
+        forecast: None if there is an error.
+        error: Why there is no forecast.
+        baseline: What the efficiency is relative to.
+        memory: Predicted memory.
+        memory_error: Why the memory is unknown.
+        power: Power of the GPUs.
+        measured: A measured run of this size.
+        profiled_workers: Workers of the profiled run.
+    """
+
+    size: Size
+    cell: Cell
+    forecast: Forecast | None = None
+    error: str = ""
+    baseline: Baseline | None = None
+    memory: Predicted | None = None
+    memory_error: str = ""
+    power: PowerModel | None = None
+    measured: ForecastError | None = None
+    profiled_workers: int | None = None
+
+    @property
+    def workers(self) -> int:
+        """Return the number of workers on all nodes."""
+        return self.size[0] * self.size[1]
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Return the throughput over all workers."""
+        forecast = self.forecast
+        return None if forecast is None else forecast.target.samples_per_step / forecast.step_time_s
+
+    def efficiency(self, step_s: float | None = None) -> float | None:
+        """Return ideal time / real time, on request for another duration of the step."""
+        if self.forecast is None or self.baseline is None:
+            return None
+        samples = self.forecast.target.samples_per_step
+        return self.baseline.efficiency(self.workers, samples / (step_s or self.forecast.step_time_s))
+
+    def share(self, part: str) -> float | None:
+        """Return a part of the step as a fraction; None if it is unknown."""
+        if self.forecast is None or part not in self.forecast.parts:
+            return None
+        return self.forecast.parts[part] / self.forecast.step_time_s
+
+    @property
+    def largest_loss(self) -> tuple[str, float] | None:
+        """Return the largest part of the step besides the computation, with its fraction; None if all are 0."""
+        losses = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != COMPUTE}
+        name = max(losses, key=lambda each: losses[each], default="")
+        return (name, self.share(name) or 0.0) if name and losses[name] > 0 else None
+
+    @property
+    def j_per_sample(self) -> float | None:
+        """Return the energy of all GPUs per sample."""
+        return self.power.j_per_sample(self.forecast) if self.power and self.forecast else None
+
+    @property
+    def price(self) -> float | None:
+        """Return the price of a million samples."""
+        if self.forecast is None or self.cell.config is None:
+            return None
+        return price_per_million_samples(self.forecast, self.cell.config.cluster.price_per_gpu_hour)
+
+
+COMPUTE = "compute"
+
+
+def forecast_sizes(
+    run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, earlier: Sequence[ForecastError]
+) -> list[SizeRow]:
+    """Return the forecast of each cell.
+
+    Args:
+        run: The profiled run.
+        cells: A cell for each size.
+        options: Options of the forecast.
+        earlier: Errors of earlier forecasts on this machine, which widen the intervals.
+
+    Raises:
+        ConfigError: the run cannot be forecast.
+    """
+    rows = [_make_row(run, cell) for cell in cells]
+    targets = [_target(run, row.cell.config) for row in rows if not row.error and row.cell.config is not None]
+    own = _own_target(run)
+    forecasts = forecast_steps(run.directory, [own, *targets], load_machine(run.directory, options)) if targets else []
+    widened = iter([_widen(each, earlier) for each in forecasts[1:]])
+    power = read_power(run, own.samples_per_step, own.micro_batches)
+    found = [row if row.error else replace(row, forecast=next(widened), power=power) for row in rows]
+    baseline = _baseline([*forecasts[:1], *(row.forecast for row in found if row.forecast)])
+    return [replace(row, baseline=baseline, profiled_workers=run.workers) for row in found]
+
+
+def _make_row(run: ProfiledRun, cell: Cell) -> SizeRow:
+    config = cell.config or cell.decided
+    size = sizes_of(cell.composed.cluster if config is None else _size_values(config))
+    error = " | ".join(cell.errors) or _other_steps(run, cell.config)
+    return SizeRow(size, cell, error=error)
+
+
+def _size_values(config: Config) -> Mapping[str, Any]:
+    return {"nodes": config.cluster.nodes, "workers_per_node": config.cluster.workers_per_node or 1}
+
+
+def _other_steps(run: ProfiledRun, config: Config | None) -> str:
+    """Return why the micro-batches of a size are not those of the profile; empty if they are."""
+    if config is None:
+        return ""
+    pairs = {
+        "train.micro_batch_size": (config.train.micro_batch_size, run.micro_batch_size),
+        "model.num_layers": (config.model.num_layers, run.setting("model", "num_layers")),
+    }
+    changed = [f"{key}={new} instead of {old}" for key, (new, old) in pairs.items() if new != old]
+    if not changed:
+        return ""
+    return f"{', '.join(changed)} (scaling={config.scaling.name}): not forecast, profile a run with these values"
+
+
+def _target(run: ProfiledRun, config: Config) -> Target:
+    cluster, steps = config.cluster, config.train.gradient_accumulation_steps
+    samples = config.train.micro_batch * steps * cluster.world_size * run.samples_per_row
+    return Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples)
+
+
+def _own_target(run: ProfiledRun) -> Target:
+    """Return the size of the profiled run itself."""
+    steps = int(run.setting("train", "gradient_accumulation_steps") or 1)
+    samples = (run.micro_batch_size or 1) * steps * run.workers * run.samples_per_row
+    return Target(*run.size, steps, samples)
+
+
+def _widen(forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:
+    """Return a forecast whose interval is at least as wide as earlier errors were."""
+    error = largest_expected(earlier)
+    low, high = (forecast.step_time_s * factor for factor in (1 / (1 + error), 1 + error))
+    return replace(forecast, low_s=min(forecast.low_s, low), high_s=max(forecast.high_s, high))
+
+
+def _baseline(forecasts: Sequence[Forecast]) -> Baseline | None:
+    """Return the fewest workers of the profiled run and all forecasts."""
+    first = min(forecasts, key=lambda each: (each.target.workers, each.target.nodes), default=None)
+    if first is None:
+        return None
+    target = first.target
+    return Baseline((target.nodes, target.workers_per_node), target.samples_per_step / first.step_time_s)

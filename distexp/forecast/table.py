@@ -1,0 +1,184 @@
+"""What ``distexp forecast`` prints: a sentence, a row for each size, and what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from distexp.forecast.rows import SizeRow
+from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
+from distexp.runs.record import Predicted
+from distexp.runs.step_parts import PARTS
+from distexp.runs.text import format_count
+from distexp.system.units import format_memory
+
+EXPOSED = "exposed_communication"
+
+TITLES: Mapping[str, str] = {
+    "exposed_communication": "communication",
+    "launch": "slow launches",
+    "waiting": "waiting",
+    "other": "other work",
+}
+"""Short titles of parts."""
+
+VERDICTS = {"fits": "fits", "too_close": "too close", "does_not_fit": "does not fit"}
+
+
+def answer(rows: Sequence[SizeRow], workers: str) -> str:
+    """Return the sentence about the largest size; empty without a forecast.
+
+    Args:
+        rows: The sizes.
+        workers: What a worker is called: GPUs or workers.
+    """
+    row = _largest(rows)
+    if row is None or row.forecast is None:
+        return ""
+    efficiency, low, high = (row.efficiency(step) or 0.0 for step in (None, row.forecast.high_s, row.forecast.low_s))
+    count = format_count(row.workers, workers.removesuffix("s"))
+    text = f"{count}: {efficiency:.0%} efficiency ({low:.0%} to {high:.0%}), {row.samples_per_second:,.1f} samples/s"
+    return f"{text}; {_limit(row)}."
+
+
+def _largest(rows: Sequence[SizeRow]) -> SizeRow | None:
+    """Return the forecast of the most workers; None without a forecast."""
+    return max((row for row in rows if row.forecast), key=lambda each: (each.workers, each.size[0]), default=None)
+
+
+def _limit(row: SizeRow) -> str:
+    """Return what limits a size."""
+    if row.forecast is not None and row.forecast.limit:
+        return f"{row.forecast.limit} limits it"
+    if row.largest_loss is None:
+        return "nothing limits it"
+    name, share = row.largest_loss
+    return f"the largest loss is {part_title(name)} with {share:.0%} of the step"
+
+
+def part_title(name: str) -> str:
+    """Return the title of a part."""
+    return TITLES.get(name) or PARTS.get(name) or name.replace("_", " ")
+
+
+def sizes_table(rows: Sequence[SizeRow], workers: str, width: int) -> list[Table | Text]:
+    """Return the table with a row per size, the reasons of sizes without a forecast, and what is hidden."""
+    found: list[Table | Text] = []
+    forecast = [row for row in rows if row.forecast is not None]
+    if forecast:
+        shown, hidden = fit_columns(_known(_columns(forecast, workers)), width)
+        found.append(build_table(shown))
+        if hidden:
+            found.append(hidden_columns_note(hidden, "Print them with --json."))
+    found += [Text(f"{_size(row)}: {row.error}", style="yellow") for row in rows if row.error]
+    return found
+
+
+def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
+    def column(title: str, read: Callable[[SizeRow], str], importance: int, *, right: bool = True) -> Column:
+        return Column(title, tuple(map(read, rows)), importance, right)
+
+    return [
+        column("nodes", lambda row: str(row.size[0]), ALWAYS),
+        column("workers\nper node", lambda row: str(row.size[1]), 90),
+        column(workers, lambda row: str(row.workers), 85),
+        column("times the\nmeasured", _times, 55),
+        column("ms/step", lambda row: _ms(row.forecast.step_time_s if row.forecast else None), ALWAYS),
+        column("interval", _interval, 95),
+        column("samples/s", lambda row: f"{row.samples_per_second or 0:,.1f}", ALWAYS),
+        column("effi-\nciency", lambda row: _percent(row.efficiency()), ALWAYS),
+        column("exposed\ncommunication", lambda row: _percent(row.share(EXPOSED)), 60),
+        column("largest loss", _loss, 70, right=False),
+        column("memory", _memory, 80),
+        column("verdict", _verdict, 75, right=False),
+        column("J/\nsample", lambda row: _number(row.j_per_sample), 65),
+        column("price per\n1M samples", lambda row: _number(row.price), 64),
+        column("measured\nms/step", lambda row: _ms(row.measured.measured_s if row.measured else None), 98),
+        column("error", lambda row: f"{row.measured.relative:+.1%}" if row.measured else "-", 97),
+    ]
+
+
+def _known(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns that have a value."""
+    return [column for column in columns if set(column.cells) - {"-"}]
+
+
+def _ms(seconds: float | None) -> str:
+    if not seconds:
+        return "-"
+    return f"{1000 * seconds:,.1f}" if seconds < 10 else f"{1000 * seconds:,.0f}"
+
+
+def _times(row: SizeRow) -> str:
+    return "-" if row.profiled_workers is None else f"{row.workers / row.profiled_workers:g}x"
+
+
+def _interval(row: SizeRow) -> str:
+    return f"{_ms(row.forecast.low_s)} to {_ms(row.forecast.high_s)}" if row.forecast else "-"
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.0%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _loss(row: SizeRow) -> str:
+    if row.largest_loss is None:
+        return "-"
+    name, share = row.largest_loss
+    return f"{part_title(name)} {share:.0%}"
+
+
+def _memory(row: SizeRow) -> str:
+    """Return the memory of a worker as nvidia-smi shows it, or of a node for a run on CPUs."""
+    memory = row.memory or Predicted()
+    mib = memory.nvidia_smi_mib or memory.host_peak_mib or memory.peak_allocated_mib
+    return "-" if mib is None else format_memory(mib)
+
+
+def _verdict(row: SizeRow) -> str:
+    return VERDICTS.get((row.memory.verdict if row.memory else None) or "", "-")
+
+
+def _size(row: SizeRow) -> str:
+    nodes, workers = row.size
+    return f"{nodes} x {workers}"
+
+
+def notes(rows: Sequence[SizeRow], workers: str) -> Iterator[str]:
+    """Yield what the rows are relative to, how far they are beyond the measured range, and what was assumed."""
+    baseline = next((row.baseline for row in rows if row.baseline), None)
+    if baseline is not None:
+        nodes, per_node = baseline.size
+        yield f"Efficiency: ideal time / real time, relative to {nodes} x {per_node} workers."
+    yield from _beyond(rows, workers)
+    forecasts = [row.forecast for row in rows if row.forecast]
+    yield from dict.fromkeys(_sentence(note) for forecast in forecasts for note in forecast.notes)
+    if any(row.power for row in rows):
+        yield "Energy: the idle power of each GPU, and the measured energy of a micro-batch above it."
+    yield from dict.fromkeys(_sentence(row.memory_error) for row in rows if row.memory_error and not row.error)
+    yield from _threads(rows)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
+
+
+def _beyond(rows: Sequence[SizeRow], workers: str) -> Iterator[str]:
+    """Yield how far the largest size is beyond the measured range."""
+    row = _largest(rows)
+    if row is not None and row.forecast is not None and row.forecast.beyond:
+        yield f"Beyond the measured range, {_size(row)} {workers}: {row.forecast.beyond}."
+
+
+def _threads(rows: Sequence[SizeRow]) -> Iterator[str]:
+    """Yield a warning if CPU workers of the sizes have different numbers of threads."""
+    configs = [row.cell.config for row in rows if row.forecast and row.cell.config is not None]
+    threads = {config.cluster.cpus_per_worker for config in configs if config.cluster.device == "cpu"}
+    if len(threads) > 1:
+        yield "On CPUs a worker of a larger run has fewer threads here. A forecast assumes those of the profiled run."

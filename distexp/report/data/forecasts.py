@@ -1,0 +1,167 @@
+"""Forecasts of the runs of a report, and the measured runs of the same training at these sizes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import RunGroup
+from distexp.report.data.rows import Row
+from distexp.report.data.scaling import ScalingSeries, make_forecast_series
+from distexp.report.data.text_table import TextTable
+from distexp.runs.forecast import StoredForecast, read_forecasts
+from distexp.runs.forecast_errors import (
+    ForecastError,
+    compare_with_run,
+    machine_name,
+    read_errors,
+    running_error,
+    store_error,
+)
+
+MOST_ROWS = 40
+MEASURED = ("measured run", "measured (ms/step)", "error", "in interval")
+SIZE = "nodes x workers per node"
+NOTE = "Forecast by distexp forecast. Error: forecast minus measured, in percent of the measured median step."
+
+
+@dataclass(frozen=True)
+class ForecastRow:
+    """The forecast of one size, with the measured runs of this size.
+
+    Attributes:
+        row: The profiled run.
+        forecast: The forecast.
+        measured: The measured training of this size; None if the report has none.
+        errors: Errors relative to each of its runs.
+    """
+
+    row: Row
+    forecast: StoredForecast
+    measured: RunGroup | None = None
+    errors: tuple[tuple[Row, ForecastError], ...] = ()
+
+    @property
+    def mean_error(self) -> ForecastError | None:
+        """Return the error relative to the mean of the measured runs; None without them."""
+        if not self.errors:
+            return None
+        step = statistics.fmean(error.measured_s for _, error in self.errors)
+        inside = self.forecast.low_s <= step <= self.forecast.high_s
+        return ForecastError(self.forecast.step_time_s, step, inside)
+
+
+def find_forecasts(overview: Overview) -> list[ForecastRow]:
+    """Return the forecasts of all profiled runs, with the measured runs."""
+    found = [
+        (group, row, forecast)
+        for group in overview.groups
+        for row in group.rows
+        if row.path is not None and row.completed
+        for forecast in read_forecasts(row.path.parent)
+    ]
+    return [_with_measured(overview, *each) for each in found]
+
+
+def _with_measured(overview: Overview, group: RunGroup, row: Row, forecast: StoredForecast) -> ForecastRow:
+    """Return a forecast with the first training that is the same at this size, by its id, or in the same series."""
+    machine = machine_name(row.record)
+    for other in _candidates(overview, group, forecast):
+        rows = [each for each in other.counted_rows if each.completed and machine_name(each.record) == machine]
+        compared = [(each, compare_with_run(forecast, each.record)) for each in rows]
+        errors = tuple((each, error) for each, error in compared if error is not None)
+        if errors:
+            return ForecastRow(row, forecast, other, errors)
+    return ForecastRow(row, forecast)
+
+
+def _candidates(overview: Overview, group: RunGroup, forecast: StoredForecast) -> Iterator[RunGroup]:
+    """Yield the groups that may be the same training at another size. The profiled size itself is no forecast."""
+    others = [other for other in overview.groups if other is not group]
+    yield from (other for other in others if any(row.record.run.id == forecast.run_id for row in other.rows))
+    size = (forecast.workers, forecast.nodes)
+    for series in overview.series:
+        if any(point.group is group for point in series.points):
+            yield from (
+                point.group
+                for point in series.points
+                if point.group is not group and (point.workers, point.nodes) == size
+            )
+
+
+def keep_errors(overview: Overview) -> None:
+    """Keep the errors of forecasts that were measured later. They widen the intervals of further forecasts."""
+    for found in find_forecasts(overview):
+        for row, error in found.errors:
+            store_error(found.row.record, found.forecast, row.record, error)
+
+
+def build_forecast_table(overview: Overview, found: Sequence[ForecastRow]) -> TextTable | None:
+    """Build the table with a row per size; None without forecasts."""
+    if not found:
+        return None
+    measured = any(each.errors for each in found)
+    header = ("run", SIZE, "forecast (ms/step)", "interval (ms)", "samples/s", *(MEASURED if measured else ()))
+    rows = tuple(_cells(each, measured=measured) for each in found[:MOST_ROWS])
+    title = "Forecast and measured" if measured else "Forecast"
+    machines = dict.fromkeys(machine_name(each.row.record) for each in found if each.errors)
+    notes = [NOTE if measured else "Forecast by distexp forecast."]
+    notes += [f"{machine}: {text}" for machine in machines if (text := running_error(read_errors(machine)))]
+    notes += [f"{len(found) - MOST_ROWS} more sizes are in the files forecast.json."] if len(found) > MOST_ROWS else []
+    return TextTable(title, header, rows, " ".join(notes), num_labels=2)
+
+
+def _cells(found: ForecastRow, *, measured: bool) -> tuple[str, ...]:
+    forecast, error = found.forecast, found.mean_error
+    interval = f"{_ms(forecast.low_s)} to {_ms(forecast.high_s)}"
+    size = f"{forecast.nodes} x {forecast.workers_per_node}"
+    cells = (found.row.label, size, _ms(forecast.step_time_s), interval, f"{forecast.samples_per_second:,.1f}")
+    if not measured:
+        return cells
+    if error is None or found.measured is None:
+        return (*cells, "-", "-", "-", "-")
+    inside = "yes" if error.inside else "no"
+    return (*cells, found.measured.label, _ms(error.measured_s), f"{error.relative:+.1%}", inside)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f}"
+
+
+@dataclass(frozen=True)
+class ForecastCurve:
+    """Forecasts to draw next to the measured points of a series, relative to its baseline."""
+
+    series: ScalingSeries
+    row: Row
+    forecasts: tuple[StoredForecast, ...]
+
+    def efficiency(self, forecast: StoredForecast, step_s: float) -> float:
+        """Return ideal time / real time for a duration of the step."""
+        base = self.series.baseline
+        return forecast.samples_per_step / step_s / forecast.workers / (base.speed / base.workers)
+
+    def speedup(self, forecast: StoredForecast, step_s: float) -> float:
+        """Return the speed relative to the baseline."""
+        return forecast.samples_per_step / step_s / self.series.baseline.speed
+
+
+def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[ForecastCurve]:
+    """Return a curve for each profiled run. A run in no series gets one with itself as the only measured point."""
+    runs = {id(each.row): each.row for each in found}
+    curves = [_curve(overview, row, [each.forecast for each in found if each.row is row]) for row in runs.values()]
+    return [curve for curve in curves if curve is not None]
+
+
+def _curve(overview: Overview, row: Row, forecasts: Sequence[StoredForecast]) -> ForecastCurve | None:
+    group = next(group for group in overview.groups if any(each is row for each in group.rows))
+    series = next((s for s in overview.series if any(point.group is group for point in s.points)), None)
+    series = series or make_forecast_series(group, overview.varied)
+    if series is None:
+        return None
+    fewest = series.baseline.workers
+    drawn = {each.workers: each for each in reversed(forecasts) if each.workers >= fewest}  # with the fewest nodes
+    points = tuple(drawn[workers] for workers in sorted(drawn))
+    return ForecastCurve(series, row, points) if any(each.workers > fewest for each in points) else None

@@ -1,0 +1,119 @@
+"""Errors of the forecasts of a machine: one file in the cache directory for each pair of a forecast and a run.
+
+A pair that is seen again replaces its file, so it counts once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from distexp.config import ConfigError
+from distexp.data.cache import cache_dir
+from distexp.runs.checked_values import number_of
+from distexp.runs.files import read_json, write_json
+from distexp.runs.forecast import StoredForecast
+from distexp.runs.record import RunRecord
+from distexp.runs.typed_values import typed
+
+FOLDER = "forecast-errors"
+
+WIDENING_QUANTILE = 0.9
+"""Part of the earlier errors that the interval covers."""
+
+
+@dataclass(frozen=True)
+class ForecastError:
+    """A forecast next to the measured step of the same training at this size.
+
+    Attributes:
+        forecast_s: Forecast duration of the step.
+        measured_s: Measured median of the steps.
+        inside: Whether the measured duration was in the interval.
+    """
+
+    forecast_s: float
+    measured_s: float
+    inside: bool
+
+    @property
+    def relative(self) -> float:
+        """Return the error relative to the measured duration; positive if the forecast was too slow."""
+        return self.forecast_s / self.measured_s - 1
+
+
+def compare_with_run(forecast: StoredForecast, measured: RunRecord) -> ForecastError | None:
+    """Return the error of a forecast; None if the run measured no step time, or made other steps."""
+    train, step = measured.config.get("train") or {}, measured_step_s(measured)
+    sizes = train.get("micro_batch_size"), train.get("gradient_accumulation_steps")
+    if step is None or (isinstance(sizes[0], int) and sizes != (forecast.micro_batch_size, forecast.micro_batches)):
+        return None
+    inside = forecast.low_s <= step <= forecast.high_s
+    return ForecastError(forecast.step_time_s, step, inside)
+
+
+def measured_step_s(record: RunRecord) -> float | None:
+    """Return the median step of a completed run."""
+    step = number_of(record.metrics.step_time_s or {}, "p50") if record.status == "completed" else None
+    return step if step and step > 0 else None
+
+
+def machine_name(record: RunRecord) -> str:
+    """Return the name under which the errors of a machine are stored: that of its GPU, or of the host of a CPU."""
+    environment = record.environment
+    if environment is None:
+        return "unknown"
+    return environment.gpu_name or f"cpu of {environment.hostname or 'unknown'}"
+
+
+def store_error(profiled: RunRecord, forecast: StoredForecast, measured: RunRecord, error: ForecastError) -> None:
+    """Keep the error of a forecast. Without a writable cache directory it is not kept."""
+    runs = [[each.run.id, each.run.started_at, each.run.number] for each in (profiled, measured)]
+    key = json.dumps([*runs, forecast.nodes, forecast.workers_per_node])
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    with suppress(ConfigError, OSError):
+        path = _folder(machine_name(measured)) / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(error))
+
+
+def read_errors(machine: str) -> list[ForecastError]:
+    """Return the errors of all forecasts that were compared on a machine."""
+    with suppress(ConfigError):
+        found = [_read(path) for path in sorted(_folder(machine).glob("*.json"))]
+        return [error for error in found if error is not None]
+    return []
+
+
+def _read(path: Path) -> ForecastError | None:
+    try:
+        error = typed(ForecastError, read_json(path))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return error if error.forecast_s > 0 and error.measured_s > 0 else None
+
+
+def _folder(machine: str) -> Path:
+    return cache_dir() / FOLDER / re.sub(r"[^A-Za-z0-9.+]+", "-", machine)
+
+
+def largest_expected(errors: Sequence[ForecastError]) -> float:
+    """Return the relative error that most earlier forecasts did not exceed; 0 without earlier ones."""
+    sizes = sorted(abs(error.relative) for error in errors)
+    return sizes[min(len(sizes) - 1, int(WIDENING_QUANTILE * len(sizes)))] if sizes else 0.0
+
+
+def running_error(errors: Sequence[ForecastError]) -> str:
+    """Return the sentence about earlier forecasts; empty without any."""
+    if not errors:
+        return ""
+    median = statistics.median(abs(error.relative) for error in errors)
+    inside = sum(error.inside for error in errors)
+    count = f"{len(errors)} forecast{'s' if len(errors) > 1 else ''}"
+    return f"Median error of {count} on this kind of machine: {median:.1%}. In the interval: {inside} of {len(errors)}."

@@ -1,0 +1,243 @@
+"""Tests of ``distexp forecast``, with step times that follow a formula."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distexp.config import Config, ConfigError, ForecastConfig
+from distexp.forecast import rows
+from distexp.forecast.__main__ import main
+from distexp.forecast.command import print_forecast
+from distexp.forecast.profiled_run import read_profiled_run
+from distexp.forecast.sizes import default_sizes
+from distexp.launch.composition import Cell
+from distexp.runs.forecast import read_forecasts
+from distexp.runs.forecast_errors import read_errors
+from tests.helpers.forecasts import formula, profiled_record, write_profiled
+from tests.helpers.planning import FormulaPlanner, composed
+from tests.helpers.records import record, write
+
+
+@pytest.fixture(autouse=True)
+def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rows, "forecast_steps", formula)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    return write_profiled(tmp_path / "sweep", profiled_record())
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[Cell]:
+    """Return 1, 2 and 4 nodes of 2 workers, as Hydra composes them."""
+    shared = ("plan.only=true", "strategy=ddp", "cluster.device=cpu", "cluster.workers_per_node=2")
+    with composed(shared, *((f"cluster.nodes={count}",) for count in (1, 2, 4))) as (found, _):
+        return found
+
+
+def forecast(sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str], **options: Any) -> str:
+    settings = ForecastConfig(**{"memory": "off", **options})
+    print_forecast(read_profiled_run(sweep / "0"), cells, settings, FormulaPlanner())
+    return capsys.readouterr().out
+
+
+def as_json(sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(forecast(sweep, cells, capsys, output="json"))
+    return found
+
+
+def changed(cells: Sequence[Cell], change: Callable[[Config], object]) -> list[Cell]:
+    """Return the cells with other values of their configurations."""
+    found = copy.deepcopy(list(cells))
+    for cell in found:
+        assert cell.config is not None
+        change(cell.config)
+    return found
+
+
+def test_the_command_composes_the_run_with_other_sizes(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("cluster.nodes=1,2,3", "cluster.workers_per_node=2", "train.global_batch_size=64")
+    assert main([str(sweep), *arguments, "forecast.memory=off", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # A global batch of 64 is 4 micro-batches of 8 on each of 2 workers, and 2 on each of 4.
+    assert [(row["workers"], row["micro_batches"], row["samples_per_step"]) for row in found] == [
+        (2, 4, 64.0), (4, 2, 64.0), (6, None, None),
+    ]  # fmt: skip
+    assert found[0]["step_time_s"] == pytest.approx(0.34)
+    assert found[0]["efficiency"] == pytest.approx(64 / 0.34 / 160)
+    assert found[2]["step_time_s"] is None
+    assert "train.global_batch_size=64 is no multiple" in found[2]["reason"]
+
+
+def test_the_answer_comes_first_and_each_size_has_a_row(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = forecast(sweep, cells, capsys).splitlines()
+    # 100 ms with 2 workers and 160 ms with 8: efficiency 100 / 160, and 10 % either way.
+    assert lines[0] == "8 workers: 62% efficiency (57% to 69%), 400.0 samples/s; the all-reduce limits it."
+    rows = [line.split() for line in lines if line.startswith("    ") and " to " in line]
+    assert [(row[0], row[2], row[4], row[8]) for row in rows] == [
+        ("1", "2", "100.0", "160.0"), ("2", "4", "120.0", "266.7"), ("4", "8", "160.0", "400.0"),
+    ]  # fmt: skip
+    assert "Efficiency: ideal time / real time, relative to 1 x 2 workers." in lines
+    assert "Beyond the measured range, 4 x 2 workers: 4 x the workers of the profiled run (2)." in lines
+
+
+def test_a_narrow_terminal_keeps_what_matters(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = forecast(sweep, cells, capsys)
+    title = next(line for line in text.splitlines() if "ms/step" in line)
+    assert len(title) <= 80
+    assert all(name in title for name in ("nodes", "samples/s", "ciency"))
+    assert "Hidden columns" in text
+
+
+def test_json_has_the_same_rows(sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(sweep, cells, capsys)
+    assert [round(row["step_time_s"], 6) for row in found] == [0.1, 0.12, 0.16]
+    assert found[2]["low_s"] == pytest.approx(0.144)
+    assert found[2]["exposed_communication_share"] == pytest.approx(0.5)
+    assert found[2]["efficiency"] == pytest.approx(0.625)
+
+
+def test_an_impossible_size_is_a_row_with_its_reason(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [cells[0], replace(cells[1], config=None, errors=["one is wrong", "two is wrong"])]
+    text = forecast(sweep, found, capsys)
+    assert text.startswith("2 workers: 100% efficiency")
+    assert "2 x 2: one is wrong | two is wrong" in text
+    with pytest.raises(ConfigError, match="one is wrong"):
+        forecast(sweep, found[1:], capsys)
+
+
+def test_a_size_with_other_layers_is_not_forecast(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scale(config: Config) -> None:
+        config.model.num_layers = 2 * config.cluster.nodes
+
+    found = as_json(sweep, changed(cells, scale), capsys)
+    assert "reason" not in found[0]
+    assert "model.num_layers=4 instead of 2 (scaling=fixed): not forecast, profile a run" in found[1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cluster.nodes=0",), "cluster.nodes=0 must be a whole number from 1"),
+        (("cluster.nodes=two",), "cluster.nodes=two must be a whole number from 1"),
+        (("cluster.nodes=4096",), "makes 8,192 workers, but a forecast has at most 4,096"),
+        (("strategy=fsdp",), "strategy=fsdp changes what a worker computes"),
+        (("cluster.device=cuda",), "cluster.device=cuda changes what a worker computes"),
+        (("scaling=fixed,weak_data",), "scaling=fixed,weak_data has several values"),
+        (("--multirun",), "--multirun is not an option of forecast"),
+        (("another",), "2 directories"),
+    ],
+)
+def test_errors_have_value_limit_and_hint(
+    sweep: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert main([str(sweep), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+
+
+def test_runs_that_cannot_be_forecast_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none")]) == 2
+    assert "none does not exist: give the directory of a run" in capsys.readouterr().err
+    plain = write(tmp_path / "plain", record(0, overrides=("strategy=ddp",)))
+    assert main([str(plain)]) == 2
+    assert "has no profile for a forecast: run it with distexp strategy=ddp profile=true" in capsys.readouterr().err
+    failed = write(tmp_path / "failed", record(0, status="failed"))
+    assert main([str(failed)]) == 2
+    assert "because the run is failed: give a completed run" in capsys.readouterr().err
+    several = write_profiled(tmp_path / "several", profiled_record(0), profiled_record(1, "train.seed=1"))
+    assert main([str(several)]) == 2
+    error = capsys.readouterr().err
+    assert "has 2 profiled runs: give one of them" in error
+    assert f"{several}/1 (profile=true train.seed=1)" in error
+    assert main([]) == 2
+
+
+def test_another_users_run_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_profiled(tmp_path / "foreign", profiled_record(0, "trusted_packages=[evil]"))
+    (sweep / "command.json").write_text('{"words": [], "directory": "/", "cells": 1, "changed": true}')
+    assert main([str(sweep)]) == 2
+    assert "'trusted_packages=[evil]', which could run code" in capsys.readouterr().err
+
+
+def test_without_sizes_powers_of_two_fill_a_node_and_then_nodes() -> None:
+    assert default_sizes(8) == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8)]
+    assert default_sizes(6) == [(1, 1), (1, 2), (1, 4), (1, 6), (2, 6), (4, 6), (8, 6)]
+    assert default_sizes(1)[-1] == (64, 1)
+
+
+def test_energy_and_price_follow_from_the_measured_power(
+    tmp_path: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = profiled_record(peak=1000.0)
+    # 2 GPUs: 100 W idle each; 10 J per sample are 160 J per step, of which 20 J are idle: 70 J per GPU are busy.
+    run.metrics.energy = {"j_per_sample": 10.0, "idle_w": 200.0}
+    sweep = write_profiled(tmp_path / "gpu", run)
+    priced = changed(cells, lambda config: setattr(config.cluster, "price_per_gpu_hour", 3.6))
+    found = as_json(sweep, priced, capsys)
+    assert found[0]["j_per_sample"] == pytest.approx(10.0)
+    assert found[2]["j_per_step"] == pytest.approx(8 * (100 * 0.16 + 70))
+    # 8 GPUs for 0.16 s and 64 samples, at 0.001 per second of a GPU.
+    assert found[2]["price_per_million_samples"] == pytest.approx(8 * 0.16 / 64 * 0.001 * 1e6)
+
+
+def test_memory_is_that_of_the_planner(sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]) -> None:
+    text = forecast(sweep, cells, capsys, memory="predict")
+    assert text.count(" GB  ") == 3
+    assert "Memory was not predicted before" in forecast(sweep, cells, capsys, memory="cached")
+
+
+def test_forecasts_are_kept_and_repeated_ones_replaced(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    forecast(sweep, cells[:2], capsys)
+    forecast(sweep, cells[1:], capsys)
+    kept = read_forecasts(sweep / "0")
+    assert [each.workers for each in kept] == [2, 4, 8]
+    assert kept[2].step_time_s == pytest.approx(0.16)
+    (sweep / "0" / "forecast.json").write_text('{"schema": 1, "forecasts": [{"nodes": "x"}]}')
+    assert read_forecasts(sweep / "0") == []
+
+
+def test_a_measured_run_counts_once_and_widens_later_intervals(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(sweep, profiled_record(1, step_s=0.15, run_id=cells[1].id, cluster__nodes=2))
+    for _ in range(2):
+        text = forecast(sweep, cells, capsys)
+        assert "-20.0%" in text
+        assert "Median error of 1 forecast on this kind of machine: 20.0%. In the interval: 0 of 1." in text
+    assert len(read_errors("cpu of unknown")) == 1
+    found = as_json(sweep, cells, capsys)
+    assert (found[1]["measured_step_time_s"], found[1]["error"]) == (0.15, pytest.approx(-0.2))
+    assert found[2]["low_s"] == pytest.approx(0.16 / 1.2)
+    assert found[2]["high_s"] == pytest.approx(0.16 * 1.2)
+
+
+def test_help_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "usage: distexp forecast RUN" in capsys.readouterr().out

@@ -1,0 +1,104 @@
+"""Tests of forecasts in the report: the scaling figure, the table with the errors, and the errors that are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distexp.report.data.forecasts import find_forecasts, keep_errors
+from distexp.report.data.overview import Overview
+from distexp.report.data.rows import load_rows
+from distexp.report.figures.base import Figure
+from distexp.report.figures.scaling import build_scaling
+from distexp.runs.forecast import StoredForecast, write_forecasts
+from distexp.runs.forecast_errors import ForecastError, largest_expected, read_errors, running_error
+from tests.helpers.forecasts import profiled_record
+from tests.helpers.records import write
+
+ACCUMULATION = {"train__gradient_accumulation_steps": 1}
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
+
+
+def stored(nodes: int, step_s: float, **changes: Any) -> StoredForecast:
+    values: dict[str, Any] = {"run_id": f"size-{nodes}", "micro_batch_size": 8, "micro_batches": 1}
+    interval = {"step_time_s": step_s, "low_s": 0.9 * step_s, "high_s": 1.1 * step_s}
+    return StoredForecast(nodes, 2, **{**values, **interval, "samples_per_step": 16.0 * nodes, **changes})
+
+
+def overview(sweep: Path) -> Overview:
+    return Overview.from_rows(load_rows([sweep])[0])
+
+
+def figure(sweep: Path) -> Figure:
+    found = build_scaling(overview(sweep), [])
+    assert found is not None
+    return found
+
+
+def layers(found: Figure, panel: int) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = found.panels[panel].chart.to_dict(validate=False)["layer"]
+    return content
+
+
+def profiled_sweep(path: Path) -> Path:
+    """Write a profiled run with 2 workers, 160 samples/s, and its forecasts for 2, 4 and 8 workers."""
+    write(path, profiled_record(speed=160.0, **ACCUMULATION))
+    write_forecasts(path / "0", [stored(1, 0.1), stored(2, 0.125), stored(4, 0.16)])
+    return path
+
+
+def test_a_single_run_has_its_forecast_next_to_it(tmp_path: Path) -> None:
+    found = figure(profiled_sweep(tmp_path / "sweep"))
+    assert [panel.title for panel in found.panels] == ["Forecast: speedup", "Forecast: efficiency"]
+    band = next(layer for layer in layers(found, 1) if layer["mark"]["type"] == "area")
+    ends = [(row["workers"], row["efficiency_low"], row["efficiency_high"]) for row in band["data"]["values"]]
+    # 256 samples/s with 4 workers and 400 with 8, of 320 and 640; 10 % either way.
+    assert ends == [(2, 90.91, 111.11), (4, 72.73, 88.89), (8, 56.82, 69.44)]
+    lines = [layer["mark"] for layer in layers(found, 0) if layer["mark"].get("strokeDash") == [5, 4]]
+    assert len(lines) == 1
+    assert "Dashed with rings: forecast" in found.caption
+    assert found.tables[-1].title == "Forecast"
+    assert found.tables[-1].rows[1] == ("0", "2 x 2", "125.0", "112.5 to 137.5", "256.0")
+
+
+def test_a_run_of_that_size_has_its_error(tmp_path: Path) -> None:
+    sweep = profiled_sweep(tmp_path / "sweep")
+    later = profiled_record(1, speed=250.0, step_s=0.128, run_id="size-2", cluster__nodes=2, **ACCUMULATION)
+    slow = profiled_record(2, speed=320.0, step_s=0.2, cluster__nodes=4, **ACCUMULATION)  # the same series, another id
+    write(sweep, later, slow)
+    table = figure(sweep).tables[-1]
+    assert table.title == "Forecast and measured"
+    assert [row[5:] for row in table.rows] == [
+        ("-", "-", "-", "-"), ("1", "128.0", "-2.3%", "yes"), ("2", "200.0", "-20.0%", "no"),
+    ]  # fmt: skip
+    runs = overview(sweep)
+    for _ in range(2):  # The same pair counts once.
+        keep_errors(runs)
+    assert sorted(round(error.relative, 3) for error in read_errors("cpu of unknown")) == [-0.2, -0.023]
+    assert "Median error of 2 forecasts on this kind of machine: 11.2%. In the interval: 1 of 2." in (
+        figure(sweep).tables[-1].note
+    )
+
+
+def test_other_steps_and_other_machines_are_not_compared(tmp_path: Path) -> None:
+    sweep = profiled_sweep(tmp_path / "sweep")
+    other_steps = profiled_record(1, run_id="size-2", cluster__nodes=2, train__gradient_accumulation_steps=4)
+    other_gpu = profiled_record(2, run_id="size-4", cluster__nodes=4, peak=100.0, **ACCUMULATION)
+    write(sweep, other_steps, other_gpu)
+    assert [each.errors for each in find_forecasts(overview(sweep))] == [()] * 3
+
+
+def test_running_error_is_the_median_and_the_interval_covers_most() -> None:
+    errors = [ForecastError(1 + n / 100, 1.0, n < 5) for n in range(1, 11)]
+    assert running_error(errors) == (
+        "Median error of 10 forecasts on this kind of machine: 5.5%. In the interval: 4 of 10."
+    )
+    assert largest_expected(errors) == pytest.approx(0.1)
+    assert largest_expected(errors[:3]) == pytest.approx(0.03)
+    assert (running_error([]), largest_expected([])) == ("", 0.0)
