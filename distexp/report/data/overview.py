@@ -60,13 +60,8 @@ class Overview:
             if any(values) if metric.hides_zero else values:
                 yield metric
 
-    def describe(self, group: RunGroup) -> str:
-        """Return ``run 3 (strategy=fsdp)``, or ``run 3`` if too many settings vary."""
-        settings = self.format_settings(group)
-        return f"run {group.label}" + (f" ({settings})" if settings else "")
-
-    def label(self, group: RunGroup, number: str = "") -> str:
-        """Return the label of a training in all figures: ``run 3: strategy=fsdp``, or of one of its repeats."""
+    def describe(self, group: RunGroup, number: str = "") -> str:
+        """Return the label of a training, or of one of its repeats; without settings if too many vary."""
         return run_label(number or group.label, self.format_settings(group))
 
     def format_settings(self, group: RunGroup) -> str:

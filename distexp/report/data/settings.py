@@ -35,8 +35,8 @@ MAX_LENGTH = 24  # characters of a value in a table or in a list of settings
 
 
 def run_label(number: str, settings: str = "") -> str:
-    """Return the label of a run in figures: ``run 3: strategy=fsdp``, or ``run 3`` without settings."""
-    return f"run {number}: {settings}" if settings else f"run {number}"
+    """Return the label of a run: ``run 3 (strategy=fsdp)``, or ``run 3`` without settings."""
+    return f"run {number} ({settings})" if settings else f"run {number}"
 
 
 def read_settings(record: RunRecord) -> dict[str, Any]:

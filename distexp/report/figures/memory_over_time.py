@@ -8,7 +8,6 @@ from typing import Any
 import altair as alt
 
 from distexp.report.data.overview import Overview
-from distexp.report.data.settings import run_label
 from distexp.report.figures.base import Figure, LegendEntry, Panel, describe_selection
 from distexp.report.figures.theme import MOST_COLORS, PHASES, color, inline_data
 from distexp.report.traces import RunTrace
@@ -50,13 +49,7 @@ def _legend(nodes: Sequence[int], phases: Sequence[str]) -> tuple[LegendEntry, .
 
 
 def _title(trace: RunTrace) -> str:
-    status = "" if trace.row.completed else f" ({trace.row.record.status})"
-    return f"{trace.name}{status}"
-
-
-def _describe(trace: RunTrace) -> str:
-    label = run_label(trace.row.label)
-    return f"{label} ({trace.settings})" if trace.settings else label
+    return trace.name if trace.row.completed else f"{trace.name}: {trace.row.record.status}"
 
 
 def _draw(trace: RunTrace, kind: str, highest: float, nodes: Sequence[int], phases: Sequence[str]) -> alt.LayerChart:
@@ -101,7 +94,7 @@ def _highest_peak(traces: Sequence[RunTrace], kind: str) -> str:
     mib, negative_second, n = max(peaks)
     phase = next((each.phase for each in traces[n].phases if each.begin_s <= -negative_second < each.end_s), None)
     during = f" in phase {phase}" if phase else ""
-    return f"Highest peak: {mib:,.0f} MiB{during}, {_describe(traces[n])}."
+    return f"Highest peak: {mib:,.0f} MiB{during}, {traces[n].name}."
 
 
 def _uneven_nodes(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
@@ -110,4 +103,4 @@ def _uneven_nodes(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
         full, empty = max(peaks, key=peaks.__getitem__), min(peaks, key=peaks.__getitem__)
         if peaks[full] > UNEVEN * peaks[empty] > 0:
             values = f"{peaks[full]:,.0f} MiB on node {full}, {peaks[empty]:,.0f} MiB on node {empty}"
-            yield f"The nodes of {_describe(each)} have different peaks: {values}."
+            yield f"The nodes of {each.name} have different peaks: {values}."

@@ -33,7 +33,7 @@ def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure
 
 def _draw(overview: Overview) -> alt.LayerChart:
     groups = measured_groups(overview)[:MOST_BARS]
-    labels = [overview.label(group) if len(groups) <= FEW_BARS else run_label(group.label) for group in groups]
+    labels = [overview.describe(group) if len(groups) <= FEW_BARS else run_label(group.label) for group in groups]
     rows: list[dict[str, Any]] = [
         {"run": label, "part": title, "order": order, "mib": round(value.mean, 6),
          "settings": overview.format_settings(group)}

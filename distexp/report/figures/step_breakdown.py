@@ -68,7 +68,7 @@ def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[tuple[st
         return [(f"rank {step.rank}", runs[0], step) for step in runs[0].ranks]
     if len(runs) > FEW_BARS:
         return [(run_label(run.row.label), run, run.slowest) for run in runs]
-    return [(overview.label(run.group, run.row.label), run, run.slowest) for run in runs]
+    return [(overview.describe(run.group, run.row.label), run, run.slowest) for run in runs]
 
 
 def _draw(overview: Overview, runs: Sequence[ProfiledRun], bars: Bars) -> alt.LayerChart:

@@ -183,7 +183,7 @@ def _best_tile(overview: Overview, metric: str, name: str, unit: str, *, largest
         return
     ranked = tasks[0][1]
     best, value = ranked[0]
-    detail = overview.format_settings(best) or f"run {best.label}"
+    detail = overview.describe(best)
     if equal := equal_to_best(ranked):
         noise = max(difference_noise(value, other) or 0.0 for _, other in equal)
         labels = name_runs([best.label, *(group.label for group, _ in equal)])

@@ -276,7 +276,7 @@ def test_equal_and_different_losses_are_reported(tmp_path: Path) -> None:
     write_traces(other / "1", same[1], gap=0.03)
     text = text_of(other, "losses")
     assert "Different losses: 2 runs (global batch 8) differ by up to 2.9%, at step " in text
-    assert "of strategy=ddp and strategy=fsdp." in text
+    assert "of run 0 (strategy=ddp) and run 1 (strategy=fsdp)." in text
 
 
 def test_losses_of_different_global_batches_are_not_compared(tmp_path: Path) -> None:
@@ -306,11 +306,11 @@ def layers_of(panel: Panel) -> list[dict[str, Any]]:
 
 def test_coinciding_losses_are_drawn_as_differences(tmp_path: Path) -> None:
     figure = losses_of(tmp_path, [0, 0, 5e-5])
-    assert figure.subtitle == "All curves coincide; drawn: difference to learning_rate=0.0001"
+    assert figure.subtitle == "All curves coincide; drawn: difference to run 0 (learning_rate=0.0001)"
     assert "Equal to it at every step: run 1." in figure.caption
     first, second = (panel.title for panel in figure.panels)
-    assert first == "learning_rate=0.0001"
-    assert second.startswith("learning_rate=0.0003: at most 0.005%, at step ")
+    assert first == "run 0 (learning_rate=0.0001)"
+    assert second.startswith("run 2 (learning_rate=0.0003): at most 0.005%, at step ")
     line, rings = layers_of(figure.panels[1])
     assert values_of(line, "percent") == pytest.approx([0.005] * 40, rel=1e-3)
     assert values_of(rings, "percent") == pytest.approx([0.005] * 2, rel=1e-3)
@@ -322,18 +322,18 @@ def test_coinciding_losses_are_drawn_as_differences(tmp_path: Path) -> None:
 
 def test_equal_losses_are_one_curve(tmp_path: Path) -> None:
     figure = losses_of(tmp_path, [0, 0, 0])
-    assert figure.subtitle == "All curves coincide; drawn: learning_rate=0.0001"
+    assert figure.subtitle == "All curves coincide; drawn: run 0 (learning_rate=0.0001)"
     assert figure.caption == "Equal to it at every step: runs 1, 2."
-    assert [panel.title for panel in figure.panels] == ["learning_rate=0.0001"]
+    assert [panel.title for panel in figure.panels] == ["run 0 (learning_rate=0.0001)"]
 
 
 def test_overlapping_losses_get_a_panel_each(tmp_path: Path) -> None:
     figure = losses_of(tmp_path, [0, 0.002, 0.3])
     assert not figure.subtitle
-    assert [panel.title for panel in figure.panels] == [f"learning_rate=0.000{n}" for n in (1, 2, 3)]
+    assert [panel.title for panel in figure.panels] == [f"run {n} (learning_rate=0.000{n + 1})" for n in range(3)]
     others, line, rings = layers_of(figure.panels[1])
-    assert set(values_of(others, "run")) == {"learning_rate=0.0001", "learning_rate=0.0003"}
-    assert set(values_of(line, "run") + values_of(rings, "run")) == {"learning_rate=0.0002"}
+    assert set(values_of(others, "run")) == {"run 0 (learning_rate=0.0001)", "run 2 (learning_rate=0.0003)"}
+    assert set(values_of(line, "run") + values_of(rings, "run")) == {"run 1 (learning_rate=0.0002)"}
     labels = ["training loss", "training loss of the other runs", "evaluation loss"]
     assert [entry.label for entry in figure.legend] == labels
 
@@ -342,7 +342,9 @@ def test_losses_far_apart_share_a_chart_with_a_legend_of_all_marks(tmp_path: Pat
     figure = losses_of(tmp_path, [0, 0.5])
     assert len(figure.panels) == 1
     line, rings = layers_of(figure.panels[0])
-    assert line["encoding"]["color"]["scale"]["domain"] == ["learning_rate=0.0001", "learning_rate=0.0002"]
+    assert line["encoding"]["color"]["scale"]["domain"] == [
+        "run 0 (learning_rate=0.0001)", "run 1 (learning_rate=0.0002)",
+    ]  # fmt: skip
     assert rings["encoding"]["shape"]["scale"]["domain"] == ["evaluation loss"]
     assert rings["encoding"]["shape"]["legend"] is not None
 

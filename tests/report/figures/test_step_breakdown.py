@@ -68,7 +68,7 @@ def test_runs_are_compared_by_the_rank_that_the_others_wait_for(tmp_path: Path) 
     runs = [profiled(n, breakdown(0, 25.0), slow, strategy=name) for n, name in enumerate(("ddp", "fsdp"))]
     drawn = figure(tmp_path, *runs)
     assert {each["rank"] for each in bars(drawn)} == {1}
-    assert {each["bar"] for each in bars(drawn)} == {"run 0: strategy=ddp", "run 1: strategy=fsdp"}
+    assert {each["bar"] for each in bars(drawn)} == {"run 0 (strategy=ddp)", "run 1 (strategy=fsdp)"}
     assert "per sample" not in drawn.caption
 
 
