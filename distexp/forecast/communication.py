@@ -17,6 +17,10 @@ from distexp.runs.step_model import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collecti
 SMALLEST_BUCKET, LARGEST_BUCKET = 5_000_000, 500_000_000
 """Limits of the buckets that distexp chooses for DeepSpeed, in elements."""
 
+LAUNCH_S = 100e-6
+"""Time of the CPU to start a collective of a sharded unit: flat buffers, copies into them, events and the call. An
+assumption, for a run in which one worker skips them."""
+
 SCALAR_BYTES = 4
 """Size of a sum over the workers, as that of the gradient norm."""
 
@@ -32,9 +36,17 @@ def plan_communication(
         settings: Settings of the communication.
         micro_batches: Micro-batches of the step.
     """
+    if model.on_gpu:
+        items = [_with_launch(item) for item in items]
     planners = {"ddp": _plan_ddp, "fsdp": _plan_fsdp, "deepspeed": _plan_deepspeed}
     planner = planners.get(settings.strategy)
     return tuple(items) if planner is None else tuple(planner(list(items), model, settings, micro_batches))
+
+
+def _with_launch(item: Item) -> Item:
+    """Return an item with the time of the CPU for a collective that one worker skips."""
+    skipped = isinstance(item, Collective) and item.axis == "shard" and item.transfer_s is None
+    return replace(item, host_s=item.host_s + LAUNCH_S) if skipped else item
 
 
 def ddp_buckets(model: StepModel, settings: CommunicationSettings) -> list[int]:
@@ -151,13 +163,13 @@ def _plan_units(
 def _gather(size: int, phase: str, micro_batch: int, settings: CommunicationSettings, *, after: bool) -> Collective:
     ahead = settings.backward_prefetch if phase == BACKWARD and settings.strategy == "fsdp" else 0
     size *= settings.weight_bytes
-    return Collective("all_gather", size, 1, "shard", phase, micro_batch, ahead=ahead, after_compute=after)
+    return Collective("all_gather", size, 1, "shard", phase, micro_batch, LAUNCH_S, ahead=ahead, after_compute=after)
 
 
 def _scatter(size: int, micro_batch: int, settings: CommunicationSettings) -> Collective:
     awaited = OPTIMIZER if settings.strategy == "fsdp" or settings.overlap else NEXT
     size *= settings.gradient_bytes
-    return Collective("reduce_scatter", size, 1, "shard", BACKWARD, micro_batch, awaited=awaited)
+    return Collective("reduce_scatter", size, 1, "shard", BACKWARD, micro_batch, LAUNCH_S, awaited=awaited)
 
 
 def _add_norm(items: list[Item]) -> list[Item]:

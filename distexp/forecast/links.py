@@ -70,7 +70,7 @@ INTRA_NODE = (
     (r"H100.*(PCIe|NVL)|H200.*NVL", _pcie(5, 64)),
     (r"H800", _nvlink(4, 200)),
     (r"H100|H200|GH200", _nvlink(4, 450)),
-    (r"A100.*PCI|A30|A40|A10", _pcie(4, 32)),
+    (r"A100.*PCI|A30|A40|A10(?!0)", _pcie(4, 32)),
     (r"A800", _nvlink(3, 200)),
     (r"A100", _nvlink(3, 300)),
     (r"V100.*PCI", _pcie(3, 16)),

@@ -8,7 +8,7 @@ whose results it sends. Steps are repeated until their duration is constant, bec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from distexp.runs.step_model import NEXT, OPTIMIZER, Collective, Item, Segment
 
@@ -187,3 +187,19 @@ def scaled_tail(item: Segment, scales: Scales) -> float:
     else:
         tail = item.tail_s + (relative - 1) * item.host_s
     return scales.device * tail
+
+
+def extrapolate(fewer: SimulatedStep, most: SimulatedStep, more: int) -> SimulatedStep:
+    """Return a step with more micro-batches than two others, of which one has a micro-batch more.
+
+    Args:
+        fewer: The step with the fewest micro-batches.
+        most: The step with one more.
+        more: How many more the result has.
+    """
+    names = [each.name for each in fields(SimulatedStep)]
+    return SimulatedStep(**{name: _line(getattr(fewer, name), getattr(most, name), more) for name in names})
+
+
+def _line(fewer: float, most: float, more: int) -> float:
+    return most + more * max(0.0, most - fewer)

@@ -1,0 +1,89 @@
+"""The measured step of a profiled run, and what else a forecast needs of its record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+
+from distexp.config import ConfigError
+from distexp.forecast.observed import assign_waits, fill_sizes
+from distexp.forecast.settings import CommunicationSettings
+from distexp.forecast.target import Target
+from distexp.runs.checked_values import number_of
+from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import RECORD
+from distexp.runs.step_model import StepModel, read_step_model
+
+P90 = NormalDist().inv_cdf(0.9)
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The step of a profiled run.
+
+    Attributes:
+        model: The profiled step.
+        settings: Settings of its communication.
+        median_s: Median of its measured steps, which are not profiled.
+        deviation_s: Standard deviation of a step, from the 90th percentile of its measured steps.
+        own_waiting_s: Time that its workers wait for each other.
+        record: Its record.
+    """
+
+    model: StepModel
+    settings: CommunicationSettings
+    median_s: float
+    deviation_s: float
+    own_waiting_s: float
+    record: RunRecord
+
+    def waiting_s(self, workers: int) -> float:
+        """Return how long some workers wait for the slowest one, from the spread of the measured steps."""
+        if workers == self.model.workers:
+            return self.own_waiting_s
+        if self.model.workers == 1:
+            return self.deviation_s * expected_maximum(workers)
+        return self.own_waiting_s * expected_maximum(workers) / expected_maximum(self.model.workers)
+
+    @property
+    def target(self) -> Target:
+        """Return the size of the run itself."""
+        model = self.model
+        samples = (self.record.metrics.train_samples_per_second or 0.0) * self.median_s
+        return Target(model.nodes, model.workers // model.nodes, model.micro_batches, samples)
+
+
+def expected_maximum(count: int) -> float:
+    """Return the expected maximum of independent standard normal values (Blom, 1958)."""
+    return 0.0 if count <= 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def read_measured_step(run_dir: Path) -> MeasuredStep:
+    """Return what a forecast needs of a run.
+
+    Raises:
+        ConfigError: The run was not profiled, or its record cannot be read.
+    """
+    try:
+        record = RunRecord.read(run_dir / RECORD)
+    except ValueError as error:
+        raise ConfigError(f"{error}: name the directory of a finished run") from error
+    model = read_step_model(run_dir)
+    times = record.metrics.step_time_s or {}
+    median_s, p90_s = number_of(times, "p50"), number_of(times, "p90")
+    if model is None or not median_s:
+        raise ConfigError(f"{run_dir} has no profiled step to forecast from: run it again with profile=true")
+    stage = record.built.zero_stage if record.built else None
+    deviation = max(0.0, (p90_s or median_s) - median_s) / P90
+    settings = CommunicationSettings.of(record.config, stage)
+    items = assign_waits(fill_sizes(model.items, model, settings), settings, on_gpu=model.on_gpu)
+    waiting = _own_waiting(record, median_s) if model.workers > 1 else 0.0
+    return MeasuredStep(replace(model, items=items), settings, median_s, deviation, waiting, record)
+
+
+def _own_waiting(record: RunRecord, median_s: float) -> float:
+    """Return the wait for other workers in the profiled step, as a mean over them; at most half of a step."""
+    entries = [entry for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
+    waits = [number_of(entry, "waiting_ms") or 0.0 for entry in entries]
+    return min(sum(waits) / len(waits) / 1000, median_s / 2) if waits else 0.0
