@@ -65,6 +65,20 @@ def resolve_or_error(cell: list[str], *overrides: str) -> Config | str:
         return error.errors[0]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "experiment=memory/parts train.logits=all plan.gpu=a100-40gb",
+        "experiment=time/step strategy=ddp",
+        "experiment=deepspeed/multi_gpu_weak_scaling cluster.workers_per_node=8",
+        "zero_stage=2 cluster.workers_per_node=8 model=bloom_1b7 dataset.max_length=512 precision=bf16",
+    ],
+)
+def test_without_internet_the_workshop_reads_generated_questions(command: str) -> None:
+    config = resolve_cell(*command.split(), *SLURM, "dataset=squad_sample")
+    assert (config.dataset.name, config.dataset.max_length) == ("squad_sample", 512)
+
+
 def test_the_columns_of_quizzes_exist() -> None:
     record = finished(resolve_cell("scale=tiny"), 0)
     known = read_settings(record).keys() | METRICS_BY_NAME.keys()
