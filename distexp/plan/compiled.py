@@ -97,7 +97,8 @@ class GraphMemory:
         """Allocate and free what the kernels would, and return tensors with the shapes of the outputs."""
         memory: dict[fx.Node, Any] = dict(zip(self.inputs, arguments, strict=True))
         arguments.clear()
-        with torch.no_grad(), self.record():
+        with torch.no_grad(), self.record() as recorder:
+            recorder.count(node for node in self.nodes if node in self.buffers)
             for position, node in enumerate(self.nodes):
                 if node in self.buffers:
                     dying = [each for each in self._reads(node) if self.last_use[each] == position]

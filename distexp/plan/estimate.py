@@ -12,7 +12,7 @@ from distexp.plan.cpu_memory import error_bound, node_peak_mib, reason_not_measu
 from distexp.plan.gpu_errors import GPU_ERROR_BOUND, too_high_bound, too_low_bound
 from distexp.plan.host_memory import host_peak_mib
 from distexp.plan.replay import Point, Replay, host_peak, replay
-from distexp.plan.step_trace import Event, PlanError, StepTrace
+from distexp.plan.step_trace import Event, PlanError, StepTrace, StepWork
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
 from distexp.runs.typed_values import typed
 from distexp.strategies.base import load_strategy
@@ -51,6 +51,10 @@ class Estimate:
         too_high: Largest error if the prediction is too high; None: that is ``error_bound``.
         on_cpu: Whether the run is on CPUs. Then ``required_mib`` is the memory of all processes on a machine.
         notes: What was assumed, or why the training could not be traced.
+        flops: Floating point operations of a step of one worker; None if they were not counted.
+        operations: Kernels that a worker launches in a step.
+        optimizer_operations: Those of them that do not depend on the number of micro-batches.
+        written_mib: All tensors that a worker allocates in a step.
     """
 
     peak_allocated_mib: float | None = None
@@ -67,6 +71,10 @@ class Estimate:
     too_high: float | None = None
     on_cpu: bool = False
     notes: list[str] = field(default_factory=list)
+    flops: float | None = None
+    operations: int | None = None
+    optimizer_operations: int | None = None
+    written_mib: float | None = None
 
     @property
     def traced(self) -> bool:
@@ -119,7 +127,7 @@ def make_estimate(config: Config) -> Estimate:
     except PlanError as error:
         return arithmetic_estimate(config, str(error), count_parameters(config))
     if config.cluster.device == "cpu":
-        return cpu_estimate(config, trace)
+        return _with_work(cpu_estimate(config, trace), trace.work)
     host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
     if config.engine.name != NATIVE:
         note = (
@@ -129,7 +137,20 @@ def make_estimate(config: Config) -> Estimate:
         trace = replace(trace, notes=(*trace.notes, note))
     too_low, too_high = too_low_bound(config), too_high_bound(config)
     found = estimate_of(trace, overhead_mib(config), host_mib)
-    return replace(found, error_bound=max(too_low, too_high), too_low=too_low, too_high=too_high)
+    found = replace(found, error_bound=max(too_low, too_high), too_low=too_low, too_high=too_high)
+    return _with_work(found, trace.work)
+
+
+def _with_work(estimate: Estimate, work: StepWork | None) -> Estimate:
+    if work is None:
+        return estimate
+    return replace(
+        estimate,
+        flops=work.flops,
+        operations=work.operations,
+        optimizer_operations=work.optimizer_operations,
+        written_mib=_mib(work.written),
+    )
 
 
 def cpu_estimate(config: Config, trace: StepTrace) -> Estimate:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from distexp.plan.accumulation import Accumulation
 from distexp.plan.kernel_buffers import KernelBuffers, is_matrix_product
+from distexp.plan.step_trace import StepWork
 from distexp.plan.storage_resizes import on_storage_resize
+from distexp.plan.work_counter import WorkCounter
 from distexp.system.torch_internals.modes import FakeMode, is_fake_of
 
 GPU = torch.device("cpu", 1)
@@ -84,6 +87,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         history: allocations and frees before it.
         collectives_stream: stream of the communication buffers whose library does not select one on a CPU.
         first_products: how many changes there were before ``start`` after the first matrix product of each phase.
+        work: counts of the operations since ``start``.
     """
 
     def __init__(self, fake_mode: FakeMode, kernels: KernelBuffers | None = None) -> None:
@@ -99,6 +103,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.history: list[Change] = []
         self.collectives_stream = ""
         self.first_products: dict[str, int] = {}
+        self.work = WorkCounter()
         self._kernels = kernels
         self._fake_mode = fake_mode
         self._storages: dict[int, _Storage] = {}  # by the address of the storage object
@@ -117,6 +122,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         outputs = func(*args, **(kwargs or {}))
         self._see(outputs)
+        self.work.add(self.phase, func, args, kwargs, outputs)
         self._use_buffers(func, args)
         if func.namespace in COLLECTIVES:
             self.assign("communication", tensors_in((args, kwargs, outputs)))
@@ -195,9 +201,27 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def start(self) -> None:
         """Start with a new list of changes. Blocks that are alive become allocations of the phase ``setup``."""
         self.history = self.changes
+        self.work.clear()
         alive = sorted((each.block for each in self._storages.values() if each.block), key=lambda block: block.number)
         self.changes = [Change(block, "setup", is_free=False) for block in alive]
         self._forward_blocks = []
+
+    def count(self, nodes: Iterable[fx.Node]) -> None:
+        """Count the kernels of a compiled graph."""
+        self.work.add_graph(self.phase, nodes)
+
+    def step_work(self, micro_batches: int, most_traced: int) -> StepWork:
+        """Return the work since ``start``.
+
+        Args:
+            micro_batches: number of micro-batches of a step.
+            most_traced: how many of them were traced at most.
+        """
+        written: Counter[str] = Counter()
+        for change in self.changes:
+            if not change.is_free:
+                written[change.phase] += change.block.size
+        return self.work.step(micro_batches, min(micro_batches, most_traced), written)
 
     def end_forward(self) -> None:
         """Mark the blocks of the forward pass that are still alive."""

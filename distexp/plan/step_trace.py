@@ -53,6 +53,23 @@ class Event:
 
 
 @dataclass(frozen=True)
+class StepWork:
+    """What one optimizer step of one worker computes.
+
+    Attributes:
+        flops: floating point operations of matrix products, convolutions and attention.
+        operations: kernels that are launched.
+        optimizer_operations: those of them that do not depend on the number of micro-batches.
+        written: bytes of all tensors that are allocated.
+    """
+
+    flops: float
+    operations: int
+    optimizer_operations: int
+    written: float
+
+
+@dataclass(frozen=True)
 class StepTrace:
     """The events of one optimizer step of one worker, in order.
 
@@ -62,6 +79,7 @@ class StepTrace:
         notes: what was assumed.
         history: all before the step: the construction of the model as phase ``setup``, and the first step.
         evaluation: a batch of the evaluation after the step.
+        work: what the step computes; None if it was not counted.
     """
 
     events: tuple[Event, ...]
@@ -69,3 +87,4 @@ class StepTrace:
     notes: tuple[str, ...]
     history: tuple[Event, ...] = ()
     evaluation: tuple[Event, ...] = ()
+    work: StepWork | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distexp.plan.recorder import Block, Change
-from distexp.plan.step_trace import Event
+from distexp.plan.step_trace import Event, StepWork
 
 WORKSPACE_BLOCKS = {"forward": -1, "backward": -2}
 """Blocks of the workspaces of cuBLAS, by the phase that allocates them. Each phase has its own thread."""
@@ -24,6 +24,7 @@ class Recorded:
         vocabulary: size of the vocabulary; None for image models.
         workspace: bytes of a workspace of cuBLAS.
         first_products: position in ``history`` after the first matrix product of a phase.
+        work: what the step computes; None if it was not counted.
     """
 
     history: tuple[Change, ...]
@@ -33,6 +34,7 @@ class Recorded:
     vocabulary: int | None
     workspace: int
     first_products: Mapping[str, int] = field(default_factory=dict)
+    work: StepWork | None = None
 
 
 def step_events(recorded: Recorded) -> tuple[Event, ...]:

@@ -84,9 +84,8 @@ def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
         raise PlanError(describe_failure(error)) from error
     notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
     seconds = time.perf_counter() - started
-    return StepTrace(
-        step_events(recorded), seconds, tuple(notes), history_events(recorded), evaluation_events(recorded)
-    )
+    events = step_events(recorded), seconds, tuple(notes), history_events(recorded), evaluation_events(recorded)
+    return StepTrace(*events, recorded.work)
 
 
 def _prepare(config: Config) -> tuple[Config, list[str]]:
@@ -161,6 +160,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
             recorder.assign("batch", tensors_in([(each.inputs, each.labels) for each in batches]))
             step.run(batches)
         end = len(recorder.changes)
+        work = recorder.step_work(config.train.gradient_accumulation_steps, MICRO_BATCHES)
         recorder.phase = "evaluation"
         if evaluated is not None:
             step.evaluate(_to_fake(evaluated, fake_mode))
@@ -173,6 +173,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
             vocabulary,
             cublas_workspace(config.plan.gpu) if on_gpu else 0,
             recorder.first_products,
+            work,
         )
 
 

@@ -13,7 +13,7 @@ from distexp.choose.halving import first_trials, search
 from distexp.runs.record import Predicted
 from tests.helpers.landscapes import Landscape
 
-SEEDS = 20
+SEEDS = 40
 
 
 def run_search(machine: Landscape, objective: Objective = Objective.THROUGHPUT, **options: Any) -> SearchResult:

@@ -130,6 +130,21 @@ def test_gradients_of_ddp_are_views_of_its_buckets_unless_refused() -> None:
     assert sum(sizes(copies, "backward").values()) - sum(sizes(views, "backward").values()) == 4 * PARAMETERS
 
 
+def test_the_work_of_a_step_is_that_of_the_formulas_and_of_all_micro_batches() -> None:
+    one = traced("strategy=single").work
+    assert one is not None
+    tokens = 2 * 16
+    products = 6 * tokens * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * 4 * HIDDEN + VOCABULARY * HIDDEN)
+    assert products < one.flops < 1.1 * products  # the rest is attention
+    six = trace_step(resolve_cell(*TINY, "strategy=single", "train.gradient_accumulation_steps=6")).work
+    assert six is not None
+    assert six.flops == 6 * one.flops
+    assert six.optimizer_operations == one.optimizer_operations
+    repeated = (six.operations - six.optimizer_operations) / (one.operations - one.optimizer_operations)
+    assert 6 <= repeated < 6.6  # gradients are added up
+    assert 5 * one.written < six.written < 7 * one.written
+
+
 def test_the_largest_micro_batch_has_the_most_targets() -> None:
     config = resolve_cell(
         *(

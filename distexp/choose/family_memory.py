@@ -1,0 +1,150 @@
+"""The memory of one family: which micro-batches fit, from as few predictions as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distexp.choose.candidate import Candidate, Status
+from distexp.config import Config
+from distexp.plan.estimate import Estimate
+from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, describe_verdict, memory_to_fit_mib, predict
+from distexp.resolve.parameter_count import parameter_count
+from distexp.system.units import MIB
+
+PER_SAMPLE = ("activations", "logits")
+"""Parts that grow with the micro-batch in proportion. The others may, too."""
+
+GRADIENT_BYTES = 4
+
+
+@dataclass
+class FamilyMemory:
+    """Members of a family in the order of their micro-batches, and what is known of their memory.
+
+    Attributes:
+        candidates: The members that are valid.
+        unknown: Why the family cannot be predicted; empty if it can.
+    """
+
+    candidates: Sequence[Candidate]
+    unknown: str = ""
+    _verdicts: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.members = sorted(self.candidates, key=lambda each: each.micro_batch)
+        self.memory_mib = memory_to_fit_mib(self.config)
+
+    @property
+    def config(self) -> Config:
+        """Return the configuration of a member."""
+        config = self.candidates[0].config
+        assert config is not None, "the members are valid"
+        return config
+
+    @property
+    def label(self) -> str:
+        """Return the overrides of the family."""
+        return " ".join(self.candidates[0].family)
+
+    @property
+    def largest_that_fits(self) -> Candidate | None:
+        """Return the largest member that is predicted or known to fit; None if there is none."""
+        fitting = [each for each in self.members if self._verdicts.get(each.micro_batch) == FITS]
+        return fitting[-1] if fitting else None
+
+    def fails(self, size: int) -> bool:
+        """Return whether a micro-batch is known not to fit."""
+        return self._verdicts.get(size) == DOES_NOT_FIT
+
+    def waiting(self) -> list[Candidate]:
+        """Return the members that are not pruned."""
+        return [each for each in self.members if each.status is Status.WAITING]
+
+    def next_to_predict(self) -> Candidate | None:
+        """Return the member to predict next: the largest one that may fit; None if all are known."""
+        if self.unknown:
+            return None
+        open_ = [each for each in self.waiting() if each.micro_batch not in self._verdicts]
+        return open_[-1] if open_ else None
+
+    def add(self, member: Candidate, outcome: Estimate | str) -> None:
+        """Keep the estimate of a member, and infer what follows for the others."""
+        if isinstance(outcome, str):
+            self.unknown = outcome
+            return
+        predicted = predict(outcome, self.memory_mib)
+        member.estimate, member.predicted, member.expected_mib = outcome, predicted, outcome.peak_allocated_mib
+        verdict = predicted.verdict
+        if verdict is None:
+            self.unknown = "; ".join(outcome.notes) or "the memory of the machine is unknown"
+            return
+        self._verdicts[member.micro_batch] = verdict
+        if verdict == FITS:
+            self._infer_smaller(member, outcome)
+        else:
+            self._infer_too_large(member, outcome)
+
+    def _infer_smaller(self, member: Candidate, estimate: Estimate) -> None:
+        """Infer that smaller members fit. Those that accumulate gradients may need another copy of them."""
+        extra = 0.0 if _accumulates(member) else self._gradients_mib()
+        if extra is not None and (estimate.most_mib or 0.0) + extra <= (self.memory_mib or 0.0):
+            for each in self.members:
+                if each.micro_batch < member.micro_batch:
+                    self._verdicts.setdefault(each.micro_batch, FITS)
+
+    def _gradients_mib(self) -> float | None:
+        parameters = parameter_count(self.config.model)
+        return None if parameters is None else GRADIENT_BYTES * parameters / MIB
+
+    def _infer_too_large(self, member: Candidate, estimate: Estimate) -> None:
+        """Infer which smaller members do not fit either, because what does not shrink with them is too much."""
+        needed, least = estimate.needed_mib, estimate.least_mib
+        if self._verdicts[member.micro_batch] == DOES_NOT_FIT and needed is None:  # The states alone are too large.
+            for each in self.members:
+                self._verdicts.setdefault(each.micro_batch, DOES_NOT_FIT)
+        if not needed or least is None or self.memory_mib is None:
+            return
+        for each in self.members:
+            share = 1 - each.micro_batch / member.micro_batch
+            shrunk = sum(estimate.parts.get(part, 0.0) for part in (*PER_SAMPLE, "temporaries")) * share
+            if each.micro_batch < member.micro_batch and (needed - shrunk) * least / needed > self.memory_mib:
+                self._verdicts.setdefault(each.micro_batch, DOES_NOT_FIT)
+
+    def decide(self) -> None:
+        """Prune the members that do not fit, and mark those that are too close to call."""
+        for each in self.waiting():
+            if self.unknown:
+                each.reason = f"its memory is not predicted: {self.unknown}"
+            verdict = self._verdicts.get(each.micro_batch)
+            each.too_close = verdict == TOO_CLOSE
+            if each.expected_mib is None:
+                each.expected_mib = self._expected_mib(each)
+            if verdict == DOES_NOT_FIT:
+                each.prune(self._reason(each))
+
+    def _nearest(self, member: Candidate) -> Candidate | None:
+        """Return the predicted member with the nearest micro-batch that is larger; None if there is none."""
+        larger = (each for each in self.members if each.micro_batch >= member.micro_batch)
+        return next((each for each in larger if each.estimate is not None and each.predicted is not None), None)
+
+    def _expected_mib(self, member: Candidate) -> float | None:
+        """Return the peak that follows from a larger member."""
+        nearest = self._nearest(member)
+        if nearest is None or nearest.estimate is None or nearest.expected_mib is None:
+            return None
+        shrunk = sum(nearest.estimate.parts.get(part, 0.0) for part in PER_SAMPLE)
+        return nearest.expected_mib - shrunk * (1 - member.micro_batch / nearest.micro_batch)
+
+    def _reason(self, member: Candidate) -> str:
+        nearest = self._nearest(member)
+        assert nearest is not None, "its verdict follows from a prediction"
+        assert nearest.predicted is not None
+        text = describe_verdict(nearest.predicted)
+        if nearest is member:
+            return text
+        return f"micro-batch {nearest.micro_batch} {text}, and too little of its memory depends on the size"
+
+
+def _accumulates(member: Candidate) -> bool:
+    return member.config is not None and member.config.train.gradient_accumulation_steps > 1

@@ -1,0 +1,83 @@
+"""Speeds of a machine for the order of the candidates: measured ones where a preflight stored them, else rough ones."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from distexp.config import Config, ConfigError
+from distexp.data.cache import cache_dir
+from distexp.plan.verdict import planned_gpu
+from distexp.runs.files import read_json
+from distexp.system.gpu_models import peak_tflops
+
+REACHED_SHARE = 0.6
+"""Share of the datasheet's peak that a large matrix product reaches."""
+
+UNKNOWN_GPU_TFLOPS = 100.0
+CPU_TFLOPS_PER_CORE = 0.03
+
+MEMORY_GB_PER_S: Mapping[str, float] = {
+    **{"B200": 8000.0, "H200": 4800.0, "GH200": 4000.0, "H100": 3350.0, "A100": 2039.0, "V100": 900.0},
+    **{"L40S": 864.0, "A40": 696.0, "A10": 600.0, "T4": 320.0, "L4": 300.0},
+}
+"""Bandwidth of the memory of GPUs, from the datasheets."""
+
+UNKNOWN_GPU_GB_PER_S, CPU_GB_PER_S = 1000.0, 20.0
+
+SWITCHED = ("B200", "GH200", "H200", "H100", "A100", "V100")
+"""GPUs that are mostly connected by NVLink."""
+
+NVLINK_GB_PER_S, PCIE_GB_PER_S, NETWORK_GB_PER_S, SHARED_MEMORY_GB_PER_S = 200.0, 12.0, 20.0, 4.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds of one worker.
+
+    Attributes:
+        tflops: TFLOP/s of a large matrix product.
+        memory: GB/s of its memory.
+        link: GB/s between the workers of a node.
+        network: GB/s between nodes.
+        host_link: GB/s between GPU and CPU.
+        launch_s: Time until the CPU has launched a kernel.
+    """
+
+    tflops: float
+    memory: float
+    link: float
+    network: float = NETWORK_GB_PER_S
+    host_link: float = PCIE_GB_PER_S
+    launch_s: float = 7e-6
+
+
+def read_machine(config: Config) -> Machine:
+    """Return the speeds of the machine of a run."""
+    precision = config.precision.name
+    if config.cluster.device == "cpu":
+        cores = config.cluster.cpus_per_worker or 1
+        stored = stored_tflops(f"cpu of {platform.node()} {cores} threads", precision)
+        return Machine(stored or CPU_TFLOPS_PER_CORE * cores, CPU_GB_PER_S, SHARED_MEMORY_GB_PER_S)
+    name = planned_gpu(config) or ""
+    peak = peak_tflops(name, precision)
+    parts = set(re.split(r"[^A-Z0-9]+", name.upper()))
+    bandwidth = next((each for part, each in MEMORY_GB_PER_S.items() if part in parts), UNKNOWN_GPU_GB_PER_S)
+    tflops = stored_tflops(name, precision) or (REACHED_SHARE * peak if peak else UNKNOWN_GPU_TFLOPS)
+    return Machine(tflops, bandwidth, NVLINK_GB_PER_S if parts & set(SWITCHED) else PCIE_GB_PER_S)
+
+
+def stored_tflops(device: str, precision: str) -> float | None:
+    """Return the highest matrix ceiling that a preflight stored for a device, with any version of torch."""
+    if not device:
+        return None
+    name = re.sub(r"[^A-Za-z0-9.+]+", "-", f"{device} {precision}")
+    found = []
+    with suppress(ConfigError):  # Without a home directory there is no cache.
+        for path in (cache_dir() / "matrix-ceiling").glob(f"{name}-*.json"):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                found.append(float(read_json(path)["tflops"]))
+    return max(found, default=None)

@@ -1,0 +1,180 @@
+"""Pruning of candidates by the prediction of their memory, with few predictions.
+
+Memory grows with the micro-batch. So the largest one that fits is searched in each family, and the others follow from
+it. All families of a stage are predicted in parallel. The stages are ordered so that later ones need not be predicted:
+
+1. without activation checkpointing and offloading, strategies that need less memory first;
+2. with checkpointing: only micro-batches that do not fit without it;
+3. with offloading: only if nothing fits without it on the same number of workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from distexp.choose.axes import CHECKPOINTING
+from distexp.choose.candidate import Candidate, Objective, Status
+from distexp.choose.family_memory import FamilyMemory
+from distexp.config import Config
+from distexp.plan.micro_batches import EstimateAll
+
+LIGHTER = {
+    "strategy=ddp": "sharding=shard_grad_op",
+    "sharding=shard_grad_op": "sharding=full_shard",
+    "sharding=hybrid_shard": "sharding=full_shard",
+    "zero_stage=1": "zero_stage=2",
+    "zero_stage=2": "zero_stage=3",
+}
+"""The strategy that needs less memory for the same micro-batch. Then a smaller one that does not fit decides."""
+
+STAGES = ((False, False), (False, True), (True, False), (True, True))
+"""Offloading and activation checkpointing of each stage."""
+
+DEFAULT_LIMIT_S = 600.0
+
+Families = dict[tuple[str, ...], FamilyMemory]
+
+
+def prune_by_plan(
+    candidates: Sequence[Candidate],
+    estimate_all: EstimateAll,
+    objective: Objective,
+    *,
+    at_a_time: int,
+    limit_s: float = DEFAULT_LIMIT_S,
+    report: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Prune the candidates that cannot fit, and those that cannot be better than one that fits.
+
+    Args:
+        candidates: All candidates. They get their predictions.
+        estimate_all: Returns estimates of several configurations, as ``Planner.estimate``.
+        objective: For memory, nothing is pruned because it is slower.
+        at_a_time: Configurations that are predicted in parallel.
+        limit_s: Time after which no more are predicted. The others stay, without a forecast.
+        report: Prints a line of progress.
+        clock: Time in seconds.
+    """
+    families: dict[tuple[str, ...], list[Candidate]] = {}
+    for each in candidates:
+        if each.config is not None and each.status is Status.WAITING:
+            families.setdefault(each.family, []).append(each)
+    memories = {name: FamilyMemory(members) for name, members in families.items()}
+    pruning = _Pruning(memories, estimate_all, objective, at_a_time, clock() + limit_s, report, clock)
+    for offload, checkpoints in STAGES:
+        pruning.predict_stage(offload=offload, checkpoints=checkpoints)
+    if not any(each.status is Status.WAITING for each in candidates):
+        pruning.predict_smallest()
+
+
+@dataclass
+class _Pruning:
+    families: Families
+    estimate_all: EstimateAll
+    objective: Objective
+    at_a_time: int
+    deadline: float
+    report: Callable[[str], None]
+    clock: Callable[[], float]
+    done: int = 0
+    late: bool = False
+
+    def predict_stage(self, *, offload: bool, checkpoints: bool) -> None:
+        """Predict the families of a stage, in the order of their memory."""
+        names = [name for name, each in self.families.items() if _stage(each.config) == (offload, checkpoints)]
+        for level in range(len(LIGHTER)):
+            for name in (name for name in names if _level(name) == level):
+                self._prune_without_prediction(name, offload=offload, checkpoints=checkpoints)
+            self._predict([self.families[name] for name in names if _level(name) == level])
+
+    def predict_smallest(self) -> None:
+        """Predict the smallest member of the families with the least memory, to name the nearest one that would fit."""
+        lightest = [each for name, each in self.families.items() if _level(name) == 0 and each.members]
+        offloaded = [each for each in lightest if each.config.offload.enabled] or lightest
+        chosen = [each for each in offloaded if each.config.train.activation_checkpointing] or offloaded
+        self._estimate([(each, each.members[0]) for each in chosen if each.members[0].estimate is None])
+
+    def _prune_without_prediction(self, name: tuple[str, ...], *, offload: bool, checkpoints: bool) -> None:
+        """Prune members that follow from the families before."""
+        family = self.families[name]
+        if self.objective is not Objective.MEMORY:
+            if offload:
+                self._prune_offloaded(family)
+            if checkpoints:
+                self._prune_checkpointed(family, name)
+        lighter = self._lighter(name)
+        if lighter is None:
+            return
+        for each in family.waiting():
+            if lighter.fails(each.micro_batch):
+                each.prune(f"needs more memory than {lighter.label}, which does not fit")
+
+    def _prune_offloaded(self, family: FamilyMemory) -> None:
+        """Prune a family with offloading, which is slow, if something fits without it on the same workers."""
+        for other in self.families.values():
+            same = other.members[0].workers == family.members[0].workers
+            if same and not other.config.offload.enabled and (fitting := other.largest_that_fits) is not None:
+                for each in family.waiting():
+                    each.prune(f"offloading is slower, and not needed: {' '.join(fitting.overrides)} fits")
+                return
+
+    def _prune_checkpointed(self, family: FamilyMemory, name: tuple[str, ...]) -> None:
+        """Prune members with activation checkpointing that fit without it. To compute twice takes time."""
+        other = self.families.get(tuple(text for text in name if not text.startswith(CHECKPOINTING)))
+        fitting = other.largest_that_fits if other is not None and other is not family else None
+        if fitting is None:
+            return
+        for each in family.waiting():
+            if each.micro_batch <= fitting.micro_batch:
+                each.prune(f"checkpointing is slower, and not needed: micro-batch {fitting.micro_batch} fits without")
+
+    def _lighter(self, name: tuple[str, ...]) -> FamilyMemory | None:
+        """Return the family that differs only in the strategy, which needs less memory; None if there is none."""
+        return self.families.get(tuple(LIGHTER.get(text, text) for text in name)) if _level(name) else None
+
+    def _predict(self, families: Sequence[FamilyMemory]) -> None:
+        """Search the largest micro-batch of each family, all of them in parallel."""
+        while True:
+            wanted = [(each, member) for each in families if (member := each.next_to_predict()) is not None]
+            if not wanted or not self._estimate(wanted):
+                break
+        for each in families:
+            each.decide()
+
+    def _estimate(self, wanted: Sequence[tuple[FamilyMemory, Candidate]]) -> bool:
+        """Estimate members of families. Return whether there was enough time for all."""
+        for start in range(0, len(wanted), self.at_a_time):
+            if self.clock() >= self.deadline:
+                if not self.late:
+                    self.report(f"time limit reached after {self.done} predictions: the other candidates stay")
+                self.late = True
+                return False
+            batch = wanted[start : start + self.at_a_time]
+            configs = [member.config for _, member in batch if member.config is not None]
+            for (family, member), outcome in zip(batch, self.estimate_all(configs), strict=True):
+                family.add(member, outcome)
+            self.done += len(batch)
+            self.report(f"predicted {self.done} configurations")
+        return True
+
+
+def _stage(config: Config) -> tuple[bool, bool]:
+    return config.offload.enabled, config.train.activation_checkpointing
+
+
+def _level(name: Sequence[str]) -> int:
+    """Return how many strategies need less memory than that of a family."""
+    return max((_steps_down(text) for text in name), default=0)
+
+
+def _steps_down(text: str) -> int:
+    return sum(1 for _ in _chain(text))
+
+
+def _chain(text: str) -> Iterator[str]:
+    while text in LIGHTER:
+        text = LIGHTER[text]
+        yield text

@@ -1,0 +1,179 @@
+"""Tests of the pruning by plan, with a memory that follows a formula, and of the order of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from distexp.choose.axes import read_axes
+from distexp.choose.candidate import Candidate, Objective, Status
+from distexp.choose.machine import Machine
+from distexp.choose.order import Work, prior_step_s, set_forecasts
+from distexp.choose.pruning import prune_by_plan
+from distexp.choose.result import describe_no_winner
+from distexp.choose.space import make_space
+from distexp.config import Config
+from distexp.plan.estimate import Estimate
+from tests.helpers.planning import composed
+from tests.helpers.runs import resolve_cell
+
+COMMAND = ("plan.only=true", "cluster.workers_per_node=2", "train.global_batch_size=32", "kernels=reference")
+MIB_PER_GB = 1024
+STATES, SAMPLE = 8.0, 1.0
+
+
+def needed_gb(config: Config) -> float:
+    """Return the memory of a configuration: states by strategy, activations, and gradients that are added up."""
+    shards = {"full_shard": 2.0, "shard_grad_op": 1.5}.get(config.fsdp.sharding or "", 1.0)
+    states = STATES / (4.0 if config.offload.enabled else shards)
+    sample = SAMPLE * (0.25 if config.train.activation_checkpointing else 1.0)
+    return states + sample * int(config.train.micro_batch_size) + 0.1
+
+
+def formula(config: Config) -> Estimate:
+    needed = needed_gb(config) * MIB_PER_GB
+    activations = needed - (STATES / (4.0 if config.offload.enabled else 2.0)) * MIB_PER_GB
+    return Estimate(
+        peak_allocated_mib=needed,
+        required_mib=needed,
+        parts={"parameters": needed - activations, "activations": activations},
+        error_bound=0.02,
+        flops=1e12,
+        operations=100 * config.train.gradient_accumulation_steps + 50,
+        optimizer_operations=50,
+        written_mib=100.0,
+    )
+
+
+class Counted:
+    """Estimates of the formula, with their number."""
+
+    def __init__(self, estimate: Callable[[Config], Estimate | str] = formula) -> None:
+        self.estimate, self.count = estimate, 0
+
+    def __call__(self, configs: Sequence[Config]) -> list[Estimate | str]:
+        self.count += len(configs)
+        return [self.estimate(config) for config in configs]
+
+
+SpaceOf = Callable[[float], list[Candidate]]
+
+
+@pytest.fixture(scope="module", name="space_of")
+def space_maker() -> SpaceOf:
+    """Return the function that makes the candidates for the memory of a GPU in GB."""
+    with composed(COMMAND) as ((cell,), make):
+        space = ["strategy=ddp,fsdp", "sharding=full_shard,shard_grad_op", "train.activation_checkpointing=false,true"]
+        whole = make_space(make, cell.overrides, (), read_axes(space, cell.overrides))
+
+    def space_of(memory_gb: float) -> list[Candidate]:
+        return [replace(each, config=with_memory(each.config, memory_gb)) for each in whole]
+
+    return space_of
+
+
+def with_memory(config: Config | None, memory_gb: float) -> Config:
+    assert config is not None
+    return replace(config, plan=replace(config.plan, gpu_memory_gb=memory_gb))
+
+
+def prune(candidates: Sequence[Candidate], estimates: Counted, objective: Objective = Objective.THROUGHPUT) -> None:
+    prune_by_plan(candidates, estimates, objective, at_a_time=2)
+
+
+@pytest.mark.parametrize("memory_gb", [9.0, 12.5, 20.0, 80.0])
+def test_few_predictions_decide_as_all_of_them_would(space_of: SpaceOf, memory_gb: float) -> None:
+    candidates, estimates = space_of(memory_gb), Counted()
+    prune(candidates, estimates)
+    assert estimates.count <= len(candidates) / 3
+    waiting = [each for each in candidates if each.status is Status.WAITING]
+    assert waiting
+    assert all(each.config and needed_gb(each.config) * 1.02 <= memory_gb for each in waiting if not each.too_close)
+    assert all(each.config and needed_gb(each.config) * 0.98 <= memory_gb for each in waiting)
+    slower = ("checkpointing is slower", "offloading is slower")
+    for each in candidates:
+        if each.status is Status.PRUNED and not each.reason.startswith(slower):
+            assert each.config is not None
+            assert needed_gb(each.config) * 0.98 > memory_gb
+    assert any(each.reason.startswith(slower) for each in candidates)
+
+
+def test_offloading_stays_if_nothing_fits_without(space_of: SpaceOf) -> None:
+    candidates = space_of(3.6)
+    prune(candidates, Counted())
+    waiting = [each for each in candidates if each.status is Status.WAITING]
+    assert waiting
+    assert all(each.config and each.config.offload.enabled for each in waiting)
+
+
+def test_for_memory_nothing_is_pruned_because_it_is_slower(space_of: SpaceOf) -> None:
+    candidates = space_of(80.0)
+    prune(candidates, Counted(), Objective.MEMORY)
+    assert {each.status for each in candidates} == {Status.WAITING}
+    least = min(candidates, key=lambda each: each.expected_mib or 0.0)
+    assert least.config is not None
+    assert needed_gb(least.config) == min(needed_gb(each.config) for each in candidates if each.config)
+
+
+def test_if_nothing_fits_the_nearest_configuration_is_known(space_of: SpaceOf) -> None:
+    candidates = space_of(1.0)
+    prune(candidates, Counted())
+    assert {each.status for each in candidates} == {Status.PRUNED}
+    assert "the nearest one is" in (text := describe_no_winner(candidates))
+    assert "offload=true" in text
+    assert "train.micro_batch_size=1," in text
+    assert "it fits on t4-16gb and larger" in text
+
+
+def test_what_cannot_be_predicted_or_is_late_stays(space_of: SpaceOf) -> None:
+    candidates = space_of(12.0)
+    prune(candidates, Counted(lambda config: "no such file"))
+    assert {each.status for each in candidates} == {Status.WAITING}
+    assert candidates[0].reason == "its memory is not predicted: no such file"
+    candidates, reports = space_of(12.0), []
+    ticks = iter(range(100))
+    prune_by_plan(
+        candidates,
+        Counted(),
+        Objective.THROUGHPUT,
+        at_a_time=1,
+        limit_s=3,
+        report=reports.append,
+        clock=lambda: next(ticks),
+    )
+    assert reports[-1] == "time limit reached after 2 predictions: the other candidates stay"
+
+
+def test_members_without_an_estimate_get_the_forecast_of_their_family(space_of: SpaceOf) -> None:
+    candidates = space_of(80.0)
+    prune(candidates, Counted())
+    set_forecasts(candidates, lambda config: Machine(tflops=100.0, memory=1000.0, link=100.0, launch_s=1e-3))
+    family = [each for each in candidates if each.family[0] == "strategy=ddp" and each.forecast_s is not None]
+    times = {each.micro_batch: each.forecast_s or 0.0 for each in family if each.status is Status.WAITING}
+    assert sorted(times) == [1, 2, 4, 8, 16]
+    assert times[1] > times[2] > times[16]  # launches of each micro-batch
+    assert times[1] - times[2] == pytest.approx(8 * 100 * 1e-3, rel=0.1)
+
+
+WORK = Work(flops=1e13, operations=1000, written=1e9, parameters=1e9)
+FAST, SLOW_LINK = Machine(100.0, 2000.0, 200.0), Machine(100.0, 2000.0, 5.0)
+TWO = ("cluster.workers_per_node=2", "cluster.device=cpu", "precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "machine"),
+    [
+        (("strategy=ddp",), ("sharding=full_shard", "train.gradient_accumulation_steps=8"), SLOW_LINK),
+        (("sharding=shard_grad_op",), ("sharding=full_shard",), SLOW_LINK),
+        (("zero_stage=1",), ("zero_stage=3",), FAST),
+        (("zero_stage=2",), ("zero_stage=2", "offload=true"), FAST),
+        (("sharding=full_shard",), ("sharding=full_shard", "train.gradient_accumulation_steps=8"), FAST),
+    ],
+)
+def test_the_forecast_orders_what_the_strategies_send(
+    better: Sequence[str], worse: Sequence[str], machine: Machine
+) -> None:
+    first, second = (prior_step_s(resolve_cell(*TWO, *each), WORK, machine) for each in (better, worse))
+    assert first < second
