@@ -1,0 +1,225 @@
+"""Tests of the collectives of each strategy, for a profiled run with one worker. Times are in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from distexp.forecast.communication import add_replication, ddp_buckets, deepspeed_buckets, plan_communication
+from distexp.forecast.micro_batches import with_micro_batches
+from distexp.forecast.observed import assign_waits, fill_sizes
+from distexp.forecast.settings import CommunicationSettings
+from distexp.forecast.target import Target
+from distexp.runs.step_model import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
+
+MIB = 2**20
+UNITS = (Parameters("embedding", (4 * MIB,)), Parameters("block", (MIB, MIB)), Parameters("head", (2 * MIB,)))
+"""8 Mi parameters."""
+
+
+def step(micro_batches: int = 2, parts: int = 8) -> tuple[Item, ...]:
+    """Return a step of one worker, whose passes have so many segments of a second."""
+    passes = [(phase, number) for number in range(micro_batches) for phase in (FORWARD, BACKWARD)]
+    segments: list[Item] = [Segment(phase, number, 0.1, 1.0, 1.1) for phase, number in passes for _ in range(parts)]
+    return (*segments, Segment(OPTIMIZER, micro_batches - 1, 0.1, 1.0, 1.1))
+
+
+def model(
+    items: Sequence[Item], *, workers: int = 1, micro_batches: int = 2, buckets: tuple[int, ...] = ()
+) -> StepModel:
+    return StepModel(
+        on_gpu=True,
+        workers=workers,
+        nodes=1,
+        micro_batches=2,
+        step_s=1.0,
+        step_s_by_rank=((1.0,),),
+        items=tuple(items),
+        units=UNITS,
+        bucket_elements=buckets,
+    )
+
+
+def plan(settings: CommunicationSettings, micro_batches: int = 2) -> tuple[Item, ...]:
+    items = step(micro_batches)
+    found = plan_communication(items, model(items), settings, micro_batches=micro_batches)
+    return assign_waits(found, settings, on_gpu=True)
+
+
+def zero(stage: int, **options: Any) -> CommunicationSettings:
+    """Return the settings of a ZeRO stage in 16 bits."""
+    return CommunicationSettings("deepspeed", zero_stage=stage, weight_bytes=2, gradient_bytes=2, **options)
+
+
+def places(items: Sequence[Item], kind: str) -> list[tuple[str, int, float, int]]:
+    """Return phase, micro-batch, seconds of the pass before it and MiB of each collective of a kind."""
+    found = []
+    for position, item in enumerate(items):
+        if isinstance(item, Collective) and item.kind == kind and (item.bytes or 0) > 4:
+            place = item.phase, item.micro_batch
+            before = [each for each in items[:position] if isinstance(each, Segment)]
+            done = sum(each.device_s for each in before if (each.phase, each.micro_batch) == place)
+            found.append((*place, done, (item.bytes or 0) // MIB))
+    return found
+
+
+def test_ddp_reduces_its_buckets_in_the_last_backward_pass() -> None:
+    settings = CommunicationSettings("ddp", bucket_bytes=16 * MIB)
+    # head 8 MiB closes the first bucket; blocks and embedding: 4 + 4 + 16 MiB
+    assert ddp_buckets(model(step()), settings) == [8 * MIB, 24 * MIB]
+    found = plan(settings)
+    assert places(found, "all_reduce") == [(BACKWARD, 1, 2, 8), (BACKWARD, 1, 8, 24)]
+    assert {item.awaited for item in found if isinstance(item, Collective)} == {OPTIMIZER}
+
+
+def test_ddp_uses_the_buckets_and_the_places_of_the_profiled_run() -> None:
+    items = list(step())
+    for position in (28, 30):  # both are in the last backward pass
+        items.insert(position, Collective("all_reduce", None, 1, "all", BACKWARD, 1))
+    settings = CommunicationSettings("ddp", gradient_bytes=2)
+    profiled = model(items, buckets=(2 * MIB, 6 * MIB))
+    found = plan_communication(items, profiled, settings, micro_batches=2)
+    assert places(found, "all_reduce") == [(BACKWARD, 1, 4, 4), (BACKWARD, 1, 5, 12)]
+
+
+def test_zero_1_reduces_after_the_last_backward_pass_and_gathers_after_the_optimizer() -> None:
+    settings = CommunicationSettings(
+        "deepspeed", zero_stage=1, bucket_elements=4 * MIB, weight_bytes=2, gradient_bytes=2
+    )
+    assert deepspeed_buckets(UNITS, settings) == [8 * MIB, 8 * MIB]
+    found = plan(settings)
+    assert places(found, "all_reduce") == [(BACKWARD, 1, 8, 8), (BACKWARD, 1, 8, 8)]
+    assert places(found, "all_gather") == [(OPTIMIZER, 1, 1, 16)]
+
+
+def test_zero_2_reduces_in_each_micro_batch() -> None:
+    settings = CommunicationSettings(
+        "deepspeed", zero_stage=2, bucket_elements=4 * MIB, weight_bytes=2, gradient_bytes=2
+    )
+    found = plan(settings)
+    # both halves of the parameters are ready after half of the pass and at its end
+    assert places(found, "all_reduce") == [(BACKWARD, m, done, 8) for m in (0, 1) for done in (4, 8)]
+    assert {item.awaited for item in found if isinstance(item, Collective)} == {NEXT}
+    overlapped = plan(zero(2, overlap=True))
+    assert OPTIMIZER in {item.awaited for item in overlapped if isinstance(item, Collective)}
+
+
+def test_zero_3_gathers_twice_and_reduces_in_each_micro_batch() -> None:
+    found = plan(zero(3))
+    gathers = places(found, "all_gather")
+    assert gathers[:3] == [(FORWARD, 0, 0, 8), (FORWARD, 0, 4, 4), (FORWARD, 0, 6, 4)]
+    assert gathers[3:6] == [(BACKWARD, 0, 0, 4), (BACKWARD, 0, 2, 4), (BACKWARD, 0, 4, 8)]
+    assert len(gathers) == 12
+    assert places(found, "reduce_scatter")[:3] == [(BACKWARD, 0, 2, 4), (BACKWARD, 0, 4, 4), (BACKWARD, 0, 8, 8)]
+
+
+@pytest.mark.parametrize(("sharding", "gathers"), [("full_shard", 12), ("shard_grad_op", 3), ("hybrid_shard", 12)])
+def test_fsdp_gathers_as_its_sharding_and_reduces_once(sharding: str, gathers: int) -> None:
+    found = plan(CommunicationSettings("fsdp", sharding=sharding, weight_bytes=2))
+    assert len(places(found, "all_gather")) == gathers
+    assert [place[1] for place in places(found, "reduce_scatter")] == [1, 1, 1]
+    norms = [item for item in found if isinstance(item, Collective) and item.bytes == 4]
+    assert [(item.kind, item.phase) for item in norms] == [("all_reduce", OPTIMIZER)]
+
+
+def test_hybrid_shard_reduces_its_share_between_replicas() -> None:
+    settings = CommunicationSettings("fsdp", sharding="hybrid_shard")
+    target = Target(nodes=2, workers_per_node=4, micro_batches=2, samples_per_step=1)
+    found = add_replication(plan(settings), settings, target)
+    for one, following in pairwise(found):
+        if isinstance(one, Collective) and one.kind == "reduce_scatter":
+            assert isinstance(following, Collective)
+            assert (following.kind, following.axis, following.bytes) == (
+                "all_reduce",
+                "replicate",
+                (one.bytes or 0) // 4,
+            )
+    shard, replicate = settings.layout("shard", target), settings.layout("replicate", target)
+    assert (shard.ranks, shard.nodes, replicate.ranks, replicate.nodes) == (4, 1, 2, 2)
+    assert add_replication(plan(settings), settings, Target(1, 4, 2, 1)) == plan(settings)
+
+
+def test_a_single_worker_and_a_custom_strategy_have_no_plan() -> None:
+    assert plan(CommunicationSettings("single")) == step()
+
+
+def observed(micro_batches: int, kinds: Sequence[str] = ("all_reduce",)) -> tuple[Item, ...]:
+    """Return a step of two workers with one micro-batch each second, and reductions in the last one."""
+    items: list[Item] = [Collective("all_reduce", 4, 2, "all", FORWARD, 0, transfer_s=0.1)]
+    for number in range(micro_batches):
+        items += [Segment(FORWARD, number, 0.1, 1.0, 1.1), Segment(BACKWARD, number, 0.1, number + 2.0, 2.1)]
+    last = micro_batches - 1
+    items += [Collective(kind, None, 2, "all", BACKWARD, last, transfer_s=0.5) for kind in kinds]
+    return (*items, Segment(OPTIMIZER, last, 0.1, 1.0, 1.1))
+
+
+DDP = CommunicationSettings("ddp")
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3, 5])
+@pytest.mark.parametrize("profiled", [1, 2, 3])
+def test_another_number_of_micro_batches_has_one_reduction(profiled: int, wanted: int) -> None:
+    found = with_micro_batches(observed(profiled), profiled, wanted, DDP)
+    backward = [item for item in found if isinstance(item, Segment) and item.phase == BACKWARD]
+    assert [item.micro_batch for item in backward] == list(range(wanted))
+    collectives = [(item.phase, item.micro_batch) for item in found if isinstance(item, Collective)]
+    assert [each for each in collectives if each[0] == BACKWARD] == [(BACKWARD, wanted - 1)]
+    assert collectives.count((FORWARD, 0)) <= 1
+    assert isinstance(found[-1], Segment)
+    assert (found[-1].phase, found[-1].micro_batch) == (OPTIMIZER, wanted - 1)
+
+
+def test_micro_batches_in_between_are_as_the_profiled_one_in_between() -> None:
+    found = with_micro_batches(observed(3), 3, 5, DDP)
+    times = [item.device_s for item in found if isinstance(item, Segment) and item.phase == BACKWARD]
+    assert times == [2, 3, 3, 3, 4]
+    items = tuple(replace_number(item, 2, 7) for item in observed(3))  # of 8 micro-batches the profile has three
+    again = with_micro_batches(items, 8, 8, DDP)
+    assert [i.device_s for i in again if isinstance(i, Segment) and i.phase == BACKWARD] == [2, *[3] * 6, 4]
+
+
+def replace_number(item: Item, old: int, new: int) -> Item:
+
+    return replace(item, micro_batch=new) if item.micro_batch == old else item
+
+
+def test_zero_2_reduces_in_added_micro_batches_and_shard_grad_op_does_not_gather() -> None:
+    found = with_micro_batches(observed(1), 1, 3, zero(2))
+    assert [i.micro_batch for i in found if isinstance(i, Collective) and i.phase == BACKWARD] == [0, 1, 2]
+    keeps = CommunicationSettings("fsdp", sharding="shard_grad_op")
+    gather = Collective("all_gather", 8, 2, "shard", FORWARD, 0, transfer_s=0.1)
+    items = (gather, *observed(2))
+    assert [i.micro_batch for i in with_micro_batches(items, 2, 4, keeps) if i == gather or is_gather(i)] == [0]
+    assert [i.phase for i in with_micro_batches(items, 2, 1, keeps) if is_gather(i)] == [FORWARD]
+
+
+def is_gather(item: Item) -> bool:
+    return isinstance(item, Collective) and item.kind == "all_gather"
+
+
+def test_sizes_that_gloo_does_not_record_come_from_the_model() -> None:
+    items = observed(1, kinds=("all_reduce", "all_reduce"))
+    known = fill_sizes(items, model(items, workers=2, buckets=(MIB, 7 * MIB)), DDP)
+    assert [item.bytes for item in known if isinstance(item, Collective)] == [4, 4 * MIB, 28 * MIB]
+    four = observed(1, kinds=("all_reduce",) * 4)  # not the planned buckets
+    equal = fill_sizes(four, model(four, workers=2), DDP)
+    assert [item.bytes for item in equal if isinstance(item, Collective)] == [4, *[8 * MIB] * 4]
+
+
+def test_settings_are_read_from_a_configuration() -> None:
+    config = {
+        "strategy": {"name": "deepspeed"},
+        "precision": {"name": "bf16"},
+        "deepspeed": {"zero_stage": 3, "overlap_comm": True, "reduce_bucket_size": 5},
+    }
+    assert CommunicationSettings.of(config) == CommunicationSettings(
+        "deepspeed", zero_stage=3, overlap=True, bucket_elements=5, weight_bytes=2, gradient_bytes=2
+    )
+    ddp = {"strategy": {"name": "ddp"}, "precision": {"name": "bf16"}, "ddp": {"communication": "bf16"}}
+    assert CommunicationSettings.of(ddp).gradient_bytes == 2
+    assert CommunicationSettings.of({**ddp, "ddp": {"bucket_cap_mb": 2}}).gradient_bytes == 4
+    assert CommunicationSettings.of({**ddp, "ddp": {"bucket_cap_mb": 2}}).bucket_bytes == 2 * MIB
