@@ -1,7 +1,8 @@
-"""Agent of one node: ``python -m distexp.launch.agent RUN_DIR NODE``, or a task of a Slurm job.
+"""Agent of one node: ``python -m distexp.launch.agent RUN_DIR NODE [SOCKET]``, or a task of a Slurm job.
 
 It starts the workers of its node and samples their memory from outside. It ends them if they hang, if
 they exceed their time, or if it gets SIGTERM. It imports no torch, so that it costs little next to the workers.
+``SOCKET`` is the file descriptor of a connection to the shared start-up process, if there is one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from distexp.launch.failures import STOPPED_CODE
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
 from distexp.launch.operators import OperatorError, build_operators, missing_operators
 from distexp.launch.outcome import finalize_run
-from distexp.launch.rendezvous import reserve_port, wait_for_head
+from distexp.launch.rendezvous import Rendezvous, reserve_port, wait_for_head
+from distexp.launch.shared_group import NotSharedError, SharedGroup
 from distexp.launch.timeouts import watch
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
@@ -41,9 +43,10 @@ from distexp.runs.run_dir import (
 from distexp.runs.spec import RunSpec
 from distexp.strategies.base import load_strategy
 from distexp.system.hardware import cpu_count
-from distexp.system.processes import die_with_parent, end_tree, orphaned, start_module
+from distexp.system.processes import WatchedProcess, die_with_parent, end_tree, orphaned, start_module
 
 GRACE_S = 4.0
+NOT_SHARED = "the shared start-up process cannot be used, so this run imports the libraries itself"
 RENDEZVOUS_S = 120.0
 
 
@@ -63,7 +66,8 @@ def main() -> None:
     if node == 0:
         write_agent(run_dir)
     try:
-        code = run_node(spec, run_dir, NodeContext(node), started)
+        shared = int(sys.argv[3]) if len(sys.argv) > 3 else None
+        code = run_node(spec, run_dir, NodeContext(node, shared=shared), started)
     except StoppedError:
         code = STOPPED_CODE
     except OSError as error:
@@ -99,12 +103,14 @@ class NodeContext:
         address: Name under which the other nodes reach this one.
         attempt: Identity of the attempt, so that files of an earlier one are ignored.
         peer_failed: Returns whether another node has failed.
+        shared: File descriptor of a connection to the shared start-up process, if there is one.
     """
 
     node: int
     address: str = "127.0.0.1"
     attempt: str = ""
     peer_failed: Callable[[], bool] = lambda: False
+    shared: int | None = None
 
 
 def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float) -> int:
@@ -129,15 +135,35 @@ def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float)
         log_dir(run_dir, node).mkdir(parents=True, exist_ok=True)
         if lacks_gpus(spec, run_dir, node) or lacks_operators(spec, run_dir, node):
             return 1
-        group = start_module(
-            "distexp.worker.group",
-            *(str(run_dir), str(node), rendezvous.address, str(rendezvous.port)),
-            env=worker_environment(spec, node),
-            output=stack.enter_context(group_log_path(run_dir, node).open("w")),
-        )
+        group = start_group(spec, run_dir, context, rendezvous, stack)
         stack.callback(end_tree, group, GRACE_S)
-        stack.enter_context(_sampler(spec, run_dir, node))
+        stack.enter_context(_sampler(spec, run_dir, node, group))
         return watch(group, spec, run_dir, node, started, peer_failed=context.peer_failed)
+
+
+def start_group(
+    spec: RunSpec, run_dir: Path, context: NodeContext, rendezvous: Rendezvous, stack: ExitStack
+) -> WatchedProcess:
+    """Start the parent process of the workers: forked from the shared start-up process if there is one.
+
+    Args:
+        spec: The run.
+        run_dir: Directory of the run.
+        context: Position of this node.
+        rendezvous: Where the workers meet.
+        stack: Closes what the process needs while it runs.
+    """
+    output = stack.enter_context(group_log_path(run_dir, context.node).open("w"))
+    arguments = (str(run_dir), str(context.node), rendezvous.address, str(rendezvous.port))
+    if context.shared is not None:
+        try:
+            shared = SharedGroup.start(context.shared, arguments, output)
+        except NotSharedError as error:
+            print(f"note: {NOT_SHARED}: {error}", file=output, flush=True)
+        else:
+            stack.callback(shared.close)
+            return shared
+    return start_module("distexp.worker.group", *arguments, env=worker_environment(spec, context.node), output=output)
 
 
 def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
@@ -179,12 +205,15 @@ def lacks_operators(spec: RunSpec, run_dir: Path, node: int) -> bool:
     return False
 
 
-def _sampler(spec: RunSpec, run_dir: Path, node: int) -> AbstractContextManager[object]:
+def _sampler(spec: RunSpec, run_dir: Path, node: int, group: WatchedProcess) -> AbstractContextManager[object]:
     measure = spec.config.measure
     if not measure.enabled:
         return nullcontext()
+    shared = group if isinstance(group, SharedGroup) else None
     return Sampler(
         path=memory_trace_path(run_dir, node),
+        members=(shared.pid,) if shared else (),
+        shares_pages_with=(shared.server,) if shared else (),
         gpu_indices=[gpu.index for gpu in node_gpus(spec, node)],
         interval_s=measure.interval_s,
         cores=max(1, cpu_count() // (spec.nodes if is_simulated(spec) else 1)),

@@ -8,7 +8,6 @@ longer, see ``distributed.process_group``. The defaults are in ``distexp.config.
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,14 @@ from distexp.launch.failures import HANG_CODE, SIGNAL_CODE, TERMINATED_CODE, TIM
 from distexp.launch.hang import inspect_workers
 from distexp.runs.heartbeat import last_build_step, last_heartbeat
 from distexp.runs.spec import RunSpec
+from distexp.system.processes import WatchedProcess
 
 POLL_S = 0.1
 SIGTERM_S = 1.0
 
 
 def watch(
-    group: subprocess.Popen[bytes],
+    group: WatchedProcess,
     spec: RunSpec,
     run_dir: Path,
     node: int,

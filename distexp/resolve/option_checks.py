@@ -60,6 +60,8 @@ def check_cluster_keys(config: Config) -> Iterator[str]:
     cluster = config.cluster
     if cluster.launcher == "local":
         yield from _slurm_keys(cluster)
+    elif config.sweep.shared_start:
+        yield "sweep.shared_start=true is for local sweeps only: leave it out, or choose cluster=local"
     for option in cluster.sbatch:
         name = str(option).lstrip("-").replace("_", "-")
         if name in DISTEXP_KEYS:

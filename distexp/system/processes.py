@@ -9,10 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import psutil
 
@@ -34,6 +34,7 @@ def start_module(
     env: Mapping[str, str],
     output: IO[str] | None = None,
     death_signal: signal.Signals = signal.SIGKILL,
+    sockets: Sequence[socket.socket] = (),
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m module`` in a new session, with this distexp on its PYTHONPATH.
 
@@ -46,6 +47,7 @@ def start_module(
         env: Environment of the child.
         output: File for stdout and stderr; None inherits both.
         death_signal: Signal for the child when this process dies.
+        sockets: Sockets that the child gets, with the same file descriptors.
 
     Returns:
         The child process.
@@ -58,6 +60,7 @@ def start_module(
         stdout=output,
         stderr=subprocess.STDOUT if output is not None else None,
         start_new_session=True,
+        pass_fds=[each.fileno() for each in sockets],
         preexec_fn=_bind_to_parent(death_signal),  # noqa: PLW1509
     )
 
@@ -116,7 +119,27 @@ def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
         return []
 
 
-def end_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
+class WatchedProcess(Protocol):
+    """A process that this one has started, or had started. It has these methods of a ``Popen``."""
+
+    @property
+    def pid(self) -> int:
+        """Return its id, which no other process gets before its end is known here."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit code."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal if the process runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL if the process runs."""
+
+
+def end_tree(process: WatchedProcess, grace_s: float) -> None:
     """End a child process and all its descendants, and wait for their end.
 
     Args:

@@ -27,7 +27,7 @@ from distexp.runs.files import write_json
 from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.run_dir import worker_exits_path
 from distexp.runs.spec import RunSpec
-from distexp.system.environment_variables import captured_environment
+from distexp.system.environment_variables import TORCHRUN_DEFAULTS, captured_environment
 from distexp.system.processes import die_with_parent
 from distexp.worker.__main__ import run_worker
 
@@ -48,14 +48,35 @@ WAITED = {signal.SIGCHLD, signal.SIGTERM}
 def main() -> int:
     """Run the workers of a node; return 0 if all of them ended well, else 1."""
     captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
-    run_dir, node = Path(sys.argv[1]).absolute(), int(sys.argv[2])
+    set_torchrun_defaults()
     die_with_parent()
+    run_dir, node, address, port = sys.argv[1:]
+    return run_group(Path(run_dir).absolute(), int(node), address, int(port))
+
+
+def set_torchrun_defaults() -> None:
+    """Set the variables that torchrun sets for workers, except those that the user has set."""
+    for name, value in TORCHRUN_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def run_group(run_dir: Path, node: int, address: str, port: int) -> int:
+    """Import what is not imported yet, and run the workers of a node.
+
+    Args:
+        run_dir: Directory of the run.
+        node: Number of the node.
+        address: Address of the rendezvous.
+        port: Port of the rendezvous.
+
+    Returns:
+        0 if all workers ended well, else 1.
+    """
     spec = RunSpec.read(run_dir)
     preload(spec.config)
     os.environ.update(
-        MASTER_ADDR=sys.argv[3],
-        MASTER_PORT=sys.argv[4],
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
         GROUP_RANK=str(node),
         WORLD_SIZE=str(spec.world_size),
         LOCAL_WORLD_SIZE=str(spec.workers_per_node),

@@ -112,6 +112,12 @@ def held(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     return slow(replace(dataset, options={"at": 12, "gate": dataset.options["until"]}), model, seed)
 
 
+def reports_threads(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
+    """Load the samples, and print the threads of all libraries."""
+    print(torch.__config__.parallel_info(), flush=True)
+    return squad_sample.load(dataset, model, seed)
+
+
 fails = failing(_raise)
 killed = failing(_kill)
 segfaults = failing(_segfault)

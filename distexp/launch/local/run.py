@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +15,7 @@ from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError
 from distexp.launch import oom
 from distexp.launch.failures import HANG_CODE
+from distexp.launch.local.warm_start import WarmStart
 from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.runs import stop_request
 from distexp.runs.owner import write_launcher
@@ -29,8 +30,14 @@ AGENT_GRACE_S = 7.0
 HANG_GRACE_S = 4.0
 
 
-def run_locally(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
+def run_locally(spec: RunSpec, directory: Path, screen: Screen, warm: WarmStart | None = None) -> RunRecord:
     """Run a spec on this machine with one agent per node, and return its record.
+
+    Args:
+        spec: The run.
+        directory: Directory of the run.
+        screen: What shows the run.
+        warm: Start-up that this run shares with others; None if it imports the libraries itself.
 
     Raises:
         InterruptedRunError: if this process got a signal. SIGINT and SIGTERM end the run at once. SIGUSR1 and SIGUSR2
@@ -45,7 +52,7 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
     with tracked(spec, directory) as tracking, interrupts_raised(), stop_signals_forwarded(directory) as received:
         try:
             for node in range(spec.nodes):
-                agents.append(_start_agent(directory, node))
+                agents.append(_start_agent(spec, directory, node, warm))
             with screen.follow(spec, directory) as live:
                 _watch(agents, live.refresh)
         except InterruptedRunError as interruption:
@@ -62,9 +69,20 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen) -> RunRecord:
     return record
 
 
-def _start_agent(directory: Path, node: int) -> subprocess.Popen[bytes]:
-    # SIGTERM and not SIGKILL, so that the agent of a dead launcher ends its workers and writes the record.
-    return start_module("distexp.launch.agent", str(directory), str(node), env=os.environ, death_signal=signal.SIGTERM)
+def _start_agent(spec: RunSpec, directory: Path, node: int, warm: WarmStart | None) -> subprocess.Popen[bytes]:
+    shared = None if warm is None else warm.connect(spec, directory, node)
+    sockets = [] if shared is None else [shared]
+    with ExitStack() as stack:
+        for each in sockets:  # Only the agent keeps it, so that its end is noticed.
+            stack.enter_context(each)
+        # SIGTERM and not SIGKILL, so that the agent of a dead launcher ends its workers and writes the record.
+        return start_module(
+            "distexp.launch.agent",
+            *(str(directory), str(node), *(str(each.fileno()) for each in sockets)),
+            env=os.environ,
+            death_signal=signal.SIGTERM,
+            sockets=sockets,
+        )
 
 
 def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from distexp.exceptions import InterruptedRunError, SweepFailedError
 from distexp.launch.composition import Cell, cell_maker, compose_cells
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.run import run_locally
+from distexp.launch.local.warm_start import WarmStart
 from distexp.launch.plan_runs import plan_runs
 from distexp.launch.snapshot import git_root, git_state
 from distexp.launch.sweep import AssignedRun, assign_run_dirs, locked_sweep_dir, write_invalid
@@ -56,8 +57,9 @@ def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell],
         warn=screen.print,
     )
     try:
-        found = (_run_if_free(context, run, screen) for run in runs)
-        returns = [done for done in found if done is not None]
+        with shared_start_up(master, len(cells), screen) as warm:
+            found = (_run_if_free(context, run, screen, warm) for run in runs)
+            returns = [done for done in found if done is not None]
     except (InterruptedRunError, KeyboardInterrupt, OSError):
         screen.show_interrupted()
         raise
@@ -78,7 +80,12 @@ def _show_if_done(screen: Screen, directory: Path) -> bool:
     return record.status in DONE
 
 
-def _run_if_free(context: HydraContext, run: AssignedRun, screen: Screen) -> JobReturn | None:
+def shared_start_up(master: DictConfig, cells: int, screen: Screen) -> AbstractContextManager[WarmStart | None]:
+    """Return the start-up that the runs of a sweep share, if ``sweep.shared_start`` is set. A single run has none."""
+    return WarmStart(screen.print) if master.sweep.shared_start and cells > 1 else nullcontext()
+
+
+def _run_if_free(context: HydraContext, run: AssignedRun, screen: Screen, warm: WarmStart | None) -> JobReturn | None:
     """Run a cell, unless another command runs it or has just finished it."""
     with run_lock(run.directory) as other:
         owner = other or wait_for_agent(run.directory)
@@ -87,17 +94,17 @@ def _run_if_free(context: HydraContext, run: AssignedRun, screen: Screen) -> Job
             return None
         if _show_if_done(screen, run.directory):
             return None
-        return _as_job(context, run, screen)
+        return _as_job(context, run, screen, warm)
 
 
-def _as_job(context: HydraContext, run: AssignedRun, screen: Screen) -> JobReturn:
+def _as_job(context: HydraContext, run: AssignedRun, screen: Screen, warm: WarmStart | None) -> JobReturn:
     """Run one cell as a Hydra job, with Hydra's callbacks and its ``.hydra/`` folder."""
     failures: list[OSError] = []
 
     def task(_: Any) -> str | None:
         screen.run_header(run.info.number, " ".join(map(format_override, run.cell.varied)))
         try:
-            return _run(run, screen).status
+            return _run(run, screen, warm).status
         except OSError as error:  # Hydra would print a line about it.
             failures.append(error)
             return None
@@ -119,10 +126,10 @@ def _as_job(context: HydraContext, run: AssignedRun, screen: Screen) -> JobRetur
     return done
 
 
-def _run(run: AssignedRun, screen: Screen) -> RunRecord:
+def _run(run: AssignedRun, screen: Screen, warm: WarmStart | None) -> RunRecord:
     if run.cell.config is not None:
         run.cell.write_prediction(run.directory)
-        return run_locally(RunSpec(run.cell.config, run.info), run.directory, screen)
+        return run_locally(RunSpec(run.cell.config, run.info), run.directory, screen, warm)
     record = write_invalid(run)
     screen.show_invalid(record)
     return record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.measure.memory.pss import PssReader, TreeMemory, read_proc
@@ -42,10 +42,17 @@ class ProcessTree:
     """The descendants of ``root_pid``, without that process itself.
 
     A process that was found once is followed until it ends, even if its parent dies and it leaves the tree.
+
+    Args:
+        root_pid: Root of the tree.
+        members: Further processes that belong to the tree, with their descendants.
+        shares_pages_with: Idle processes from which members were forked. The PSS of a member lacks their part of the
+            shared pages, so their memory counts too while the tree has a process.
     """
 
-    def __init__(self, root_pid: int) -> None:
+    def __init__(self, root_pid: int, members: Sequence[int] = (), shares_pages_with: Sequence[int] = ()) -> None:
         self.root_pid = root_pid
+        self._added, self._shares_pages_with = members, shares_pages_with
         self._members: dict[int, _Stat] = {}
         self._memory = PssReader()
         self._kernel_lists_children = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
@@ -63,11 +70,11 @@ class ProcessTree:
             stat.cpu_ticks - (before[pid].cpu_ticks if _is_same(before.get(pid), stat) else 0)
             for pid, stat in self._members.items()
         )
+        compilers = {pid for pid, stat in self._members.items() if stat.compiles}
+        holders = [*self._members, *self._shares_pages_with] if self._members else []
         return TreeReading(
             pids=frozenset(self._members),
-            memory=self._memory.read(
-                self._members, compilers={pid for pid, stat in self._members.items() if stat.compiles}
-            ),
+            memory=self._memory.read(holders, compilers),
             cpu_s=ticks / TICKS_PER_S,
         )
 
@@ -76,6 +83,7 @@ class ProcessTree:
         found = {pid: None for pid, stat in known.items() if _is_same(stat, _read_stat(pid))}
         if not self._may_have_grown():
             return list(found)
+        found |= dict.fromkeys(self._added)
         to_search = [self.root_pid, *found]
         while to_search:
             for child in self._children(to_search.pop()):

@@ -1,0 +1,158 @@
+"""A process that imports the libraries for several runs: ``python -m distexp.worker.shared_start CONTROL RUN_DIR``.
+
+It forks a group (``distexp.worker.group``) for each request of an agent. So only the first run waits for the imports.
+``CONTROL`` is a socket of the launcher. It brings one connection per agent. This process ends when the launcher does.
+
+A connection works like a ``Popen``: the agent gets the process id and the exit code, and the group dies with the agent.
+The id stays reserved until the agent closes the connection, so the agent can send signals to no other process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any, NoReturn
+
+from distexp.runs.spec import RunSpec
+from distexp.system.environment_variables import captured_environment
+from distexp.system.messages import receive, send
+from distexp.system.processes import NOTICE_SIGNAL, die_with_parent
+from distexp.worker.group import preload, run_group, set_torchrun_defaults
+
+
+def main() -> int:
+    """Import the libraries of a run, and fork groups until the launcher closes its socket."""
+    captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
+    die_with_parent(signal.SIGTERM)
+    set_torchrun_defaults()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    preload(RunSpec.read(Path(sys.argv[2])).config)
+    # The agents end their groups first if the launcher dies. Then this process ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    GroupServer(control).serve()
+    return 0
+
+
+@dataclass
+class Connection:
+    """Connection to the agent of one run, with its group."""
+
+    socket: socket.socket
+    pid: int | None = None
+    reported: bool = False
+
+
+class GroupServer:
+    """Forks a group for each connection, and reports how it ended.
+
+    Args:
+        control: Socket that brings the connections. Its end is the end of the launcher.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._connections: dict[int, Connection] = {}  # by file descriptor
+        self._selector = DefaultSelector()
+        # SIGCHLD writes to this pair, so that it interrupts no system call and is never missed.
+        self._children, self._wakeup = socket.socketpair()
+        for each in (self._children, self._wakeup):
+            each.setblocking(False)
+
+    def serve(self) -> None:
+        """Fork groups until the launcher and all agents have closed their sockets."""
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._control, EVENT_READ, self._accept)
+        self._selector.register(self._children, EVENT_READ, self._report_ended)
+        while self._control.fileno() >= 0 or self._connections:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _accept(self) -> None:
+        message, descriptors = receive(self._control)
+        if message is None:
+            self._selector.unregister(self._control)
+            self._control.close()
+            return
+        connection = Connection(socket.socket(fileno=descriptors[0]))
+        self._connections[descriptors[0]] = connection
+        self._selector.register(connection.socket, EVENT_READ, lambda: self._serve_agent(connection))
+
+    def _serve_agent(self, connection: Connection) -> None:
+        """Start the group that an agent requests; end it if the agent has closed the connection."""
+        message, descriptors = receive(connection.socket)
+        if message is None:
+            self._close(connection)
+            return
+        server = os.getpid()
+        connection.pid = os.fork()
+        if connection.pid == 0:
+            self._become_group(connection, server, message, descriptors[0])
+        os.close(descriptors[0])
+
+    def _become_group(self, connection: Connection, server: int, request: dict[str, Any], output: int) -> NoReturn:
+        """Run a group in the forked process, with the state of one that an agent has started."""
+        code = 1
+        try:
+            die_with_parent(parent=server)
+            os.setsid()
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
+            send(connection.socket, {"pid": os.getpid(), "server": server})
+            self._forget()
+            print(f"forked from process {server}, which has imported the libraries (sweep.shared_start)", flush=True)
+            code = run_group(Path(request["run_dir"]), request["node"], request["address"], request["port"])
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            with suppress(OSError):  # The log may be on a full disk.
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _forget(self) -> None:
+        """Close what belongs to the server, so that the agents notice the end of the server."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        for each in (self._control, self._children, self._wakeup, *(one.socket for one in self._connections.values())):
+            each.close()
+
+    def _report_ended(self) -> None:
+        """Send the exit codes of the groups that have ended. They stay zombies until their agents have read them."""
+        with suppress(BlockingIOError):
+            while self._children.recv(4096):
+                pass
+        for connection in self._connections.values():
+            if connection.pid is None or connection.reported:
+                continue
+            ended = os.waitid(os.P_PID, connection.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                connection.reported = True
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                with suppress(OSError):  # The agent may be dead.
+                    send(connection.socket, {"code": code})
+
+    def _close(self, connection: Connection) -> None:
+        """End a group if it runs, and forget it."""
+        self._selector.unregister(connection.socket)
+        del self._connections[connection.socket.fileno()]
+        connection.socket.close()
+        if connection.pid is not None:
+            os.kill(connection.pid, signal.SIGKILL)
+            os.waitpid(connection.pid, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

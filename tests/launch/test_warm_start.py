@@ -1,0 +1,207 @@
+"""Runs that share one start-up: which ones may, how their processes end, and that the training is the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distexp.launch.local.warm_start import StartUp
+from distexp.launch.shared_group import NotSharedError, SharedGroup
+from distexp.measure.memory.process_tree import ProcessTree
+from distexp.runs.record import RunRecord
+from distexp.system.messages import message_pair, send
+from tests.helpers.processes import find_processes, have_ended
+from tests.helpers.runs import REPOSITORY, make_spec, run_distexp
+from tests.launch.test_failures import ENV, QUICK, Started, sabotage, tree_of, wait_for
+
+SERVER = """
+import os, signal, socket, sys
+from distexp.worker import shared_start
+
+held = b"1" * (64 * 2**20)
+
+def run_group(run_dir, node, address, port):
+    print("in the group", flush=True)
+    if port:  # Its exit code.
+        return port
+    signal.pause()
+
+shared_start.run_group = run_group
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+shared_start.GroupServer(socket.socket(fileno=int(sys.argv[1]))).serve()
+"""
+SLEEP = 0
+
+
+class Server:
+    """A shared process whose groups do not train, with the socket of its launcher."""
+
+    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.control, self.process, self.log = control, process, folder / "log"
+
+    def connect(self) -> int:
+        """Return a connection, as the launcher gives it to an agent."""
+        ours, theirs = message_pair()
+        with theirs:
+            send(self.control, {}, [theirs.fileno()])
+        return ours.detach()
+
+    def start(self, code: int) -> SharedGroup:
+        """Start a group that ends with a code, or sleeps."""
+        with self.log.open("w") as output:
+            return SharedGroup.start(self.connect(), ("run", "0", "127.0.0.1", str(code)), output)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with started_server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@contextmanager
+def started_server(folder: Path) -> Iterator[Server]:
+    ours, theirs = message_pair()
+    with theirs:
+        command = [sys.executable, "-c", SERVER, str(theirs.fileno())]
+        process = subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()])
+    try:
+        with ours:
+            yield Server(ours, process, folder)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_group_is_watched_as_a_child_process_and_leaves_nothing(server: Server) -> None:
+    assert [server.start(code).wait() for code in (1, 7)] == [1, 7]
+    assert "in the group" in server.log.read_text()
+    sleeping = server.start(SLEEP)
+    assert sleeping.poll() is None
+    assert os.getsid(sleeping.pid) == sleeping.pid
+    sleeping.send_signal(signal.SIGTERM)
+    assert sleeping.wait() == -signal.SIGTERM, "it does not ignore the signal, as its server does"
+    sleeping.close()
+    abandoned = server.start(SLEEP)
+    process = psutil.Process(abandoned.pid)
+    abandoned.close()
+    assert wait_for(lambda: not process.is_running()), "a group dies with its agent"
+
+
+def test_many_groups_leak_no_files_and_no_processes(server: Server) -> None:
+    shared = psutil.Process(server.process.pid)
+    used = set()
+    for _ in range(40):
+        group = server.start(3)
+        assert group.wait() == 3
+        group.close()
+        used.add((shared.num_fds(), len(shared.children())))
+    assert wait_for(lambda: not shared.children())
+    assert max(files for files, _ in used) <= min(files for files, _ in used) + 4
+    assert max(children for _, children in used) <= 2, "the last one, and the one before, which is just reaped"
+
+
+def test_the_shared_process_ends_with_the_launcher_after_the_last_agent(tmp_path: Path) -> None:
+    with started_server(tmp_path) as server:
+        group = server.start(SLEEP)
+        server.control.close()
+        group.kill()
+        assert group.wait() == -signal.SIGKILL, "the server has waited for its agent"
+        group.close()
+        assert server.process.wait(60) == 0
+
+
+def test_the_death_of_the_shared_process_is_the_death_of_its_groups(tmp_path: Path) -> None:
+    with started_server(tmp_path) as server:
+        group = server.start(SLEEP)
+        process, waiting = psutil.Process(group.pid), server.connect()
+        server.process.kill()
+        assert group.wait() == -signal.SIGKILL
+        assert wait_for(lambda: have_ended([process]))
+        with server.log.open("w") as output, pytest.raises(NotSharedError):
+            SharedGroup.start(waiting, ("run", "0", "127.0.0.1", "0"), output)
+
+
+def test_memory_of_a_forked_group_includes_the_pages_it_shares(server: Server) -> None:
+    group = server.start(SLEEP)
+    alone = ProcessTree(group.pid, [group.pid]).read()
+    found = ProcessTree(group.pid, [group.pid], [group.server]).read()
+    assert alone.memory is not None
+    assert found.memory is not None
+    assert found.pids == {group.pid}, "the shared process is no part of the run"
+    assert alone.memory.mib < 64 < found.memory.mib < 2 * 64 + 40
+    group.kill()
+    assert group.wait() == -signal.SIGKILL
+    assert ProcessTree(group.pid, [group.pid], [group.server]).read().memory is None
+
+
+def test_runs_share_a_start_up_only_if_their_imports_are_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    common = ("cluster.device=cpu", "cluster.workers_per_node=2", "strategy=ddp")
+    first = StartUp.of(make_spec(*common), 0)
+    for overrides in (("train.seed=7", "train.max_steps=3"), ("sharding=full_shard",)):
+        assert StartUp.of(make_spec(*common[:2], *overrides), 0) == first
+    changes = {
+        "OMP_NUM_THREADS": ("cluster.cpus_per_worker=3",),
+        "TORCH_LOGS": ("+cluster.environment.TORCH_LOGS=secret",),
+        "the libraries": ("strategy=deepspeed",),
+    }
+    for change, overrides in changes.items():
+        other = StartUp.of(make_spec(*common[:2], *overrides), 0)
+        assert other != first
+        assert other.describe_change(first) == change
+    monkeypatch.chdir(tmp_path)
+    assert StartUp.of(make_spec(*common), 0).describe_change(first) == "the working directory"
+
+
+SHARED = ("--multirun", "sweep.shared_start=true", "strategy=single", "hydra.sweep.dir=out")
+
+
+@pytest.mark.slow
+def test_runs_that_share_a_start_up_have_the_same_losses_and_threads(tmp_path: Path) -> None:
+    overrides = (*QUICK, "dataset._target_=failing_runs.reports_threads", "train.max_steps=3")
+    done = run_distexp(*SHARED, "train.seed=1,2", *overrides, cwd=tmp_path, env=ENV)
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = run_distexp("strategy=single", "train.seed=2", *overrides, "hydra.run.dir=alone", cwd=tmp_path, env=ENV)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    runs = [tmp_path / "out/0", tmp_path / "out/1", tmp_path / "alone"]
+    records = [RunRecord.read(run / "record.json") for run in runs]
+    assert [record.status for record in records] == ["completed"] * 3
+    assert records[1].metrics.train_losses == records[2].metrics.train_losses
+    assert records[0].metrics.train_losses != records[1].metrics.train_losses
+    assert _threads(runs[1]) == _threads(runs[2])
+    assert "OMP_NUM_THREADS" in "".join(_threads(runs[1]))
+    servers = {(run / "logs/node0/workers.log").read_text().splitlines()[0] for run in runs[:2]}
+    assert len(servers) == 1, "both were forked from one process"
+    assert "forked from process" in servers.pop()
+    assert not find_processes(str(tmp_path))
+
+
+def _threads(run: Path) -> list[str]:
+    lines = (run / "logs/node0/rank0.log").read_text().splitlines()
+    return [line for line in lines if "threads" in line.lower() or "OMP_" in line]
+
+
+@pytest.mark.slow
+def test_runs_continue_without_a_killed_shared_process_and_none_outlives_the_launcher(tmp_path: Path) -> None:
+    with Started(tmp_path, *SHARED, "train.seed=1,2", *sabotage("hangs", at=100), *QUICK) as command:
+        first = command.until_training()
+        children = psutil.Process(command.process.pid).children()
+        (shared,) = [child for child in children if "distexp.worker.shared_start" in child.cmdline()]
+        family = tree_of(command.process.pid)[1:]
+        shared.kill()
+        second = first.parent / "1"
+        assert wait_for(lambda: (second / "metrics.jsonl").exists() and bool((second / "metrics.jsonl").read_text()))
+        assert RunRecord.read(first / "record.json").status == "killed"
+        assert have_ended(family)
+        family = tree_of(command.process.pid)[1:]
+        assert [p for p in family if "distexp.worker.group" in p.cmdline()], "the run imports the libraries itself"
+        command.process.kill()
+        assert wait_for(lambda: have_ended(family))
