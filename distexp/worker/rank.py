@@ -98,8 +98,17 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
     if context.rank == 0:
         write_outcome(record, run_dir, launched=launched)
     write_despite_full_disk(run_dir, lambda: events.set_phase("done"))
-    gc.collect()  # It ends the processes of the loaders.
+    if holds_resources(spec.config):
+        gc.collect()
     dist.destroy_process_group()
+
+
+def holds_resources(config: Config) -> bool:
+    """Return whether objects hold processes of loaders or CUDA graphs, which must end before the process group.
+
+    Otherwise a collection would only take time: up to a second after a short run.
+    """
+    return config.dataset.num_workers > 0 or config.train.compiled != "none"
 
 
 def write_outcome(record: RunRecord, run_dir: Path, *, launched: bool) -> None:
