@@ -21,6 +21,8 @@ CHUNKS = 24
 QUEUE_GAP_S = 10e-6
 """Longest time that a GPU needs to start a kernel that is in its queue. It counts as part of the kernel."""
 
+LONG_LAUNCH_S = 200e-6
+"""A launch that takes longer waits for a free place in the queue of the GPU."""
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 FSDP_REDUCTION = f"{FSDP_HOOK}post_backward_reduce"
 
@@ -130,7 +132,7 @@ def _segments(step: ProfiledStep, phases: StepPhases, launches: Sequence[float])
     """Return the work of the step between collectives, edges of phases and waits, by its start on the CPU."""
     trace, (first, last) = step.trace, phases.window
     waits = merge(clip(_waits(step), phases.window))
-    synchronized = [end for _, end in waits] if trace.on_gpu else []
+    synchronized = [end for _, end in merge(clip(trace.synchronizations, phases.window))]
     edges = sorted({*phases.edges(), *synchronized, *launches})
     cuts = [cut for a, b in pairwise(edges) for cut in _chunks(a, b, (last - first) / CHUNKS)] + [last]
     kernels = sorted((k for k in trace.kernels if k.launch is not None), key=_launch)
@@ -154,9 +156,11 @@ def _chunks(start: float, end: float, longest: float) -> Iterator[float]:
 
 
 def _waits(step: ProfiledStep) -> list[Interval]:
-    """Return when the CPU waits: for the GPU, or without one for collectives."""
+    """Return when the CPU waits: for the GPU or its full queue, or without a GPU for collectives."""
     if step.trace.on_gpu:
-        return step.trace.synchronizations
+        launches = (event.launch for event in step.trace.device_events if event.launch is not None)
+        blocked = [(start + LONG_LAUNCH_S, end) for start, end in launches if end - start > LONG_LAUNCH_S]
+        return [*step.trace.synchronizations, *blocked]
     return [*step.parts.parts["exposed_communication"], *step.parts.parts["waiting"]]
 
 

@@ -70,6 +70,16 @@ def test_a_step_has_the_times_of_both_clocks_by_phase(tmp_path: Path) -> None:
     assert [item.waits for item in found if isinstance(item, Segment)].count(True) == 1
 
 
+def test_a_launch_that_waits_for_the_queue_of_the_gpu_is_not_work_of_the_cpu(tmp_path: Path) -> None:
+    trace = GPUTrace().step(1, 0, 20)
+    for number in range(4):
+        trace.kernel(GEMM, 5 * number, 5 * number + 5, launch=number)
+    trace.events[-2]["dur"] = 10_000.0  # the last launch takes from 3 to 13
+    found = items(trace, tmp_path, workers=1, micro_batches=1)
+    host = 1000 * sum(item.host_s for item in found if isinstance(item, Segment))
+    assert host == pytest.approx(20 - 10 + 0.2)
+
+
 def test_a_collective_has_its_size_group_and_place(tmp_path: Path) -> None:
     found = items(two_micro_batches(), tmp_path)
     (position,) = (i for i, item in enumerate(found) if isinstance(item, Collective))
