@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from distexp.forecast.simulate import Scales
 
-TYPICAL_HOST = 0.7
-"""Time of the CPU for a launch without the profiler, as a fraction of that with it."""
+TYPICAL_HOST = 0.6
+"""Time of the CPU for a launch without the profiler, as a fraction of that with it (docs/results/explain.md)."""
 LEAST_HOST = 0.3
 """Smallest factor of the CPU's times on a GPU: more than the profiler's overhead is work that the step did not have."""
 CLOSE = 0.03
