@@ -12,11 +12,16 @@ FEW_BARS = 8
 LINE_HEIGHT = 14  # pixels of a line of a label
 
 
-def label_axis(names: Sequence[str]) -> alt.Axis:
-    """Return the axis of the labels of bars."""
+def label_axis(names: Sequence[str], text: str = "datum.label") -> alt.Axis:
+    """Return the axis of the labels of bars.
+
+    Args:
+        names: The labels.
+        text: Vega expression of a label.
+    """
     offset = -LINE_HEIGHT * (_most_lines(names) - 1) / 2
     return alt.Axis(
-        labelExpr="split(datum.label, ', ')", labelLimit=190, ticks=False, domain=False, grid=False, labelOffset=offset
+        labelExpr=f"split({text}, ', ')", labelLimit=190, ticks=False, domain=False, grid=False, labelOffset=offset
     )
 
 

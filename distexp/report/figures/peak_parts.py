@@ -10,6 +10,7 @@ import altair as alt
 from distexp.report.data.overview import Overview
 from distexp.report.data.peak_parts import TITLES, GroupPeaks, Peak, build_peaks_table, measured_peaks
 from distexp.report.data.settings import run_label
+from distexp.report.figures.bar_labels import FEW_BARS, bar_height, label_axis
 from distexp.report.figures.base import Figure, LegendEntry, Panel
 from distexp.report.figures.theme import MOST_COLORS, color, inline_data
 from distexp.report.traces import RunTrace
@@ -46,10 +47,15 @@ def _describe(found: Sequence[GroupPeaks]) -> Iterator[str]:
 
 
 def _draw(overview: Overview, shown: Sequence[GroupPeaks], titles: Sequence[str]) -> alt.LayerChart:
-    rows = [row for each in shown for peak in each.peaks for row in _rows(overview, each, peak)]
+    few = sum(len(each.peaks) for each in shown) <= FEW_BARS
+    labels = [overview.describe(each.group, each.row.label) if few else run_label(each.row.label) for each in shown]
+    rows = [
+        row for each, label in zip(shown, labels, strict=True) for peak in each.peaks
+        for row in _rows(overview, each, peak, label)
+    ]  # fmt: skip
     bars = list(dict.fromkeys(row["bar"] for row in rows))
     scale = alt.Scale(domain=list(titles), range=[color(COLORS[title]) for title in titles])
-    axis = alt.Axis(labelExpr="split(datum.label, '|')[1]", ticks=False, domain=False, grid=False)
+    axis = label_axis(labels, "split(datum.label, '|')[1]")
     parts = alt.Chart(inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
         y=alt.Y("bar:N", sort=bars, title=None, axis=axis, scale=alt.Scale(paddingInner=0.15)),
@@ -59,11 +65,10 @@ def _draw(overview: Overview, shown: Sequence[GroupPeaks], titles: Sequence[str]
         tooltip=["run:N", "settings:N", "kind:N", "phase:N", "part:N",
                  alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
     )  # fmt: skip
-    return alt.layer(parts).properties(height=BAR_HEIGHT * len(bars))
+    return alt.layer(parts).properties(height=bar_height(labels, BAR_HEIGHT) * len(bars))
 
 
-def _rows(overview: Overview, each: GroupPeaks, peak: Peak) -> Iterator[dict[str, Any]]:
-    label = run_label(each.row.label)
+def _rows(overview: Overview, each: GroupPeaks, peak: Peak, label: str) -> Iterator[dict[str, Any]]:
     for order, (name, title) in enumerate(TITLES.items()):
         if name in peak.parts:
             yield {
