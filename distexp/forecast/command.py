@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from distexp.launch.composition import Cell
 from distexp.plan.planner import Planner
 from distexp.runs.files import nan_to_none
 from distexp.runs.forecast import StoredForecast, write_forecasts
-from distexp.runs.forecast_errors import machine_name, read_errors, running_error
+from distexp.runs.forecast_errors import largest_expected, machine_name, read_errors, running_error
 
 
 def run_forecast(cells: Sequence[Cell]) -> None:
@@ -77,9 +77,14 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
     for part in sizes_table(rows, workers, console.width):
         console.print(part, soft_wrap=True)
     console.print()
-    earlier = running_error(read_errors(machine_name(run.record)))
-    for line in (*notes(rows, workers), *([earlier] if earlier else [])):
+    for line in (*notes(rows, workers), *_earlier_errors(run)):
         _print(console, line, style="dim")
+
+
+def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
+    """Yield the errors of earlier forecasts on this machine, and what they mean for the intervals."""
+    if errors := read_errors(machine_name(run.record)):
+        yield f"{running_error(errors)} So an interval has at least {largest_expected(errors):.0%} either way."
 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:

@@ -41,7 +41,7 @@ def _with_measured(
 ) -> SizeRow:
     if forecast is None or record is None:
         return row
-    error: ForecastError | None = compare_with_run(forecast, record)
+    error: ForecastError | None = compare_with_run(run.record, forecast, record)
     if error is not None:
         store_error(run.record, forecast, record, error)
     return replace(row, measured=error)

@@ -128,7 +128,7 @@ def forecast_sizes(
     targets = [_target(run, row.cell.config) for row in rows if not row.error and row.cell.config is not None]
     own = _own_target(run)
     forecasts = forecast_steps(run.directory, [own, *targets], load_machine(run.directory, options)) if targets else []
-    widened = iter([_widen(each, earlier) for each in forecasts[1:]])
+    widened = iter([each if _is_own(run, each) else _widen(each, earlier) for each in forecasts[1:]])
     power = read_power(run, own.samples_per_step, own.micro_batches)
     found = [row if row.error else replace(row, forecast=next(widened), power=power) for row in rows]
     baseline = _baseline([*forecasts[:1], *(row.forecast for row in found if row.forecast)])
@@ -171,6 +171,12 @@ def _own_target(run: ProfiledRun) -> Target:
     steps = int(run.setting("train", "gradient_accumulation_steps") or 1)
     samples = (run.micro_batch_size or 1) * steps * run.workers * run.samples_per_row
     return Target(*run.size, steps, samples)
+
+
+def _is_own(run: ProfiledRun, forecast: Forecast) -> bool:
+    """Return whether a forecast is for the measured size, which no earlier error is about."""
+    target = forecast.target
+    return (target.nodes, target.workers_per_node) == run.size
 
 
 def _widen(forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:

@@ -24,6 +24,14 @@ TITLES: Mapping[str, str] = {
 }
 """Short titles of parts."""
 
+LONG_TITLES: Mapping[str, str] = {
+    "exposed_communication": "communication that no computation hides",
+    "launch": "a GPU that is idle because of slow launches",
+    "waiting": "waiting for the slowest worker",
+    "other": "work that the profile does not explain",
+}
+"""Titles of parts in the answer."""
+
 VERDICTS = {"fits": "fits", "too_close": "too close", "does_not_fit": "does not fit"}
 
 
@@ -55,11 +63,11 @@ def _limit(row: SizeRow) -> str:
     if row.largest_loss is None:
         return "nothing limits it"
     name, share = row.largest_loss
-    return f"the largest loss is {part_title(name)} with {share:.0%} of the step"
+    return f"the largest loss is {LONG_TITLES.get(name) or part_title(name)} with {share:.0%} of the step"
 
 
 def part_title(name: str) -> str:
-    """Return the title of a part."""
+    """Return the short title of a part."""
     return TITLES.get(name) or PARTS.get(name) or name.replace("_", " ")
 
 

@@ -48,14 +48,27 @@ class ForecastError:
         return self.forecast_s / self.measured_s - 1
 
 
-def compare_with_run(forecast: StoredForecast, measured: RunRecord) -> ForecastError | None:
-    """Return the error of a forecast; None if the run measured no step time, or made other steps."""
+def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: RunRecord) -> ForecastError | None:
+    """Return the error of a forecast.
+
+    It is None if the run measured no step time, made other steps, or ran under other conditions than the profiled run.
+    """
     train, step = measured.config.get("train") or {}, measured_step_s(measured)
     sizes = train.get("micro_batch_size"), train.get("gradient_accumulation_steps")
-    if step is None or (isinstance(sizes[0], int) and sizes != (forecast.micro_batch_size, forecast.micro_batches)):
+    if (
+        step is None
+        or _conditions(profiled) != _conditions(measured)
+        or (isinstance(sizes[0], int) and sizes != (forecast.micro_batch_size, forecast.micro_batches))
+    ):
         return None
     inside = forecast.low_s <= step <= forecast.high_s
     return ForecastError(forecast.step_time_s, step, inside)
+
+
+def _conditions(record: RunRecord) -> tuple[str, object]:
+    """Return the type of device, and on CPUs the threads of a worker."""
+    cluster = record.config.get("cluster") or {}
+    return machine_name(record), cluster.get("cpus_per_worker") if cluster.get("device") == "cpu" else None
 
 
 def measured_step_s(record: RunRecord) -> float | None:

@@ -230,7 +230,10 @@ def test_a_measured_run_counts_once_and_widens_later_intervals(
     for _ in range(2):
         text = forecast(sweep, cells, capsys)
         assert "-20.0%" in text
-        assert "Median error of 1 forecast on this kind of machine: 20.0%. In the interval: 0 of 1." in text
+        assert (
+            "Median error of 1 forecast on this kind of machine: 20.0%. In the interval: 0 of 1. So an interval has "
+            in text
+        )
     assert len(read_errors("cpu of unknown")) == 1
     found = as_json(sweep, cells, capsys)
     assert (found[1]["measured_step_time_s"], found[1]["error"]) == (0.15, pytest.approx(-0.2))

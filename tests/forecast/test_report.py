@@ -90,7 +90,8 @@ def test_other_steps_and_other_machines_are_not_compared(tmp_path: Path) -> None
     sweep = profiled_sweep(tmp_path / "sweep")
     other_steps = profiled_record(1, run_id="size-2", cluster__nodes=2, train__gradient_accumulation_steps=4)
     other_gpu = profiled_record(2, run_id="size-4", cluster__nodes=4, peak=100.0, **ACCUMULATION)
-    write(sweep, other_steps, other_gpu)
+    other_threads = profiled_record(3, run_id="size-4", cluster__nodes=4, cluster__cpus_per_worker=2, **ACCUMULATION)
+    write(sweep, other_steps, other_gpu, other_threads)
     assert [each.errors for each in find_forecasts(overview(sweep))] == [()] * 3
 
 

@@ -67,10 +67,8 @@ def find_forecasts(overview: Overview) -> list[ForecastRow]:
 
 def _with_measured(overview: Overview, group: RunGroup, row: Row, forecast: StoredForecast) -> ForecastRow:
     """Return a forecast with the first training that is the same at this size, by its id, or in the same series."""
-    machine = machine_name(row.record)
     for other in _candidates(overview, group, forecast):
-        rows = [each for each in other.counted_rows if each.completed and machine_name(each.record) == machine]
-        compared = [(each, compare_with_run(forecast, each.record)) for each in rows]
+        compared = [(each, compare_with_run(row.record, forecast, each.record)) for each in other.counted_rows]
         errors = tuple((each, error) for each, error in compared if error is not None)
         if errors:
             return ForecastRow(row, forecast, other, errors)
