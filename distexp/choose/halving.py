@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import exp, inf, log, sqrt
 from statistics import fmean, median
 
+from distexp.choose.axes import STAGE
 from distexp.choose.candidate import (
     COMPLETED,
     OUT_OF_MEMORY,
@@ -67,6 +68,7 @@ class Rules:
 
 
 DEFAULT_RULES = Rules()
+FINALISTS = "finalists"
 
 
 def search(
@@ -213,7 +215,7 @@ class _Search:
             rounds = 1 if len(finalists) > 2 else 2
             for _ in range(rounds):
                 order = finalists if forward else finalists[::-1]
-                self._run("finalists", [(each, steps) for each in order if each.status is Status.TRIED])
+                self._run(FINALISTS, [(each, steps) for each in order if each.status is Status.TRIED])
                 forward = not forward
             if len(finalists) == 2:
                 return
@@ -232,6 +234,8 @@ class _Search:
         affordable = self._affordable(batch)
         if not affordable:
             return
+        if name != FINALISTS:  # Their order alternates. The others run so that few of them need another start-up.
+            affordable.sort(key=lambda pair: _shared_start(pair[0]))
         trials = self.try_all(affordable)
         for (candidate, _), trial in zip(affordable, trials, strict=True):
             self._add(candidate, trial)
@@ -313,6 +317,11 @@ class _Search:
         if self.stopped or best is None or forecast is None:
             return self.stopped or "the search ended"
         return f"its forecast is {forecast * scale / best:.1f} times the best score"
+
+
+def _shared_start(candidate: Candidate) -> tuple[int, bool]:
+    """Return the key by which trials are sorted that can share a start-up: the workers, and whether it is DeepSpeed."""
+    return candidate.workers, any(text.startswith((f"{STAGE}=", "strategy=deepspeed")) for text in candidate.family)
 
 
 def _ran_out(candidate: Candidate) -> bool:

@@ -42,6 +42,17 @@ def test_the_winner_is_within_5_percent_of_the_best_for_a_quarter_of_the_cost(
     assert good >= 0.95 * SEEDS
 
 
+def test_without_forecasts_every_family_is_tried() -> None:
+    machine = Landscape(8)
+    for each in machine.candidates:
+        each.forecast_s = None
+    found = run_search(machine)
+    assert found.winner is not None
+    assert machine.regret(found.winner, Objective.THROUGHPUT) <= 0.05
+    tried = {each.family for each in found.candidates if each.trials}
+    assert tried == {each.family for each in machine.runnable()}
+
+
 def test_every_candidate_ends_with_a_status_and_a_reason() -> None:
     machine = Landscape(1, hidden_limit=30.0)
     found = run_search(machine)
@@ -70,6 +81,13 @@ def test_the_finalists_are_repeated_with_more_steps_in_both_orders() -> None:
     assert found.margin_error is not None
     assert 0 <= found.margin < 1
     assert 0 < found.margin_error < 0.2
+
+
+def test_trials_of_a_batch_are_in_the_order_of_what_they_can_share() -> None:
+    found = run_search(Landscape(5))
+    for rung in found.rungs:
+        keys = [(each.workers, each.family[0].startswith("zero_stage")) for each, _ in rung.tried]
+        assert rung.name == "finalists" or keys == sorted(keys)
 
 
 def test_the_search_stops_at_its_budget_with_the_best_so_far() -> None:
