@@ -22,10 +22,11 @@ class ChooseConfig:
     budget_min: float = key(
         10.0, "Time for the trials. The GPU time is this times the most GPUs of a trial.", unit="minutes", above=0
     )
-    gpus: list[int] = key([], "Numbers of workers per node to try. Empty: `cluster.workers_per_node`.", at_least=1)
+    gpus: list[int] = key([], "Numbers of workers to try, over all nodes. Empty: that of the command.", at_least=1)
     space: list[str] = key(
         [],
-        "What to vary, as in `[strategy,micro_batch]`, or further keys, as in `['fsdp.prefetch=1,2']`. Empty: all.",
+        "What to vary: keys with the values to try, as in `['strategy=ddp,fsdp']`. A key without values has the usual "
+        "ones, and then only the listed keys vary. Empty: all usual keys.",
     )
     dry_run: bool = key(False, "Print the candidates, the planned trials and their cost. Start nothing.")
     only: bool = key(False, "Search and start no other run. Set by `distexp choose`.")

@@ -149,9 +149,7 @@ class Screen:
     @contextmanager
     def follow(self, spec: RunSpec, directory: Path) -> Iterator[LiveRun]:
         """Show a run until the block ends."""
-        self.console.print(
-            f"[bold]{_plain(run_title(spec))}[/bold]\n{escape(str(directory))}", highlight=False, soft_wrap=True
-        )
+        self.show_start(spec, directory)
         live = LiveRun(
             self.console,
             events=Tail(directory / EVENTS),
@@ -174,6 +172,12 @@ class Screen:
             live.progress, live.task = progress, progress.add_task("start", total=None, latest="")
             yield live
             live.refresh()
+
+    def show_start(self, spec: RunSpec, directory: Path) -> None:
+        """Print which run starts, and its directory."""
+        self.console.print(
+            f"[bold]{_plain(run_title(spec))}[/bold]\n{escape(str(directory))}", highlight=False, soft_wrap=True
+        )
 
     def print(self, message: str) -> None:
         """Print a message as it is."""

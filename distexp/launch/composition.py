@@ -116,7 +116,8 @@ def compose_cells(
     for cell in cells:
         cell.varied = [text for text in cell.overrides if text not in shared]
     as_json = master.plan.only and master.plan.output == "json"  # which has the errors
-    if len(cells) == 1 and cells[0].errors and not as_json:
+    # A search changes strategy and sizes, so a candidate may be valid.
+    if len(cells) == 1 and cells[0].errors and not as_json and not master.choose.only:
         raise ConfigError(cells[0].errors)
     return cells
 

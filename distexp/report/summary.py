@@ -34,12 +34,16 @@ def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[s
     """
     yield from _stand_ins(overview)
     yield from explain_cpu_speeds(overview)
-    yield from _fastest(overview)
-    yield from _smallest(overview)
+    if are_trials(overview.rows):
+        yield from _trials(overview)
+    else:
+        yield from _fastest(overview)
+        yield from _smallest(overview)
     yield from describe_stragglers(overview.rows)
     yield from _setup_peaks(overview)
     yield from remark_on_scaling(overview)
-    yield from _few_steps(overview)
+    if not are_trials(overview.rows):
+        yield from _few_steps(overview)
     yield from _global_batches(overview)
     yield from _definitions(overview, hidden)
     yield from _repeats(overview)
@@ -77,6 +81,20 @@ def explain_cpu_speeds(overview: Overview) -> Iterator[str]:
 
 def _is_on_cpu(group: RunGroup) -> bool:
     return group.setting("device") == "cpu" and group.metric(SPEED) is not None
+
+
+def are_trials(rows: Sequence[Row]) -> bool:
+    """Return whether all runs are trials of ``distexp choose``."""
+    return all((row.record.config.get("choose") or {}).get("only") for row in rows)
+
+
+def _trials(overview: Overview) -> Iterator[str]:
+    """Yield that the runs are short, and that their comparison is in the result of the search."""
+    steps = sorted({row.record.metrics.total_steps for row in overview.rows if row.record.metrics.total_steps})
+    if steps:
+        count = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
+        yield f"These are trials of distexp choose with {count} steps each. Their speeds are rough."
+    yield "The winner and its margin are in choose.json. distexp choose repeated the trials of the best configurations."
 
 
 def _fastest(overview: Overview) -> Iterator[str]:

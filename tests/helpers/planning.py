@@ -30,7 +30,8 @@ def composed(shared: Sequence[str], *cells: Sequence[str]) -> Iterator[tuple[lis
     lists = [[*fixed, *(quote_choice(text, config_groups()) for text in cell)] for cell in cells or ([],)]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         loader = CheckedConfigLoader(GlobalHydra.instance().config_loader().get_search_path())
-        master = loader.load_configuration("config", ["hydra.sweep.dir=somewhere"], RunMode.MULTIRUN)
+        search = [text for text in shared if text == "choose.only=true"]
+        master = loader.load_configuration("config", ["hydra.sweep.dir=somewhere", *search], RunMode.MULTIRUN)
         context = HydraContext(config_loader=loader, callbacks=Callbacks())
         yield compose_cells(context, master, lists), cell_maker(context, master)
 

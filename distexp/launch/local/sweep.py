@@ -39,6 +39,12 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
         InterruptedRunError: if a run was interrupted. The cells after it are not started.
     """
     cells = compose_cells(context, master, overrides)
+    if master.choose.only:
+        from distexp.choose.command import run_choose
+        from distexp.launch.local.choose import LocalTrials
+
+        run_choose(cells, master, cell_maker(context, master), LocalTrials(context))
+        return []
     if plan_runs(cells, master, cell_maker(context, master)):
         return []
     with locked_sweep_dir(master, len(cells)) as sweep_dir, continue_after_hangup(sweep_dir):
@@ -58,7 +64,7 @@ def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell],
     )
     try:
         with shared_start_up(master, len(cells), screen) as warm:
-            found = (_run_if_free(context, run, screen, warm) for run in runs)
+            found = (run_if_free(context, run, screen, warm) for run in runs)
             returns = [done for done in found if done is not None]
     except (InterruptedRunError, KeyboardInterrupt, OSError):
         screen.show_interrupted()
@@ -85,7 +91,7 @@ def shared_start_up(master: DictConfig, cells: int, screen: Screen) -> AbstractC
     return WarmStart(screen.print) if master.sweep.shared_start and cells > 1 else nullcontext()
 
 
-def _run_if_free(context: HydraContext, run: AssignedRun, screen: Screen, warm: WarmStart | None) -> JobReturn | None:
+def run_if_free(context: HydraContext, run: AssignedRun, screen: Screen, warm: WarmStart | None) -> JobReturn | None:
     """Run a cell, unless another command runs it or has just finished it."""
     with run_lock(run.directory) as other:
         owner = other or wait_for_agent(run.directory)

@@ -30,7 +30,7 @@ def follow(sweep_dir: Path, console: Console) -> None:
         MonitoringInterrupted: On Ctrl-C; the jobs continue. The finished runs and a hint are printed.
     """
     try:
-        _poll_until_done(sweep_dir, console)
+        poll_until_done(sweep_dir, console, {})
     except KeyboardInterrupt:
         print_finished(sweep_dir)
         console.print(
@@ -44,9 +44,15 @@ def follow(sweep_dir: Path, console: Console) -> None:
     print_summary(sweep_dir)
 
 
-def _poll_until_done(sweep_dir: Path, console: Console) -> None:
+def poll_until_done(sweep_dir: Path, console: Console, printed: dict[int, str]) -> None:
+    """Show the runs of a sweep until all have ended.
+
+    Args:
+        sweep_dir: Directory of the sweep.
+        console: Where to print.
+        printed: Key of each run's last printed state, by number; updated by this call.
+    """
     finished: FinishedRuns = {}
-    printed: dict[int, str] = {}
     started = time.monotonic()
     with Live(console=console, transient=True, auto_refresh=False) as live:
         while True:

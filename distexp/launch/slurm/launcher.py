@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from distexp.config import Config, ConfigError
@@ -20,16 +19,16 @@ from distexp.launch.composition import Cell, cell_maker, compose_cells
 from distexp.launch.plan_runs import plan_runs
 from distexp.launch.slurm import client
 from distexp.launch.slurm.follow import follow
+from distexp.launch.slurm.prepare import prepare_run
 from distexp.launch.slurm.script import JobArray
 from distexp.launch.slurm.status import poll
 from distexp.launch.slurm.submission import PreparedRun, group_by_resources, submit_runs
 from distexp.launch.slurm.submitit_keys import apply_submitit_options
 from distexp.launch.snapshot import GitState, take_snapshot
-from distexp.launch.sweep import assign_run_dirs, locked_sweep_dir, write_invalid
-from distexp.runs import attempts
+from distexp.launch.sweep import assign_run_dirs, locked_sweep_dir
 from distexp.runs.existing import DONE, ExistingRun
-from distexp.runs.run_dir import HYDRA, SNAPSHOT
-from distexp.runs.spec import RunSpec
+from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import SNAPSHOT
 from distexp.runs.text import failure_text, format_runs, suggest_command
 
 NOT_CONFIGURED = "configuration source"
@@ -51,7 +50,15 @@ def run_sweep(
     cells = compose_cells(context, master, overrides, adjust)
     cluster = cells[0].composed.cluster
     # Predictions may take minutes, so what would stop the submission is checked before them.
-    max_size = 0 if cluster.dry_run or master.plan.only else _check_slurm()
+    starts_nothing = cluster.dry_run or master.plan.only or (master.choose.only and master.choose.dry_run)
+    max_size = 0 if starts_nothing else _check_slurm()
+    if master.choose.only:
+        from distexp.choose.command import run_choose
+        from distexp.launch.slurm.choose import SlurmTrials
+
+        trials = SlurmTrials(max_size, list(cells[0].composed.trusted_packages))
+        run_choose(cells, master, cell_maker(context, master, adjust), trials)
+        return []
     if plan_runs(cells, master, cell_maker(context, master, adjust)):
         return []
     console = Console()
@@ -137,31 +144,12 @@ def prepare_runs(
     )
     with show_progress("preparing", len(cells)) as advance:
         for run in runs:
-            write_hydra_files(run.composed, run.directory)
+            prepared = prepare_run(run)
             advance()
-            if run.cell.config is None:
-                record = write_invalid(run)
-                _print(console, f"run {run.info.number}: invalid: {failure_text(record)}")
-                continue
-            run.info.attempts = attempts.read_attempts(run.directory)
-            attempts.archive_previous(run.directory)
-            spec = RunSpec(run.cell.config, run.info)
-            spec.write(run.directory)
-            run.cell.write_prediction(run.directory)
-            yield PreparedRun(spec, run.directory)
-
-
-def write_hydra_files(composed: DictConfig, directory: Path) -> None:
-    """Write ``.hydra/`` with the files that Hydra itself writes."""
-    folder = directory / HYDRA
-    folder.mkdir(parents=True, exist_ok=True)
-    content = OmegaConf.to_container(composed, enum_to_str=True)
-    assert isinstance(content, dict)
-    hydra = content.pop("hydra")
-    parts = {"overrides": hydra["overrides"]["task"], "hydra": {"hydra": hydra}, "config": content}
-    for name, part in parts.items():
-        # The same YAML as OmegaConf.save writes, ten times as fast: a sweep may have hundreds of runs.
-        (folder / f"{name}.yaml").write_text(yaml.dump(part, Dumper=yaml.CSafeDumper, sort_keys=False))
+            if isinstance(prepared, RunRecord):
+                _print(console, f"run {run.info.number}: invalid: {failure_text(prepared)}")
+            else:
+                yield prepared
 
 
 def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:

@@ -1,0 +1,261 @@
+"""How good ``distexp choose`` is: an exhaustive sweep of its candidates, and a replay of the search on these records.
+
+    python benchmarks/choose.py sweep OUT.json NAME GPUS [STEPS] OVERRIDE ...
+    python benchmarks/choose.py replay OUT.json [LIMIT_GB ...]
+
+``sweep`` runs all candidates of a training that may fit, and adds them to the file as the cell ``NAME, GPUS``. A cell
+that is in the file already is left out, so the sweeps can be spread over several sessions. ``replay`` searches each
+cell with the measured values, and prints regret and cost. A memory limit removes the candidates that would not fit.
+
+On GPUs, for example:
+
+    python benchmarks/choose.py sweep docs/results/choose_h200.json bloom_560m 1 20 model=bloom_560m dataset=squad \
+        precision=bf16 train.global_batch_size=64
+    python benchmarks/choose.py replay docs/results/choose_h200.json 24 40 80
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distexp.choose.candidate import MICRO_BATCH, Candidate, Objective, SearchResult, Status, Trial
+from distexp.choose.halving import search
+from distexp.choose.measured import peak_mib
+from distexp.choose.trials import EXCLUDED_STEPS
+from distexp.plan.gpu_errors import GPU_ERROR_BOUND
+from distexp.runs.files import read_json, write_json
+from distexp.runs.record import RunRecord, find_records
+from distexp.runs.run_dir import SPEC
+from distexp.system.units import MIB_PER_GB
+
+DISTEXP = (sys.executable, "-m", "distexp")
+CONTEXT_MIB = 700.0
+"""GPU memory outside of torch's allocator."""
+
+NOT_RUN = ("invalid", "the same as", "does not fit", "needs more")
+"""Starts of the reasons of candidates that an exhaustive sweep leaves out too."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A candidate with its prediction and the record of its run.
+
+    Attributes:
+        overrides: Overrides of the candidate.
+        workers: Number of workers.
+        status: Status of its record.
+        step_s: Median time of a step.
+        samples_per_second: Throughput.
+        peak_mib: Peak of the allocated memory.
+        start_s: Time of the run outside of its steps.
+        expected_mib: Predicted peak of the allocated memory; None if it was not predicted.
+        forecast_s: Forecast of the step time.
+    """
+
+    overrides: list[str]
+    workers: int
+    status: str
+    step_s: float | None = None
+    samples_per_second: float | None = None
+    peak_mib: float | None = None
+    start_s: float = 0.0
+    expected_mib: float | None = None
+    forecast_s: float | None = None
+
+    def gpu_seconds(self, steps: int) -> float:
+        """Return the cost of a trial with some measured steps."""
+        return self.workers * (self.start_s + (steps + EXCLUDED_STEPS) * (self.step_s or 0.0))
+
+    def fits(self, limit_mib: float | None) -> bool:
+        """Return whether it completed, also on a GPU with less memory."""
+        fits = limit_mib is None or (self.peak_mib or 0.0) + CONTEXT_MIB <= limit_mib
+        return self.status == "completed" and fits
+
+
+@dataclass(frozen=True)
+class SweepCell:
+    """The exhaustive sweep of a training with some workers."""
+
+    name: str
+    gpus: int
+    steps: int
+    candidates: list[Measured] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Result of a search on measured values.
+
+    Attributes:
+        regret: How much slower the winner is than the fastest candidate; 1 without a winner.
+        share: GPU time of the search relative to that of the exhaustive sweep.
+        trials: Number of trials.
+        out_of_memory: Trials that ran out of memory.
+    """
+
+    regret: float
+    share: float
+    trials: int
+    out_of_memory: int
+
+
+def replay(cell: SweepCell, limit_gb: float | None = None) -> Replay | None:
+    """Search a cell with its measured values; None if nothing fits."""
+    limit = None if limit_gb is None else limit_gb * MIB_PER_GB
+    fitting = [each for each in cell.candidates if each.fits(limit)]
+    if not fitting:
+        return None
+    by_overrides = {tuple(each.overrides): each for each in cell.candidates}
+    tried: list[Trial] = []
+
+    def try_all(batch: Sequence[tuple[Candidate, int]]) -> list[Trial]:
+        found = [_trial(by_overrides[candidate.overrides], steps, limit) for candidate, steps in batch]
+        tried.extend(found)
+        return found
+
+    result = search([_candidate(each, limit) for each in cell.candidates], try_all, Objective.THROUGHPUT)
+    exhaustive = sum(each.gpu_seconds(cell.steps) for each in fitting)
+    return Replay(
+        regret=_regret(result, by_overrides, fitting),
+        share=sum(trial.gpu_seconds for trial in tried) / exhaustive,
+        trials=len(tried),
+        out_of_memory=sum(trial.status.startswith("oom") for trial in tried),
+    )
+
+
+def _candidate(measured: Measured, limit_mib: float | None) -> Candidate:
+    overrides = tuple(measured.overrides)
+    family = tuple(text for text in overrides if not text.startswith(f"{MICRO_BATCH}="))
+    size = next((int(text.partition("=")[2]) for text in overrides if text.startswith(f"{MICRO_BATCH}=")), 0)
+    candidate = Candidate(overrides, family, size, measured.workers)
+    candidate.expected_mib, candidate.forecast_s = measured.expected_mib, measured.forecast_s
+    if limit_mib is not None and measured.expected_mib is not None:
+        needed = measured.expected_mib + CONTEXT_MIB
+        candidate.too_close = needed * (1 + GPU_ERROR_BOUND) > limit_mib
+        if needed * (1 - GPU_ERROR_BOUND) > limit_mib:
+            candidate.prune("does not fit by prediction")
+    return candidate
+
+
+def _trial(measured: Measured, steps: int, limit_mib: float | None) -> Trial:
+    if not measured.fits(limit_mib):
+        status = measured.status if measured.status != "completed" else "oom_gpu"
+        return Trial(steps, status, gpu_seconds=measured.workers * measured.start_s, error=status)
+    return Trial(
+        steps,
+        "completed",
+        step_s=measured.step_s,
+        samples_per_second=measured.samples_per_second,
+        peak_allocated_mib=measured.peak_mib,
+        gpu_seconds=measured.gpu_seconds(steps),
+    )
+
+
+def _regret(result: SearchResult, measured: dict[tuple[str, ...], Measured], fitting: Sequence[Measured]) -> float:
+    best = max(each.samples_per_second or 0.0 for each in fitting)
+    if result.winner is None:
+        return 1.0
+    return 1 - (measured[result.winner.overrides].samples_per_second or 0.0) / best
+
+
+def read_cells(path: Path) -> list[SweepCell]:
+    """Read the cells of a file; none if there is no file."""
+    if not path.exists():
+        return []
+    return [
+        SweepCell(each["name"], each["gpus"], each["steps"], [Measured(**one) for one in each["candidates"]])
+        for each in read_json(path)
+    ]
+
+
+def sweep(path: Path, name: str, gpus: int, steps: int, overrides: Sequence[str]) -> None:
+    """Run all candidates of a training that may fit, and add their records to a file."""
+    cells = read_cells(path)
+    if any((cell.name, cell.gpus) == (name, gpus) for cell in cells):
+        print(f"{name}, {gpus} workers: in {path} already")
+        return
+    given = [*overrides, f"choose.gpus=[{gpus}]"]
+    found = subprocess.run(
+        [*DISTEXP, "choose", "--json", "choose.dry_run=true", *given], stdout=subprocess.PIPE, check=False
+    )
+    candidates = [each for each in json.loads(found.stdout)["candidates"] if _may_run(each)]
+    with tempfile.TemporaryDirectory(prefix="distexp-choose-") as folder:
+        listed = json.dumps([each["overrides"] for each in candidates])
+        short = [f"train.max_steps={steps + EXCLUDED_STEPS}", f"train.num_epochs={steps + EXCLUDED_STEPS}"]
+        short += [f"train.measure_after_step={EXCLUDED_STEPS}", "train.log_every=1", "dataset.eval_size=8"]
+        training = [text for text in overrides if not text.startswith("choose.")]
+        command = [*DISTEXP, "--multirun", *training, *short, f"sweep.cells={listed}", "sweep.shared_start=true"]
+        command.append(f"hydra.sweep.dir={folder}/runs")
+        subprocess.run(command, check=False)
+        measured = list(_read_measured(Path(folder), candidates, gpus))
+    cells.append(SweepCell(name, gpus, steps, measured))
+    write_json(path, [asdict(cell) for cell in cells])
+    print(f"{name}, {gpus} workers: {len(measured)} candidates in {path}")
+
+
+def _may_run(candidate: dict[str, Any]) -> bool:
+    return candidate["status"] == Status.WAITING or not str(candidate["reason"]).startswith(NOT_RUN)
+
+
+def _read_measured(folder: Path, candidates: Sequence[dict[str, Any]], gpus: int) -> Iterator[Measured]:
+    """Yield the candidates whose runs left a record. The runs have the order of the candidates."""
+    records = [(path, RunRecord.read(path)) for path in find_records(folder)]
+    for path, record in sorted(records, key=lambda each: each[1].run.number):
+        candidate = candidates[record.run.number]
+        metrics = record.metrics
+        wall_s = path.stat().st_mtime - path.with_name(SPEC).stat().st_mtime
+        step_s = (metrics.step_time_s or {}).get("p50")
+        yield Measured(
+            candidate["overrides"],
+            gpus,
+            record.status,
+            _rounded(step_s),
+            _rounded(metrics.train_samples_per_second),
+            _rounded(peak_mib(record)),
+            round(max(0.0, wall_s - (metrics.total_steps or 0) * (step_s or 0.0)), 2),
+            _rounded(candidate["expected_mib"]),
+            _rounded(candidate["forecast_s"]),
+        )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def print_replays(path: Path, limits_gb: Sequence[float | None]) -> None:
+    """Print a table of the replays of all cells."""
+    print("| cell | workers | limit GB | candidates | regret | share of the GPU time | trials | out of memory |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for cell in read_cells(path):
+        for limit in limits_gb or [None]:
+            found = replay(cell, limit)
+            shown = (
+                "nothing fits | | |"
+                if found is None
+                else (f"{found.regret:.1%} | {found.share:.1%} | {found.trials} | {found.out_of_memory} |")
+            )
+            print(f"| {cell.name} | {cell.gpus} | {limit or '-'} | {len(cell.candidates)} | {shown}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a sweep or a replay."""
+    match arguments:
+        case ["sweep", path, name, gpus, steps, *overrides] if steps.isdecimal():
+            sweep(Path(path), name, int(gpus), int(steps), overrides)
+        case ["sweep", path, name, gpus, *overrides]:
+            sweep(Path(path), name, int(gpus), 10, overrides)
+        case ["replay", path, *limits]:
+            print_replays(Path(path), [float(each) for each in limits])
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,51 @@
+"""The command ``distexp choose [--json] [OVERRIDES]``: find the best configuration of a training on this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from distexp.cli.run import main as run
+
+USAGE = """usage: distexp choose [--json] [GROUP=OPTION ...] [KEY=VALUE ...]
+
+Find the fastest configuration of a training: strategy, sharding, stage,
+offloading, micro-batch, checkpointing and kernels. Model, data, precision and
+global batch stay as given. Configurations that do not fit are left out by
+prediction. The most promising ones are tried in short runs, and the losses of
+the winner are compared with those of strategy=single.
+
+  choose.objective=memory         throughput (default), energy, cost or memory
+  choose.budget_min=20            time for the trials (default: 10 minutes)
+  choose.gpus=[1,2]               numbers of workers to try
+  choose.space=[strategy]         vary only these keys ...
+  choose.space='["sharding=full_shard,shard_grad_op"]'    ... or set their values
+  choose.dry_run=true             print what would be tried and its cost
+  hydra.sweep.dir=DIR             directory of the trials
+  --json                          print JSON for programs
+
+A key that is set on the command line does not vary. An interrupted search
+continues with `distexp resume DIR`.
+
+examples:
+  distexp choose model=bloom_1b1 dataset=squad train.global_batch_size=64
+  distexp choose model=gpt_tiny train.global_batch_size=16 choose.gpus=[1,2]
+  distexp choose cluster=slurm cluster.workers_per_node=4 model=bloom_3b train.global_batch_size=64"""
+
+JSON = "--json"
+NAME = "name="
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Search and print; return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(given):
+        print(USAGE)
+        return 0
+    output = ["choose.output=json"] if JSON in given else []
+    name = [] if any(text.startswith(NAME) for text in given) else ["name=choose"]
+    return run(["choose.only=true", *output, *name, *(text for text in given if text != JSON)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The search of ``distexp choose``: candidates, trials, the check of the losses, and the output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+from distexp.choose.axes import read_axes
+from distexp.choose.candidate import Candidate, Status
+from distexp.choose.dry_run import print_plan
+from distexp.choose.halving import search
+from distexp.choose.loss_check import LossChecker
+from distexp.choose.order import set_forecasts
+from distexp.choose.pruning import prune_by_plan
+from distexp.choose.search_output import Outcome, best_completed, print_outcome
+from distexp.choose.settings import Settings, read_settings
+from distexp.choose.single_reference import fitting_singles
+from distexp.choose.space import base_config, make_space
+from distexp.choose.state import SearchState
+from distexp.choose.trials import RunAll, Trials
+from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
+from distexp.launch.composition import Cell, MakeCell
+from distexp.launch.snapshot import GitState
+from distexp.launch.sweep import locked_sweep_dir
+from distexp.plan.planner import Planner, parallel_processes
+from distexp.runs.files import nan_to_none
+from distexp.runs.text import suggest_command
+from distexp.system.hardware import visible_gpus
+
+MOST_CHECKED = 3
+"""Most candidates whose losses are checked before the search ends without a winner."""
+
+
+@dataclass(frozen=True)
+class TrialRunner:
+    """How a launcher runs trials.
+
+    Attributes:
+        run_all: Runs a batch.
+        code: Git state of the code.
+        snapshot: Copy of the code that the runs use, relative to the directory of the search.
+    """
+
+    run_all: RunAll
+    code: GitState
+    snapshot: str | None = None
+
+
+class Launcher(Protocol):
+    """What the search needs of a launcher."""
+
+    def runner(self, sweep_dir: Path, console: Console) -> AbstractContextManager[TrialRunner]:
+        """Return a context manager with the runner of trials.
+
+        Args:
+            sweep_dir: Directory of the search.
+            console: Where to print what happens.
+        """
+
+
+def run_choose(
+    cells: Sequence[Cell], master: DictConfig, make: MakeCell, launcher: Launcher, planner: Planner | None = None
+) -> None:
+    """Search for the best configuration of a command, and print it.
+
+    Args:
+        cells: The cells of the command; there must be one.
+        master: Configuration of the command, with the hydra node.
+        make: Composes a cell.
+        launcher: Runs the trials.
+        planner: Source of estimates.
+
+    Raises:
+        ConfigError: the command is no search.
+        SweepFailedError: there is no winner.
+    """
+    settings = read_settings(cells, master)
+    console = Console(stderr=settings.as_json)
+    for note in (*settings.notes, *_device_notes(make, settings)):
+        print(f"distexp: {note}", file=sys.stderr)
+    with planner or Planner() as source:
+        candidates = find_candidates(settings, make, source)
+        singles = fitting_singles(candidates, settings.command, make, source)
+    outcome = Outcome(settings, candidates)
+    if settings.section.dry_run:
+        print_plan(outcome, console)
+        return
+    with locked_sweep_dir(master, 1) as found:
+        sweep_dir = found.absolute()
+        state = SearchState.open(sweep_dir, settings.command)
+        state.describe = outcome.to_json
+        with launcher.runner(sweep_dir, console) as runner:
+            trials = Trials(settings.command, make, runner.run_all, sweep_dir, runner.code, state, runner.snapshot)
+            try:
+                _search(outcome, trials, singles)
+            except (InterruptedRunError, MonitoringInterrupted, SweepInterrupted, KeyboardInterrupt):
+                _print_interrupted(sweep_dir, state)
+                raise
+        state.write()
+    _finish(outcome, state, sweep_dir, console)
+
+
+def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> list[Candidate]:
+    """Return all candidates with their predictions and forecasts. Those that do not fit are pruned."""
+    command = settings.command
+    candidates = make_space(make, command, settings.section.gpus, read_axes(settings.section.space, command))
+    prune_by_plan(
+        candidates,
+        planner.estimate,
+        settings.objective,
+        at_a_time=parallel_processes(),
+        report=lambda text: print(f"distexp: {text}", file=sys.stderr),
+    )
+    set_forecasts(candidates)
+    return candidates
+
+
+def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> None:
+    """Search, and check the losses of the winner. One with other losses is followed by the next best."""
+    settings = outcome.settings
+    waiting = [each for each in outcome.candidates if each.status is Status.WAITING]
+    most = max((each.workers for each in waiting), default=1)
+    outcome.result = None
+    result = search(outcome.candidates, trials.try_all, settings.objective, settings.budget_gpu_s(most))
+    outcome.result = result
+    checker = LossChecker(outcome.candidates, trials, singles)
+    for candidate in best_completed(outcome)[:MOST_CHECKED]:
+        check = checker.check(candidate)
+        if check.equal is not False:
+            outcome.winner, outcome.check = candidate, check
+            return
+        outcome.rejected.append((candidate, check))
+
+
+def _device_notes(make: MakeCell, settings: Settings) -> list[str]:
+    """Return that the trials run on CPUs, unless the command requests it."""
+    cluster = base_config(make, settings.command).cluster
+    requested = any("cluster.device=" in text for text in settings.command)
+    if cluster.launcher != "local" or cluster.device != "cpu" or requested or visible_gpus():
+        return []
+    return ["this machine has no GPU that can be used: the trials run on its CPUs"]
+
+
+def _print_interrupted(sweep_dir: Path, state: SearchState) -> None:
+    done = sum(trial.status is not None for trial in state.trials)
+    print(
+        f"distexp: the search was interrupted after {done} trials, which are kept; to continue: "
+        f"{suggest_command('resume', sweep_dir)}",
+        file=sys.stderr,
+    )
+
+
+def _finish(outcome: Outcome, state: SearchState, sweep_dir: Path, console: Console) -> None:
+    """Print the result.
+
+    Raises:
+        SweepFailedError: there is no winner.
+    """
+    if outcome.settings.as_json:
+        print(json.dumps(nan_to_none(state.to_json()), indent=2))
+    else:
+        print_outcome(outcome, state, sweep_dir, console)
+    if outcome.winner is None:
+        raise SweepFailedError

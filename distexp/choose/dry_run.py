@@ -1,0 +1,89 @@
+"""Output of ``choose.dry_run=true``: the candidates, what is left out and why, and the first trials with their cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from distexp.choose.candidate import Candidate, Status
+from distexp.choose.halving import first_trials
+from distexp.choose.result import describe_no_winner
+from distexp.choose.search_output import Outcome, candidate_json
+from distexp.choose.table import others_table, waiting_table
+from distexp.choose.trials import EXCLUDED_STEPS
+from distexp.exceptions import SweepFailedError
+from distexp.runs.files import nan_to_none
+from distexp.runs.text import format_count
+
+STARTUP_S = 15.0
+"""Assumed start of a trial: libraries, data and model. The first trials measure it."""
+
+
+def print_plan(outcome: Outcome, console: Console) -> None:
+    """Print what a search would do.
+
+    Raises:
+        SweepFailedError: nothing would be tried.
+    """
+    waiting = [each for each in outcome.candidates if each.status is Status.WAITING]
+    planned = first_trials(outcome.candidates, outcome.settings.objective)
+    costs = [trial_cost(*each) for each in planned]
+    budget = outcome.settings.budget_gpu_s(max((each.workers for each in waiting), default=1))
+    if outcome.settings.as_json:
+        print(json.dumps(nan_to_none(plan_json(outcome, planned, costs, budget)), indent=2))
+    else:
+        _print_tables(outcome, planned, costs, budget, console)
+    if not waiting:
+        raise SweepFailedError
+
+
+def trial_cost(candidate: Candidate, steps: int) -> float:
+    """Return the forecast cost of a trial in GPU-seconds."""
+    return candidate.workers * (STARTUP_S + (steps + EXCLUDED_STEPS) * (candidate.forecast_s or 0.0))
+
+
+def plan_json(
+    outcome: Outcome, planned: Sequence[tuple[Candidate, int]], costs: Sequence[float], budget: float
+) -> dict[str, object]:
+    """Return the plan for programs, in the format of a result without a winner."""
+    return {
+        "winner": None,
+        "dry_run": True,
+        "objective": str(outcome.settings.objective),
+        "candidates": [candidate_json(each) for each in outcome.candidates],
+        "planned": [
+            {"overrides": list(candidate.overrides), "steps": steps, "gpu_seconds": round(cost, 1)}
+            for (candidate, steps), cost in zip(planned, costs, strict=True)
+        ],
+        "planned_gpu_seconds": round(sum(costs), 1),
+        "budget_gpu_seconds": budget,
+        "gpu_seconds": 0.0,
+    }
+
+
+def _print_tables(
+    outcome: Outcome, planned: Sequence[tuple[Candidate, int]], costs: Sequence[float], budget: float, console: Console
+) -> None:
+    def line(text: str) -> None:
+        console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    waiting = [each for each in outcome.candidates if each.status is Status.WAITING]
+    left_out = [each for each in outcome.candidates if each.status is not Status.WAITING]
+    line(f"{format_count(len(outcome.candidates), 'configuration')}, of which {len(waiting)} may be tried")
+    if planned:
+        console.print(waiting_table(planned, costs))
+    for part in others_table(left_out):
+        console.print(part)
+    if not waiting:
+        line(describe_no_winner(outcome.candidates))
+        return
+    for text in (
+        f"\nThe first trials, one for each family, cost at most {sum(costs):,.0f} GPU-seconds, with {STARTUP_S:.0f} s "
+        "for each start.",
+        "Families that cannot win any more are not tried. Then other micro-batches of the best families follow,",
+        f"and longer trials of the best configurations. The search ends at {budget:,.0f} GPU-seconds.",
+        "Nothing was started. To change the limit, set choose.budget_min.",
+    ):
+        line(text)

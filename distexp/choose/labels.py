@@ -1,0 +1,58 @@
+"""Names of candidates and of objectives in texts."""
+
+from __future__ import annotations
+
+from distexp.choose.candidate import Candidate, Objective
+from distexp.config import Config
+from distexp.console.run_summary import strategy_label
+from distexp.runs.text import format_count
+from distexp.system.units import MIB_PER_GB
+
+BETTER = {
+    Objective.THROUGHPUT: "faster than",
+    Objective.ENERGY: "less energy per sample than",
+    Objective.COST: "cheaper than",
+    Objective.MEMORY: "less memory than",
+}
+"""What a margin means, by objective."""
+
+
+def label(candidate: Candidate) -> str:
+    """Return the label of a candidate: ``fsdp shard_grad_op, micro-batch 16 x 2, kernels=fast, 2 workers``."""
+    config = candidate.config
+    return " ".join(candidate.overrides) if config is None else config_label(config)
+
+
+def config_label(config: Config) -> str:
+    """Return the label of a configuration, without what is the default."""
+    train, world = config.train, config.cluster.world_size
+    parts = [strategy_label(config), f"micro-batch {train.micro_batch_size} x {train.gradient_accumulation_steps}"]
+    if config.kernels.name != "reference":
+        parts.append(f"kernels={config.kernels.name}")
+    if train.activation_checkpointing:
+        parts.append("checkpointing")
+    if world > 1:
+        parts.append(format_count(world, "worker"))
+    return ", ".join(parts)
+
+
+def short_label(config: Config) -> str:
+    """Return a configuration for a table: ``fsdp full_shard 16x2, fast, checkpointing``."""
+    train = config.train
+    parts = [f"{strategy_label(config)} {train.micro_batch_size}x{train.gradient_accumulation_steps}"]
+    if config.kernels.name != "reference":
+        parts.append(config.kernels.name)
+    if train.activation_checkpointing:
+        parts.append("checkpointing")
+    return ", ".join(parts)
+
+
+def format_gb(mib: float | None) -> str:
+    """Return a memory size in GB; a dash if it is unknown."""
+    return "-" if mib is None else f"{mib / MIB_PER_GB:,.1f} GB"
+
+
+def format_share(share: float) -> str:
+    """Return a share in percent, with a decimal if it is small."""
+    percent = 100 * share
+    return f"{percent:.1f} %" if abs(percent) < 10 else f"{percent:.0f} %"

@@ -1,0 +1,166 @@
+"""Check that the losses of a candidate equal those of ``single``, or of the nearest configuration that can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distexp.choose.candidate import COMPLETED, Candidate, Status, Trial
+from distexp.choose.labels import label
+from distexp.choose.losses import LossComparison, compare_losses, read_losses
+from distexp.choose.trials import Trials
+from distexp.config import Config
+from distexp.plan.verdict import FITS
+from distexp.resolve.run_id import run_id
+
+STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
+"""Strategies, the one with the least own arithmetic first."""
+
+NO_DROPOUT = "model.dropout=0"
+MOST_REFERENCES = 3
+"""Most references to try. One that fails, as out of memory, is followed by the next."""
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    """Result of the check.
+
+    Attributes:
+        reference: Label of the configuration that the losses are compared with; empty if there is none.
+        is_single: Whether its strategy is ``single``.
+        comparison: The differences; None if nothing could be compared.
+        reason: Why nothing could be compared, or why the reference is not ``single``.
+    """
+
+    reference: str = ""
+    is_single: bool = False
+    comparison: LossComparison | None = None
+    reason: str = ""
+
+    @property
+    def equal(self) -> bool | None:
+        """Return whether the losses are equal; None if that is unknown."""
+        return None if self.comparison is None else self.comparison.equal
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the check for programs."""
+        found = self.comparison
+        return {
+            "reference": self.reference or None,
+            "equal": self.equal,
+            "steps": found.steps if found else None,
+            "largest_relative_difference": found.largest if found else None,
+            "mean_relative_difference": found.mean if found else None,
+            "largest_allowed": found.bounds.step if found else None,
+            "mean_allowed": found.bounds.mean if found else None,
+            "reason": self.reason,
+        }
+
+
+@dataclass
+class LossChecker:
+    """Checks of candidates. A reference runs once.
+
+    Attributes:
+        candidates: All candidates of the search.
+        trials: Runs trials.
+        singles: Configurations of ``single`` that are no candidates but are predicted to fit.
+    """
+
+    candidates: Sequence[Candidate]
+    trials: Trials
+    singles: Sequence[Candidate] = ()
+
+    def __post_init__(self) -> None:
+        self._errors: dict[Candidate, str] = {}
+
+    def check(self, winner: Candidate) -> LossCheck:
+        """Compare the losses of a candidate with those of the reference, and run the trials that are missing."""
+        assert winner.config is not None
+        done, without = _completed(winner), dropout_overrides(winner.config)
+        references = list(self._references(winner))
+        if not references:
+            return LossCheck(reason="no other configuration can run")
+        steps = min(trial.steps for trial in done)
+        own = done
+        if without:  # Each strategy draws other random numbers.
+            own = _only_completed(self.trials.try_all([(winner, steps)], without))
+        for reference in references[:MOST_REFERENCES]:
+            found = self._compare(own, reference, steps, without, winner.config.precision.name)
+            if found is not None:
+                return LossCheck(label(reference), _is_single(reference), found, self._why_not_single(reference))
+        tried = [f"{label(each)}: {self._errors[each]}" for each in references if each in self._errors]
+        reason = f"no reference completed: {'; '.join(tried)}" if tried else "no trial has equal steps"
+        return LossCheck(label(references[0]), _is_single(references[0]), reason=reason)
+
+    def _compare(
+        self, own: Sequence[Trial], reference: Candidate, steps: int, further: Sequence[str], precision: str
+    ) -> LossComparison | None:
+        """Compare with an earlier trial of equal steps; else run one."""
+        earlier = [] if further else _completed(reference)
+        for trial, other in ((trial, other) for trial in own for other in earlier if trial.steps == other.steps):
+            if (found := _compare_trials(trial, other, precision)) is not None:
+                return found
+        all_ran = self.trials.try_all([(reference, steps)], further)
+        for each in (each for each in all_ran if each.status != COMPLETED):
+            self._errors[reference] = each.error or each.status
+        ran = _only_completed(all_ran)
+        pairs = ((trial, other) for trial in own for other in ran if trial.steps == other.steps)
+        return next((found for pair in pairs if (found := _compare_trials(*pair, precision)) is not None), None)
+
+    def _references(self, winner: Candidate) -> Iterator[Candidate]:
+        """Yield the configurations to compare with, the simplest first."""
+        assert winner.config is not None
+        own = run_id(winner.config)
+        runnable = [each for each in self.candidates if each.config is not None and _can_run(each)]
+        others = [each for each in (*runnable, *self.singles) if each.config and run_id(each.config) != own]
+        yield from sorted(others, key=lambda each: (_simplicity(each), not _completed(each)))
+
+    def _why_not_single(self, reference: Candidate) -> str:
+        return "" if _is_single(reference) else "single cannot run here"
+
+
+def dropout_overrides(config: Config) -> tuple[str, ...]:
+    """Return the override without dropout for a model with dropout; empty for another one."""
+    return (NO_DROPOUT,) if config.model.dropout != 0 and "dropout" in config.model.keys else ()
+
+
+def _compare_trials(trial: Trial, other: Trial, precision: str) -> LossComparison | None:
+    if trial.directory is None or other.directory is None:
+        return None
+    return compare_losses(read_losses(trial.directory), read_losses(other.directory), precision)
+
+
+def _completed(candidate: Candidate) -> list[Trial]:
+    return list(candidate.completed)
+
+
+def _only_completed(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.status == COMPLETED]
+
+
+def _can_run(candidate: Candidate) -> bool:
+    """Return whether a candidate completed, or is predicted to fit. A search prunes those that cannot win, too."""
+    fits = candidate.predicted is not None and candidate.predicted.verdict == FITS
+    return candidate.status is Status.TRIED or (candidate.status is not Status.FAILED and fits)
+
+
+def _is_single(candidate: Candidate) -> bool:
+    return candidate.config is not None and candidate.config.strategy.name == STRATEGIES[0]
+
+
+def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
+    """Return a key that is smaller for a configuration with less own arithmetic."""
+    config = candidate.config
+    assert config is not None
+    name = config.strategy.name
+    strategy = STRATEGIES.index(name) if name in STRATEGIES else len(STRATEGIES)
+    train = config.train
+    return (
+        strategy,
+        config.kernels.name != "reference",
+        config.offload.enabled,
+        train.activation_checkpointing,
+        candidate.workers,
+    )

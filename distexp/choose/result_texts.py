@@ -1,0 +1,90 @@
+"""Sentences about the result of a search: the winner, its margin, its command line, and the trade-offs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from distexp.choose.candidate import Candidate, Objective, SearchResult
+from distexp.choose.labels import BETTER, format_gb, format_share, label
+from distexp.choose.loss_check import LossCheck
+from distexp.choose.result import ranked
+from distexp.choose.values import Values, values_of
+from distexp.plan.cells import replace_overrides
+from distexp.runs.text import format_override
+
+SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "name=choose")
+"""Overrides that are not part of the real training."""
+
+
+def winner_sentence(winner: Candidate, second: Candidate | None, margin: str) -> str:
+    """Return the winner with its evidence and its margin."""
+    values = values_of(winner)
+    than = f", {margin} {label(second)}" if second is not None and margin else ""
+    return f"{label(winner)}: {describe_values(values)}{than}"
+
+
+def describe_values(values: Values) -> str:
+    """Return the measured values: ``812.0 samples/s at 31.2 GB, 0.52 J/sample``."""
+    speed = "-" if values.samples_per_second is None else f"{values.samples_per_second:,.1f} samples/s"
+    parts = [f"{speed} at {format_gb(values.peak_allocated_mib)}"]
+    if values.j_per_sample is not None:
+        parts.append(f"{values.j_per_sample:.3g} J/sample")
+    if values.price_per_sample is not None:
+        parts.append(f"{1e6 * values.price_per_sample:.3g} per million samples")
+    return ", ".join(parts)
+
+
+def describe_margin(result: SearchResult, winner: Candidate, objective: Objective) -> tuple[Candidate | None, str]:
+    """Return the second best candidate and the margin to it: ``6.0 % (±2.0 %) faster than``."""
+    if winner is result.winner:
+        second, margin, error = result.second, result.margin, result.margin_error
+    else:
+        second = next((each for each in ranked(result.candidates, objective) if each is not winner), None)
+        margin, error = _margin(winner, second, objective), None
+    if second is None or margin is None:
+        return second, ""
+    if error is not None and abs(margin) <= error:
+        return second, f"equal within the noise of {format_share(error)} to"
+    noise = "" if error is None else f" (±{format_share(error)})"
+    return second, f"{format_share(margin)}{noise} {BETTER[objective]}"
+
+
+def _margin(winner: Candidate, other: Candidate | None, objective: Objective) -> float | None:
+    best = winner.score(objective)
+    score = None if other is None else other.score(objective)
+    return None if best is None or score is None else score / best - 1
+
+
+def command_line(command: Sequence[str], candidate: Candidate) -> str:
+    """Return the command that runs the real training with a candidate."""
+    return shlex.join(["distexp", *training_overrides(command, candidate)])
+
+
+def training_overrides(command: Sequence[str], candidate: Candidate) -> list[str]:
+    """Return all overrides of the real training with a candidate."""
+    merged = map(format_override, replace_overrides(command, candidate.overrides))
+    return [text for text in merged if not text.startswith(SET_BY_COMMAND)]
+
+
+def loss_sentence(check: LossCheck) -> str:
+    """Return what the check of the losses found."""
+    if check.comparison is None:
+        return f"the losses were not compared: {check.reason}"
+    why = f" ({check.reason})" if check.reason else ""
+    if check.equal:
+        return f"the losses equal those of {check.reference}{why}: {check.comparison}"
+    return f"the losses DIFFER from those of {check.reference}{why}: {check.comparison}"
+
+
+def trade_offs(candidates: Sequence[Candidate], winner: Candidate) -> Iterator[str]:
+    """Yield the candidates that no other one beats in everything, with what they cost and give."""
+    best = values_of(winner)
+    measured = [(each, values_of(each)) for each in candidates if each.completed]
+    for candidate, values in measured:
+        others = [other for each, other in measured if each is not candidate]
+        if candidate is winner or any(other.dominates(values) for other in others):
+            continue
+        changes = ", ".join(values.changes_from(best))
+        if changes:
+            yield f"{label(candidate)}: {changes}"

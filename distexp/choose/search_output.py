@@ -1,0 +1,139 @@
+"""Output of a search: its document for programs, and what is printed for users."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from distexp.choose.candidate import Candidate, SearchResult, Status
+from distexp.choose.loss_check import LossCheck
+from distexp.choose.result import ranked
+from distexp.choose.result_texts import (
+    command_line,
+    describe_margin,
+    loss_sentence,
+    trade_offs,
+    training_overrides,
+    winner_sentence,
+)
+from distexp.choose.settings import Settings
+from distexp.choose.state import SearchState
+from distexp.choose.table import result_table
+from distexp.choose.values import to_json, values_of
+from distexp.runs.text import suggest_command
+
+MOST_TRADE_OFFS = 5
+
+
+@dataclass
+class Outcome:
+    """What is known of a search so far.
+
+    Attributes:
+        settings: Settings of the search.
+        candidates: All candidates.
+        result: Result of the search; None before its end.
+        winner: The winner, whose losses were checked; None before the end, or if there is none.
+        check: Check of the winner's losses.
+        rejected: Better candidates whose losses differ, with their checks.
+    """
+
+    settings: Settings
+    candidates: Sequence[Candidate]
+    result: SearchResult | None = None
+    winner: Candidate | None = None
+    check: LossCheck | None = None
+    rejected: list[tuple[Candidate, LossCheck]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document, without the costs and trials that the state of the search adds."""
+        return {
+            "winner": self._winner_json(),
+            "sentence": self.sentence,
+            "statement": "" if self.result is None else self.result.statement or self.result.stopped,
+            "finished": self.result is not None,
+            "objective": str(self.settings.objective),
+            "losses": self.check.to_json() if self.check else None,
+            "rejected": [{"overrides": list(each.overrides), **check.to_json()} for each, check in self.rejected],
+            "candidates": [candidate_json(each) for each in self.candidates],
+        }
+
+    def _winner_json(self) -> dict[str, Any] | None:
+        if self.winner is None:
+            return None
+        values = values_of(self.winner)
+        return {
+            "overrides": list(self.winner.overrides),
+            "samples_per_second": values.samples_per_second,
+            "peak_allocated_mib": values.peak_allocated_mib,
+            "command": command_line(self.settings.command, self.winner),
+            "all_overrides": training_overrides(self.settings.command, self.winner),
+        }
+
+    @property
+    def sentence(self) -> str:
+        """Return the winner with its evidence; empty if there is none."""
+        if self.winner is None or self.result is None:
+            return ""
+        second, margin = describe_margin(self.result, self.winner, self.settings.objective)
+        return winner_sentence(self.winner, second, margin)
+
+
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
+    """Return a candidate for programs."""
+    return {
+        "overrides": list(candidate.overrides),
+        "status": str(candidate.status),
+        "reason": candidate.reason or None,
+        "predicted": None if candidate.predicted is None else asdict(candidate.predicted),
+        "expected_mib": candidate.expected_mib,
+        "forecast_s": candidate.forecast_s,
+        "measured": to_json(candidate),
+    }
+
+
+def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: Console) -> None:
+    """Print the table, the winner, and what was given up for what."""
+
+    def line(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    objective, result = outcome.settings.objective, outcome.result
+    line("")
+    for part in result_table(outcome.candidates, objective, outcome.winner):
+        console.print(part)
+    line("")
+    if result is not None and result.stopped:
+        line(result.stopped, "dim")
+    for candidate, check in outcome.rejected:
+        line(f"not chosen: {' '.join(candidate.overrides)}: {loss_sentence(check)}", "red")
+    if outcome.winner is None:
+        line(result.statement if result is not None and result.statement else "no candidate completed a trial")
+    else:
+        line(f"best {objective}: {outcome.sentence}", "bold")
+        if outcome.check is not None:
+            line(loss_sentence(outcome.check))
+        for text in list(trade_offs(outcome.candidates, outcome.winner))[:MOST_TRADE_OFFS]:
+            line(f"or: {text}")
+    line(describe_cost(state), "dim")
+    line(f"trials: {folder}; to look at them: {suggest_command('report', folder)}", "dim")
+    if outcome.winner is not None:
+        line("\nto train with it:")
+        line(f"  {command_line(outcome.settings.command, outcome.winner)}")
+
+
+def describe_cost(state: SearchState) -> str:
+    """Return the cost of the trials, with the part that was start-up."""
+    total, startup = state.gpu_seconds, state.startup_gpu_seconds
+    return f"cost of {len(state.trials)} trials: {total:,.0f} GPU-seconds, of which {startup:,.0f} for starting them"
+
+
+def best_completed(outcome: Outcome) -> list[Candidate]:
+    """Return the candidates to take as the winner, the best first."""
+    found = ranked([each for each in outcome.candidates if each.status is Status.TRIED], outcome.settings.objective)
+    first = None if outcome.result is None else outcome.result.winner
+    return [*([first] if first is not None else []), *(each for each in found if each is not first)]

@@ -1,0 +1,110 @@
+"""Settings of a search, and checks of the command line that starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+from distexp.choose.candidate import Objective
+from distexp.config import Config, ConfigError
+from distexp.config.choose_section import ChooseConfig
+from distexp.launch.composition import Cell
+
+BATCH = "train.global_batch_size"
+ACCUMULATION = "train.gradient_accumulation_steps"
+OWN_KEYS = ("choose.", "hydra.", "sweep.")
+SECONDS_PER_MINUTE = 60.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to search for.
+
+    Attributes:
+        section: Section ``choose`` of the configuration.
+        command: Overrides of the command without those of the search.
+        notes: What the user should know before the search.
+    """
+
+    section: ChooseConfig
+    command: list[str]
+    notes: list[str]
+
+    @property
+    def objective(self) -> Objective:
+        """Return the objective."""
+        return Objective(self.section.objective)
+
+    @property
+    def as_json(self) -> bool:
+        """Return whether stdout gets JSON only."""
+        return self.section.output == "json"
+
+    def budget_gpu_s(self, workers: int) -> float:
+        """Return the GPU time of the trials.
+
+        Args:
+            workers: Most workers of a candidate.
+        """
+        return self.section.budget_min * SECONDS_PER_MINUTE * workers
+
+
+def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
+    """Return the settings of a command.
+
+    Raises:
+        ConfigError: the command has several cells, or its objective or directory is impossible.
+    """
+    if len(cells) != 1:
+        raise ConfigError(
+            f"distexp choose is for one training, and these arguments have {len(cells)} cells: leave out presets with "
+            "a sweep, swept values and repeats. To try several values of a key, use choose.space"
+        )
+    cell = cells[0]
+    section, config = OmegaConf.to_object(cell.composed.choose), cell.config or cell.decided
+    assert isinstance(section, ChooseConfig)
+    errors = list(_errors(section, cell, config, master))
+    if errors:
+        raise ConfigError(errors)
+    command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
+    notes = []
+    if config is not None and not _sets(command, BATCH) and config.train.global_batch_size is None:
+        samples = global_batch(config)
+        command = [text for text in command if not _sets([text], ACCUMULATION)]
+        command.append(f"{BATCH}={samples}")
+        notes.append(f"the global batch is {samples} samples, as these arguments have it: set {BATCH} for another one")
+    return Settings(section, command, notes)
+
+
+def global_batch(config: Config) -> int:
+    """Return the samples of an optimizer step.
+
+    Raises:
+        ConfigError: the micro-batch is searched by the workers.
+    """
+    train = config.train
+    if isinstance(train.micro_batch_size, str):
+        raise ConfigError(f"distexp choose needs the samples of an optimizer step: set {BATCH}=64, for example")
+    return train.micro_batch_size * train.gradient_accumulation_steps * config.cluster.world_size
+
+
+def _errors(section: ChooseConfig, cell: Cell, config: Config | None, master: DictConfig) -> list[str]:
+    """Return what is wrong with a command, apart from sizes that no configuration could have."""
+    found = []
+    sweep = OmegaConf.to_container(master.hydra.sweep)
+    if isinstance(sweep, dict) and sweep["subdir"] == ".":
+        found.append("hydra.run.dir is for a single run, and choose starts several: use hydra.sweep.dir")
+    cluster = cell.composed.cluster
+    if section.objective == Objective.COST and cluster.price_per_gpu_hour is None:
+        found.append("choose.objective=cost needs a price: set cluster.price_per_gpu_hour=2.5, for example")
+    if not cluster.wait:
+        found.append("cluster.wait=false: choose decides by the results of its trials, so it waits: leave it out")
+    if cluster.dry_run:
+        found.append("cluster.dry_run=true prints sbatch files: use choose.dry_run=true")
+    return found
+
+
+def _sets(overrides: Sequence[str], key: str) -> bool:
+    return any(text.lstrip("+").startswith(f"{key}=") for text in overrides)

@@ -1,0 +1,43 @@
+"""Trials of ``distexp choose`` on this machine, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.types import HydraContext
+from rich.console import Console
+
+from distexp.choose.command import Launcher, TrialRunner
+from distexp.choose.labels import config_label
+from distexp.config.paths import PACKAGE
+from distexp.console.trial_screen import TrialScreen
+from distexp.launch.local.hangup import continue_after_hangup
+from distexp.launch.local.sweep import run_if_free
+from distexp.launch.local.warm_start import WarmStart
+from distexp.launch.snapshot import git_root, git_state
+from distexp.launch.sweep import AssignedRun
+
+
+@dataclass(frozen=True)
+class LocalTrials(Launcher):
+    """Launcher of trials on this machine."""
+
+    context: HydraContext
+
+    @contextmanager
+    def runner(self, sweep_dir: Path, console: Console) -> Iterator[TrialRunner]:
+        """Yield the runner of trials. The libraries are imported once for all of them."""
+        labels: dict[int, str] = {}
+        screen = TrialScreen(sweep_dir, console, labels)
+
+        def run_all(runs: Sequence[AssignedRun], after_each: Callable[[], None]) -> None:
+            for run in runs:
+                labels[run.info.number] = "" if run.cell.config is None else config_label(run.cell.config)
+                run_if_free(self.context, run, screen, warm)
+                after_each()
+
+        with continue_after_hangup(sweep_dir), WarmStart(screen.log) as warm:
+            yield TrialRunner(run_all, git_state(git_root(PACKAGE)))

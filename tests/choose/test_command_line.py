@@ -1,0 +1,61 @@
+"""Tests of ``distexp choose`` as a user types it, with real trials on the CPU."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distexp.runs.record import RunRecord
+from tests.helpers.forked_cli import run_forked
+from tests.helpers.runs import REPOSITORY, run_distexp
+
+SEARCH = (
+    *("choose", "--json", "model=gpt_tiny", "train.global_batch_size=4", "cluster.workers_per_node=2"),
+    *("cluster.device=cpu", "strategy=ddp", "kernels=reference", "train.activation_checkpointing=false"),
+    *("choose.objective=memory", "choose.space=[train.micro_batch_size]"),
+)
+"""A search of two micro-batches, whose finalists are not repeated."""
+
+START_S = 120.0
+
+
+def test_help_describes_the_options(tmp_path: Path) -> None:
+    found = run_forked("help", "choose", cwd=tmp_path).stdout
+    assert "choose.dry_run=true" in found
+    assert "choose.gpus=[1,2]" in found
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_is_resumed(tmp_path: Path) -> None:
+    """Ctrl-C arrives after the first trial. ``distexp resume`` keeps it, and finds a winner."""
+    folder = tmp_path / "search"
+    arguments = [sys.executable, "-m", "distexp", *SEARCH, f"hydra.sweep.dir={folder}"]
+    process = subprocess.Popen(arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + START_S
+    while not (folder / "0" / "record.json").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=START_S)
+    assert (process.returncode, stdout) == (130, ""), stderr
+    assert f"which are kept; to continue: distexp resume {folder}" in stderr
+    first = (folder / "0" / "record.json").stat().st_mtime
+    done = run_distexp("resume", str(folder), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (folder / "0" / "record.json").stat().st_mtime == first
+    assert found["losses"]["equal"] is True
+    assert found["losses"]["reference"].startswith("single")
+    assert found["losses"]["steps"] == 8
+    measured = [each for each in found["candidates"] if each["measured"]]
+    assert {each["status"] for each in measured} == {"tried"}
+    assert found["gpu_seconds"] > found["startup_gpu_seconds"] > 0
+    for number in range(len(found["trials"])):
+        record = RunRecord.read(folder / str(number) / "record.json")
+        assert (record.status, record.config["train"]["global_batch_size"]) == ("completed", 4)
+    assert found["winner"]["command"].startswith("distexp model=gpt_tiny train.global_batch_size=4")

@@ -1,0 +1,67 @@
+"""Replay of searches on the records of exhaustive sweeps: the winner is near the best, for a part of the cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.choose import Measured, SweepCell, read_cells, replay
+from tests.helpers.runs import REPOSITORY
+
+RESULTS = sorted((REPOSITORY / "docs" / "results").glob("choose_*.json"))
+LIMITS_GB = (24.0, 40.0, 80.0)
+REGRET, SHARE, COMPLETED = 0.05, 0.25, 0.95
+"""Most of the speed to lose, most of the GPU time to need, and least share of trials without running out of memory."""
+
+CPU_REGRET, CPU_SHARE = 0.15, 2.0
+"""On a busy CPU equal runs differ by more than 5 %, and its sweeps are too small to save time."""
+
+
+def grid(start_s: float = 4.0) -> SweepCell:
+    """Return a sweep with a known best candidate: zero_stage=1 with micro-batch 16."""
+    candidates = []
+    for number, family in enumerate(("strategy=ddp", "sharding=full_shard", "zero_stage=1", "zero_stage=3")):
+        for size in (1, 2, 4, 8, 16, 32, 64):
+            step_s = (1.0 + 0.2 * number if number != 2 else 0.9) * (1 + 4 / size + size / 60)
+            peak = 2_000.0 + 600.0 * size
+            candidates.append(
+                Measured(
+                    [family, f"train.micro_batch_size={size}"], 2, "completed", step_s, 64 / step_s, peak, start_s,
+                    peak * 1.01, step_s * (0.9 + 0.05 * number),
+                )
+            )  # fmt: skip
+    return SweepCell("formula", 2, 20, candidates)
+
+
+def test_a_search_finds_the_best_of_a_grid_for_less() -> None:
+    found = replay(grid())
+    assert found is not None
+    assert found.regret < REGRET
+    assert found.share < 0.5
+    assert found.out_of_memory == 0
+
+
+def test_a_memory_limit_is_kept() -> None:
+    for limit in (4.2, 5.0, 9.0):
+        found = replay(grid(), limit)
+        assert found is not None
+        assert found.regret < REGRET
+        assert found.out_of_memory == 0
+    assert replay(grid(), limit_gb=1.0) is None
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_searches_of_committed_sweeps_are_near_the_best(path: Path) -> None:
+    on_gpus = "cpu" not in path.stem
+    assert path.stat().st_size <= 300_000
+    cells = read_cells(path)
+    assert cells
+    for cell in cells:
+        for limit in LIMITS_GB if on_gpus else (None,):
+            found = replay(cell, limit)
+            if found is None:
+                continue
+            assert found.regret <= (REGRET if on_gpus else CPU_REGRET), (cell.name, cell.gpus, limit)
+            assert found.share <= (SHARE if on_gpus else CPU_SHARE), (cell.name, cell.gpus, limit)
+            assert found.out_of_memory <= (1 - COMPLETED) * found.trials, (cell.name, cell.gpus, limit)

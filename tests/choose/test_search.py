@@ -1,0 +1,159 @@
+"""Tests of the whole search, with trials that are never run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distexp.choose.state import SearchState
+from distexp.config import Config, ConfigError
+from distexp.exceptions import SweepFailedError
+from distexp.runs.run_dir import CHOICE
+from tests.helpers.planning import FormulaPlanner
+from tests.helpers.searches import FakeLauncher, run_search, usual_loss
+
+VALUES = ("strategy=ddp,fsdp", "sharding=full_shard", "offload=false", "train.micro_batch_size=2,4")
+FEW = (f"choose.space={list(VALUES)}", "kernels=reference", "train.activation_checkpointing=false")
+
+
+def document(folder: Path) -> dict[str, Any]:
+    """Return the content of the file of a search."""
+    content: dict[str, Any] = json.loads((folder / CHOICE).read_text())
+    return content
+
+
+def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second search in the directory repeats no trial, and prints the same result for users."""
+    launcher, again = FakeLauncher(), FakeLauncher()
+    run_search(tmp_path, launcher, *FEW, "choose.output=json")
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) >= {"winner", "candidates", "gpu_seconds"}
+    assert {"strategy=ddp", "train.micro_batch_size=4"} < set(found["winner"]["overrides"])
+    assert found["winner"]["samples_per_second"] == pytest.approx(10 * 1.2 * 2 * 1.4)
+    assert found["winner"]["peak_allocated_mib"] == 400
+    command = found["winner"]["command"]
+    assert command.startswith("distexp model=bloom_tiny dataset=squad_sample train.global_batch_size=8 strategy=ddp ")
+    assert command.endswith("cluster.workers_per_node=2 train.micro_batch_size=4")
+    assert "choose." not in command
+    assert (found["losses"]["equal"], found["losses"]["reference"].split(",")[0]) == (True, "single")
+    assert {each["status"] for each in found["candidates"]} <= {"tried", "pruned"}
+    assert found == document(tmp_path)
+    config = launcher.ran[0]
+    assert (config.train.log_every, config.train.measure_after_step, config.train.max_steps) == (1, 3, 8)
+    assert {each.train.global_batch_size for each in launcher.ran} == {8}
+    assert {each.train.seed for each in launcher.ran} == {42}
+    run_search(tmp_path, again, *FEW)
+    assert again.ran == []
+    out = capsys.readouterr().out
+    assert "best throughput: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 0.4 GB" in out
+    assert "faster than fsdp full_shard, micro-batch 4 x 1, 2 workers" in out
+    assert "the losses equal those of single" in out
+    assert "or: ddp, micro-batch 2 x 2, 2 workers: 14 % slower, 50 % less memory" in out
+    assert "GPU-seconds, of which" in out
+    assert f"distexp report {tmp_path}" in out
+
+
+def test_a_winner_with_other_losses_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def loss(config: Config, step: int) -> float:
+        return usual_loss(config, step) * (1.001 if config.strategy.name == "ddp" else 1)
+
+    run_search(tmp_path, FakeLauncher(loss=loss), *FEW)
+    found = document(tmp_path)
+    assert "sharding=full_shard" in found["winner"]["overrides"]
+    assert {each["equal"] for each in found["rejected"]} == {False}
+    out = capsys.readouterr().out
+    assert "the losses DIFFER from those of single" in out
+    assert "8 steps, largest relative difference 1.0e-03 (the bound is 1e-05)" in out
+
+
+@pytest.mark.slow
+def test_dropout_is_off_in_the_check_of_the_losses(tmp_path: Path) -> None:
+    launcher = FakeLauncher()
+    run_search(tmp_path, launcher, *FEW, "model=gpt_tiny", "model.dropout=0.1")
+    assert [each.model.dropout for each in launcher.ran[-2:]] == [0.0, 0.0]
+    assert {each.strategy.name for each in launcher.ran[-2:]} == {"ddp", "single"}
+    assert launcher.ran[0].model.dropout == 0.1
+    assert document(tmp_path)["losses"]["equal"] is True
+
+
+def test_single_is_the_reference_if_it_is_no_candidate(tmp_path: Path) -> None:
+    launcher = FakeLauncher()
+    run_search(tmp_path, launcher, "sharding=full_shard", *FEW[1:], "choose.space=['train.micro_batch_size=4']")
+    assert launcher.ran[-1].strategy.name == "single"
+    assert document(tmp_path)["losses"]["reference"].startswith("single")
+
+
+@pytest.mark.slow
+def test_failing_trials_do_not_end_the_search(tmp_path: Path) -> None:
+    def fails(config: Config) -> str:
+        large = config.strategy.name == "fsdp" and config.train.micro_batch_size == 4
+        return "failed" if config.strategy.name == "ddp" else "oom_gpu" if large else ""
+
+    run_search(tmp_path, FakeLauncher(fails=fails), *FEW)
+    found = document(tmp_path)
+    assert set(found["winner"]["overrides"]) >= {"sharding=full_shard", "train.micro_batch_size=2"}
+    reasons = {each["reason"] for each in found["candidates"] if each["status"] == "failed"}
+    assert reasons == {"SomeError: it is failed", "SomeError: it is oom_gpu"}
+
+
+def test_an_interrupted_search_repeats_no_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = FakeLauncher(interrupt_after=3), FakeLauncher()
+    with pytest.raises(KeyboardInterrupt):
+        run_search(tmp_path, first, *FEW)
+    assert "interrupted after 3 trials, which are kept; to continue: distexp resume" in capsys.readouterr().err
+    assert document(tmp_path)["finished"] is False
+    run_search(tmp_path, second, *FEW)
+    assert len(first.ran) == 3
+    found = document(tmp_path)
+    assert len(found["trials"]) == len(first.ran) + len(second.ran)
+    assert {"strategy=ddp", "train.micro_batch_size=4"} < set(found["winner"]["overrides"])
+
+
+def test_another_search_is_not_mixed_into_a_directory(tmp_path: Path) -> None:
+    SearchState.open(tmp_path, ["model=bloom_tiny"]).write()
+    assert SearchState.open(tmp_path, ["model=bloom_tiny"]).trials == []
+    with pytest.raises(ConfigError, match="contains the search for 'model=bloom_tiny', and this one is for 'model=gpt"):
+        SearchState.open(tmp_path, ["model=gpt_tiny"])
+    (tmp_path / CHOICE).write_text("{")
+    with pytest.raises(ConfigError, match="is damaged"):
+        SearchState.open(tmp_path, ["model=bloom_tiny"])
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_search(tmp_path / "none", FakeLauncher(), *FEW, "choose.dry_run=true")
+    out = capsys.readouterr().out
+    assert "planned trial" in out
+    assert "4 configurations, of which 4 may be tried" in out
+    assert "Nothing was started." in out
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_a_dry_run_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_search(tmp_path, FakeLauncher(), *FEW, "choose.dry_run=true", "choose.output=json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["planned_gpu_seconds"] > 0
+    assert len(found["planned"]) == 2
+    assert {each["status"] for each in found["candidates"]} == {"waiting"}
+
+
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SweepFailedError):
+        run_search(tmp_path, FakeLauncher(), *FEW, "cluster.device=cpu", "plan.host_memory_gb=2")
+    assert "no candidate fits into the memory; the nearest one is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["choose.objective=cost"], "choose.objective=cost needs a price: set cluster.price_per_gpu_hour"),
+        (["cluster.wait=false"], "choose decides by the results of its trials, so it waits"),
+        (["choose.space=[nothing]"], "choose.space"),
+    ],
+)
+def test_a_command_that_is_no_search_is_refused(tmp_path: Path, arguments: list[str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        run_search(tmp_path, FakeLauncher(), *arguments, planner=FormulaPlanner())

@@ -1,0 +1,94 @@
+"""Searches of ``distexp choose`` in the process of the test, with trials that are never run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from distexp.choose.command import Launcher, TrialRunner, run_choose
+from distexp.config import Config
+from distexp.launch.snapshot import GitState
+from distexp.launch.sweep import AssignedRun
+from distexp.runs.metrics import Metrics
+from distexp.runs.record import RunError, RunRecord
+from distexp.runs.run_dir import METRICS, SPEC
+from tests.helpers.planning import FormulaPlanner, composed
+
+BASE = ("model=bloom_tiny", "dataset=squad_sample", "train.global_batch_size=8", "choose.only=true")
+
+
+def usual_speed(config: Config) -> float:
+    """Return samples per second: more with larger micro-batches and more workers, and DDP is the fastest."""
+    factor = {"single": 1.0, "ddp": 1.2, "fsdp": 1.1, "deepspeed": 0.9}[config.strategy.name]
+    return 10.0 * factor * config.cluster.world_size * (1 + 0.1 * config.train.micro_batch)
+
+
+def usual_loss(config: Config, step: int) -> float:
+    """Return the loss of a step, the same for all configurations."""
+    return 3.0 / step
+
+
+@dataclass
+class FakeLauncher:
+    """Launcher that writes records in place of running trials.
+
+    Attributes:
+        speed: Returns the speed of a configuration.
+        loss: Returns the loss of a configuration at a step.
+        fails: Returns the status of a configuration that fails; empty if it completes.
+        interrupt_after: Number of trials after which Ctrl-C arrives.
+        ran: Configurations of the trials that ran.
+    """
+
+    speed: Callable[[Config], float] = usual_speed
+    loss: Callable[[Config, int], float] = usual_loss
+    fails: Callable[[Config], str] = lambda config: ""
+    interrupt_after: int | None = None
+    ran: list[Config] = field(default_factory=list)
+
+    @contextmanager
+    def runner(self, sweep_dir: Path, console: Console) -> Iterator[TrialRunner]:
+        """Yield the runner."""
+
+        def run_all(runs: Sequence[AssignedRun], after_each: Callable[[], None]) -> None:
+            for run in runs:
+                if self.interrupt_after == len(self.ran):
+                    raise KeyboardInterrupt
+                self._run(run)
+                after_each()
+
+        yield TrialRunner(run_all, GitState(None, None))
+
+    def _run(self, run: AssignedRun) -> None:
+        config = run.cell.config
+        assert config is not None
+        self.ran.append(config)
+        (run.directory / SPEC).write_text("{}")
+        status = self.fails(config) or "completed"
+        steps = config.train.max_steps or 0
+        metrics = Metrics(
+            train_samples_per_second=self.speed(config),
+            train_runtime=1.0,
+            total_steps=steps,
+            step_time_s={"p50": 8 / self.speed(config)},
+        )
+        lines = [{"step": step, "loss": self.loss(config, step)} for step in range(1, steps + 1)]
+        (run.directory / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        error = None if status == "completed" else RunError("SomeError", f"it is {status}")
+        record = RunRecord(status, run.info, asdict(config), error, metrics=metrics if error is None else Metrics())
+        record.memory["torch"] = [{"rank": 0, "peak_allocated_mib": 100.0 * config.train.micro_batch}]
+        record.write(run.directory)
+
+
+def run_search(folder: Path, launcher: Launcher, *arguments: str, planner: FormulaPlanner | None = None) -> None:
+    """Search in a folder. A second search there continues the first."""
+    with composed([*BASE, *arguments]) as (cells, make):
+        master = cells[0].composed
+        master.hydra.sweep.dir = str(folder)
+        master.hydra.overrides.hydra = [f"hydra.sweep.dir={folder}"]
+        run_choose(cells, master, make, launcher, planner or FormulaPlanner())
