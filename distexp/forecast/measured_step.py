@@ -27,7 +27,7 @@ class MeasuredStep:
         settings: Settings of its communication.
         median_s: Median of its measured steps, which are not profiled.
         deviation_s: Standard deviation of a step, from the 90th percentile of its measured steps.
-        own_waiting_s: Time that its workers wait for each other.
+        own_waiting_s: Time that rank 0, whose step is simulated, waits for other workers.
         record: Its record.
     """
 
@@ -40,11 +40,10 @@ class MeasuredStep:
 
     def waiting_s(self, workers: int) -> float:
         """Return how long some workers wait for the slowest one, from the spread of the measured steps."""
-        if workers == self.model.workers:
-            return self.own_waiting_s
-        if self.model.workers == 1:
-            return self.deviation_s * expected_maximum(workers)
-        return self.own_waiting_s * expected_maximum(workers) / expected_maximum(self.model.workers)
+        if workers == 1:
+            return 0.0
+        more = expected_maximum(workers) - expected_maximum(self.model.workers)
+        return max(0.0, self.own_waiting_s + self.deviation_s * more)
 
     @property
     def target(self) -> Target:
@@ -83,7 +82,7 @@ def read_measured_step(run_dir: Path) -> MeasuredStep:
 
 
 def _own_waiting(record: RunRecord, median_s: float) -> float:
-    """Return the wait for other workers in the profiled step, as a mean over them; at most half of a step."""
+    """Return the wait of rank 0 for other workers in the profiled step; at most half of a step."""
     entries = [entry for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
-    waits = [number_of(entry, "waiting_ms") or 0.0 for entry in entries]
-    return min(sum(waits) / len(waits) / 1000, median_s / 2) if waits else 0.0
+    waits = [number_of(entry, "waiting_ms") for entry in entries if entry.get("rank") == 0]
+    return min((waits[0] if waits and waits[0] else 0.0) / 1000, median_s / 2)

@@ -25,7 +25,7 @@ COMMON = (
     *("cluster.device=cpu", "train.max_steps=6"),
 )
 CELLS = {
-    "ddp": ("strategy=ddp", "ddp.bucket_cap_mb=0.5"),
+    "ddp": ("strategy=ddp", "ddp.bucket_cap_mb=0.05"),
     "full_shard": ("sharding=full_shard",),
     "shard_grad_op": ("sharding=shard_grad_op",),
 }

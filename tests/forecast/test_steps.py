@@ -16,6 +16,7 @@ from distexp.forecast.machine import CurvePoint, MachineCurves, load_machine, st
 from distexp.forecast.measured_step import expected_maximum
 from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import PARTS, Target
+from distexp.runs.record import RunRecord
 from distexp.runs.step_model import (
     BACKWARD,
     FORWARD,
@@ -132,6 +133,17 @@ def test_the_slowest_of_many_workers_is_waited_for(tmp_path: Path) -> None:
     assert two.parts["waiting"] == pytest.approx(0.00056, rel=0.06)  # of two normal values: deviation / sqrt(pi)
     assert many.parts["waiting"] == pytest.approx(0.0032, rel=0.05)
     assert expected_maximum(1) == 0
+
+
+def test_the_wait_of_the_profiled_run_is_kept_and_grows_with_the_workers(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ddp_items(0.004), 0.036, workers=2, p90_s=0.036 + 1.2816 * 0.001)
+    written = RunRecord.read(run / "record.json")
+    written.metrics.step_breakdown = [{"rank": rank, "step_ms": 36.0, "waiting_ms": 2.0 - rank} for rank in (0, 1)]
+    written.write(run)
+    one, own, more = forecast_steps(run, [target(1), target(2), target(4)], MACHINE)
+    assert (own.step_time_s, own.parts["waiting"]) == pytest.approx((0.036, 0.002))  # rank 0 is simulated
+    assert more.parts["waiting"] == pytest.approx(0.002 + 0.00046, rel=0.05)
+    assert one.parts["waiting"] == 0
 
 
 def test_more_micro_batches_reduce_once_and_take_longer(tmp_path: Path) -> None:

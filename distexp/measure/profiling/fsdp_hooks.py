@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from distexp.measure.profiling.chrome_trace import FSDP_HOOK
 from distexp.measure.profiling.intervals import Interval
 from distexp.measure.profiling.phases import StepPhases
-from distexp.runs.step_model import BACKWARD
 
 ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
 
@@ -76,15 +75,16 @@ def _gathers(
     present: set[str] = set()
     found = []
     keeps = not any(unit.reshards_after_forward for name, unit in units.items() if name)
-    last = max(0, len(phases.backward) - 1)
+    last = phases.backward[-1][0] if phases.backward else phases.window[0]  # start of the last backward pass
+
+    def frees(hook: str, unit: UnitSize, when: float) -> bool:
+        after_forward = hook == "post_forward" and unit.reshards_after_forward
+        return after_forward or (hook == "post_backward_reshard" and (not keeps or when >= last))
+
     for when, hook, unit in hooks:
         if hook in ("pre_forward", "pre_backward", "backward_prefetch") and unit not in present:
             present.add(unit)
             found.append(HookCollective(when, ALL_GATHER, units[unit].gathered_bytes))
-        elif hook == "post_forward" and units[unit].reshards_after_forward:
+        elif frees(hook, units[unit], when):
             present.discard(unit)
-        elif hook == "post_backward_reshard":
-            phase, micro_batch = phases.place(when)
-            if not (keeps and phase == BACKWARD and micro_batch < last):
-                present.discard(unit)
     return found

@@ -135,6 +135,19 @@ def test_the_hooks_of_fsdp_show_where_it_gathers_and_reduces() -> None:
     assert [(e.when, e.bytes) for e in observed if e.kind == "all_gather"] == [(3, 3)]
 
 
+def test_shard_grad_op_keeps_its_weights_until_the_last_backward_pass() -> None:
+    phases = find_phases((0, 100), [(20, 30), (60, 70)], [(95, 99)], micro_batches=2)
+    units = {"": UnitSize(8, 16, False), "a": UnitSize(2, 4, False)}
+    hooks = [
+        *((begin + 1, "FSDP::pre_forward") for begin in (0, 40)),
+        *((begin + 2, "FSDP::pre_forward (a)") for begin in (0, 40)),
+        *((begin + 22, "FSDP::pre_backward (a)") for begin in (0, 40)),
+        *((begin + 31, "FSDP::post_backward_reshard") for begin in (0, 40)),  # after the last event of the pass
+    ]
+    found = collectives_of_hooks([(name, (when, when + 0.1)) for when, name in hooks], units, phases)
+    assert [(each.when, each.bytes) for each in found] == [(1, 8), (2, 2)]
+
+
 def test_forward_passes_are_the_longest_gaps_between_events_of_the_backward_pass() -> None:
     events = [(10.0, 12.0), (13.0, 15.0), (30.0, 33.0), (33.5, 36.0)]
     phases = find_phases((0, 50), events, [(40, 45)], micro_batches=2, hooks=[37.0])
