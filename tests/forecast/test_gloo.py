@@ -1,4 +1,4 @@
-"""Trainings with gloo on one, two and four workers: the plan for several workers is what several workers do.
+"""Trainings with gloo on one and four workers: the plan for several workers is what several workers do.
 
 They prove the mechanism, and not the accuracy of the times: the workers share the cores of the machine.
 """
@@ -20,7 +20,7 @@ from tests.helpers.runs import make_spec, torchrun
 
 MANY_RUNS = Path(__file__).parent.parent / "helpers" / "many_runs.py"
 COMMON = (
-    *("dataset.train_size=96", "dataset.eval_size=8", "train.num_epochs=1", "train.micro_batch_size=2"),
+    *("dataset.train_size=64", "dataset.eval_size=8", "train.num_epochs=1", "train.micro_batch_size=2"),
     *("train.gradient_accumulation_steps=2", "train.measure_after_step=1", "train.profile_steps=1"),
     *("cluster.device=cpu", "train.max_steps=6"),
 )
@@ -29,7 +29,7 @@ CELLS = {
     "full_shard": ("sharding=full_shard",),
     "shard_grad_op": ("sharding=shard_grad_op",),
 }
-WORKERS = (1, 2, 4)
+WORKERS = (1, 4)
 MACHINE = MachineCurves((), intra_node_link(None), Network())
 
 pytestmark = pytest.mark.slow
@@ -55,8 +55,8 @@ def sent(items: Sequence[Item]) -> list[tuple[str, int, int | None]]:
 
 
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("workers", WORKERS[1:])
-def test_one_worker_plans_the_collectives_that_several_run(runs: Path, name: str, workers: int) -> None:
+def test_one_worker_plans_the_collectives_that_several_run(runs: Path, name: str) -> None:
+    workers = WORKERS[-1]
     one, several = (read_measured_step(runs / str(count) / name) for count in (1, workers))
     planned = Forecaster(one, one.settings, MACHINE).items(Target(1, workers, 2, 1.0))
     assert sent(planned) == sent(several.model.items)
