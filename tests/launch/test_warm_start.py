@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distexp.config import ConfigError
 from distexp.launch.local.warm_start import StartUp
 from distexp.launch.shared_group import NotSharedError, SharedGroup
 from distexp.measure.memory.process_tree import ProcessTree
@@ -159,6 +160,11 @@ def test_runs_share_a_start_up_only_if_their_imports_are_equal(monkeypatch: pyte
         assert other.describe_change(first) == change
     monkeypatch.chdir(tmp_path)
     assert StartUp.of(make_spec(*common), 0).describe_change(first) == "the working directory"
+
+
+def test_a_shared_start_up_is_refused_on_slurm() -> None:
+    with pytest.raises(ConfigError, match=r"sweep\.shared_start=true is for local sweeps only: leave it out"):
+        make_spec("cluster=slurm", "sweep.shared_start=true")
 
 
 SHARED = ("--multirun", "sweep.shared_start=true", "strategy=single", "hydra.sweep.dir=out")
