@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from distexp.config import ConfigError
-from distexp.launch.local.warm_start import StartUp
+from distexp.launch.local import warm_start
+from distexp.launch.local.warm_start import SharedProcess, StartUp, WarmStart
 from distexp.launch.shared_group import NotSharedError, SharedGroup
 from distexp.measure.memory.process_tree import ProcessTree
 from distexp.runs.record import RunRecord
@@ -160,6 +161,24 @@ def test_runs_share_a_start_up_only_if_their_imports_are_equal(monkeypatch: pyte
         assert other.describe_change(first) == change
     monkeypatch.chdir(tmp_path)
     assert StartUp.of(make_spec(*common), 0).describe_change(first) == "the working directory"
+
+
+def test_a_killed_shared_process_is_noted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours, theirs = message_pair()
+    process = subprocess.Popen(["sleep", "600"])
+    found = SharedProcess(StartUp.of(make_spec("cluster.device=cpu"), 0), process, ours, tmp_path / "log")
+    monkeypatch.setattr(warm_start, "_start", lambda *_: found)
+    notes: list[str] = []
+    with theirs, WarmStart(notes.append) as warm:
+        connection = warm.connect(make_spec("cluster.device=cpu"), tmp_path, 0)
+        assert connection is not None
+        connection.close()
+        process.kill()
+        theirs.close()
+        assert [warm.connect(make_spec("cluster.device=cpu"), tmp_path, 0) for _ in range(2)] == [None, None]
+    (note,) = notes
+    assert "has ended (signal 9), so the runs import the libraries themselves again" in note
+    assert str(tmp_path / "log") in note
 
 
 def test_a_shared_start_up_is_refused_on_slurm() -> None:
