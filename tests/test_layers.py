@@ -23,6 +23,7 @@ LAUNCHER = (
 LIGHT = (
     *LAUNCHER,
     "distexp.cancel",
+    "distexp.forecast.command",
     "distexp.launch.slurm.node_task",
     "distexp.report",
     "distexp.resume",

@@ -89,10 +89,11 @@ class SizeRow:
 
     @property
     def largest_loss(self) -> tuple[str, float] | None:
-        """Return the largest part of the step besides the computation, with its fraction; None if all are 0."""
+        """Return the largest part of the step besides the computation, with its fraction; None if it is tiny."""
         losses = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != COMPUTE}
         name = max(losses, key=lambda each: losses[each], default="")
-        return (name, self.share(name) or 0.0) if name and losses[name] > 0 else None
+        share = self.share(name) or 0.0
+        return (name, share) if share >= LEAST_LOSS else None
 
     @property
     def j_per_sample(self) -> float | None:
@@ -108,6 +109,8 @@ class SizeRow:
 
 
 COMPUTE = "compute"
+LEAST_LOSS = 0.005
+"""Smaller losses are not named."""
 
 
 def forecast_sizes(
