@@ -10,7 +10,7 @@ from rich.console import Console
 from distexp.choose.candidate import Candidate, Status
 from distexp.choose.halving import first_trials
 from distexp.choose.result import describe_no_winner
-from distexp.choose.search_output import Outcome, candidate_json
+from distexp.choose.search_output import Outcome, candidate_json, typed_overrides
 from distexp.choose.table import others_table, waiting_table
 from distexp.choose.trials import EXCLUDED_STEPS
 from distexp.exceptions import SweepFailedError
@@ -54,7 +54,7 @@ def plan_json(
         "objective": str(outcome.settings.objective),
         "candidates": [candidate_json(each) for each in outcome.candidates],
         "planned": [
-            {"overrides": list(candidate.overrides), "steps": steps, "gpu_seconds": round(cost, 1)}
+            {"overrides": typed_overrides(candidate), "steps": steps, "gpu_seconds": round(cost, 1)}
             for (candidate, steps), cost in zip(planned, costs, strict=True)
         ],
         "planned_gpu_seconds": round(sum(costs), 1),

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from distexp.choose.candidate import Candidate, SearchResult, Status
+from distexp.choose.labels import label
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.result import ranked
 from distexp.choose.result_texts import (
@@ -24,7 +25,7 @@ from distexp.choose.settings import Settings
 from distexp.choose.state import SearchState
 from distexp.choose.table import result_table
 from distexp.choose.values import to_json, values_of
-from distexp.runs.text import suggest_command
+from distexp.runs.text import format_override, suggest_command
 
 MOST_TRADE_OFFS = 5
 
@@ -58,7 +59,7 @@ class Outcome:
             "finished": self.result is not None,
             "objective": str(self.settings.objective),
             "losses": self.check.to_json() if self.check else None,
-            "rejected": [{"overrides": list(each.overrides), **check.to_json()} for each, check in self.rejected],
+            "rejected": [{"overrides": typed_overrides(each), **check.to_json()} for each, check in self.rejected],
             "candidates": [candidate_json(each) for each in self.candidates],
         }
 
@@ -67,7 +68,7 @@ class Outcome:
             return None
         values = values_of(self.winner)
         return {
-            "overrides": list(self.winner.overrides),
+            "overrides": typed_overrides(self.winner),
             "samples_per_second": values.samples_per_second,
             "peak_allocated_mib": values.peak_allocated_mib,
             "command": command_line(self.settings.command, self.winner),
@@ -83,10 +84,15 @@ class Outcome:
         return winner_sentence(self.winner, second, margin)
 
 
+def typed_overrides(candidate: Candidate) -> list[str]:
+    """Return the overrides of a candidate as a user would type them."""
+    return list(map(format_override, candidate.overrides))
+
+
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """Return a candidate for programs."""
     return {
-        "overrides": list(candidate.overrides),
+        "overrides": typed_overrides(candidate),
         "status": str(candidate.status),
         "reason": candidate.reason or None,
         "predicted": None if candidate.predicted is None else asdict(candidate.predicted),
@@ -110,7 +116,7 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
     if result is not None and result.stopped:
         line(result.stopped, "dim")
     for candidate, check in outcome.rejected:
-        line(f"not chosen: {' '.join(candidate.overrides)}: {loss_sentence(check)}", "red")
+        line(f"not chosen: {label(candidate)}: {loss_sentence(check)}", "red")
     if outcome.winner is None:
         line(result.statement if result is not None and result.statement else "no candidate completed a trial")
     else:

@@ -34,13 +34,13 @@ class Values:
 
     def changes_from(self, other: Values) -> Iterator[str]:
         """Yield how these values differ from others: ``3 % slower``, ``40 % less memory``."""
-        words = (
+        pairs = (
             (self.samples_per_second, other.samples_per_second, "faster", "slower"),
             (self.peak_allocated_mib, other.peak_allocated_mib, "more memory", "less memory"),
             (self.j_per_sample, other.j_per_sample, "more energy", "less energy"),
             (self.price_per_sample, other.price_per_sample, "more expensive", "cheaper"),
         )
-        for own, theirs, more, less in words:
+        for own, theirs, more, less in pairs:
             if own and theirs and abs(own / theirs - 1) >= SAME:
                 yield f"{100 * abs(own / theirs - 1):.0f} % {more if own > theirs else less}"
 
