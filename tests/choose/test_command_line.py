@@ -22,7 +22,7 @@ SEARCH = (
 )
 """A search of two micro-batches, whose finalists are not repeated."""
 
-START_S = 120.0
+START_S = 540.0
 
 
 def test_help_describes_the_options(tmp_path: Path) -> None:
