@@ -159,6 +159,7 @@ def test_members_without_an_estimate_get_the_forecast_of_their_family(space_of: 
 
 WORK = Work(flops=1e13, operations=1000, written=1e9, parameters=1e9)
 FAST, SLOW_LINK = Machine(100.0, 2000.0, 200.0), Machine(100.0, 2000.0, 5.0)
+LAUNCHES = Machine(1000.0, 2000.0, 200.0, launch_s=1e-3)
 TWO = ("cluster.workers_per_node=2", "cluster.device=cpu", "precision=bf16")
 
 
@@ -168,6 +169,7 @@ TWO = ("cluster.workers_per_node=2", "cluster.device=cpu", "precision=bf16")
         (("strategy=ddp",), ("sharding=full_shard", "train.gradient_accumulation_steps=8"), SLOW_LINK),
         (("sharding=shard_grad_op",), ("sharding=full_shard",), SLOW_LINK),
         (("zero_stage=1",), ("zero_stage=3",), FAST),
+        (("sharding=full_shard", "offload=true"), ("zero_stage=3", "offload=true"), LAUNCHES),
         (("zero_stage=2",), ("zero_stage=2", "offload=true"), FAST),
         (("sharding=full_shard",), ("sharding=full_shard", "train.gradient_accumulation_steps=8"), FAST),
     ],
