@@ -1,4 +1,4 @@
-"""Trainings with gloo on one and four workers: the plan for several workers is what several workers do.
+"""Trainings with gloo on one and two workers: the plan for several workers is what several workers do.
 
 They prove the mechanism, and not the accuracy of the times: the workers share the cores of the machine.
 """
@@ -20,16 +20,16 @@ from tests.helpers.runs import make_spec, torchrun
 
 MANY_RUNS = Path(__file__).parent.parent / "helpers" / "many_runs.py"
 COMMON = (
-    *("dataset.train_size=64", "dataset.eval_size=8", "train.num_epochs=1", "train.micro_batch_size=2"),
-    *("train.gradient_accumulation_steps=2", "train.measure_after_step=1", "train.profile_steps=1"),
-    *("cluster.device=cpu", "train.max_steps=6"),
+    *("model=gpt_tiny", "dataset=synthetic", "dataset.train_size=48", "dataset.eval_size=8", "cluster.device=cpu"),
+    *("train.micro_batch_size=2", "train.gradient_accumulation_steps=2", "train.num_epochs=1", "train.max_steps=6"),
+    *("train.measure_after_step=1", "train.profile_steps=1"),
 )
 CELLS = {
     "ddp": ("strategy=ddp", "ddp.bucket_cap_mb=0.05"),
     "full_shard": ("sharding=full_shard",),
     "shard_grad_op": ("sharding=shard_grad_op",),
 }
-WORKERS = (1, 4)
+WORKERS = (1, 2)
 MACHINE = MachineCurves((), intra_node_link(None), Network())
 
 pytestmark = pytest.mark.slow
