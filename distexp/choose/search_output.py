@@ -55,7 +55,7 @@ class Outcome:
         return {
             "winner": self._winner_json(),
             "sentence": self.sentence,
-            "statement": "" if self.result is None else self.result.statement or self.result.stopped,
+            "statement": self.statement,
             "finished": self.result is not None,
             "objective": str(self.settings.objective),
             "losses": self.check.to_json() if self.check else None,
@@ -74,6 +74,15 @@ class Outcome:
             "command": command_line(self.settings.command, self.winner),
             "all_overrides": training_overrides(self.settings.command, self.winner),
         }
+
+    @property
+    def statement(self) -> str:
+        """Return why there is no winner, or why the search ended early; empty if neither is so."""
+        if self.result is None:
+            return ""
+        if self.winner is None and self.rejected:
+            return f"no winner: the losses of the {len(self.rejected)} best configurations differ from the reference"
+        return self.result.statement or self.result.stopped
 
     @property
     def sentence(self) -> str:
@@ -118,7 +127,7 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
     for candidate, check in outcome.rejected:
         line(f"not chosen: {label(candidate)}: {loss_sentence(check)}", "red")
     if outcome.winner is None:
-        line(result.statement if result is not None and result.statement else "no candidate completed a trial")
+        line(outcome.statement or "no candidate completed a trial")
     else:
         line(f"best {objective}: {outcome.sentence}", "bold")
         if outcome.check is not None:

@@ -70,6 +70,17 @@ def test_a_winner_with_other_losses_is_not_taken(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.slow
+def test_there_is_no_winner_if_all_losses_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def loss(config: Config, step: int) -> float:
+        return usual_loss(config, step) * (1.0 if config.strategy.name == "single" else 1.001)
+
+    with pytest.raises(SweepFailedError):
+        run_search(tmp_path, FakeLauncher(loss=loss), *FEW)
+    assert "no winner: the losses of the 3 best configurations differ from the reference" in capsys.readouterr().out
+    assert document(tmp_path)["winner"] is None
+
+
+@pytest.mark.slow
 def test_dropout_is_off_in_the_check_of_the_losses(tmp_path: Path) -> None:
     launcher = FakeLauncher()
     run_search(tmp_path, launcher, *FEW, "model=gpt_tiny", "model.dropout=0.1")
