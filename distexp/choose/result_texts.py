@@ -13,6 +13,9 @@ from distexp.choose.values import Values, values_of
 from distexp.plan.cells import replace_overrides
 from distexp.runs.text import format_override
 
+BETTER_WORDS = ("faster", "less memory", "less energy", "cheaper")
+"""Changes for which another configuration may be preferred to the winner."""
+
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "name=choose")
 """Overrides that are not part of the real training."""
 
@@ -86,5 +89,5 @@ def trade_offs(candidates: Sequence[Candidate], winner: Candidate) -> Iterator[s
         if candidate is winner or any(other.dominates(values) for other in others):
             continue
         changes = ", ".join(values.changes_from(best))
-        if changes:
+        if any(better in changes for better in BETTER_WORDS):
             yield f"{label(candidate)}: {changes}"
