@@ -17,8 +17,8 @@ the winner are compared with those of strategy=single.
 
   choose.objective=memory         throughput (default), energy, cost or memory
   choose.budget_min=20            time for the trials (default: 10 minutes)
-  choose.gpus=[1,2]               numbers of workers to try
-  choose.space=[strategy]         vary only these keys ...
+  choose.gpus=1,2                 numbers of workers to try
+  choose.space=strategy           vary only these keys ...
   choose.space='["sharding=full_shard,shard_grad_op"]'    ... or set their values
   choose.dry_run=true             print what would be tried and its cost
   hydra.sweep.dir=DIR             directory of the trials
@@ -29,11 +29,13 @@ continues with `distexp resume DIR`.
 
 examples:
   distexp choose model=bloom_1b1 dataset=squad train.global_batch_size=64
-  distexp choose model=gpt_tiny train.global_batch_size=16 choose.gpus=[1,2]
+  distexp choose model=gpt_tiny train.global_batch_size=16 choose.gpus=1,2
   distexp choose cluster=slurm cluster.workers_per_node=4 model=bloom_3b train.global_batch_size=64"""
 
 JSON = "--json"
 NAME = "name="
+LISTS = ("choose.gpus", "choose.space")
+"""Keys with several values. Hydra would sweep over them, because they have no brackets."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     output = ["choose.output=json"] if JSON in given else []
     name = [] if any(text.startswith(NAME) for text in given) else ["name=choose"]
-    return run(["choose.only=true", *output, *name, *(text for text in given if text != JSON)])
+    return run(["choose.only=true", *output, *name, *(with_brackets(text) for text in given if text != JSON)])
+
+
+def with_brackets(argument: str) -> str:
+    """Return ``choose.gpus=[1,2]`` for ``choose.gpus=1,2``; any other argument as it is."""
+    key, _, value = argument.partition("=")
+    is_open = key in LISTS and value and value[0] not in "[\"'" and "=" not in value
+    return f"{key}=[{value}]" if is_open else argument
 
 
 if __name__ == "__main__":

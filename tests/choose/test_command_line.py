@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distexp.choose.__main__ import with_brackets
 from distexp.runs.record import RunRecord
 from tests.helpers.forked_cli import run_forked
 from tests.helpers.runs import REPOSITORY, run_distexp
@@ -28,7 +29,14 @@ START_S = 540.0
 def test_help_describes_the_options(tmp_path: Path) -> None:
     found = run_forked("help", "choose", cwd=tmp_path).stdout
     assert "choose.dry_run=true" in found
-    assert "choose.gpus=[1,2]" in found
+    assert "choose.gpus=1,2" in found
+
+
+def test_several_values_need_no_brackets() -> None:
+    assert with_brackets("choose.gpus=1,2") == "choose.gpus=[1,2]"
+    assert with_brackets("choose.space=strategy,kernels") == "choose.space=[strategy,kernels]"
+    for kept in ("choose.gpus=[1,2]", "choose.space=['strategy=ddp,fsdp']", "strategy=ddp,fsdp", "choose.gpus="):
+        assert with_brackets(kept) == kept
 
 
 @pytest.mark.slow
