@@ -98,7 +98,10 @@ def run_choose(
         state = SearchState.open(sweep_dir, settings.command)
         state.describe = outcome.to_json
         with launcher.runner(sweep_dir, console) as runner:
-            trials = Trials(settings.command, make, runner.run_all, sweep_dir, runner.code, state, runner.snapshot)
+            trials = Trials(
+                settings.command, make, runner.run_all, sweep_dir, runner.code, state,
+                snapshot=runner.snapshot, budget_min=settings.section.budget_min,
+            )  # fmt: skip
             try:
                 _search(outcome, trials, singles)
             except (InterruptedRunError, MonitoringInterrupted, SweepInterrupted, KeyboardInterrupt):

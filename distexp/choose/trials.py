@@ -44,6 +44,7 @@ class Trials:
         code: Git state of the code.
         state: What is stored of the search.
         snapshot: Copy of the code that the runs use.
+        budget_min: Budget of the search in minutes, which limits each trial too.
     """
 
     command: Sequence[str]
@@ -53,6 +54,7 @@ class Trials:
     code: GitState
     state: SearchState
     snapshot: str | None = None
+    budget_min: float = SHORTEST_LIMIT_MIN
 
     def __post_init__(self) -> None:
         self._counts: dict[tuple[tuple[str, ...], int], int] = {}
@@ -83,7 +85,11 @@ class Trials:
     def _make(self, candidate: Candidate, steps: int, further: Sequence[str]) -> Cell:
         config = candidate.config
         assert config is not None, "an invalid candidate is pruned"
-        wanted = [*trial_overrides(config, steps), *candidate.overrides, *further]  # tables show the last ones
+        wanted = [
+            *trial_overrides(config, steps, self.budget_min),
+            *candidate.overrides,
+            *further,
+        ]  # tables show the last ones
         command = without_other_strategy(self.command, candidate.overrides)
         cell = self.make(replace_overrides(command, [quote_choice(text, config_groups()) for text in wanted]))
         if not further and candidate.predicted is not None and candidate.estimate is not None:
@@ -138,7 +144,7 @@ class Trials:
         return trial_of(read_record(directory), directory, steps, cell.config, stored.gpu_seconds)
 
 
-def trial_overrides(config: Config, steps: int) -> list[str]:
+def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
     """Return what makes a training a trial: few steps, each logged, a small evaluation, and no other output.
 
     The model, the global batch, the seed and the order of the data stay the same.
@@ -146,10 +152,12 @@ def trial_overrides(config: Config, steps: int) -> list[str]:
     Args:
         config: Resolved configuration of the candidate.
         steps: Number of measured steps.
+        budget_min: Budget of the search in minutes.
     """
     total, train = steps + EXCLUDED_STEPS, config.train
-    limit = max(config.choose.budget_min, SHORTEST_LIMIT_MIN)
+    limit = max(budget_min, SHORTEST_LIMIT_MIN)
     found = [
+        "choose.only=true",  # The report shows such a run as a trial.
         f"train.max_steps={total}",
         f"train.num_epochs={total}",  # A small data set has fewer steps in an epoch.
         f"train.measure_after_step={EXCLUDED_STEPS}",

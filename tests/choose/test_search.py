@@ -28,7 +28,7 @@ def document(folder: Path) -> dict[str, Any]:
 def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A second search in the directory repeats no trial, and prints the same result for users."""
     launcher, again = FakeLauncher(), FakeLauncher()
-    run_search(tmp_path, launcher, *FEW, "choose.output=json")
+    run_search(tmp_path, launcher, *FEW, "choose.output=json", "choose.budget_min=20")
     found = json.loads(capsys.readouterr().out)
     assert set(found) >= {"winner", "candidates", "gpu_seconds"}
     assert {"strategy=ddp", "train.micro_batch_size=4"} < set(found["winner"]["overrides"])
@@ -43,6 +43,7 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found == document(tmp_path)
     config = launcher.ran[0]
     assert (config.train.log_every, config.train.measure_after_step, config.train.max_steps) == (1, 3, 8)
+    assert {(each.choose.only, each.cluster.timeout_min) for each in launcher.ran} == {(True, 20.0)}
     assert {each.train.global_batch_size for each in launcher.ran} == {8}
     assert {each.train.seed for each in launcher.ran} == {42}
     run_search(tmp_path, again, *FEW)
