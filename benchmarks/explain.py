@@ -7,22 +7,17 @@ See ``benchmarks/README.md``.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import signal
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.measurement import REPOSITORY, end, visible_devices
+from benchmarks.commands import Commands, Record, Run
 from benchmarks.tables import markdown
 from distexp.runs.step_parts import PARTS
 
@@ -34,8 +29,7 @@ SHORT = (
     "train.profile_steps=3",
 )
 TINY = ("model=bloom_tiny", "dataset=squad_sample", "train.max_steps=60", "train.gradient_accumulation_steps=1")
-SLOW = ("model._target_=tests.helpers.slow_rank.build", "trusted_packages=[tests]")
-SILENT = "trusted_packages=[benchmarks]"
+SLOW = ("model._target_=tests.helpers.slow_rank.build",)
 NO_LINKS = "cluster.environment={NCCL_P2P_DISABLE:'1',NCCL_SHM_DISABLE:'1'}"
 """NCCL over sockets, which makes a run communication-bound."""
 
@@ -43,17 +37,6 @@ SUM_BOUND, COMMUNICATION_BOUND, ENERGY_BOUND = 0.02, 3.0, 0.02
 """Bounds: of the sum of the parts, relative; of exposed communication in percentage points; of twice the energy."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a check, with what is expected of it."""
-
-    name: str
-    overrides: tuple[str, ...]
-    workers: int = 1
-    expected: str = ""
-
-
-Record = dict[str, Any]
 Rows = Iterator[tuple[str, str, bool | None]]
 """Name, what was found, and whether it is as expected; None: no bound."""
 
@@ -101,7 +84,7 @@ def silent_runs() -> Iterator[Run]:
         chosen = (*TEXT, *SHORT, f"train.micro_batch_size={size}", *strategies()[name])
         yield Run(f"{name} {size}", chosen, 2)
         target = f"strategy._target_=benchmarks.without_collectives.{class_}"
-        yield Run(f"{name} {size} silent", (*chosen, target, SILENT), 2)
+        yield Run(f"{name} {size} silent", (*chosen, target), 2)
 
 
 def silent_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
@@ -194,56 +177,11 @@ CHECKS = {
 }
 
 
-class Commands:
-    """The command of each run, until the time is over."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.folder = options, Path(options.results).resolve()
-        self.deadline = time.monotonic() + options.budget_s
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def run(self, check: str, run: Run) -> Record | None:
-        """Return the record of a run, which is started if there is none; None if there is no time left."""
-        place = self.folder / check / run.name.replace(" ", "_")
-        if not (place / "record.json").exists() and not self._start(place, run):
-            return None
-        record: Record = json.loads((place / "record.json").read_text())
-        return record
-
-    def _start(self, place: Path, run: Run) -> bool:
-        if run.workers > self.options.gpus or time.monotonic() > self.deadline:
-            return False
-        text = any(override.startswith("dataset=squad") and "sample" not in override for override in run.overrides)
-        given = [each for each in self.options.overrides if text or not each.startswith("dataset.")]
-        command = [sys.executable, "-m", "distexp", *run.overrides, *given, f"hydra.run.dir={place}"]
-        path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-        devices = ",".join(visible_devices(self.options.gpus)[: run.workers])
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with place.with_suffix(".log").open("w") as log:
-            env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": devices}
-            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-            code = self.process.wait()
-        print(
-            f"{place.parent.name}, {run.name}: {'done' if code == 0 else f'exit code {code}, see {log.name}'}",
-            flush=True,
-        )
-        return (place / "record.json").exists()
-
-    def stop(self) -> None:
-        """End the running command."""
-        if self.process is not None and self.process.poll() is None:
-            end(self.process)
-
-
 def main(arguments: list[str] | None = None) -> list[list[str]]:
     """Run the checks, print a table, and write it to ``table.md``. The same command continues an interrupted one."""
     options = parse(arguments)
-    commands, rows = Commands(options), []
-    try:
-        for name in options.checks:
-            rows += list(check_rows(name, CHECKS[name], commands))
-    finally:
-        commands.stop()
+    commands = Commands(options)
+    rows = [row for name in options.checks for row in check_rows(name, CHECKS[name], commands)]
     text = markdown(["check", "run", "found", "as expected"], rows, text=(0, 1, 2, 3))
     (commands.folder / "table.md").write_text(text)
     print(f"\n{text}")
@@ -252,12 +190,12 @@ def main(arguments: list[str] | None = None) -> list[list[str]]:
 
 def check_rows(name: str, check: Check, commands: Commands) -> Iterator[list[str]]:
     """Run a check and yield its rows."""
-    found = {run.name: commands.run(name, run) for run in check.runs}
-    records = {run: record for run, record in found.items() if record and record["status"] == "completed"}
-    for run, record in found.items():
-        if run not in records:
-            yield [name, run, "not run" if record is None else record["status"], ""]
-    if len(records) == len(found) or name in ("parts", "stragglers", "causes"):
+    found = commands.run_all(name, check.runs)
+    records = {run: record for run, record in found.items() if record["status"] == "completed"}
+    for run in check.runs:
+        if run.name not in records:
+            yield [name, run.name, found[run.name]["status"] if run.name in found else "not run", ""]
+    if len(records) == len(check.runs) or name in ("parts", "stragglers", "causes"):
         for title, text, good in check.rows(records, [run for run in check.runs if run.name in records]):
             yield [name, title, text, {True: "yes", False: "NO", None: ""}[good]]
 
