@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from distexp.choose.candidate import Candidate, Objective, Rung, SearchResult, Status
+from distexp.choose.candidate import OUT_OF_MEMORY, Candidate, Objective, Rung, SearchResult, Status
 from distexp.system.gpu_models import gpus_with
 from distexp.system.units import MIB_PER_GB
 
@@ -70,7 +70,8 @@ def describe_no_winner(candidates: Sequence[Candidate]) -> str:
     if failed:
         reasons = list(dict.fromkeys(each.reason for each in failed))
         text = f"none of the {len(failed)} trials completed: {reasons[0]}"
-        nearest = nearest_candidate(failed)
+        ran_out = [each for each in failed if any(trial.status in OUT_OF_MEMORY for trial in each.trials)]
+        nearest = nearest_candidate(ran_out) if len(ran_out) == len(failed) else None
     else:
         nearest = nearest_candidate(candidates)
         text = "no candidate can be tried" if nearest is None else "no candidate fits into the memory"
