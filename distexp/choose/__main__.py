@@ -19,7 +19,7 @@ the winner are compared with those of strategy=single.
   choose.budget_min=20            time for the trials (default: 10 minutes)
   choose.gpus=1,2                 numbers of workers to try
   choose.space=strategy           vary only these keys ...
-  choose.space='["sharding=full_shard,shard_grad_op"]'    ... or set their values
+  choose.space='["sharding=full_shard,no_shard"]'     ... or set their values
   choose.dry_run=true             print what would be tried and its cost
   hydra.sweep.dir=DIR             directory of the trials
   --json                          print JSON for programs
@@ -30,7 +30,7 @@ continues with `distexp resume DIR`.
 examples:
   distexp choose model=bloom_1b1 dataset=squad train.global_batch_size=64
   distexp choose model=gpt_tiny train.global_batch_size=16 choose.gpus=1,2
-  distexp choose cluster=slurm cluster.workers_per_node=4 model=bloom_3b train.global_batch_size=64"""
+  distexp choose cluster=slurm cluster.workers_per_node=4 choose.dry_run=true"""
 
 JSON = "--json"
 NAME = "name="

@@ -94,7 +94,7 @@ def _trials(overview: Overview) -> Iterator[str]:
     if steps:
         count = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
         yield f"These are trials of distexp choose with {count} steps each. Their speeds are rough."
-    yield "The winner and its margin are in choose.json. distexp choose repeated the trials of the best configurations."
+    yield "The winner and its margin are in choose.json."
 
 
 def _fastest(overview: Overview) -> Iterator[str]:
