@@ -20,6 +20,7 @@ from distexp.choose.halving import search
 from distexp.choose.loss_check import LossChecker
 from distexp.choose.order import set_forecasts
 from distexp.choose.pruning import prune_by_plan
+from distexp.choose.result import ranked
 from distexp.choose.search_output import Outcome, best_completed, print_outcome
 from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles
@@ -139,8 +140,17 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
         check = checker.check(candidate)
         if check.equal is not False:
             outcome.winner, outcome.check = candidate, check
+            _prefer_reference(outcome)
             return
         outcome.rejected.append((candidate, check))
+
+
+def _prefer_reference(outcome: Outcome) -> None:
+    """Take the reference of the losses as the winner, if it is a candidate whose trial was better."""
+    rejected = [each for each, _ in outcome.rejected]
+    best = next(each for each in ranked(outcome.candidates, outcome.settings.objective) if each not in rejected)
+    if outcome.winner is not best and outcome.winner is not None and outcome.check is not None and outcome.check.equal:
+        outcome.winner, outcome.check = best, outcome.check.of_reference(outcome.winner)
 
 
 def _device_notes(make: MakeCell, settings: Settings) -> list[str]:

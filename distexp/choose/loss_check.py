@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distexp.choose.candidate import COMPLETED, Candidate, Status, Trial
@@ -43,6 +43,10 @@ class LossCheck:
         """Return whether the losses are equal; None if that is unknown."""
         return None if self.comparison is None else self.comparison.equal
 
+    def of_reference(self, compared: Candidate) -> LossCheck:
+        """Return the same check as that of the reference, which is compared with a candidate."""
+        return replace(self, reference=label(compared), is_single=_is_single(compared), reason="")
+
     def to_json(self) -> dict[str, Any]:
         """Return the check for programs."""
         found = self.comparison
@@ -60,7 +64,7 @@ class LossCheck:
 
 @dataclass
 class LossChecker:
-    """Checks of candidates. A reference runs once.
+    """Checks of candidates. A reference runs once. If it is a candidate, its trial counts in the search.
 
     Attributes:
         candidates: All candidates of the search.
@@ -106,6 +110,8 @@ class LossChecker:
         for each in (each for each in all_ran if each.status != COMPLETED):
             self._errors[reference] = each.error or each.status
         ran = _only_completed(all_ran)
+        if ran and not further and reference in self.candidates:
+            reference.trials, reference.status, reference.reason = (*reference.trials, *ran), Status.TRIED, ""
         pairs = ((trial, other) for trial in own for other in ran if trial.steps == other.steps)
         return next((found for pair in pairs if (found := _compare_trials(*pair, precision)) is not None), None)
 

@@ -13,7 +13,7 @@ from distexp.config import Config, ConfigError
 from distexp.exceptions import SweepFailedError
 from distexp.runs.run_dir import CHOICE
 from tests.helpers.planning import FormulaPlanner
-from tests.helpers.searches import FakeLauncher, run_search, usual_loss
+from tests.helpers.searches import FakeLauncher, run_search, usual_loss, usual_speed
 
 VALUES = ("strategy=ddp,fsdp", "sharding=full_shard", "offload=false", "train.micro_batch_size=2,4")
 FEW = (f"choose.space={list(VALUES)}", "kernels=reference", "train.activation_checkpointing=false")
@@ -89,6 +89,22 @@ def test_dropout_is_off_in_the_check_of_the_losses(tmp_path: Path) -> None:
     assert {each.strategy.name for each in launcher.ran[-2:]} == {"ddp", "single"}
     assert launcher.ran[0].model.dropout == 0.1
     assert document(tmp_path)["losses"]["equal"] is True
+
+
+def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The budget ends before ``single`` is tried. It runs as the reference, and is the fastest."""
+
+    def speed(config: Config) -> float:
+        return usual_speed(config) * (4 if config.strategy.name == "single" else 1)
+
+    axes = "choose.space=['strategy=ddp,single','train.micro_batch_size=4']"
+    run_search(tmp_path, FakeLauncher(speed=speed), axes, *FEW[1:], "choose.gpus=[1,2]", "choose.budget_min=0.001")
+    found = document(tmp_path)
+    assert {"strategy=single", "train.micro_batch_size=4"} < set(found["winner"]["overrides"])
+    assert {each["status"] for each in found["candidates"]} == {"tried"}
+    assert (found["losses"]["equal"], found["losses"]["reference"]) == (True, "ddp, micro-batch 4 x 1, 2 workers")
+    out = capsys.readouterr().out
+    assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 0.4 GB, 67 % faster than ddp" in out
 
 
 def test_single_is_the_reference_if_it_is_no_candidate(tmp_path: Path) -> None:
