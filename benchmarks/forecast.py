@@ -72,8 +72,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     commands = Commands(options)
     commands.run_all("preflight", [preflight_run()])
     one, two = ([run for run in runs(workers) if options.only in run.name] for workers in (1, 2))
-    commands.run_all("runs", [*one, *two])
-    sweeps = [commands.folder / f"runs_{workers}" for workers in (1, 2)]
+    name = "_".join(["runs", *options.only.split()])  # Other runs need other sweeps.
+    commands.run_all(name, [*one, *two])
+    sweeps = [commands.folder / f"{name}_{workers}" for workers in (1, 2)]
     rows = list(compare(one, *sweeps, commands.folder / "preflight_2" / "0"))
     text = table(rows, len(one))
     (commands.folder / "table.md").write_text(text)

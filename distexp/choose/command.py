@@ -108,6 +108,7 @@ def run_choose(
             except (InterruptedRunError, MonitoringInterrupted, SweepInterrupted, KeyboardInterrupt):
                 _print_interrupted(sweep_dir, state)
                 raise
+        outcome.finished = True
         state.write()
     _finish(outcome, state, sweep_dir, console)
 

@@ -275,11 +275,11 @@ class _Search:
             return
         ran_out = trial.status in OUT_OF_MEMORY
         candidate.reason = trial.error or ("it ran out of memory" if ran_out else f"the run is {trial.status}")
-        why = "which ran out of memory" if ran_out else "which failed"
         members = self.families[candidate.family]
-        for each in members:
+        for each in members if ran_out else ():
             if each.status is Status.WAITING and each.micro_batch > candidate.micro_batch:
-                each.prune(f"micro-batch {each.micro_batch} needs more than {candidate.micro_batch}, {why}")
+                size = candidate.micro_batch
+                each.prune(f"micro-batch {each.micro_batch} needs more than {size}, which ran out of memory")
         failed = [each for each in members if each.status is Status.FAILED and not _ran_out(each)]
         for each in members if len(failed) > 1 else ():
             if each.status is Status.WAITING:

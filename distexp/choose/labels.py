@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from distexp.choose.candidate import Candidate, Objective
+from distexp.choose.axes import DEFAULT_VALUES
+from distexp.choose.candidate import MICRO_BATCH, Candidate, Objective
 from distexp.config import Config
 from distexp.console.run_summary import strategy_label
 from distexp.runs.text import format_count
@@ -16,11 +17,24 @@ BETTER = {
 }
 """What a margin means, by objective."""
 
+LABELED = (*DEFAULT_VALUES, MICRO_BATCH, "cluster.nodes", "cluster.workers_per_node")
+"""Keys whose values the label of a configuration has. The other keys were added by ``choose.space``."""
+
 
 def label(candidate: Candidate) -> str:
     """Return the label of a candidate: ``fsdp shard_grad_op, micro-batch 16 x 2, kernels=fast, 2 workers``."""
     config = candidate.config
-    return " ".join(candidate.overrides) if config is None else config_label(config)
+    return " ".join(candidate.overrides) if config is None else ", ".join((config_label(config), *_added(candidate)))
+
+
+def row_label(candidate: Candidate) -> str:
+    """Return a candidate for a table: ``fsdp full_shard 16x2, fast, fsdp.prefetch=2``."""
+    config = candidate.config
+    return " ".join(candidate.overrides) if config is None else ", ".join((short_label(config), *_added(candidate)))
+
+
+def _added(candidate: Candidate) -> list[str]:
+    return [text for text in candidate.overrides if text.partition("=")[0] not in LABELED]
 
 
 def config_label(config: Config) -> str:

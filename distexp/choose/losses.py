@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, isnan, nan
 from pathlib import Path
 
 from distexp.runs.jsonl import number_in, read_entries
@@ -56,14 +57,23 @@ class LossComparison:
 
 
 def read_losses(run_dir: Path) -> list[float]:
-    """Return the loss of each step of a run with ``train.log_every=1``; empty if it logged none."""
-    losses = (number_in(entry, "loss") for entry in read_entries(run_dir / METRICS))
-    return [loss for loss in losses if loss is not None]
+    """Return the loss of each step of a run with ``train.log_every=1``; empty if it logged none.
+
+    A loss that is not finite is logged as null.
+    """
+    losses = [number_in(entry, "loss") for entry in read_entries(run_dir / METRICS) if "loss" in entry]
+    return [nan if loss is None else loss for loss in losses]
 
 
 def compare_losses(losses: Sequence[float], reference: Sequence[float], precision: str) -> LossComparison | None:
     """Compare the losses of two runs; None if they have no equal number of steps, or no loss."""
     if not reference or len(losses) != len(reference):
         return None
-    gaps = [(loss - other) / max(abs(other), 1e-12) for loss, other in zip(losses, reference, strict=True)]
+    gaps = [_gap(loss, other) for loss, other in zip(losses, reference, strict=True)]
     return LossComparison(len(gaps), max(map(abs, gaps)), sum(gaps) / len(gaps), BOUNDS[precision])
+
+
+def _gap(loss: float, other: float) -> float:
+    """Return the relative difference; infinite if one of both is not finite."""
+    gap = (loss - other) / max(abs(other), 1e-12)
+    return inf if isnan(gap) else gap

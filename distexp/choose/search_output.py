@@ -41,6 +41,7 @@ class Outcome:
         winner: The winner, whose losses were checked; None before the end, or if there is none.
         check: Check of the winner's losses.
         rejected: Better candidates whose losses differ, with their checks.
+        finished: Whether the losses were checked, too.
     """
 
     settings: Settings
@@ -49,6 +50,7 @@ class Outcome:
     winner: Candidate | None = None
     check: LossCheck | None = None
     rejected: list[tuple[Candidate, LossCheck]] = field(default_factory=list)
+    finished: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the document, without the costs and trials that the state of the search adds."""
@@ -56,7 +58,7 @@ class Outcome:
             "winner": self._winner_json(),
             "sentence": self.sentence,
             "statement": self.statement,
-            "finished": self.result is not None,
+            "finished": self.finished,
             "objective": str(self.settings.objective),
             "losses": self.check.to_json() if self.check else None,
             "rejected": [{"overrides": typed_overrides(each), **check.to_json()} for each, check in self.rejected],
@@ -89,8 +91,14 @@ class Outcome:
         """Return the winner with its evidence; empty if there is none."""
         if self.winner is None or self.result is None:
             return ""
-        second, margin = describe_margin(self.result, self.winner, self.settings.objective)
+        second, margin = describe_margin(self.usable, self.winner, self.settings.objective)
         return winner_sentence(self.winner, second, margin)
+
+    @property
+    def usable(self) -> list[Candidate]:
+        """Return the candidates that were tried, without the families of those whose losses differ."""
+        rejected = [each.family for each, _ in self.rejected]
+        return [each for each in self.candidates if each.status is Status.TRIED and each.family not in rejected]
 
 
 def typed_overrides(candidate: Candidate) -> list[str]:
@@ -132,7 +140,7 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
         line(f"best {objective}: {outcome.sentence}", "bold")
         if outcome.check is not None:
             line(loss_sentence(outcome.check))
-        for text in list(trade_offs(outcome.candidates, outcome.winner))[:MOST_TRADE_OFFS]:
+        for text in list(trade_offs(outcome.usable, outcome.winner))[:MOST_TRADE_OFFS]:
             line(f"or: {text}")
     line(describe_cost(state), "dim")
     line(f"trials: {folder}; to look at them: {suggest_command('report', folder)}", "dim")

@@ -56,6 +56,8 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
         )
     typed = {text.lstrip("+").partition("=")[0] for text in command}
     combinations = list(_combinations(base, cluster_sizes(base, gpus), axes, typed))
+    if not combinations:
+        raise ConfigError("no configuration is left to try: strategy=single needs choose.gpus=1, or vary more keys")
     overrides = [list(candidate_overrides(command, candidate.overrides)) for candidate in combinations]
     with show_progress("composing", len(overrides)) as advance:
         for candidate, cell in zip(combinations, compose_all(make, overrides), strict=True):
@@ -76,7 +78,7 @@ def base_config(make: MakeCell, command: Sequence[str]) -> Config:
     Raises:
         ConfigError: the command is invalid for another reason than its strategy or sizes.
     """
-    chosen = any(text.startswith((f"{SHARDING}=", f"{STAGE}=")) for text in command)
+    chosen = any(text.startswith((f"{SHARDING}=", f"{STAGE}=", f"{STRATEGY}=single")) for text in command)
     cell = make(command if chosen else replace_overrides(command, [PROBE]))
     config = cell.config or cell.decided
     if config is None or config.cluster.workers_per_node is None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distexp.choose.candidate import COMPLETED, Candidate, Objective, Status
-from distexp.choose.labels import short_label
+from distexp.choose.labels import row_label
 from distexp.choose.result import ranked
 from distexp.choose.values import values_of
 from distexp.runs.text import format_count
@@ -102,7 +102,7 @@ def predicted_mib(candidate: Candidate) -> float | None:
 
 def name(candidate: Candidate) -> str:
     """Return a candidate for a table."""
-    return " ".join(candidate.overrides) if candidate.config is None else short_label(candidate.config)
+    return row_label(candidate)
 
 
 def _table(first: str, *numbers: str) -> Table:

@@ -77,7 +77,7 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
     for part in sizes_table(rows, workers, console.width):
         console.print(part, soft_wrap=True)
     console.print()
-    for line in (*notes(rows, workers), *_earlier_errors(run)):
+    for line in (*notes(rows, workers, run.setting("cluster", "cpus_per_worker")), *_earlier_errors(run)):
         _print(console, line, style="dim")
 
 

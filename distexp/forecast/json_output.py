@@ -29,6 +29,8 @@ def row_to_json(row: SizeRow) -> dict[str, Any]:
         "parts_s": dict(forecast.parts) if forecast else {},
         "exposed_communication_share": row.share(EXPOSED),
         "largest_loss": row.largest_loss[0] if row.largest_loss else None,
+        "largest_loss_share": row.largest_loss[1] if row.largest_loss else None,
+        "times_the_measured": row.workers / row.profiled_workers if row.profiled_workers else None,
         "limit": forecast.limit if forecast else "",
         "beyond": forecast.beyond if forecast else "",
         "notes": list(forecast.notes) if forecast else [],

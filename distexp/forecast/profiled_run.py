@@ -120,6 +120,8 @@ def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
     if run is None:
         status = runs[0].record.status
         return f"{directory} has no profile, because the run is {status}: give a completed run with profile=true"
+    if note := (run.record.metrics.communication or {}).get("note"):  # A second run would have it too.
+        return f"{directory} has no profile for a forecast: {note}"
     options = [text for text in run.record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]
     command = shlex.join(["distexp", *(text.replace("'", "") for text in options), "profile=true"])
     older = " by this version" if run.record.metrics.step_breakdown else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from distexp.forecast.sizes import Size, sizes_of
 from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import Forecast, Target
 from distexp.launch.composition import Cell
-from distexp.runs.forecast_errors import ForecastError, largest_expected
+from distexp.runs.forecast_errors import ForecastError, largest_expected, subject_of
 from distexp.runs.record import Predicted
 
 
@@ -131,10 +132,12 @@ def forecast_sizes(
     targets = [_target(run, row.cell.config) for row in rows if not row.error and row.cell.config is not None]
     own = _own_target(run)
     forecasts = forecast_steps(run.directory, [own, *targets], load_machine(run.directory, options)) if targets else []
-    widened = iter([each if _is_own(run, each) else _widen(each, earlier) for each in forecasts[1:]])
+    widened = iter(
+        [each if _is_own(run, each) else _widen(each, _of_others(run, each, earlier)) for each in forecasts[1:]]
+    )
     power = read_power(run, own.samples_per_step, own.micro_batches)
     found = [row if row.error else replace(row, forecast=next(widened), power=power) for row in rows]
-    baseline = _baseline([*forecasts[:1], *(row.forecast for row in found if row.forecast)])
+    baseline = _baseline(forecasts[:1], [row.forecast for row in found if row.forecast])
     return [replace(row, baseline=baseline, profiled_workers=run.workers) for row in found]
 
 
@@ -182,6 +185,12 @@ def _is_own(run: ProfiledRun, forecast: Forecast) -> bool:
     return (target.nodes, target.workers_per_node) == run.size
 
 
+def _of_others(run: ProfiledRun, forecast: Forecast, earlier: Sequence[ForecastError]) -> list[ForecastError]:
+    """Return the earlier errors without that of this forecast, which must not explain itself."""
+    own = subject_of(run.record, forecast.target.nodes, forecast.target.workers_per_node)
+    return [error for error in earlier if error.subject != own]
+
+
 def _widen(forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:
     """Return a forecast whose interval is at least as wide as earlier errors were."""
     error = largest_expected(earlier)
@@ -189,10 +198,17 @@ def _widen(forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:
     return replace(forecast, low_s=min(forecast.low_s, low), high_s=max(forecast.high_s, high))
 
 
-def _baseline(forecasts: Sequence[Forecast]) -> Baseline | None:
-    """Return the fewest workers of the profiled run and all forecasts."""
-    first = min(forecasts, key=lambda each: (each.target.workers, each.target.nodes), default=None)
+def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | None:
+    """Return the fewest workers of all rows, and of the profiled run if its batch is as theirs."""
+    comparable = [each for each in own if all(_same_batch(each, row) for row in rows)]
+    first = min([*rows, *comparable], key=lambda each: (each.target.workers, each.target.nodes), default=None)
     if first is None:
         return None
     target = first.target
     return Baseline((target.nodes, target.workers_per_node), target.samples_per_step / first.step_time_s)
+
+
+def _same_batch(one: Forecast, other: Forecast) -> bool:
+    """Return whether two steps have the same batch of a worker, or the same global batch."""
+    a, b = one.target, other.target
+    return a.micro_batches == b.micro_batches or math.isclose(a.samples_per_step, b.samples_per_step)

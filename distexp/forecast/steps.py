@@ -93,11 +93,19 @@ class Forecaster:
         here = self.run.settings.layout(item.axis, self.run.target)
         if item.transfer_s is not None and there == here:
             return item.transfer_s, MEASURED
-        new = collective_time(self.machine, item.kind, item.bytes or 0, there)
+        new = collective_time(self.machine, item.kind, self._size_in(target, item), there)
         if item.transfer_s is None or here.ranks == 1:
             return new.seconds, new.source
         old = collective_time(self.machine, item.kind, item.bytes or 0, here)
         return item.transfer_s * new.seconds / old.seconds, MODEL if new.source == MODEL else SCALED
+
+    def _size_in(self, target: Target, item: Collective) -> int:
+        """Return the bytes of a collective in a target: replicas exchange the share of a worker."""
+        size = item.bytes or 0
+        if item.axis != "replicate" or item.transfer_s is None:
+            return size
+        shard_here = self.run.settings.layout("shard", self.run.target).ranks
+        return size * shard_here // self.settings.layout("shard", target).ranks
 
     def forecast(self, target: Target, calibration: Calibration) -> Forecast:
         """Return the forecast of a target."""

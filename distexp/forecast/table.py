@@ -158,7 +158,7 @@ def _size(row: SizeRow) -> str:
     return f"{nodes} x {workers}"
 
 
-def notes(rows: Sequence[SizeRow], workers: str) -> Iterator[str]:
+def notes(rows: Sequence[SizeRow], workers: str, profiled_threads: int | None = None) -> Iterator[str]:
     """Yield what the rows are relative to, how far they are beyond the measured range, and what was assumed."""
     baseline = next((row.baseline for row in rows if row.baseline), None)
     if baseline is not None:
@@ -170,7 +170,7 @@ def notes(rows: Sequence[SizeRow], workers: str) -> Iterator[str]:
     if any(row.power for row in rows):
         yield "Energy: the idle power of each GPU, and the measured energy of a micro-batch above it."
     yield from dict.fromkeys(_sentence(row.memory_error) for row in rows if row.memory_error and not row.error)
-    yield from _threads(rows)
+    yield from _threads(rows, profiled_threads)
 
 
 def _sentence(text: str) -> str:
@@ -184,9 +184,9 @@ def _beyond(rows: Sequence[SizeRow], workers: str) -> Iterator[str]:
         yield f"Beyond the measured range, {_size(row)} {workers}: {row.forecast.beyond}."
 
 
-def _threads(rows: Sequence[SizeRow]) -> Iterator[str]:
-    """Yield a warning if CPU workers of the sizes have different numbers of threads."""
+def _threads(rows: Sequence[SizeRow], profiled_threads: int | None) -> Iterator[str]:
+    """Yield a warning if CPU workers of the sizes have other numbers of threads than those of the profiled run."""
     configs = [row.cell.config for row in rows if row.forecast and row.cell.config is not None]
     threads = {config.cluster.cpus_per_worker for config in configs if config.cluster.device == "cpu"}
-    if len(threads) > 1:
-        yield "On CPUs a worker of a larger run has fewer threads here. A forecast assumes those of the profiled run."
+    if threads and len(threads | ({profiled_threads} - {None})) > 1:
+        yield "On CPUs a worker has another number of threads at some sizes. A forecast assumes that of the profile."

@@ -11,7 +11,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from distexp.config import ConfigError
@@ -36,16 +36,23 @@ class ForecastError:
         forecast_s: Forecast duration of the step.
         measured_s: Measured median of the steps.
         inside: Whether the measured duration was in the interval.
+        subject: Profiled run and size of the forecast. Empty: unknown.
     """
 
     forecast_s: float
     measured_s: float
     inside: bool
+    subject: str = ""
 
     @property
     def relative(self) -> float:
         """Return the error relative to the measured duration; positive if the forecast was too slow."""
         return self.forecast_s / self.measured_s - 1
+
+    @property
+    def factor(self) -> float:
+        """Return by which factor the forecast was too slow or too fast; at least 1."""
+        return max(self.forecast_s / self.measured_s, self.measured_s / self.forecast_s)
 
 
 def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: RunRecord) -> ForecastError | None:
@@ -85,6 +92,12 @@ def machine_name(record: RunRecord) -> str:
     return environment.gpu_name or f"cpu of {environment.hostname or 'unknown'}"
 
 
+def subject_of(profiled: RunRecord, nodes: int, workers_per_node: int) -> str:
+    """Return the name of the forecast of a size of a run."""
+    run = profiled.run
+    return json.dumps([run.id, run.started_at, run.number, nodes, workers_per_node])
+
+
 def store_error(profiled: RunRecord, forecast: StoredForecast, measured: RunRecord, error: ForecastError) -> None:
     """Keep the error of a forecast. Without a writable cache directory it is not kept."""
     runs = [[each.run.id, each.run.started_at, each.run.number] for each in (profiled, measured)]
@@ -93,7 +106,8 @@ def store_error(profiled: RunRecord, forecast: StoredForecast, measured: RunReco
     with suppress(ConfigError, OSError):
         path = _folder(machine_name(measured)) / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(error))
+        subject = subject_of(profiled, forecast.nodes, forecast.workers_per_node)
+        write_json(path, asdict(replace(error, subject=subject)))
 
 
 def read_errors(machine: str) -> list[ForecastError]:
@@ -117,8 +131,8 @@ def _folder(machine: str) -> Path:
 
 
 def largest_expected(errors: Sequence[ForecastError]) -> float:
-    """Return the relative error that most earlier forecasts did not exceed; 0 without earlier ones."""
-    sizes = sorted(abs(error.relative) for error in errors)
+    """Return the excess of the factor over 1 that most earlier forecasts did not exceed; 0 without earlier ones."""
+    sizes = sorted(error.factor - 1 for error in errors)
     return sizes[min(len(sizes) - 1, int(WIDENING_QUANTILE * len(sizes)))] if sizes else 0.0
 
 

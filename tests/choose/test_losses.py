@@ -19,6 +19,7 @@ from distexp.choose.losses import compare_losses, read_losses
         ([3.0 * 1.003, 2.0 * 1.003], "bf16", False),  # each step is within the bound, but all have the same sign
         ([3.0 * 1.011, 2.0 * 0.989], "bf16", False),
         ([3.0, 2.0], "fp16", True),
+        ([3.0, float("nan")], "fp32", False),
     ],
 )
 def test_losses_are_equal_within_the_bounds_of_the_precision(losses: list[float], precision: str, equal: bool) -> None:
@@ -36,3 +37,5 @@ def test_losses_of_a_run_are_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 3, "lo')
     assert read_losses(tmp_path) == [2.5, 2.25]
     assert read_losses(tmp_path / "none") == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 2.25}\n')
+    assert len(read_losses(tmp_path)) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from distexp.choose.state import SearchState
 from distexp.config import Config, ConfigError
 from distexp.exceptions import SweepFailedError
+from distexp.plan.estimate import Estimate
 from distexp.runs.run_dir import CHOICE
-from tests.helpers.planning import FormulaPlanner
+from tests.helpers.planning import FormulaPlanner, linear_estimate
 from tests.helpers.searches import FakeLauncher, run_search, usual_loss, usual_speed
 
 VALUES = ("strategy=ddp,fsdp", "sharding=full_shard", "offload=false", "train.micro_batch_size=2,4")
@@ -68,6 +70,9 @@ def test_a_winner_with_other_losses_is_not_taken(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert "the losses DIFFER from those of single" in out
     assert "8 steps, largest relative difference 1.0e-03 (the bound is 1e-05)" in out
+    assert "faster than fsdp full_shard, micro-batch 2 x 2, 2 workers" in found["sentence"]
+    assert "-" not in found["sentence"].replace("micro-batch", "")
+    assert "or: ddp" not in out
 
 
 @pytest.mark.slow
@@ -97,9 +102,17 @@ def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: p
     def speed(config: Config) -> float:
         return usual_speed(config) * (4 if config.strategy.name == "single" else 1)
 
+    def estimate(config: Config) -> Estimate:
+        flops = 1e16 if config.strategy.name == "single" else 1e6
+        return replace(linear_estimate(config), flops=flops, operations=100)
+
+    launcher = FakeLauncher(speed=speed)
+    arguments = ("choose.gpus=[1,2]", "choose.budget_min=0.001", "cluster.device=cpu", "plan.host_memory_gb=100")
     axes = "choose.space=['strategy=ddp,single','train.micro_batch_size=4']"
-    run_search(tmp_path, FakeLauncher(speed=speed), axes, *FEW[1:], "choose.gpus=[1,2]", "choose.budget_min=0.001")
+    run_search(tmp_path, launcher, axes, *FEW[1:], *arguments, planner=FormulaPlanner(estimate))
+    assert [each.strategy.name for each in launcher.ran] == ["ddp", "single"]
     found = document(tmp_path)
+    assert found["statement"].startswith("the budget of")
     assert {"strategy=single", "train.micro_batch_size=4"} < set(found["winner"]["overrides"])
     assert {each["status"] for each in found["candidates"]} == {"tried"}
     assert (found["losses"]["equal"], found["losses"]["reference"]) == (True, "ddp, micro-batch 4 x 1, 2 workers")

@@ -106,6 +106,14 @@ def test_the_global_batch_is_required(space_of: SpaceOf) -> None:
         space_of(["train.global_batch_size=null"])
 
 
+def test_single_is_searched_on_one_worker(command: tuple[list[str], MakeCell]) -> None:
+    given = ["cluster.device=cpu", "train.global_batch_size=4", "strategy=single", "kernels=reference"]
+    found = make_space(command[1], given, (), read_axes(["train.micro_batch_size"], given))
+    assert {(each.workers, each.micro_batch) for each in found} == {(1, 1), (1, 2), (1, 4)}
+    with pytest.raises(ConfigError, match=r"strategy=single needs choose\.gpus=1"):
+        make_space(command[1], given, (2,), read_axes([], given))
+
+
 def test_overrides_of_a_candidate_replace_those_of_the_command() -> None:
     command = ["strategy=ddp", "train.micro_batch_size=4", "train.seed=1"]
     assert candidate_overrides(command, ["zero_stage=2", "train.micro_batch_size=8"]) == [

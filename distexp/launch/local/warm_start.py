@@ -175,4 +175,5 @@ def _is_own(module: str) -> bool:
 
 
 def _newest_source() -> int:
-    return max(path.stat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
+    # lstat, because editors mark open files by links that lead nowhere.
+    return max(path.lstat().st_mtime_ns for path in PACKAGE.rglob("*.py"))

@@ -160,6 +160,8 @@ def _curve(overview: Overview, row: Row, forecasts: Sequence[StoredForecast]) ->
     if series is None:
         return None
     fewest = series.baseline.workers
-    drawn = {each.workers: each for each in reversed(forecasts) if each.workers >= fewest}  # with the fewest nodes
+    newest = max(each.created_at for each in forecasts)  # Earlier commands may have had another global batch.
+    chosen = [each for each in forecasts if each.workers >= fewest and each.created_at == newest]
+    drawn = {each.workers: each for each in reversed(chosen)}  # with the fewest nodes
     points = tuple(drawn[workers] for workers in sorted(drawn))
     return ForecastCurve(series, row, points) if any(each.workers > fewest for each in points) else None
