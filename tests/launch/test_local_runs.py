@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distexp.config import DatasetConfig
+from distexp.launch.local.run import interrupts_collected
 from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import TIMEOUT_S, run_distexp, run_module
@@ -296,3 +298,12 @@ def test_a_failed_run_reports_its_cause_and_exits_with_1(tmp_path: Path) -> None
     assert "Traceback" not in log + done.stdout
     assert (record.error.phase, record.error.rank) in {("setup", 0), ("setup", 1)}
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_the_record_is_written_is_not_lost() -> None:
+    with interrupts_collected() as late:
+        signal.raise_signal(signal.SIGINT)
+        late_in_the_block = list(late)
+    assert late_in_the_block == [signal.SIGINT]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

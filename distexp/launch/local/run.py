@@ -58,12 +58,12 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen, warm: WarmStart 
         except InterruptedRunError as interruption:
             stopped = interruption
         finally:
-            with interrupts_ignored():
+            with interrupts_collected() as late:
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 record = finalize_run(spec, directory, codes, started, str(stopped) if stopped else None)
     screen.show_result(record, directory, tracking.messages)
-    if stopped is None and received:
-        stopped = InterruptedRunError(received[0])
+    if stopped is None and (received or late):
+        stopped = InterruptedRunError([*received, *late][0])
     if stopped is not None:
         raise stopped
     return record
@@ -137,7 +137,8 @@ def stop_signals_forwarded(directory: Path) -> Iterator[list[int]]:
 
 
 @contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM inside the block, so that the record is written completely."""
-    with handle_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
-        yield
+def interrupts_collected() -> Iterator[list[int]]:
+    """Yield the list of Ctrl-C and SIGTERM inside the block, which do not stop it: the record is written completely."""
+    received: list[int] = []
+    with handle_signals(lambda number, _: received.append(number), signal.SIGINT, signal.SIGTERM):
+        yield received
