@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from distexp.launch.node import worker_environment
+from distexp.runs.devices import UNCOUNTED_CPU_PHASES
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import make_spec, run_distexp
 
@@ -71,7 +72,9 @@ def test_each_node_has_its_memory_in_the_record(two_by_two: Path) -> None:
         with (two_by_two / "memory" / f"node{node}.csv").open() as file:
             rows = list(csv.DictReader(file))
         used = [float(row["used_mib"]) for row in rows if row["kind"] == "cpu" and row["used_mib"]]
-        assert entry["peak_mib"] == pytest.approx(max(used), abs=0.01)
+        assert min(abs(value - entry["peak_mib"]) for value in used) < 0.01
+        counted = [peak for phase, peak in entry["phases"].items() if phase not in UNCOUNTED_CPU_PHASES]
+        assert entry["peak_mib"] == max(counted)
         assert entry["peak_mib"] > 200, "two workers with torch"
         # The short phases in between may have no sample. The last sample is taken when the workers have ended.
         assert (rows[0]["phase"], rows[-1]["phase"] in ("eval", "done")) == ("", True)
