@@ -44,7 +44,15 @@ def test_an_interrupted_search_is_resumed(tmp_path: Path) -> None:
     """Ctrl-C arrives after the first trial. ``distexp resume`` keeps it, and finds a winner."""
     folder = tmp_path / "search"
     arguments = [sys.executable, "-m", "distexp", *SEARCH, f"hydra.sweep.dir={folder}"]
-    process = subprocess.Popen(arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        arguments,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background processes with SIGINT ignored, and these tests may run in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,  # noqa: PLW1509
+    )
     deadline = time.monotonic() + START_S
     while not (folder / "0" / "record.json").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)

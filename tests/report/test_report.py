@@ -140,7 +140,8 @@ def test_unreadable_records_are_listed_and_skipped(tmp_path: Path) -> None:
     assert pq.read_metadata(tmp_path / "report" / "results.parquet").num_rows == 2
 
 
-def test_no_records_is_exit_code_2(tmp_path: Path) -> None:
+def test_no_records_is_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the repository may have runs
     done = report(tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"distexp: no readable record.json below {tmp_path}")
