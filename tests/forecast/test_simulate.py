@@ -50,28 +50,20 @@ def test_a_collective_during_the_backward_pass_is_hidden() -> None:
     assert run(items, 4) == pytest.approx((12, 12, 0, 0))
 
 
+def two_buckets() -> list[Item]:
+    """Return a backward pass that reduces two buckets, each after 5 s, and an optimizer of 2 s."""
+    half: list[Item] = [segment(BACKWARD, 5, 1), reduction()]
+    return [*half, *half, segment(OPTIMIZER, 2, 1)]
+
+
 def test_the_last_bucket_is_exposed() -> None:
-    items: list[Item] = [
-        segment(BACKWARD, 5, 1),
-        reduction(),
-        segment(BACKWARD, 5, 1),
-        reduction(),
-        segment(OPTIMIZER, 2, 1),
-    ]
     # 5 compute; 5 compute next to the first reduction, which ends at 9; the last one from 10 to 13; 2 optimizer
-    assert run(items, 4, 3) == pytest.approx((15, 12, 3, 0))
+    assert run(two_buckets(), 4, 3) == pytest.approx((15, 12, 3, 0))
 
 
 def test_collectives_run_one_after_the_other() -> None:
-    items: list[Item] = [
-        segment(BACKWARD, 5, 1),
-        reduction(),
-        segment(BACKWARD, 5, 1),
-        reduction(),
-        segment(OPTIMIZER, 2, 1),
-    ]
     # the first reduction ends at 5 + 8 = 13, so the last one ends at 16
-    assert run(items, 8, 3) == pytest.approx((18, 12, 6, 0))
+    assert run(two_buckets(), 8, 3) == pytest.approx((18, 12, 6, 0))
 
 
 def test_a_reduction_without_overlap_stops_the_backward_pass() -> None:
