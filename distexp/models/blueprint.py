@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distexp.distributed.context import Context
+from distexp.models import shared_weights
 
 TensorOwner = tuple[nn.Module, str]
 """A module, and the attribute that has the tensor."""
@@ -30,14 +31,24 @@ class Blueprint:
         context: rank and device of this worker.
         broadcast: send rank 0's weights to the other ranks. If False, every rank builds the whole model
             in its CPU memory.
+        weights_key: what random weights depend on, except names, shapes and random numbers. Runs with a common start-up
+            make weights with the same key only once. None: each run makes them.
     """
 
-    def __init__(self, build: Callable[[], nn.Module], context: Context, *, broadcast: bool = True) -> None:
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        context: Context,
+        *,
+        broadcast: bool = True,
+        weights_key: str | None = None,
+    ) -> None:
         self._context = context
         self._broadcast = context.world_size > 1 and broadcast
-        self._weights = self._initial_weights(build)
         with torch.device("meta"):
             self.model = build()
+        self._weights_key = weights_key and f"{weights_key} {_shapes(self.model)}"
+        self._weights = self._initial_weights(build)
         self._names = {id(tensor): name for name, tensor in _named_tensors(self.model)}
         self._owners: dict[int, list[TensorOwner]] = defaultdict(list)  # tied weights have several owners
         for module in self.model.modules():
@@ -48,7 +59,9 @@ class Blueprint:
         """Return the whole parameters and buffers by name, on the ranks that have them."""
         if self._broadcast and self._context.rank != 0:
             return {}
-        return {name: tensor.detach() for name, tensor in _named_tensors(build())}
+        return shared_weights.make_or_read(
+            self._weights_key, lambda: {name: tensor.detach() for name, tensor in _named_tensors(build())}
+        )
 
     def materialize(self, module: nn.Module, *, recurse: bool = True) -> None:
         """Give a module its parameters and buffers, in fp32 on this worker's device.
@@ -91,6 +104,11 @@ class Blueprint:
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _shapes(model: nn.Module) -> str:
+    """Return names, shapes and types of all parameters and buffers."""
+    return " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in _named_tensors(model))
 
 
 def _direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import socket
 import time
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distexp.config import Config, ConfigError
+from distexp.config import Config, ConfigError, ModelConfig
 from distexp.config.custom_code import PAGE, check_returned
 from distexp.config.size_checks import check_samples_per_rank
 from distexp.config.targets import locate
@@ -272,7 +273,12 @@ def build_model(
     config: Config, data: TaskData, context: Context, blueprint_class: type[Blueprint] = Blueprint
 ) -> Blueprint:
     """Return the model, not distributed, without memory for its weights."""
-    blueprint = blueprint_class(model_factory(config, data), context, broadcast=config.fsdp.sync_module_states)
+    blueprint = blueprint_class(
+        model_factory(config, data),
+        context,
+        broadcast=config.fsdp.sync_module_states,
+        weights_key=weights_key(config.model, data),
+    )
     if config.dataset._target_.startswith("distexp."):
         check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
     if config.dataset.packing:
@@ -282,6 +288,16 @@ def build_model(
     adapt_head(blueprint.model, config.train)
     transform_blocks(blueprint.model, config)
     return blueprint
+
+
+def weights_key(model: ModelConfig, data: TaskData) -> str | None:
+    """Return what random weights depend on; None: the weights are read, or made by custom code.
+
+    The attention has no weights of its own, so ``kernels=fast`` shares them with ``kernels=reference``.
+    """
+    if model.init != "random" or not model._target_.startswith("distexp."):
+        return None
+    return json.dumps([asdict(replace(model, attention="auto")), data.num_classes], sort_keys=True)
 
 
 def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn
 
+from distexp.models import shared_weights
 from distexp.runs.spec import RunSpec
 from distexp.system.environment_variables import captured_environment
 from distexp.system.messages import receive, send
@@ -35,6 +36,7 @@ def main() -> int:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     preload(RunSpec.read(Path(sys.argv[2])).config)
+    shared_weights.offer()
     # The agents end their groups first if the launcher dies. Then this process ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     GroupServer(control).serve()

@@ -191,10 +191,12 @@ SHARED = ("--multirun", "sweep.shared_start=true", "strategy=single", "hydra.swe
 
 @pytest.mark.slow
 def test_runs_that_share_a_start_up_have_the_same_losses_and_threads(tmp_path: Path) -> None:
-    overrides = (*QUICK, "dataset._target_=failing_runs.reports_threads", "train.max_steps=3")
-    done = run_distexp(*SHARED, "train.seed=1,2", *overrides, cwd=tmp_path, env=ENV)
+    overrides = (*QUICK, "dataset._target_=failing_runs.reports_threads", "train.seed=2")
+    done = run_distexp(*SHARED, "train.max_steps=2,3", *overrides, cwd=tmp_path, env=ENV)
     assert done.returncode == 0, done.stdout + done.stderr
-    alone = run_distexp("strategy=single", "train.seed=2", *overrides, "hydra.run.dir=alone", cwd=tmp_path, env=ENV)
+    alone = run_distexp(
+        "strategy=single", "train.max_steps=3", *overrides, "hydra.run.dir=alone", cwd=tmp_path, env=ENV
+    )
     assert alone.returncode == 0, alone.stdout + alone.stderr
     runs = [tmp_path / "out/0", tmp_path / "out/1", tmp_path / "alone"]
     records = [RunRecord.read(run / "record.json") for run in runs]
@@ -206,6 +208,8 @@ def test_runs_that_share_a_start_up_have_the_same_losses_and_threads(tmp_path: P
     servers = {(run / "logs/node0/workers.log").read_text().splitlines()[0] for run in runs[:2]}
     assert len(servers) == 1, "both were forked from one process"
     assert "forked from process" in servers.pop()
+    weights = ["random weights: from memory" in (run / "logs/node0/rank0.log").read_text() for run in runs]
+    assert weights == [False, True, False], "the second run of the sweep has those of the first"
     assert not find_processes(str(tmp_path))
 
 

@@ -1,0 +1,89 @@
+"""Random weights that several runs have in common: the first run keeps them, and the others read them.
+
+Random weights of a large model take longer than a short training. With ``sweep.shared_start=true`` all workers of a
+node are forked from one process. It offers a file in memory, which the workers inherit. The file is written once, and
+then sealed. It holds the state of the random number generator before and after the weights were made, so a run that
+reads them is equal to one that makes them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MEMORY_SHARE = 0.25
+"""Largest share of the free memory of the machine that the weights may take."""
+
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+_offered: int | None = None
+
+
+def offer() -> None:
+    """Make the file in memory. Call it in the process from which the workers are forked."""
+    global _offered  # noqa: PLW0603
+    if _offered is None:
+        _offered = os.memfd_create("distexp-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def make_or_read(key: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the weights that ``make`` returns, from the file if it has them.
+
+    Args:
+        key: what the weights depend on, except the random numbers; None: they are not shared.
+        make: makes the weights on the CPU: tensors by name. It may use no random numbers but those of torch.
+
+    Returns:
+        Tensors by name. Their memory belongs to this process, or is copied on the first write.
+    """
+    if key is None or _offered is None:
+        return make()
+    import torch
+
+    before = torch.get_rng_state()
+    found = _read(_offered, key, before)
+    if found is not None:
+        return found
+    weights = make()
+    _keep(_offered, {"key": key, "before": before, "after": torch.get_rng_state(), "weights": weights})
+    return weights
+
+
+def _read(file: int, key: str, before: Any) -> dict[str, Any] | None:
+    """Return the weights, and set the generator to its state after them; None: the file has others or none."""
+    import torch
+
+    if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
+        return None
+    content: Mapping[str, Any] = torch.load(_path(file), mmap=True, weights_only=True)
+    if content["key"] != key or not torch.equal(content["before"], before):
+        return None
+    torch.set_rng_state(content["after"].clone())
+    print("random weights: from memory, where an earlier run left them (sweep.shared_start)", flush=True)
+    return dict(content["weights"])
+
+
+def _keep(file: int, content: dict[str, Any]) -> None:
+    """Write the file, unless it has weights, another worker writes it, or the machine has little memory."""
+    import psutil
+    import torch
+
+    size = sum(tensor.numel() * tensor.element_size() for tensor in content["weights"].values())
+    if size > MEMORY_SHARE * psutil.virtual_memory().available:
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    try:
+        if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
+            torch.save(content, _path(file))
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+    finally:
+        fcntl.lockf(file, fcntl.LOCK_UN)
+
+
+def _path(file: int) -> str:
+    return f"/proc/self/fd/{file}"

@@ -1,0 +1,93 @@
+"""Random weights that several runs have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from distexp.distributed.context import Context
+from distexp.models import shared_weights
+from distexp.models.blueprint import Blueprint
+
+CALLS: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Offer a file in memory, as the process does from which workers are forked."""
+    monkeypatch.setattr(shared_weights, "_offered", None)
+    CALLS.clear()
+    shared_weights.offer()
+    offered = shared_weights._offered
+    assert offered is not None
+    yield offered
+    os.close(offered)
+
+
+def make(name: str = "weight") -> Callable[[], dict[str, Tensor]]:
+    def build() -> dict[str, Tensor]:
+        CALLS.append(name)
+        return {name: torch.randn(300, 7), "flag": torch.tensor([True, False])}
+
+    return build
+
+
+def seeded(key: str | None, seed: int = 1) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the weights of a run, and the next random number after them."""
+    torch.manual_seed(seed)
+    return shared_weights.make_or_read(key, make()), torch.rand(1)
+
+
+def test_a_later_run_reads_the_weights_and_goes_on_with_the_same_random_numbers() -> None:
+    (first, after_first), (second, after_second) = seeded("model"), seeded("model")
+    assert CALLS == ["weight"], "the second run made none"
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(after_first, after_second)
+
+
+def test_changing_weights_that_were_read_changes_no_other_run() -> None:
+    seeded("model")
+    seeded("model")[0]["weight"].zero_()
+    assert seeded("model")[0]["weight"].abs().sum() > 0
+
+
+@pytest.mark.parametrize(("key", "seed"), [("other model", 1), ("model", 2), (None, 1)])
+def test_other_models_other_seeds_and_custom_models_make_their_own(key: str | None, seed: int) -> None:
+    seeded("model")
+    found, _ = seeded(key, seed)
+    torch.manual_seed(seed)
+    assert len(CALLS) == 2
+    assert torch.equal(found["weight"], torch.randn(300, 7))
+
+
+def test_weights_that_need_much_of_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch, file: int) -> None:
+    monkeypatch.setattr(shared_weights, "MEMORY_SHARE", 1000 / psutil.virtual_memory().available)
+    seeded("model")
+    assert os.fstat(file).st_size == 0
+    seeded("model")
+    assert len(CALLS) == 2
+
+
+def test_a_file_that_a_killed_worker_left_incomplete_is_written_again(file: int) -> None:
+    os.write(file, b"the beginning of a file")
+    seeded("model")
+    seeded("model")
+    assert len(CALLS) == 1
+
+
+def test_a_model_with_other_layers_does_not_get_the_weights(tmp_path: Path) -> None:
+    context = Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
+    for size in (3, 4):
+        torch.manual_seed(1)
+        build = lambda size=size: torch.nn.Linear(size, 2)  # noqa: E731
+        blueprint = Blueprint(build, context, weights_key="the same")
+        blueprint.materialize(blueprint.model)
+        torch.manual_seed(1)
+        assert torch.equal(blueprint.model.weight, build().weight)
