@@ -62,7 +62,7 @@ def notes(profile: StepProfile) -> Iterator[str]:
     if profile.overhead_ms > 0.05 * profile.step_ms:
         yield (
             f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
-            "launch idle, host work and waiting, in proportion to their size."
+            "launch idle, host work and waiting, in proportion to their size, and then of the data wait."
         )
     if profile.includes_overhead and profile.on_gpu:
         yield "The parts include the overhead of the profiler, because the batches have different sizes."

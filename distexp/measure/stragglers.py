@@ -47,6 +47,7 @@ class RankTimes:
         own_s: Own time of its watched steps: without waiting for other ranks.
         data_wait_s: Time that it waited for its data in the same steps.
         without_core_s: Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
+        median_data_wait_s: Median of this time over all measured steps.
         on_cpu: Whether it trains on a CPU.
     """
 
@@ -55,6 +56,7 @@ class RankTimes:
     own_s: Sequence[float] = ()
     data_wait_s: Sequence[float] = ()
     without_core_s: Sequence[float] = ()
+    median_data_wait_s: float = 0.0
     on_cpu: bool = False
     host: str = field(default_factory=socket.gethostname)
 

@@ -6,6 +6,7 @@ Rank 0 writes one line to ``metrics.jsonl`` every ``train.log_every`` steps.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
@@ -262,7 +263,8 @@ class MetricsLogger:
                 median_s = (metrics.step_time_s or {})["p50"]
                 differ = ranks_with_different_sizes > 0
                 metrics.step_breakdown = [
-                    remove_overhead(entry, median_s, sizes_differ=differ) for entry in profiled.breakdown
+                    remove_overhead(entry, median_s, data_wait_s=each.median_data_wait_s, sizes_differ=differ)
+                    for entry, each in zip(profiled.breakdown, ranks, strict=True)
                 ]
         metrics.compile = self.compilation.summary()
         return metrics
@@ -282,8 +284,15 @@ class MetricsLogger:
         own = [durations[step] - wait_s for step, wait_s in waits.items()]
         data_waits = [self.data_waits[step] for step in waits]
         without_core = [self.waits.without_core_s(step) for step in waits]
-        on_cpu = self.device.type == "cpu"
-        times = RankTimes(self.rank, quantiles(durations) or {}, own, data_waits, without_core, on_cpu)
+        times = RankTimes(
+            self.rank,
+            quantiles(durations) or {},
+            own,
+            data_waits,
+            without_core,
+            median_data_wait_s=statistics.median(self.data_waits),
+            on_cpu=self.device.type == "cpu",
+        )
         return gather_to_all(times) if self.world_size > 1 else [times]
 
     def _warmed_up(self, ahead: int = 0) -> bool:

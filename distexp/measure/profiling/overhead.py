@@ -7,6 +7,9 @@ from typing import Any
 SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")
 """Parts that grow because the profiler slows down the CPU."""
 
+DATA_WAIT = "data_wait_ms"
+"""Part that grows too, because the training thread collates and copies batches. Other processes may load them."""
+
 
 SIMILAR = 1.05
 """Largest ratio of the sizes of two steps whose kernels take equally long."""
@@ -30,11 +33,13 @@ class StepSizes:
         return any(most > SIMILAR * least for least, most in zip(self._least, self._most, strict=True))
 
 
-def remove_overhead(entry: dict[str, Any], median_s: float, *, sizes_differ: bool = False) -> dict[str, Any]:
+def remove_overhead(
+    entry: dict[str, Any], median_s: float, *, data_wait_s: float = 0.0, sizes_differ: bool = False
+) -> dict[str, Any]:
     """Return an entry of ``metrics.step_breakdown`` for a step that was not profiled.
 
     Kernels and transfers are as long as without the profiler. So the parts in ``SLOWED`` lose what the profiled step
-    takes longer than the median one, in proportion to their size.
+    takes longer than the median one, in proportion to their size. If they are too small, ``DATA_WAIT`` loses the rest.
 
     Nothing is removed on a CPU. Nothing is removed either if the batches of the steps have different sizes: the
     profiled step may then be longer because it has more work.
@@ -42,13 +47,16 @@ def remove_overhead(entry: dict[str, Any], median_s: float, *, sizes_differ: boo
     Args:
         entry: parts of a profiled step in milliseconds.
         median_s: median of the measured steps, which are not profiled, in seconds.
+        data_wait_s: median wait for data in these steps, in seconds. ``DATA_WAIT`` does not become shorter.
         sizes_differ: whether a rank has batches of different sizes.
     """
     profiled_ms, slowed_ms = entry["step_ms"], sum(entry[name] or 0.0 for name in SLOWED)
     if entry["launch_idle_ms"] is None or sizes_differ:
         return {**entry, "profiled_step_ms": profiled_ms, "includes_overhead": True}
-    removed_ms = min(max(0.0, profiled_ms - 1000 * median_s), slowed_ms)
+    overhead_ms = max(0.0, profiled_ms - 1000 * median_s)
+    removed_ms = min(overhead_ms, slowed_ms)
     kept = 1 - removed_ms / slowed_ms if slowed_ms else 1.0
-    shorter = {name: entry[name] * kept for name in SLOWED}
-    times = {"step_ms": profiled_ms - removed_ms, "profiled_step_ms": profiled_ms}
+    from_data_ms = min(overhead_ms - removed_ms, max(0.0, entry[DATA_WAIT] - 1000 * data_wait_s))
+    shorter = {name: entry[name] * kept for name in SLOWED} | {DATA_WAIT: entry[DATA_WAIT] - from_data_ms}
+    times = {"step_ms": profiled_ms - removed_ms - from_data_ms, "profiled_step_ms": profiled_ms}
     return {**entry, **shorter, **times, "includes_overhead": False}

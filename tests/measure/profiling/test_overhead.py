@@ -33,6 +33,26 @@ def test_kernels_are_as_long_as_without_the_profiler() -> None:
     assert remove_overhead(entry(matmul=90.0), 0.060)["step_ms"] == 90
 
 
+@pytest.mark.parametrize(
+    ("median_s", "measured_wait_s", "launch_idle", "data_wait"),
+    [
+        (0.095, 0.0, 5, 10),
+        (0.090, 0.0, 0, 10),
+        (0.085, 0.0, 0, 5),
+        (0.085, 0.008, 0, 8),
+        (0.085, 0.020, 0, 10),
+        (0.060, 0.0, 0, 0),
+    ],
+)
+def test_data_wait_loses_what_is_left_but_not_the_measured_wait(
+    median_s: float, measured_wait_s: float, launch_idle: float, data_wait: float
+) -> None:
+    profiled = entry(matmul=80.0, launch_idle=10.0, data_wait=10.0)
+    found = remove_overhead(profiled, median_s, data_wait_s=measured_wait_s)
+    assert (found["launch_idle_ms"], found["data_wait_ms"]) == pytest.approx((launch_idle, data_wait), abs=1e-9)
+    assert found["step_ms"] == pytest.approx(total(found)) == pytest.approx(80 + launch_idle + data_wait)
+
+
 @pytest.mark.parametrize("times", [{"launch_idle": 30.0}, {"launch_idle": None, "host": 30.0}])
 def test_nothing_is_removed_from_a_fast_step_or_on_a_cpu(times: dict[str, float | None]) -> None:
     """The first step is faster than the median; the second one is slower, on a CPU."""
