@@ -13,9 +13,10 @@ from pathlib import Path
 
 from hydra.errors import HydraException
 
+from distexp.cli.command_keys import ignored_keys
 from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
-from distexp.cli.overrides import is_override
+from distexp.cli.overrides import is_override, parse
 from distexp.config import ConfigError
 from distexp.launch.foreign_sweep import check_files, check_working_directory
 from distexp.launch.own_files import is_own_file
@@ -49,11 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_stored_command(sweep_dir / COMMAND, original, new)
             check_working_directory(sweep_dir / COMMAND, directory)
             check_files(sweep_dir)
+        merged = merge(original, new)
     except (ConfigError, HydraException) as error:
         for message in explain(error):
             print(f"distexp: {message}", file=sys.stderr)
         return 2
-    merged = merge(original, new)
     if os.path.isdir(directory):
         os.chdir(directory)  # The relative paths of the command are relative to it.
     return distexp([*merged, f"hydra.sweep.dir={sweep_dir}", "sweep.resume=true"])
@@ -84,9 +85,17 @@ def damaged_message(path: Path, reason: object) -> str:
 
 
 def merge(original: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Return the original arguments with the new ones. A new override replaces one of the same key."""
+    """Return the original arguments with the new ones. A new override replaces one of the same key.
+
+    Earlier versions stored overrides that they ignored. They are left out, because a command is refused with them.
+    """
+    ignored = {override.input_line for override, _ in ignored_keys(parse(list(filter(is_override, original))))}
     replaced = {_key(argument) for argument in new if is_override(argument)} | set(RESUME_KEYS)
-    kept = [argument for argument in original if not (is_override(argument) and _key(argument) in replaced)]
+    kept = [
+        argument
+        for argument in original
+        if argument not in ignored and not (is_override(argument) and _key(argument) in replaced)
+    ]
     multirun = [] if "--multirun" in kept or "-m" in kept else ["--multirun"]
     return [*multirun, *kept, *new]
 

@@ -136,6 +136,14 @@ def test_a_new_override_replaces_the_original_one() -> None:
     assert merge(arguments, new) == ["--multirun", *new]
 
 
+def test_a_stored_key_of_another_command_does_not_prevent_a_resume() -> None:
+    """Earlier versions ignored such keys. A search needs them."""
+    ignored = ["train.seed=1", "choose.budget_min=5", "forecast.memory='off'"]
+    assert merge(ignored, []) == ["--multirun", "train.seed=1"]
+    search = ["--multirun", "choose.only=true", "choose.budget_min=5"]
+    assert merge(search, ["choose.gpus=[1]"]) == [*search, "choose.gpus=[1]"]
+
+
 def test_a_directory_without_a_sweep_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     for module in ("distexp.resume", "distexp.status", "distexp.cancel"):
         done = run_module(module, str(tmp_path), cwd=tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from distexp.cli.argument_checks import check_arguments, split_options
+from distexp.cli.command_keys import ignored_keys
 from distexp.cli.overrides import parse, quote_choice, refuse_numbers_as_booleans
 from distexp.config import ConfigError
 from distexp.config.paths import config_groups, options_of
@@ -97,6 +98,7 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
         )
     errors += _model_name_errors(by_key)
+    errors += [error for _, error in ignored_keys(overrides)]
     errors += [f"{key} cannot be set: {hint}" for key, hint in RESERVED_KEYS.items() if key in by_key]
     errors += [
         f"{override.input_line} is not an option: leave it out"

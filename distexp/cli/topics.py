@@ -10,6 +10,7 @@ from typing import Any
 
 import omegaconf
 
+from distexp.cli.command_keys import reader_of
 from distexp.cli.help import describe_groups, wrap
 from distexp.cli.suggestions import ALIASES
 from distexp.config.field_info import FieldInfo, info_of
@@ -101,7 +102,9 @@ def _key_text(key: str, spec: Field[Any]) -> str:
     if values := describe_range(info_of(spec)):
         lines.append(wrap(f"Values: {values}.", "  "))
     lines.append(wrap(f"Default: {describe_default(spec)}. A model or a preset can have another one.", "  "))
-    return "\n".join([*lines, "", f"  distexp {key}=VALUE"])
+    reader, override = reader_of(key), f"{key}=VALUE"
+    example = f"distexp {override}" if reader is None else reader.example(key, override)
+    return "\n".join([*lines, "", f"  {example}"])
 
 
 def _keys_named(name: str) -> Iterator[tuple[str, Field[Any]]]:

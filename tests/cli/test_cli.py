@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distexp import __version__
+from distexp.cli.arguments import normalize_arguments
 from distexp.cli.commands import COMMANDS
 from distexp.cli.main import main
 from distexp.help import main as help_main
@@ -141,6 +142,14 @@ WRONG = {  # command lines, with a part of their message
     ),
     "sweep.cells=[1]": "each cell must be a list of overrides",
     "--config-dir /nowhere": "/nowhere",
+    "choose.budget_min=5": "has no effect here: type distexp choose choose.budget_min=5, or leave it out\n",
+    "--multirun train.seed=1,2 choose.gpus=[1,2]": "choose.gpus=[1,2] is for distexp choose",
+    "--multirun choose.objective=throughput,memory": "choose.objective=throughput,memory is for distexp choose",
+    "choose={budget_min:5}": "choose={budget_min:5} is for distexp choose",
+    "plan forecast.memory=off": "has no effect here: type distexp forecast RUN forecast.memory=off, or",
+    "choose choose.dry_run=true forecast.memory=off": "forecast.memory=off is for distexp forecast RUN",
+    "forecast.only=true": "has no effect here: type distexp forecast RUN, or leave it out\n",
+    "plan.output=json": "plan.output=json is for distexp plan and has no effect here: type distexp plan --json, or",
     "dataset=squad dataset.path=/nowhere": "dataset.path=/nowhere does not exist: correct the path, or use a hub id",
     "dataset=squad dataset.path=./nowhere": "dataset.path=./nowhere does not exist",
     "dataset=squad dataset.path='~/nowhere'": "dataset.path=~/nowhere does not exist",
@@ -158,6 +167,12 @@ def test_wrong_command_line_prints_one_message(line: str, tmp_path: Path) -> Non
     assert WRONG[line] in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == [], "something was left behind"
+
+
+def test_a_key_of_another_command_is_accepted_with_its_default() -> None:
+    defaults = ["choose.budget_min=10", "choose.objective='throughput'", "forecast.network=null", "plan.output=table"]
+    assert normalize_arguments(defaults)[1:] == defaults
+    assert "choose.budget_min=5" in normalize_arguments(["choose.only=true", "choose.budget_min=5"])
 
 
 def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
@@ -223,6 +238,8 @@ def test_help_is_a_command_too() -> None:
         ("lr", ("train.learning_rate\n", "Values: at least 0.", "Default: 5e-05.")),
         ("cluster.nodes", ("cluster.nodes\n", "distexp cluster.nodes=VALUE")),
         ("profile", ("profile\n", "train.profile_steps=3", "distexp profile=VALUE")),
+        ("choose.gpus", ("choose.gpus\n", "  distexp choose choose.gpus=VALUE")),
+        ("plan.gpu", ("plan.gpu\n", "  distexp plan.gpu=VALUE")),
     ],
 )
 def test_help_explains_groups_options_and_keys(
