@@ -13,6 +13,7 @@ def row_to_json(row: SizeRow) -> dict[str, Any]:
     """Return a size for programs. Times are in seconds, and shares are fractions."""
     forecast, measured = row.forecast, row.measured
     nodes, workers_per_node = row.size
+    low, high = row.efficiency_interval or (None, None)
     found: dict[str, Any] = {
         "nodes": nodes,
         "workers_per_node": workers_per_node,
@@ -20,9 +21,9 @@ def row_to_json(row: SizeRow) -> dict[str, Any]:
         "low_s": forecast and forecast.low_s,
         "high_s": forecast and forecast.high_s,
         "samples_per_second": row.samples_per_second,
-        "efficiency": row.efficiency(),
-        "efficiency_low": row.efficiency(forecast.high_s) if forecast else None,
-        "efficiency_high": row.efficiency(forecast.low_s) if forecast else None,
+        "efficiency": row.efficiency,
+        "efficiency_low": low,
+        "efficiency_high": high,
         "workers": row.workers,
         "micro_batches": forecast and forecast.target.micro_batches,
         "samples_per_step": forecast and forecast.target.samples_per_step,

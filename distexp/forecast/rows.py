@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distexp.config import Config, ForecastConfig
+from distexp.config.sharding import Sharding
 from distexp.forecast.energy import PowerModel, price_per_million_samples, read_power
 from distexp.forecast.machine import load_machine
 from distexp.forecast.profiled_run import ProfiledRun
@@ -75,12 +76,26 @@ class SizeRow:
         forecast = self.forecast
         return None if forecast is None else forecast.target.samples_per_step / forecast.step_time_s
 
-    def efficiency(self, step_s: float | None = None) -> float | None:
-        """Return ideal time / real time, on request for another duration of the step."""
+    @property
+    def efficiency(self) -> float | None:
+        """Return ideal time / real time."""
+        if self.baseline is None or self.samples_per_second is None:
+            return None
+        return self.baseline.efficiency(self.workers, self.samples_per_second)
+
+    @property
+    def efficiency_interval(self) -> tuple[float, float] | None:
+        """Return both ends of the interval of the efficiency.
+
+        The upper end is at most 100 %, or the forecast if that is more, as with a slower network at the baseline.
+        Only workers with shares of the optimizer states may exceed it: they have less work at larger sizes.
+        """
         if self.forecast is None or self.baseline is None:
             return None
-        samples = self.forecast.target.samples_per_step
-        return self.baseline.efficiency(self.workers, samples / (step_s or self.forecast.step_time_s))
+        samples, ends = self.forecast.target.samples_per_step, (self.forecast.high_s, self.forecast.low_s)
+        low, high = (self.baseline.efficiency(self.workers, samples / step_s) for step_s in ends)
+        is_limited = self.size == self.baseline.size or _has_constant_work(self.cell.config)
+        return low, min(high, max(self.efficiency or 0.0, 1.0)) if is_limited else high
 
     def share(self, part: str) -> float | None:
         """Return a part of the step as a fraction; None if it is unknown."""
@@ -107,6 +122,17 @@ class SizeRow:
         if self.forecast is None or self.cell.config is None:
             return None
         return price_per_million_samples(self.forecast, self.cell.config.cluster.price_per_gpu_hour)
+
+
+def _has_constant_work(config: Config | None) -> bool:
+    """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
+    if config is None:
+        return False
+    if config.strategy.name == "fsdp":
+        return config.fsdp.sharding == Sharding.NO_SHARD
+    return config.strategy.name in ("single", "ddp") or (
+        config.strategy.name == "deepspeed" and config.deepspeed.zero_stage == 0
+    )
 
 
 COMPUTE = "compute"

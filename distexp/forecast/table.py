@@ -45,7 +45,7 @@ def answer(rows: Sequence[SizeRow], workers: str) -> str:
     row = _largest(rows)
     if row is None or row.forecast is None:
         return ""
-    efficiency, low, high = (row.efficiency(step) or 0.0 for step in (None, row.forecast.high_s, row.forecast.low_s))
+    efficiency, (low, high) = row.efficiency or 0.0, row.efficiency_interval or (0.0, 0.0)
     count = format_count(row.workers, workers.removesuffix("s"))
     text = f"{count}: {efficiency:.0%} efficiency ({low:.0%} to {high:.0%}), {row.samples_per_second:,.1f} samples/s"
     return f"{text}; {_limit(row)}."
@@ -96,7 +96,7 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         column("ms/step", lambda row: _ms(row.forecast.step_time_s if row.forecast else None), ALWAYS),
         column("interval", _interval, 95),
         column("samples/s", lambda row: f"{row.samples_per_second or 0:,.1f}", ALWAYS),
-        column("effi-\nciency", lambda row: _percent(row.efficiency()), ALWAYS),
+        column("effi-\nciency", lambda row: _percent(row.efficiency), ALWAYS),
         column("exposed\ncommunication", lambda row: _percent(row.share(EXPOSED)), 60),
         column("largest loss", _loss, 70, right=False),
         column("memory", _memory, 80),

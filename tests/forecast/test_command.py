@@ -18,6 +18,7 @@ from distexp.forecast.__main__ import main
 from distexp.forecast.command import print_forecast
 from distexp.forecast.profiled_run import read_profiled_run
 from distexp.forecast.sizes import default_sizes
+from distexp.forecast.target import Forecast, Target
 from distexp.launch.composition import Cell
 from distexp.runs.forecast import read_forecasts
 from distexp.runs.forecast_errors import read_errors
@@ -114,6 +115,29 @@ def test_json_has_the_same_rows(sweep: Path, cells: Sequence[Cell], capsys: pyte
     assert found[2]["low_s"] == pytest.approx(0.144)
     assert found[2]["exposed_communication_share"] == pytest.approx(0.5)
     assert found[2]["efficiency"] == pytest.approx(0.625)
+
+
+def test_an_efficiency_above_100_percent_needs_less_work_per_worker(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flat(run_dir: Path, targets: Sequence[Target], machine: object) -> list[Forecast]:
+        """Return 100 ms for 1 and 4 nodes, and 90 ms for 2; 10 % either way."""
+        steps = [0.09 if target.nodes == 2 else 0.1 for target in targets]
+        return [
+            Forecast(target, step_s, 0.9 * step_s, 1.1 * step_s)
+            for target, step_s in zip(targets, steps, strict=True)
+        ]  # fmt: skip
+
+    monkeypatch.setattr(rows, "forecast_steps", flat)
+    replicas = [row["efficiency_high"] for row in as_json(sweep, cells, capsys)]
+    assert replicas == pytest.approx([1.0, 1 / 0.9, 1.0])
+
+    def shard(config: Config) -> None:
+        config.strategy.name, config.fsdp.sharding = "fsdp", "full_shard"
+
+    found = as_json(sweep, changed(cells, shard), capsys)
+    assert [row["efficiency_high"] for row in found] == pytest.approx([1.0, 1 / 0.81, 1 / 0.9])
+    assert [row["efficiency_low"] for row in found] == pytest.approx([1 / 1.1, 1 / 0.99, 1 / 1.1])
 
 
 def test_an_impossible_size_is_a_row_with_its_reason(
