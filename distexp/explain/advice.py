@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from distexp.config import DatasetConfig
 from distexp.explain.memory_room import fits
 from distexp.explain.profile import StepProfile
+from distexp.explain.slow_rank import slower_by
 from distexp.resolve.image_bytes import MAX_CPU_BYTES, estimate_image_bytes
 
 MOST_FACTOR = 8
@@ -103,18 +104,6 @@ ADVICE: dict[str, Callable[[StepProfile], Overrides]] = {
     "host": _against_host,
     "compute": _against_compute,
 }
-
-
-def slower_by(profile: StepProfile) -> tuple[str, float]:
-    """Return the part in which the slowest rank exceeds the others most, and by how many milliseconds."""
-    slowest = profile.slowest
-    others = [rank for rank in profile.ranks if rank is not slowest]
-    names = ("matmul", "other_kernels", "launch_idle", "data_wait", "optimizer", "host")
-    if not others:
-        return names[0], 0.0
-    more = {name: slowest.time(name) - sum(rank.time(name) for rank in others) / len(others) for name in names}
-    name = max(more, key=lambda each: more[each])
-    return name, more[name]
 
 
 def _larger_micro_batch(profile: StepProfile, needed: float) -> Overrides:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distexp.explain.advice import advise, larger_global_batches, slower_by
+from distexp.explain.advice import advise, larger_global_batches
 from distexp.explain.profile import COMPUTE, StepProfile
+from distexp.explain.slow_rank import are_others_ahead, is_one_rank_slow, slower_by
 from distexp.runs.checked_values import number_of
 from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import PARTS
@@ -80,13 +81,20 @@ def explain_profile(profile: StepProfile) -> Explanation:
     share = shares[loss]
     if share < MIN_SHARE:
         loss, share = "compute", sum(shares[name] for name in COMPUTE)
-        sentence = _describe_compute(share, shares)
-    else:
-        bound = f"{BOUND[loss]}: " if share >= BOUND_SHARE else ""
-        text = bound + _describe(loss, share, profile)
-        sentence = text[0].upper() + text[1:] + "."
     alternatives = advise(loss, profile)
+    if loss == "compute":
+        sentence = _describe_compute(share, shares)
+    elif loss == "waiting" and are_others_ahead(profile):
+        loss, share = "launch_idle", profile.slowest.time("launch_idle") / profile.slowest.step_ms
+        sentence = _sentence(loss, share, _describe_ranks_ahead(share, profile))
+    else:
+        sentence = _sentence(loss, share, _describe(loss, share, profile))
     return Explanation(loss, share, sentence, alternatives, larger_global_batches(profile, alternatives))
+
+
+def _sentence(loss: str, share: float, description: str) -> str:
+    text = f"{BOUND[loss]}: {description}" if share >= BOUND_SHARE else description
+    return text[0].upper() + text[1:] + "."
 
 
 def _describe_compute(share: float, shares: Mapping[str, float]) -> str:
@@ -120,6 +128,14 @@ def _describe(loss: str, share: float, profile: StepProfile) -> str:
     )  # fmt: skip
 
 
+def _describe_ranks_ahead(share: float, profile: StepProfile) -> str:
+    """Return that the slowest rank is launch-bound, as the others are."""
+    return (
+        f"the GPU of rank {profile.slowest.rank} is idle for {share:.0%} of the step, because the CPU launches "
+        f"{_launches(profile)} too slowly. The other ranks are as slow, but ahead: their GPUs wait in collectives"
+    )
+
+
 def _launches(profile: StepProfile) -> str:
     launches = max((rank.launches or 0.0) for rank in profile.ranks)
     steps = profile.number("train.gradient_accumulation_steps", 1)
@@ -127,13 +143,12 @@ def _launches(profile: StepProfile) -> str:
 
 
 def _describe_waiting(share: float, profile: StepProfile) -> str:
-    cause, more_ms = slower_by(profile)
-    slowest = profile.slowest
-    if more_ms < 0.3 * max(rank.time("waiting") for rank in profile.ranks):
+    if not is_one_rank_slow(profile):
         return f"ranks wait for each other for {share:.0%} of the step, and no single rank is the cause"
+    cause, more_ms = slower_by(profile)
     return (
-        f"the ranks wait for rank {slowest.rank} for {share:.0%} of the step, because it spends {more_ms:,.1f} ms more "
-        f"than the others on {CAUSES[cause]}"
+        f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it spends "
+        f"{more_ms:,.1f} ms more than the others on {CAUSES[cause]}"
     )
 
 

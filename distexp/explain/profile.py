@@ -25,10 +25,16 @@ class RankStep:
     profiled_ms: float  # with the overhead of the profiler
     parts: Mapping[str, float | None]  # by name of PARTS, and HIDDEN; None: not measured
     launches: float | None
+    cpu_busy_ms: float | None = None  # in the profiled step; None: no GPU, or an old record
 
     def time(self, name: str) -> float:
         """Return a part; 0 if it was not measured."""
         return self.parts[name] or 0.0
+
+    @property
+    def cpu_busy_share(self) -> float | None:
+        """Return the fraction of the profiled step in which the CPU does not wait for the GPU; None if unknown."""
+        return None if self.cpu_busy_ms is None else self.cpu_busy_ms / self.profiled_ms
 
 
 @dataclass(frozen=True)
@@ -123,4 +129,4 @@ def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:
         return None
     parts = {name: number_of(entry, f"{name}_ms") for name in (*PARTS, HIDDEN)}
     profiled = number_of(entry, "profiled_step_ms") or step
-    return RankStep(int(rank), step, profiled, parts, number_of(entry, "launches"))
+    return RankStep(int(rank), step, profiled, parts, number_of(entry, "launches"), number_of(entry, "cpu_busy_ms"))

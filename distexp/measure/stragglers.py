@@ -47,7 +47,7 @@ class RankTimes:
         own_s: Own time of its watched steps: without waiting for other ranks.
         data_wait_s: Time that it waited for its data in the same steps.
         without_core_s: Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
-        median_data_wait_s: Median of this time over all measured steps.
+        median_data_wait_s: Median time that it waited for its data, over all measured steps.
         on_cpu: Whether it trains on a CPU.
     """
 

@@ -80,6 +80,7 @@ class Metrics:
             "[].profiled_step_ms": "Duration with the overhead of the profiler, in ms.",
             "[].includes_overhead": "Whether the parts include the overhead of the profiler.",
             "[].launches": "Calls that launch kernels in the step. Null: no GPU.",
+            "[].cpu_busy_ms": "Time in the profiled step without waits of the CPU for the GPU, in ms. Null: no GPU.",
         },
     )
     explanation: dict[str, Any] | None = key(

@@ -132,6 +132,43 @@ def test_waiting_names_the_slow_rank_and_its_part() -> None:
     assert "no single rank is the cause" in explanation(profiled(turns, turns, **GPU))[2]
 
 
+AHEAD = {"matmul": 15.0, "launch_idle": 5.0, "waiting": 75.0, "exposed_communication": 5.0}
+BEHIND = {"matmul": 15.0, "launch_idle": 70.0, "optimizer": 10.0, "exposed_communication": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("parts", "busy_ms", "loss"),
+    [
+        (BEHIND, (135.0, 150.0), "launch_idle"),
+        (BEHIND, (150.0, 148.0), "launch_idle"),
+        (BEHIND, (115.0, 150.0), "waiting"),
+        (BEHIND, (None, 150.0), "waiting"),
+        (BEHIND, (135.0, None), "waiting"),
+        ({**BEHIND, "launch_idle": 20.0, "host": 50.0}, (135.0, 150.0), "waiting"),
+    ],
+    ids=["as slow", "busier", "slower CPU", "unknown", "slowest unknown", "other work of the CPU"],
+)
+def test_a_rank_is_slow_only_if_its_cpu_is(
+    parts: dict[str, float], busy_ms: tuple[float | None, float | None], loss: str
+) -> None:
+    """A step takes 100 ms, and 150 ms with the profiler. The GPU of rank 0 waits for rank 1 for 75 ms."""
+    run = with_memory(profiled(AHEAD, parts, train__micro_batch_size=2, **GPU), 20_000)
+    assert run.metrics.step_breakdown is not None
+    for entry, busy in zip(run.metrics.step_breakdown, busy_ms, strict=True):
+        entry |= {"profiled_step_ms": 150.0, "cpu_busy_ms": busy}
+    found = explanation(run)
+    assert found[0] == loss
+    if loss == "waiting":
+        assert "the ranks wait for rank 1 for 38% of the step" in found[2]
+        return
+    assert found[1:] == (
+        0.7,
+        "Launch-bound: the GPU of rank 1 is idle for 70% of the step, because the CPU launches 4,000 kernels per "
+        "micro-batch too slowly. The other ranks are as slow, but ahead: their GPUs wait in collectives.",
+        ["train.micro_batch_size=8", "kernels=fast"],
+    )
+
+
 def test_a_larger_micro_batch_is_proposed_only_if_it_fits() -> None:
     """The GPU has 140 GB. 55 % of the step is idle, so a micro-batch three times as large would hide it: 4 times."""
     fast = {"kernels__name": "fast", "train__micro_batch_size": 2, **GPU}

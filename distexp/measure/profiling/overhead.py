@@ -8,8 +8,7 @@ SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")
 """Parts that grow because the profiler slows down the CPU."""
 
 DATA_WAIT = "data_wait_ms"
-"""Part that grows too, because the training thread collates and copies batches. Other processes may load them."""
-
+"""Part that grows too, because the CPU collates and copies batches."""
 
 SIMILAR = 1.05
 """Largest ratio of the sizes of two steps whose kernels take equally long."""
@@ -47,7 +46,7 @@ def remove_overhead(
     Args:
         entry: parts of a profiled step in milliseconds.
         median_s: median of the measured steps, which are not profiled, in seconds.
-        data_wait_s: median wait for data in these steps, in seconds. ``DATA_WAIT`` does not become shorter.
+        data_wait_s: median wait for data in these steps, in seconds. ``DATA_WAIT`` does not become shorter than this.
         sizes_differ: whether a rank has batches of different sizes.
     """
     profiled_ms, slowed_ms = entry["step_ms"], sum(entry[name] or 0.0 for name in SLOWED)

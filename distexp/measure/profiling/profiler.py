@@ -27,6 +27,7 @@ from distexp.measure.profiling.annotations import activate_annotations
 from distexp.measure.profiling.breakdown import split_step, step_windows
 from distexp.measure.profiling.chrome_trace import Trace, read_trace, timeline_of
 from distexp.measure.profiling.communication import CommunicationShares, communication_shares
+from distexp.measure.profiling.cpu_waits import cpu_busy_ms
 from distexp.measure.profiling.lanes import lanes_of
 from distexp.measure.profiling.model_sizes import read_model_sizes
 from distexp.measure.profiling.step_segments import ProfiledStep, items_of
@@ -199,7 +200,8 @@ class StepProfiler:
         collectives = split_collectives(trace.collectives, [each.collectives for each in ranks])
         step = split_step(trace, step_windows(trace)[position], collectives)
         rank = self.context.rank
-        return step.to_json(rank, on_gpu=trace.on_gpu), lanes_of(trace, step, collectives, rank)
+        entry = step.to_json(rank, on_gpu=trace.on_gpu) | {"cpu_busy_ms": cpu_busy_ms(trace, position)}
+        return entry, lanes_of(trace, step, collectives, rank)
 
     def _write_step_model(self, trace: Trace, ranks: Sequence[RankSummary]) -> None:
         """Write the median step of this rank for a forecast. The training is finished, so an error is only printed."""

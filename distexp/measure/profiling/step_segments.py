@@ -10,6 +10,7 @@ from itertools import pairwise
 from distexp.measure.profiling.breakdown import StepParts
 from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Kernel, Trace
 from distexp.measure.profiling.chrome_trace import Collective as TraceCollective
+from distexp.measure.profiling.cpu_waits import waits_for_gpu
 from distexp.measure.profiling.fsdp_hooks import HookCollective, UnitSize, collectives_of_hooks
 from distexp.measure.profiling.intervals import Interval, clip, merge, total_length
 from distexp.measure.profiling.phases import StepPhases, find_phases
@@ -20,9 +21,6 @@ CHUNKS = 24
 """Segments of a pass without collectives, so that a forecast can insert some."""
 QUEUE_GAP_S = 10e-6
 """Longest time that a GPU needs to start a kernel that is in its queue. It counts as part of the kernel."""
-
-LONG_LAUNCH_S = 200e-6
-"""A launch that takes longer waits for a free place in the queue of the GPU."""
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 FSDP_REDUCTION = f"{FSDP_HOOK}post_backward_reduce"
 
@@ -158,9 +156,7 @@ def _chunks(start: float, end: float, longest: float) -> Iterator[float]:
 def _waits(step: ProfiledStep) -> list[Interval]:
     """Return when the CPU waits: for the GPU or its full queue, or without a GPU for collectives."""
     if step.trace.on_gpu:
-        launches = (event.launch for event in step.trace.device_events if event.launch is not None)
-        blocked = [(start + LONG_LAUNCH_S, end) for start, end in launches if end - start > LONG_LAUNCH_S]
-        return [*step.trace.synchronizations, *blocked]
+        return waits_for_gpu(step.trace)
     return [*step.parts.parts["exposed_communication"], *step.parts.parts["waiting"]]
 
 

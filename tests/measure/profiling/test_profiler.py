@@ -52,6 +52,7 @@ def test_the_parts_are_those_of_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
     result = finish(tmp_path, monkeypatch, EVENTS, lambda value: [value])
     assert result.breakdown is not None
     assert result.breakdown[0]["exposed_communication_ms"] == pytest.approx(3, abs=1e-3)
+    assert result.breakdown[0]["cpu_busy_ms"] is None, "on a CPU"
     assert profile_summary_path(tmp_path).exists()
 
 

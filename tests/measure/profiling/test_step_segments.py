@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from distexp.measure.profiling.annotations import OPTIMIZER as OPTIMIZER_MARK
 from distexp.measure.profiling.breakdown import split_step, step_windows
 from distexp.measure.profiling.categories import BACKWARD as BACKWARD_MARK
 from distexp.measure.profiling.chrome_trace import read_trace
+from distexp.measure.profiling.cpu_waits import cpu_busy_ms
 from distexp.measure.profiling.fsdp_hooks import UnitSize, collectives_of_hooks
 from distexp.measure.profiling.phases import find_phases
 from distexp.measure.profiling.step_segments import ProfiledStep, items_of
@@ -46,6 +48,15 @@ def two_micro_batches() -> GPUTrace:
     return trace
 
 
+def blocked_launch() -> GPUTrace:
+    """Return a step of 20 ms, whose last launch takes from 3 to 13."""
+    trace = GPUTrace().step(1, 0, 20)
+    for number in range(4):
+        trace.kernel(GEMM, 5 * number, 5 * number + 5, launch=number)
+    trace.events[-2]["dur"] = 10_000.0
+    return trace
+
+
 def items(trace: GPUTrace, folder: Path, *, workers: int = 2, micro_batches: int = 2) -> tuple[Item, ...]:
     read = read_trace(trace.write(folder / "trace.json"), on_gpu=True)
     transfers = split_collectives(read.collectives, [durations_of(read.collectives)])
@@ -71,13 +82,20 @@ def test_a_step_has_the_times_of_both_clocks_by_phase(tmp_path: Path) -> None:
 
 
 def test_a_launch_that_waits_for_the_queue_of_the_gpu_is_not_work_of_the_cpu(tmp_path: Path) -> None:
-    trace = GPUTrace().step(1, 0, 20)
-    for number in range(4):
-        trace.kernel(GEMM, 5 * number, 5 * number + 5, launch=number)
-    trace.events[-2]["dur"] = 10_000.0  # the last launch takes from 3 to 13
-    found = items(trace, tmp_path, workers=1, micro_batches=1)
+    found = items(blocked_launch(), tmp_path, workers=1, micro_batches=1)
     host = 1000 * sum(item.host_s for item in found if isinstance(item, Segment))
     assert host == pytest.approx(20 - 10 + 0.2)
+
+
+@pytest.mark.parametrize(
+    ("trace", "busy_ms"), [(two_micro_batches(), 40 - 5.5), (blocked_launch(), 20 - 10 + 0.2)], ids=["wait", "queue"]
+)
+def test_the_cpu_is_busy_if_it_does_not_wait_for_the_gpu(trace: GPUTrace, busy_ms: float, tmp_path: Path) -> None:
+    trace.step(2, 40, 50)
+    read = read_trace(trace.write(tmp_path / "trace.json"), on_gpu=True)
+    assert cpu_busy_ms(read, 0) == pytest.approx(busy_ms)
+    assert cpu_busy_ms(read, 1) == pytest.approx(10), "another step"
+    assert cpu_busy_ms(replace(read, on_gpu=False), 0) is None
 
 
 def test_a_collective_has_its_size_group_and_place(tmp_path: Path) -> None:
