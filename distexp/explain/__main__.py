@@ -19,7 +19,7 @@ from distexp.exceptions import run_until_pipe_closes
 from distexp.explain.causes import Explanation, explain_profile
 from distexp.explain.compare import ProfileComparison
 from distexp.explain.profile import StepProfile
-from distexp.explain.table import batch_line, comparison_table, notes, ranks_table, try_line
+from distexp.explain.table import batch_line, comparison_notes, comparison_table, notes, ranks_table, try_line
 from distexp.runs.existing import choose_newest_sweep
 from distexp.runs.files import nan_to_none, printable
 from distexp.runs.record import RunRecord, load_all
@@ -125,6 +125,8 @@ def _compare(before: ProfiledRun, after: ProfiledRun, *, as_json: bool) -> None:
     console.print(comparison_table(comparison, console.width))
     console.print()
     _print(console, comparison.sentence())
+    for note in comparison_notes(comparison):
+        _print(console, note, style="dim")
 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:

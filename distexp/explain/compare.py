@@ -37,9 +37,17 @@ class ProfileComparison:
             self.after.step_ms / self.after.samples_per_step,
         )
 
+    @property
+    def medians(self) -> tuple[float, float]:
+        """Return the times of a sample without the profiler, in milliseconds; ``totals`` if one is unknown."""
+        before, after = self.before.median_ms, self.after.median_ms
+        if before is None or after is None:
+            return self.totals
+        return before / self.before.samples_per_step, after / self.after.samples_per_step
+
     def sentence(self) -> str:
-        """Return why B is slower or faster than A."""
-        before, after = self.totals
+        """Return why B is slower or faster than A. The parts may include the profiler, so the medians decide."""
+        before, after = self.medians
         times = f"{after:,.3f} ms instead of {before:,.3f} ms per sample"
         if abs(after - before) <= SAME * before:
             return f"A and B are equally fast: {times}."
@@ -59,6 +67,7 @@ class ProfileComparison:
         parts = {name: dict(zip(("a", "b"), self.per_sample(name), strict=True)) for name in PARTS}
         return {
             "ms_per_sample": dict(zip(("a", "b"), self.totals, strict=True)),
+            "median_ms_per_sample": dict(zip(("a", "b"), self.medians, strict=True)),
             "parts_ms_per_sample": parts,
             "sentence": self.sentence(),
         }

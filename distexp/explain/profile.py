@@ -74,10 +74,16 @@ class StepProfile:
     @property
     def different_median_ms(self) -> float | None:
         """Return the median of the steps that were not profiled, if the parts add up to another duration."""
-        median_s = number_of(self.record.metrics.step_time_s or {}, "p50")
-        if median_s is None or abs(self.step_ms - 1000 * median_s) <= DIFFERENT * 1000 * median_s:
+        median = self.median_ms
+        if median is None or abs(self.step_ms - median) <= DIFFERENT * median:
             return None
-        return 1000 * median_s
+        return median
+
+    @property
+    def median_ms(self) -> float | None:
+        """Return the median of the steps that were not profiled; None if it is unknown."""
+        median_s = number_of(self.record.metrics.step_time_s or {}, "p50")
+        return 1000 * median_s if median_s else None
 
     def shares(self) -> dict[str, float]:
         """Return the parts as fractions of a step."""

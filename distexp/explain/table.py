@@ -14,6 +14,10 @@ from distexp.runs.step_parts import HIDDEN, PARTS
 
 BAR_WIDTH = 24
 BAR, HALF = "█", "▌"
+CPU_NOTE = (
+    "Without a GPU, operators of PyTorch count as kernels, slow launches are unknown, and the profiler makes all parts "
+    "longer."
+)
 
 
 def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
@@ -23,7 +27,11 @@ def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
     largest = max(means, default=0.0) or 1.0
     columns = [
         Column("part", (*map(_title, shown), "sum", "hidden communication"), ALWAYS, right=False),
-        Column("%", (*(f"{100 * mean / profile.step_ms:.1f}" for mean in means), "100.0", ""), ALWAYS),
+        Column(
+            "mean\n%" if len(profile.ranks) > 1 else "%",
+            (*(f"{100 * mean / profile.step_ms:.1f}" for mean in means), "100.0", ""),
+            ALWAYS,
+        ),
         Column("", (*(_bar(mean / largest) for mean in means), "", ""), 90, right=False),
     ]
     for rank in profile.ranks:
@@ -62,7 +70,7 @@ def notes(profile: StepProfile) -> Iterator[str]:
     if profile.overhead_ms > 0.05 * profile.step_ms:
         yield (
             f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
-            "launch idle, host work and waiting, in proportion to their size, and then of the data wait."
+            "slow launches, host work and waiting, in proportion to their size, and then of the data wait."
         )
     if profile.includes_overhead and profile.on_gpu:
         yield "The parts include the overhead of the profiler, because the batches have different sizes."
@@ -72,7 +80,15 @@ def notes(profile: StepProfile) -> Iterator[str]:
             f"{median:,.1f} ms."
         )
     if not profile.on_gpu:
-        yield "Without a GPU, operators of the CPU are the kernels, and launch idle is unknown."
+        yield CPU_NOTE
+
+
+def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
+    """Yield what limits the meaning of two profiles: first what is about one of them."""
+    before, after = list(notes(comparison.before)), list(notes(comparison.after))
+    yield from (f"A: {note}" for note in before if note not in after)
+    yield from (f"B: {note}" for note in after if note not in before)
+    yield from (note for note in before if note in after)
 
 
 def _title(name: str) -> str:

@@ -338,6 +338,22 @@ def test_comparison_is_per_sample() -> None:
     assert "equally fast" in ProfileComparison(profiles[0], profiles[0]).sentence()
 
 
+def test_comparison_uses_the_steps_that_were_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The profiler makes a step of B five times longer. But without it B is only twice as slow."""
+    before, after = (profiled({"matmul": length}, number=n, peak=None) for n, length in enumerate((100.0, 1000.0)))
+    before.metrics.step_time_s = {"p50": 0.1}
+    after.metrics.step_time_s = {"p50": 0.2}
+    folder = write(tmp_path, before, after)
+    assert main([str(folder / "0"), str(folder / "1")]) == 0
+    out = capsys.readouterr().out
+    assert "B is 2.00 times slower than A" in out
+    assert "\nB: The parts add up to 1,000.0 ms. The median of the steps that were not profiled is 200.0 ms." in out
+    assert out.count("the profiler makes all parts longer") == 1
+    assert main([str(folder / "0"), str(folder / "1"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["median_ms_per_sample"]["b"] == pytest.approx(2 * found["median_ms_per_sample"]["a"])
+
+
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     first = profiled(COMPUTE_BOUND, COMPUTE_BOUND, **GPU)

@@ -18,15 +18,17 @@ STEP, HIDDEN, WAITING = "step_ms", "hidden_communication_ms", "waiting_ms"
 STEP_PARTS = {f"{name}_ms": title for name, title in PARTS.items()}
 """Titles of the parts by their key in ``metrics.step_breakdown``."""
 
-TITLE = "Parts of the median step (%)"
+TITLE = "Parts of the median profiled step (%)"
 NOTE = "Hidden communication runs behind computation. It is not part of the sum."
 SLOWEST_NOTE = "Rank: the slowest one, if waiting for others does not count."
 MOST_ROWS = 32
+DIFFERENT = 0.05
+"""Relative difference from which a profiled step differs from the median of the other steps."""
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """The median step of a rank.
+    """The median profiled step of a rank.
 
     Attributes:
         parts: Milliseconds by key of ``STEP_PARTS``, without those that were not measured.
@@ -56,6 +58,18 @@ class ProfiledRun:
     def slowest(self) -> RankStep:
         """Return the rank with the most time of its own: the others wait for it."""
         return max(self.ranks, key=lambda each: (each.own_ms, -each.rank))
+
+    @property
+    def median_ms(self) -> float | None:
+        """Return the median of the steps that were not profiled; None if it is unknown."""
+        median_s = number_of(self.row.record.metrics.step_time_s or {}, "p50")
+        return 1000 * median_s if median_s else None
+
+    @property
+    def differs(self) -> bool:
+        """Return whether the profiled step of the slowest rank differs from the median of the other steps."""
+        median = self.median_ms
+        return median is not None and abs(self.slowest.step_ms - median) > DIFFERENT * median
 
     @property
     def samples(self) -> float | None:
@@ -96,7 +110,7 @@ def profiled_runs(overview: Overview) -> list[ProfiledRun]:
 
 
 def read_ranks(row: Row) -> Iterator[RankStep]:
-    """Yield the median step of each rank; nothing if the run was not profiled."""
+    """Yield the median profiled step of each rank; nothing if the run was not profiled."""
     for entry in row.record.metrics.step_breakdown or ():
         rank, step = number_of(entry, "rank"), number_of(entry, STEP)
         if rank is not None and step:
@@ -141,6 +155,8 @@ def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTab
     num_labels = len(columns) + 1
     columns["rank"] = [str(step.rank) for _, step in shown]
     columns["step (ms)"] = [f"{step.step_ms:,.2f}" for _, step in shown]
+    if any(run.differs for run in runs):
+        columns["median of the other steps (ms)"] = [_time(run.median_ms) for run, _ in shown]
     if unit.per_sample:
         columns[unit.title] = [f"{unit.convert(run, step.step_ms):,.3f}" for run, step in shown]
     for name, title in STEP_PARTS.items():
@@ -154,6 +170,10 @@ def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTab
     return TextTable(TITLE, tuple(known), rows[:MOST_ROWS], note, num_labels=num_labels)
 
 
+def _time(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:,.2f}"
+
+
 def _percent(value: float | None, step: RankStep) -> str:
     return "-" if value is None else f"{100 * value / step.step_ms:.1f}"
 
@@ -164,4 +184,4 @@ def _largest_loss(run: ProfiledRun) -> str:
         return "-"
     if loss == ["compute"]:
         return "none: compute"
-    return loss[0].replace("_", " ") + ("" if share is None else f", {share:.0%}")
+    return PARTS.get(loss[0], loss[0].replace("_", " ")) + ("" if share is None else f", {share:.0%}")

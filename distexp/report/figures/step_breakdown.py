@@ -43,12 +43,16 @@ def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> Figu
 
 def _describe(runs: Sequence[ProfiledRun], count: int) -> Iterator[str]:
     if len(runs) == 1:
-        yield "A bar is the median step of a rank."
+        yield "A bar is the median profiled step of a rank."
     else:
-        yield "A bar is the median step of a run's slowest rank."
+        yield "A bar is the median profiled step of a run's slowest rank."
     if fair_unit(runs).per_sample:
         yield "Times are per sample, because the global batch sizes differ."
     yield "The parts add up to the step. Communication that runs behind computation is not drawn."
+    if different := [run for run in runs if run.differs]:
+        bars = f"Some bars ({len(different)} of {len(runs)} runs)"
+        yield f"{bars} differ from the median of the other steps by more than 5%, for example because of the profiler."
+        yield "Compare their shares, not their times."
     if count > MOST_BARS:
         yield f"Drawn: {MOST_BARS} of {count}."
 

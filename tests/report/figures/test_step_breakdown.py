@@ -112,7 +112,19 @@ def test_the_largest_loss_is_explained_with_what_to_try(tmp_path: Path) -> None:
         "A larger global batch changes the training: train.micro_batch_size=32.",
         "Run 1 (strategy=fsdp): 17% idle; see kernels=fast.",
     )
-    assert [row[-1] for row in drawn.tables[0].rows] == ["launch idle, 17%"] * 2
+    assert [row[-1] for row in drawn.tables[0].rows] == ["GPU idle: slow launches, 17%"] * 2
+
+
+def test_a_profiled_step_that_is_longer_than_the_others_is_noted(tmp_path: Path) -> None:
+    slowed, other = profiled(0, breakdown(0)), profiled(1, breakdown(0), strategy="fsdp")
+    slowed.metrics.step_time_s, other.metrics.step_time_s = {"p50": 0.05}, {"p50": 0.1}
+    drawn = figure(tmp_path, slowed, other)
+    assert "Some bars (1 of 2 runs) differ from the median of the other steps" in drawn.caption
+    table = drawn.tables[0]
+    assert [row[table.header.index("median of the other steps (ms)")] for row in table.rows] == ["50.00", "100.00"]
+    same = figure(tmp_path / "same", profiled(0, breakdown(0)), other)
+    assert "differ" not in same.caption
+    assert "median of the other steps (ms)" not in same.tables[0].header
 
 
 def test_a_hundred_runs_are_a_few_bars(tmp_path: Path) -> None:
