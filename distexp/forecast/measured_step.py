@@ -82,7 +82,14 @@ def read_measured_step(run_dir: Path) -> MeasuredStep:
 
 
 def _own_waiting(record: RunRecord, median_s: float) -> float:
-    """Return the wait of rank 0 for other workers in the profiled step; at most half of a step."""
+    """Return the wait of rank 0 for other workers in the profiled step; at most half of a step.
+
+    The GPU also waits if the CPU is ahead of those of the other workers. The step is not longer for this reason: it is
+    at least as long as the CPU works.
+    """
     entries = [entry for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
-    waits = [number_of(entry, "waiting_ms") for entry in entries if entry.get("rank") == 0]
-    return min((waits[0] if waits and waits[0] else 0.0) / 1000, median_s / 2)
+    entry = next((entry for entry in entries if entry.get("rank") == 0), {})
+    waiting_s = (number_of(entry, "waiting_ms") or 0.0) / 1000
+    profiled_ms, busy_ms = (number_of(entry, name) for name in ("profiled_step_ms", "cpu_busy_ms"))
+    idle_share = max(0.0, 1 - busy_ms / profiled_ms) if profiled_ms and busy_ms is not None else 1.0
+    return min(waiting_s, idle_share * median_s, median_s / 2)

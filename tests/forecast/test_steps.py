@@ -145,6 +145,20 @@ def test_the_wait_of_the_profiled_run_is_kept_and_grows_with_the_workers(tmp_pat
     assert one.parts["waiting"] == 0
 
 
+@pytest.mark.parametrize(("busy_ms", "waiting_s"), [(None, 0.002), (36.0, 0.002), (71.0, 0.0005), (73.0, 0.0)])
+def test_a_gpu_whose_cpu_is_busy_does_not_wait_for_a_slow_worker(
+    busy_ms: float | None, waiting_s: float, tmp_path: Path
+) -> None:
+    """The GPU waits for 2 ms in a step of 36 ms, which takes 72 ms with the profiler."""
+    run = write_run(tmp_path, ddp_items(0.004), 0.036, workers=2)
+    written = RunRecord.read(run / "record.json")
+    entry = {"rank": 0, "step_ms": 36.0, "waiting_ms": 2.0, "profiled_step_ms": 72.0, "cpu_busy_ms": busy_ms}
+    written.metrics.step_breakdown = [entry]
+    written.write(run)
+    (own,) = forecast_steps(run, [target(2)], MACHINE)
+    assert (own.step_time_s, own.parts["waiting"]) == pytest.approx((0.036, waiting_s))
+
+
 def test_more_micro_batches_reduce_once_and_take_longer(tmp_path: Path) -> None:
     """Strong scaling to fewer workers: a worker has more micro-batches. Only the last one reduces."""
     run = write_run(tmp_path, ddp_items(), 0.030)
