@@ -22,6 +22,7 @@ from distexp.forecast.memory import add_memory
 from distexp.forecast.profiled_run import ProfiledRun, read_profiled_run
 from distexp.forecast.rows import SizeRow, forecast_sizes
 from distexp.forecast.table import answer, notes, sizes_table
+from distexp.forecast.what_if import what_if
 from distexp.launch.composition import Cell
 from distexp.plan.planner import Planner
 from distexp.runs.files import nan_to_none
@@ -57,7 +58,8 @@ def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastCon
     """
     rows = forecast_sizes(run, cells, options, read_errors(machine_name(run.record)))
     rows = add_memory(rows, options.memory, planner)
-    stored = [forecast for row in rows if (forecast := stored_forecast(row)) is not None]
+    kept = (stored_forecast(row, what_if(options, run.record, row.size[0])) for row in rows)
+    stored = [forecast for forecast in kept if forecast is not None]
     _store(run, stored)
     rows = add_measured(run, rows, stored)
     if options.output == "json":
@@ -100,8 +102,13 @@ def _store(run: ProfiledRun, stored: Sequence[StoredForecast]) -> None:
         print(f"distexp: the forecast is not kept for the report: {run.directory}: {error.strerror}", file=sys.stderr)
 
 
-def stored_forecast(row: SizeRow) -> StoredForecast | None:
-    """Return what is kept of a size; None without a forecast."""
+def stored_forecast(row: SizeRow, assumed: str) -> StoredForecast | None:
+    """Return what is kept of a size; None without a forecast.
+
+    Args:
+        row: The size.
+        assumed: Options for another machine.
+    """
     forecast, config = row.forecast, row.cell.config
     if forecast is None or config is None:
         return None
@@ -117,4 +124,5 @@ def stored_forecast(row: SizeRow) -> StoredForecast | None:
         low_s=forecast.low_s,
         high_s=forecast.high_s,
         beyond=forecast.beyond,
+        what_if=assumed,
     )

@@ -30,6 +30,7 @@ class StoredForecast:
         high_s: Upper end of the interval.
         created_at: ISO 8601, UTC.
         beyond: How far the size is beyond the measured range; empty inside of it.
+        what_if: Options for another machine, which later runs do not share; empty without them.
     """
 
     nodes: int
@@ -43,6 +44,7 @@ class StoredForecast:
     high_s: float
     created_at: str = ""
     beyond: str = ""
+    what_if: str = ""
 
     @property
     def workers(self) -> int:
@@ -55,8 +57,8 @@ class StoredForecast:
         return self.samples_per_step / self.step_time_s
 
     def same_size(self, other: StoredForecast) -> bool:
-        """Return whether another forecast is about the same size and the same steps."""
-        names = ("nodes", "workers_per_node", "run_id", "micro_batches", "samples_per_step")
+        """Return whether another forecast is about the same size, the same steps and the same machine."""
+        names = ("nodes", "workers_per_node", "run_id", "micro_batches", "samples_per_step", "what_if")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
 

@@ -58,12 +58,14 @@ class ForecastError:
 def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: RunRecord) -> ForecastError | None:
     """Return the error of a forecast.
 
-    It is None if the run measured no step time, made other steps, or ran under other conditions than the profiled run.
+    It is None if the forecast is for another machine, or if the run measured no step time, made other steps, or ran
+    under other conditions than the profiled run.
     """
     train, step = measured.config.get("train") or {}, measured_step_s(measured)
     sizes = train.get("micro_batch_size"), train.get("gradient_accumulation_steps")
     if (
         step is None
+        or forecast.what_if
         or _conditions(profiled) != _conditions(measured)
         or (isinstance(sizes[0], int) and sizes != (forecast.micro_batch_size, forecast.micro_batches))
     ):

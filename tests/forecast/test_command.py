@@ -19,6 +19,7 @@ from distexp.forecast.command import print_forecast
 from distexp.forecast.profiled_run import read_profiled_run
 from distexp.forecast.sizes import default_sizes
 from distexp.forecast.target import Forecast, Target
+from distexp.forecast.what_if import what_if
 from distexp.launch.composition import Cell
 from distexp.runs.forecast import read_forecasts
 from distexp.runs.forecast_errors import read_errors
@@ -266,6 +267,30 @@ def test_a_measured_run_counts_once_and_widens_later_intervals(
     # 0.15 instead of 0.12 s: 1.25 times as long
     assert found[2]["low_s"] == pytest.approx(0.16 / 1.25)
     assert found[2]["high_s"] == pytest.approx(0.16 * 1.25)
+
+
+def test_a_forecast_for_another_network_is_no_error_of_the_tool(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(sweep, profiled_record(1, step_s=0.15, run_id=cells[1].id, cluster__nodes=2))
+    found = json.loads(forecast(sweep, cells, capsys, output="json", network="infiniband-ndr-400g"))
+    assert found[1]["error"] is None
+    assert read_errors("cpu of unknown") == []
+    assert [each.what_if for each in read_forecasts(sweep / "0")] == ["", *["forecast.network=infiniband-ndr-400g"] * 2]
+    assert as_json(sweep, cells, capsys)[1]["error"] == pytest.approx(-0.2), "the forecast of this machine is kept too"
+    assert len(read_forecasts(sweep / "0")) == 5
+    assert len(read_errors("cpu of unknown")) == 1
+
+
+@pytest.mark.parametrize(("gpu", "assumed"), [(None, ""), ("H200", "forecast.preflight=")])
+def test_bandwidths_of_another_machine_are_an_assumption(tmp_path: Path, gpu: str | None, assumed: str) -> None:
+    measured = profiled_record(1)
+    assert measured.environment is not None
+    measured.environment.gpu_name = gpu
+    folder = write(tmp_path / "preflight", measured) / "1"
+    assert what_if(ForecastConfig(preflight=str(folder)), profiled_record(), 1).startswith(assumed)
+    assert bool(what_if(ForecastConfig(preflight=str(folder)), profiled_record(), 1)) == bool(assumed)
+    assert what_if(ForecastConfig(preflight=str(tmp_path)), profiled_record(), 1), "without a record"
 
 
 def test_help_and_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,7 @@ def build_forecast_table(overview: Overview, found: Sequence[ForecastRow]) -> Te
 def _cells(found: ForecastRow, *, measured: bool) -> tuple[str, ...]:
     forecast, error = found.forecast, found.mean_error
     interval = f"{_ms(forecast.low_s)} to {_ms(forecast.high_s)}"
-    size = f"{forecast.nodes} x {forecast.workers_per_node}"
+    size = f"{forecast.nodes} x {forecast.workers_per_node} {forecast.what_if}".rstrip()
     cells = (found.row.label, size, _ms(forecast.step_time_s), interval, f"{forecast.samples_per_second:,.1f}")
     if not measured:
         return cells
