@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -27,6 +28,12 @@ FOLDER = "forecast-errors"
 WIDENING_QUANTILE = 0.9
 """Part of the earlier errors that the interval covers."""
 
+LAST = 20
+"""Number of earlier forecasts that count."""
+
+FEWEST = 3
+"""Number of earlier forecasts from which they count. The largest error of a few may be an accident of one run."""
+
 
 @dataclass(frozen=True)
 class ForecastError:
@@ -37,12 +44,14 @@ class ForecastError:
         measured_s: Measured median of the steps.
         inside: Whether the measured duration was in the interval.
         subject: Profiled run and size of the forecast. Empty: unknown.
+        measured_at: Start of the measured run, ISO 8601. Empty: unknown.
     """
 
     forecast_s: float
     measured_s: float
     inside: bool
     subject: str = ""
+    measured_at: str = ""
 
     @property
     def relative(self) -> float:
@@ -109,7 +118,7 @@ def store_error(profiled: RunRecord, forecast: StoredForecast, measured: RunReco
         path = _folder(machine_name(measured)) / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         subject = subject_of(profiled, forecast.nodes, forecast.workers_per_node)
-        write_json(path, asdict(replace(error, subject=subject)))
+        write_json(path, asdict(replace(error, subject=subject, measured_at=measured.run.started_at or "")))
 
 
 def read_errors(machine: str) -> list[ForecastError]:
@@ -133,9 +142,23 @@ def _folder(machine: str) -> Path:
 
 
 def largest_expected(errors: Sequence[ForecastError]) -> float:
-    """Return the excess of the factor over 1 that most earlier forecasts did not exceed; 0 without earlier ones."""
-    sizes = sorted(error.factor - 1 for error in errors)
-    return sizes[min(len(sizes) - 1, int(WIDENING_QUANTILE * len(sizes)))] if sizes else 0.0
+    """Return the excess of the factor over 1 that most of the last forecasts did not exceed; 0 with too few of them.
+
+    The repeats of a measured run count as one, with their median. The largest error never counts.
+    """
+    sizes = sorted(_last_sizes(errors))
+    if len(sizes) < FEWEST:
+        return 0.0
+    return sizes[min(math.ceil(WIDENING_QUANTILE * len(sizes)) - 1, len(sizes) - 2)]
+
+
+def _last_sizes(errors: Sequence[ForecastError]) -> list[float]:
+    """Return the excess of the factor over 1 of the forecasts that were measured last."""
+    by_subject: dict[str, list[ForecastError]] = {}
+    for number, error in enumerate(errors):
+        by_subject.setdefault(error.subject or str(number), []).append(error)
+    latest = sorted(by_subject.values(), key=lambda repeats: max(error.measured_at for error in repeats))
+    return [statistics.median(error.factor - 1 for error in repeats) for repeats in latest[-LAST:]]
 
 
 def running_error(errors: Sequence[ForecastError]) -> str:

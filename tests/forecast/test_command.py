@@ -23,6 +23,7 @@ from distexp.forecast.what_if import what_if
 from distexp.launch.composition import Cell
 from distexp.runs.forecast import read_forecasts
 from distexp.runs.forecast_errors import read_errors
+from distexp.runs.record import RunRecord
 from tests.helpers.forecasts import formula, profiled_record, write_profiled
 from tests.helpers.planning import FormulaPlanner, composed
 from tests.helpers.records import record, write
@@ -249,24 +250,36 @@ def test_forecasts_are_kept_and_repeated_ones_replaced(
     assert read_forecasts(sweep / "0") == []
 
 
-def test_a_measured_run_counts_once_and_widens_later_intervals(
-    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_measured_run_counts_once(sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]) -> None:
     write(sweep, profiled_record(1, step_s=0.15, run_id=cells[1].id, cluster__nodes=2))
     for _ in range(2):
         text = forecast(sweep, cells, capsys)
         assert "-20.0%" in text
-        assert (
-            "Median error of 1 forecast on this kind of machine: 20.0%. In the interval: 0 of 1. So an interval has "
-            in text
-        )
+        assert "Median error of 1 forecast on this kind of machine: 20.0%. In the interval: 0 of 1." in text
+        assert "too few to widen" in text
     assert len(read_errors("cpu of unknown")) == 1
     found = as_json(sweep, cells, capsys)
     assert (found[1]["measured_step_time_s"], found[1]["error"]) == (0.15, pytest.approx(-0.2))
-    assert found[1]["high_s"] == pytest.approx(0.132)  # its own error does not widen it
-    # 0.15 instead of 0.12 s: 1.25 times as long
+    assert found[2]["high_s"] == pytest.approx(1.1 * 0.16), "one bad error widens nothing"
+
+
+def test_errors_of_three_forecasts_widen_later_intervals(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, step_s in ((1, 0.15), (2, 0.15), (3, 0.6)):
+        profiled = write_profiled(sweep.parent / str(number), profiled_record())
+        write(profiled, profiled_record(1, step_s=step_s, run_id=cells[1].id, cluster__nodes=2))
+        profile = RunRecord.read(profiled / "0" / "record.json")
+        profile.run.started_at = f"2026-01-0{number}"
+        profile.write(profiled / "0")
+        forecast(profiled, cells[:2], capsys)
+    # 0.15 instead of 0.12 s: 1.25 times as long. The worst one, 0.6 s, does not count.
+    found = as_json(sweep, cells, capsys)
     assert found[2]["low_s"] == pytest.approx(0.16 / 1.25)
     assert found[2]["high_s"] == pytest.approx(0.16 * 1.25)
+    assert "So an interval has at least 25% either way." in forecast(sweep, cells, capsys)
+    own = as_json(sweep.parent / "1", cells[:2], capsys)[1]
+    assert own["high_s"] == pytest.approx(1.1 * 0.12), "its own error does not widen it, and the two others are too few"
 
 
 def test_a_forecast_for_another_network_is_no_error_of_the_tool(

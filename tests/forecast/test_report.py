@@ -100,6 +100,31 @@ def test_running_error_is_the_median_and_the_interval_covers_most() -> None:
     assert running_error(errors) == (
         "Median error of 10 forecasts on this kind of machine: 5.5%. In the interval: 4 of 10."
     )
-    assert largest_expected(errors) == pytest.approx(0.1)
-    assert largest_expected(errors[:3]) == pytest.approx(0.03)
     assert (running_error([]), largest_expected([])) == ("", 0.0)
+
+
+def sized(percent: float, *, day: int = 1, subject: str = "") -> ForecastError:
+    """Return the error of a forecast that was too slow."""
+    return ForecastError(1 + percent / 100, 1.0, True, subject, f"2026-01-{day:02}")
+
+
+def test_most_errors_are_covered_and_one_bad_error_is_not() -> None:
+    assert largest_expected([sized(n) for n in range(1, 21)]) == pytest.approx(0.18)
+    for count in (2, 3, 10, 19):
+        assert largest_expected([*[sized(2)] * count, sized(300)]) == pytest.approx(0.02)
+    assert largest_expected([*[sized(2)] * 3, *[sized(300)] * 3]) == pytest.approx(3.0), "many bad ones are no accident"
+
+
+def test_a_few_errors_widen_nothing() -> None:
+    assert largest_expected([sized(300), sized(300)]) == 0.0
+
+
+def test_old_errors_are_forgotten() -> None:
+    bad = [sized(300, day=1) for _ in range(20)]
+    assert largest_expected(bad) == pytest.approx(3.0)
+    assert largest_expected([*[sized(2, day=2)] * 20, *bad]) == pytest.approx(0.02)
+
+
+def test_repeats_of_a_badly_forecast_run_count_once() -> None:
+    repeats = [sized(300, subject="one forecast") for _ in range(10)]
+    assert largest_expected([*repeats, *[sized(2)] * 3]) == pytest.approx(0.02)
