@@ -11,18 +11,12 @@ from hydra.core.override_parser.types import Override
 
 from distexp.cli.argument_checks import check_arguments, split_options
 from distexp.cli.command_keys import ignored_keys
-from distexp.cli.overrides import parse, quote_choice, refuse_numbers_as_booleans
+from distexp.cli.overrides import add_plus_prefix, parse, quote_choice, refuse_numbers_as_booleans
 from distexp.config import ConfigError
 from distexp.config.paths import config_groups, options_of
 
 HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help")
 """Flags of Hydra that run nothing."""
-
-OPEN_SECTIONS = (
-    *("model.options.", "dataset.options.", "strategy.options."),
-    *("cluster.environment.", "cluster.sbatch."),
-)
-"""Sections to which users add keys."""
 
 RESERVED_KEYS = {
     "hydra/launcher": "choose the launcher with cluster=",
@@ -68,11 +62,6 @@ def replace_renamed_values(argument: str) -> str:
             print(f"distexp: warning: {old} is deprecated: use {new}", file=sys.stderr)
             argument = re.sub(rf"\b{old}\b", new, argument)
     return argument
-
-
-def add_plus_prefix(override: str) -> str:
-    """Mark a key of an open section as new, which Hydra requires."""
-    return f"++{override}" if override.startswith(OPEN_SECTIONS) else override
 
 
 def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:

@@ -15,10 +15,19 @@ from hydra.core.override_parser.types import Glob, Override, QuotedString
 from distexp.config import ConfigError
 from distexp.config.key_info import describe_values, is_true_or_false
 
+OPEN_SECTIONS = ("model.options", "dataset.options", "strategy.options", "cluster.environment", "cluster.sbatch")
+"""Sections to which users add keys."""
+
 
 def is_override(argument: str) -> bool:
     """Return whether an argument is an override, and not an option or the value of an option."""
     return not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
+
+
+def add_plus_prefix(override: str) -> str:
+    """Mark what adds keys to an open section as new, which Hydra requires: one key, or several as ``{...}``."""
+    adds = any(override.startswith((f"{section}.", f"{section}={{")) for section in OPEN_SECTIONS)
+    return f"++{override}" if adds else override
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:

@@ -1,10 +1,11 @@
 """Time that a rank's steps wait for other ranks, measured without a profiler and without synchronizing a step.
 
 Every rank of a synchronous training has the same step time, because the fast ones wait for the slow one. So the step
-time without this wait, the own time, shows which rank is slow. A rank waits at three places:
+time without this wait, the own time, shows which rank is slow. A rank waits at four places:
 
 - ``Work.wait`` of a collective;
 - on a GPU: if the stream of the computation waits for another stream, as FSDP and DeepSpeed do;
+- on a GPU: in a synchronous collective, which runs in the stream of the computation, as those of DeepSpeed's ZeRO-2;
 - at the end of a backward pass of DDP, whose reducer is not written in Python.
 
 On a CPU, the time without a core does not count either, because other programs cause it. On a GPU each wait is between
@@ -38,6 +39,14 @@ FSDP waits 50 times a step, and each time costs some microseconds of the CPU.
 
 SCHEDSTAT = "/proc/thread-self/schedstat"
 """Statistics of the scheduler about the thread that opens the file."""
+
+COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"),
+    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "gather", "scatter"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
+    *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
+)
+"""Methods of a process group that ``torch.distributed`` calls. Without ``async_op`` they return no ``Work``."""
 
 MOST_STEPS = 256
 """The latest steps that are kept."""
@@ -125,6 +134,9 @@ class WaitWatch:
         if self.on_gpu:
             self._replace(torch.cuda.Stream, "wait_event", lambda stream: stream == self._stream)
             self._replace(torch.cuda.Stream, "synchronize", lambda _: True)
+            for name in COLLECTIVES:
+                if hasattr(dist.ProcessGroup, name):
+                    self._replace(dist.ProcessGroup, name, self._computes_here)
 
     def _replace(self, owner: type[Any], name: str, counts: Callable[[Any], bool]) -> None:
         """Replace a method by one that measures its time if ``counts`` returns true."""

@@ -16,6 +16,7 @@ from distexp.cli.arguments import normalize_arguments
 from distexp.cli.commands import COMMANDS
 from distexp.cli.main import main
 from distexp.help import main as help_main
+from distexp.runs.record import RunRecord
 from tests.helpers.forked_cli import run_forked
 from tests.helpers.records import record, write
 from tests.helpers.runs import REPOSITORY, run_distexp, run_module
@@ -455,3 +456,19 @@ def test_ctrl_c_ends_any_command_without_a_traceback(
     monkeypatch.setattr("distexp.status.read_folder", interrupt)
     assert main(["status", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "distexp: interrupted\n"
+
+
+@pytest.mark.parametrize("added", ["cluster.environment.NCCL_DEBUG=INFO", "cluster.environment={NCCL_DEBUG:INFO,A:1}"])
+def test_keys_are_added_to_open_sections_one_by_one_or_together(added: str, tmp_path: Path) -> None:
+    done = run_forked(added, "--cfg", "job", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "NCCL_DEBUG: INFO" in done.stdout
+    assert normalize_arguments(["strategy=ddp", added])[-1] == f"++{added}"
+
+
+def test_cells_add_keys_to_open_sections(tmp_path: Path) -> None:
+    cells = [[f"cluster.environment.{name}=1"] for name in ("FIRST", "SECOND")] + [["cluster.environment={THIRD:1}"]]
+    invalid = "train.micro_batch_size=0"  # so no run starts
+    run_forked("--multirun", f"sweep.cells={json.dumps(cells)}", invalid, "hydra.sweep.dir=out", cwd=tmp_path)
+    records = [RunRecord.read(tmp_path / f"out/{number}/record.json") for number in range(3)]
+    assert [list(record.config["cluster"]["environment"]) for record in records] == [["FIRST"], ["SECOND"], ["THIRD"]]

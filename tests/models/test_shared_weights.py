@@ -44,7 +44,7 @@ def seeded(key: str | None, seed: int = 1) -> tuple[dict[str, Tensor], Tensor]:
     return shared_weights.make_or_read(key, make()), torch.rand(1)
 
 
-def test_a_later_run_reads_the_weights_and_goes_on_with_the_same_random_numbers() -> None:
+def test_a_later_run_reads_the_weights_and_continues_with_the_same_random_numbers() -> None:
     (first, after_first), (second, after_second) = seeded("model"), seeded("model")
     assert CALLS == ["weight"], "the second run made none"
     assert first.keys() == second.keys()
