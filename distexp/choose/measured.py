@@ -51,11 +51,14 @@ def trial_of(record: RunRecord | None, run_dir: Path, steps: int, config: Config
     )
 
 
-def gpu_seconds(run_dir: Path, config: Config) -> float:
+def gpu_seconds(record: RunRecord, run_dir: Path, config: Config) -> float:
     """Return the time of a run times the number of its workers, with the imports that the record leaves out.
 
-    An attempt starts with its spec, and ends with its record.
+    An attempt starts with its spec, and ends with its record. A Slurm job writes its spec again when it starts. An
+    attempt that never starts has no hosts, and its time in the queue costs nothing.
     """
+    if record.run.attempts and not record.run.hosts:
+        return 0.0
     try:
         seconds = (run_dir / RECORD).stat().st_mtime - (run_dir / SPEC).stat().st_mtime
     except OSError:

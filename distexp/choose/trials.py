@@ -18,6 +18,8 @@ from distexp.launch.composition import Cell, MakeCell
 from distexp.launch.snapshot import GitState
 from distexp.launch.sweep import AssignedRun, claim_run_dir, make_run_info, run_dir_for
 from distexp.plan.cells import replace_overrides
+from distexp.runs.errors import SUBMISSION_REFUSED
+from distexp.runs.record import RunRecord
 
 EXCLUDED_STEPS = 3
 """First steps of a trial that are not measured: compilation, and the recording of CUDA graphs."""
@@ -120,7 +122,7 @@ class Trials:
 
     def _has_ended(self, cell: Cell, stored: StoredTrial) -> bool:
         record = read_record(run_dir_for(cell.composed, self.sweep_dir, stored.number))
-        return record is not None and record.status not in INTERRUPTED
+        return record is not None and record.status not in INTERRUPTED and not _is_refused(record)
 
     def _assign(self, cell: Cell, stored: StoredTrial) -> AssignedRun:
         info, composed = make_run_info(cell, stored.number, self.code, self.snapshot), cell.composed
@@ -133,7 +135,7 @@ class Trials:
             record = read_record(directory)
             if record is not None and cell.config is not None:
                 stored.status = record.status
-                stored.gpu_seconds = gpu_seconds(directory, cell.config)
+                stored.gpu_seconds = gpu_seconds(record, directory, cell.config)
                 stored.startup_gpu_seconds = max(0.0, stored.gpu_seconds - training_gpu_seconds(record, cell.config))
         self.state.write()
 
@@ -142,6 +144,11 @@ class Trials:
             return Trial(steps, "invalid", error=" | ".join(cell.errors))
         directory = run_dir_for(cell.composed, self.sweep_dir, stored.number)
         return trial_of(read_record(directory), directory, steps, cell.config, stored.gpu_seconds)
+
+
+def _is_refused(record: RunRecord) -> bool:
+    """Return whether Slurm has refused the job of a trial. Another command may submit it."""
+    return record.error is not None and record.error.type == SUBMISSION_REFUSED
 
 
 def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:

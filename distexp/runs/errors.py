@@ -13,6 +13,9 @@ from distexp.runs.run_dir import error_paths
 ERROR_HEADING = "this rank ends with an error:"
 """Line of a rank's log before the error that ends the rank."""
 
+SUBMISSION_REFUSED = "SubmissionRefused"
+"""Type of the error of a run whose job Slurm has refused."""
+
 
 def write_error(path: Path, error: RunError) -> None:
     """Write an error with the current time."""

@@ -16,6 +16,7 @@ from distexp.launch import ledger
 from distexp.launch.outcome import failed_record
 from distexp.launch.slurm import client
 from distexp.launch.slurm.script import JobArray, resource_key
+from distexp.runs.errors import SUBMISSION_REFUSED
 from distexp.runs.files import write_json
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import SLURM
@@ -106,7 +107,7 @@ def record_refusal(runs: Sequence[PreparedRun], reason: str, console: Console) -
     The other arrays are still submitted.
     """
     for run in runs:
-        error = RunError("SubmissionRefused", f"sbatch: {reason}")
+        error = RunError(SUBMISSION_REFUSED, f"sbatch: {reason}")
         record = failed_record(run.spec, run.directory, "invalid", error, None)
         record.write(run.directory)
     text = f"{describe_runs(runs)}: refused by Slurm: {reason}"
