@@ -67,6 +67,17 @@ def test_a_single_run_has_its_forecast_next_to_it(tmp_path: Path) -> None:
     assert found.tables[-1].rows[1] == ("0", "2 x 2", "125.0", "112.5 to 137.5", "256.0")
 
 
+def test_forecast_of_the_profiled_size_is_on_its_measured_point(tmp_path: Path) -> None:
+    """Some long steps make the mean step 160 ms, and the median is 100 ms."""
+    profiled = profiled_record(speed=100.0, **ACCUMULATION)
+    profiled.metrics.train_steps_per_second = 6.25
+    write(tmp_path, profiled)
+    write_forecasts(tmp_path / "0", [stored(1, 0.1), stored(2, 0.125)])
+    (line,) = (layer for layer in layers(figure(tmp_path), 1) if layer["mark"].get("strokeDash") == [5, 4])
+    drawn = [(row["workers"], row["efficiency"], row["speed"]) for row in line["data"]["values"]]
+    assert drawn == [(2, 100.0, 100.0), (4, 80.0, 160.0)]
+
+
 def test_a_run_of_that_size_has_its_error(tmp_path: Path) -> None:
     sweep = profiled_sweep(tmp_path / "sweep")
     later = profiled_record(1, speed=250.0, step_s=0.128, run_id="size-2", cluster__nodes=2, **ACCUMULATION)

@@ -11,6 +11,7 @@ from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.report.data.scaling import ScalingSeries, make_forecast_series
 from distexp.report.data.text_table import TextTable
+from distexp.runs.checked_values import number_of
 from distexp.runs.forecast import StoredForecast, read_forecasts
 from distexp.runs.forecast_errors import (
     ForecastError,
@@ -130,20 +131,35 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class ForecastCurve:
-    """Forecasts to draw next to the measured points of a series, relative to its baseline."""
+    """Forecasts to draw next to the measured points of a series, relative to its baseline.
+
+    A forecast is of the median step, but a measured speed is a mean. So forecasts are multiplied by the ratio of both in
+    the profiled run. Its own forecast then lies on its measured point.
+    """
 
     series: ScalingSeries
     row: Row
     forecasts: tuple[StoredForecast, ...]
 
+    @property
+    def median_to_mean(self) -> float:
+        """Return the median step of the profiled run divided by its mean step; 1 if one is unknown."""
+        metrics = self.row.record.metrics
+        median_s = number_of(metrics.step_time_s or {}, "p50")
+        return median_s * metrics.train_steps_per_second if median_s and metrics.train_steps_per_second else 1.0
+
+    def speed(self, forecast: StoredForecast, step_s: float) -> float:
+        """Return the mean samples per second for a median duration of the step."""
+        return forecast.samples_per_step / step_s * self.median_to_mean
+
     def efficiency(self, forecast: StoredForecast, step_s: float) -> float:
-        """Return ideal time / real time for a duration of the step."""
+        """Return ideal time / real time for a median duration of the step."""
         base = self.series.baseline
-        return forecast.samples_per_step / step_s / forecast.workers / (base.speed / base.workers)
+        return self.speed(forecast, step_s) / forecast.workers / (base.speed / base.workers)
 
     def speedup(self, forecast: StoredForecast, step_s: float) -> float:
-        """Return the speed relative to the baseline."""
-        return forecast.samples_per_step / step_s / self.series.baseline.speed
+        """Return the speed relative to the baseline for a median duration of the step."""
+        return self.speed(forecast, step_s) / self.series.baseline.speed
 
 
 def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[ForecastCurve]:

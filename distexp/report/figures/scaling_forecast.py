@@ -20,7 +20,7 @@ def forecast_rows(curve: ForecastCurve) -> list[dict[str, Any]]:
         steps = {"": forecast.step_time_s, "_low": forecast.high_s, "_high": forecast.low_s}
         row: dict[str, Any] = {
             "series": curve.series.name or "all", "run": curve.row.label, "workers": forecast.workers,
-            "nodes": forecast.nodes, "speed": round(forecast.samples_per_second, 2),
+            "nodes": forecast.nodes, "speed": round(curve.speed(forecast, forecast.step_time_s), 2),
         }  # fmt: skip
         for end, step_s in steps.items():
             efficiency = curve.efficiency(forecast, step_s)
