@@ -133,8 +133,8 @@ def _ms(seconds: float) -> str:
 class ForecastCurve:
     """Forecasts to draw next to the measured points of a series, relative to its baseline.
 
-    A forecast is of the median step, but a measured speed is a mean. So forecasts are multiplied by the ratio of both in
-    the profiled run. Its own forecast then lies on its measured point.
+    A forecast is of the median step, but a measured speed is a mean. So forecasts are multiplied by the ratio of both
+    in the profiled run. Its own forecast then lies on its measured point.
     """
 
     series: ScalingSeries

@@ -9,10 +9,16 @@ from typing import Any
 
 from distexp.runs.checked_values import number_of, texts_of
 from distexp.runs.profile_summary import read_profile_summary
+from distexp.runs.step_parts import PARTS
 from distexp.runs.typed_values import matches
 
 LANES = {"compute": "compute", "communication": "communication", "cpu": "CPU"}
 """Titles of the lanes, in their order."""
+TITLES = {
+    "matmul": PARTS["matmul"], "other kernel": PARTS["other_kernels"], "waiting": PARTS["waiting"],
+    "data": PARTS["data_wait"],
+}  # fmt: skip
+"""Titles of labels that are parts of a step with another name."""
 MOST_SPANS = 2000  # of a lane; a run writes fewer
 
 
@@ -60,7 +66,8 @@ def _read_rank(entry: dict[str, Any], labels: Sequence[str]) -> RankLanes | None
 def _read_spans(spans: Any, labels: Sequence[str]) -> Iterator[Span]:
     for span in _list(spans)[:MOST_SPANS]:
         if matches(span, list[float]) and len(span) == 3 and None not in span and 0 <= span[2] < len(labels):
-            yield Span(float(span[0]), float(span[1]), labels[int(span[2])])
+            label = labels[int(span[2])]
+            yield Span(float(span[0]), float(span[1]), TITLES.get(label, label))
 
 
 def _list(value: Any) -> list[Any]:

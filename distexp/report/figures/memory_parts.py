@@ -12,12 +12,14 @@ from distexp.report.data.metrics import PARTS
 from distexp.report.data.overview import Overview
 from distexp.report.data.settings import run_label
 from distexp.report.figures.bar_labels import FEW_BARS, bar_height, label_axis
-from distexp.report.figures.base import Figure, Panel
+from distexp.report.figures.base import Figure, LegendEntry, Panel
 from distexp.report.figures.theme import color, inline_data
 from distexp.report.traces import RunTrace
 
 MOST_BARS = 24
 BAR_HEIGHT = 26  # pixels
+COLORS = {title: f"c{n}" for n, title in enumerate(PARTS.values(), start=1)}
+"""Colors of the parts by title."""
 
 
 def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -26,9 +28,9 @@ def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure
     if table is None:
         return None
     panels = (Panel("", _draw(overview)),)
-    return Figure(
-        "memory_parts", "Memory by part", panels, "One worker, without Python and libraries.", tables=(table,)
-    )
+    caption = "One worker, without Python and libraries."
+    legend = tuple(LegendEntry(title, shade, "bar") for title, shade in COLORS.items())
+    return Figure("memory_parts", "Memory by part", panels, caption, tables=(table,), legend=legend)
 
 
 def _draw(overview: Overview) -> alt.LayerChart:
@@ -40,9 +42,8 @@ def _draw(overview: Overview) -> alt.LayerChart:
         for label, group in zip(labels, groups, strict=True)
         for order, (name, title) in enumerate(PARTS.items()) if (value := group.metric(name))
     ]  # fmt: skip
-    titles = list(PARTS.values())
-    scale = alt.Scale(domain=titles, range=[color(f"c{n + 1}") for n in range(len(titles))])
-    legend = alt.Legend(title=None, direction="horizontal", columns=alt.ExprRef("width < 420 ? 2 : 4"))
+    scale = alt.Scale(domain=list(COLORS), range=list(map(color, COLORS.values())))
+    legend = alt.Legend(title=None, direction="horizontal", columns=4)
     names = list(dict.fromkeys(row["run"] for row in rows))
     bars = alt.Chart(inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),

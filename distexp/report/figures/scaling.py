@@ -140,10 +140,11 @@ def _styles(rows: Rows) -> dict[str, Any]:
     names = list(dict.fromkeys(row["series"] for row in rows))
     lines = sorted({row["line"] for row in rows})
     dashes = [[1, 0], [3, 3]] if "several nodes" in lines else [[1, 0]]
+    legend = alt.Legend(title=None, columns=1, labelLimit=alt.ExprRef("width - 24"))
     dash_legend = alt.Legend(title=None, direction="horizontal", symbolType="stroke", symbolSize=250)
     return {
         "color": alt.Color("series:N", scale=alt.Scale(domain=names),
-                           legend=alt.Legend(title=None, columns=1) if len(names) > 1 else None),
+                           legend=legend if len(names) > 1 else None),
         "strokeDash": alt.StrokeDash("line:N", scale=alt.Scale(domain=lines, range=dashes),
                                      legend=dash_legend if len(lines) > 1 else None),
     }  # fmt: skip

@@ -12,11 +12,13 @@ from distexp.report.data.step_parts import read_ranks
 from distexp.report.figures.base import Figure, LegendEntry, Panel
 from distexp.report.figures.theme import color, inline_table
 from distexp.report.traces import RunTrace
+from distexp.runs.step_parts import PARTS
 
 MOST_RANKS = 8  # of all panels together: each has up to 1,200 marks
 LANE_HEIGHT = 20  # pixels
 KNOWN = {
-    "matmul": "c1", "other kernel": "c2", "optimizer": "c7", "waiting": "c4", "data": "c6",
+    PARTS["matmul"]: "c1", PARTS["other_kernels"]: "c2", PARTS["optimizer"]: "c7", PARTS["waiting"]: "c4",
+    PARTS["data_wait"]: "c6",
     "forward": "phase-setup", "backward": "phase-save",
 }  # fmt: skip
 """Colors of labels. Those of parts are as in the figure of where the step goes."""

@@ -75,7 +75,7 @@ def test_each_rank_has_its_lanes_in_order(tmp_path: Path) -> None:
         f"rank {rank} {lane}" for rank in (0, 1) for lane in ("compute", "communication", "CPU")
     ]
     assert rows[3] == {"lane": "rank 0 communication", "begin": "1.0", "end": "1.5", "label": "all_reduce"}
-    assert [entry.label for entry in figure.legend] == ["matmul", "forward", "all_reduce"]
+    assert [entry.label for entry in figure.legend] == ["matrix kernels", "forward", "all_reduce"]
     assert len({entry.color for entry in figure.legend}) == 3
     assert [path.name for path in figure.panels[0].traces] == ["rank0.json.gz", "rank1.json.gz"]
 
