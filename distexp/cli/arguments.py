@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override
 
 from distexp.cli.argument_checks import check_arguments, split_options
 from distexp.cli.command_keys import ignored_keys
-from distexp.cli.overrides import add_plus_prefix, parse, quote_choice, refuse_numbers_as_booleans
+from distexp.cli.overrides import add_plus_prefix, parse, quote_choice
 from distexp.config import ConfigError
 from distexp.config.paths import config_groups, options_of
 
@@ -44,8 +44,6 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     check_arguments(arguments)
     given, options = split_options(arguments)
     groups = config_groups()
-    for text in given:
-        refuse_numbers_as_booleans(text)
     overrides = [quote_choice(add_plus_prefix(replace_renamed_values(text)), groups) for text in given]
     if any(option.split("=")[0] in HYDRA_FLAGS for option in options):
         check_single_run(overrides)

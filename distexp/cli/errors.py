@@ -27,6 +27,9 @@ UNQUOTED_OVERRIDE = re.compile(
 )
 """An override inside ``sweep.cells`` without quotes."""
 
+IN_FILE = re.compile(r"In '([^']+)': ")
+"""Start of Hydra's message about a value in a YAML file."""
+
 
 def explain(error: Exception) -> list[str]:
     """Return the messages of an error of Hydra, of OmegaConf or of distexp."""
@@ -55,7 +58,7 @@ def _first_line(error: BaseException) -> str:
 
 def _explain_value(error: Exception) -> str:
     text = _first_line(error)
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     if not isinstance(cause, OmegaConfBaseException):
         return text
     key = str(cause.full_key or "").partition("[")[0]
@@ -63,8 +66,17 @@ def _explain_value(error: Exception) -> str:
         return f"{key} is not a key{suggest_key(key, known_keys()) or ': --cfg job prints all keys'}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
     if accepted is not None:
-        return f"{text.removeprefix('Error merging override ').lstrip('+')} must be {accepted}"
+        given = text.removeprefix("Error merging override ").lstrip("+")
+        if file := IN_FILE.match(text):
+            given = f"{file[1]}.yaml: {key}={cause.value}"
+        return f"{given} must be {accepted}{_explain_profile_steps(key, cause.value)}"
     return text if cause is error else f"{text.rstrip('.')}: {_first_line(cause)}"
+
+
+def _explain_profile_steps(key: str, value: object) -> str:
+    """Return the hint for a number of steps in ``profile``; empty for anything else."""
+    is_number = key == "profile" and str(value).isdecimal()
+    return f": for {value} steps write train.profile_steps={value}" if is_number else ""
 
 
 def _explain_syntax(override: str, reason: str) -> str:

@@ -13,7 +13,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, QuotedString
 
 from distexp.config import ConfigError
-from distexp.config.key_info import describe_values, is_true_or_false
 
 OPEN_SECTIONS = ("model.options", "dataset.options", "strategy.options", "cluster.environment", "cluster.sbatch")
 """Sections to which users add keys."""
@@ -58,24 +57,6 @@ def quote_choice(text: str, groups: Container[str]) -> str:
     if any(isinstance(item, list) for item in values):
         _refuse_list(text, key, values)
     return f"{prefix}=" + ",".join(_quote(item) for item in values)
-
-
-def refuse_numbers_as_booleans(text: str) -> None:
-    """Refuse a number for a key that is true or false. OmegaConf would take every number except 0 as true.
-
-    Raises:
-        ConfigError: for example ``profile=5``.
-        OverrideParseException: the override does not match the grammar.
-    """
-    key, equals, _ = text.lstrip("+").partition("=")
-    if not equals or not is_true_or_false(key):
-        return
-    override = parse([text])[0]
-    values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
-    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    if numbers:
-        hint = f": for {numbers[-1]} steps write train.profile_steps={numbers[-1]}" if key == "profile" else ""
-        raise ConfigError(f"{text} must be {describe_values(key)}{hint}")
 
 
 def _refuse_list(text: str, group: str, values: Sequence[Any]) -> NoReturn:

@@ -53,11 +53,6 @@ def describe_values(key: str) -> str | None:
     return f"{text} or null" if NoneType in get_args(hint) else text
 
 
-def is_true_or_false(key: str) -> bool:
-    """Return whether the values of a key are true and false, and null if it accepts null."""
-    return describe_values(key) in (TYPE_NAMES[bool], f"{TYPE_NAMES[bool]} or null")
-
-
 def _describe_type(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe_type(each) for each in get_args(hint) if each is not NoneType)

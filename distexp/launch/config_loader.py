@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import ConfigError
+from distexp.config.boolean_values import refuse_numbers_as_booleans
 from distexp.config.paths import conf_dir
 from distexp.launch.foreign_commands import TRACKER_URI, unsafe_commands
 from distexp.launch.hydra_section import UnsafeValue, unsafe_values
@@ -77,6 +78,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
 def use_checked_loader() -> None:
     """Make Hydra load configurations with the checks."""
     refuse_secret_interpolations()
+    refuse_numbers_as_booleans()
     vars(hydra_app)["ConfigLoaderImpl"] = CheckedConfigLoader
 
 

@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from distexp.cli.overrides import add_plus_prefix, quote_choice, refuse_numbers_as_booleans
+from distexp.cli.overrides import add_plus_prefix, quote_choice
 from distexp.config import ConfigError
 from distexp.config.paths import config_groups
 from distexp.runs.text import format_count, join_first
@@ -80,8 +80,6 @@ class DistexpSweeper(BasicSweeper):
         return drop_repeated(repeated)
 
     def _parse(self, overrides: Sequence[str]) -> list[Override]:
-        for text in overrides:
-            refuse_numbers_as_booleans(text)
         return self.parser.parse_overrides([quote_choice(add_plus_prefix(text), config_groups()) for text in overrides])
 
     def _product(self, overrides: list[Override]) -> list[list[str]]:

@@ -48,7 +48,7 @@ WRONG = {  # command lines, with a part of their message
     "train.seed=null": "train.seed=null must be an integer",
     "offload.enabled=maybe": "offload.enabled=maybe must be true or false",
     "profile=5": "distexp: profile=5 must be true or false: for 5 steps write train.profile_steps=5\n",
-    "--multirun profile=true,5": "profile=true,5 must be true or false: for 5 steps write train.profile_steps=5\n",
+    "--multirun profile=true,5": "distexp: profile=5 must be true or false: for 5 steps write train.profile_steps=5\n",
     '--multirun sweep.cells=[["profile=2"]]': "profile=2 must be true or false: for 2 steps",
     "cluster.wait=2": "distexp: cluster.wait=2 must be true or false\n",
     "train.checkpoint_every=[1]": "train.checkpoint_every=[1] must be an integer or epoch or null",
@@ -305,6 +305,31 @@ def test_config_dir_adds_custom_options(tmp_path: Path) -> None:
     refused = run_distexp(*words, cwd=tmp_path)
     assert refused.returncode == 2
     assert "trusted_packages=[mypackage]" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        ("profile: 5", "experiment/mine.yaml: profile=5 must be true or false: for 5 steps write train.profile_steps"),
+        ("measure: {enabled: 2}", "experiment/mine.yaml: measure.enabled=2 must be true or false"),
+        ("hydra: {sweeper: {params: {profile: '5,true'}}}", "profile=5 must be true or false: for 5 steps write"),
+        ("sweep: {cells: [[profile=5]]}", "profile=5 must be true or false: for 5 steps write"),
+        ("train: {max_steps: many}", "experiment/mine.yaml: train.max_steps=many must be an integer or null"),
+    ],
+)
+def test_wrong_value_of_a_preset_is_refused_like_an_override(preset: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(f"# @package _global_\n{preset}\n")
+    done = run_forked("--config-dir", str(tmp_path), "experiment=mine", cwd=folder)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"distexp: {message}"), done.stderr
+
+
+def test_texts_of_environment_variables_may_be_true_or_false(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "1")
+    done = run_forked("profile=${oc.env:MINE}", "--cfg", "job", "-p", "profile", "--resolve", cwd=tmp_path)
+    assert done.stdout.startswith("True"), done.stderr
 
 
 HARMFUL = "from pathlib import Path\n\nPath('started').touch()\n"
