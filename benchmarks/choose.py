@@ -181,11 +181,7 @@ def sweep(path: Path, name: str, gpus: int, steps: int, overrides: Sequence[str]
     if any((cell.name, cell.gpus) == (name, gpus) for cell in cells):
         print(f"{name}, {gpus} workers: in {path} already")
         return
-    given = [*overrides, f"choose.gpus=[{gpus}]"]
-    found = subprocess.run(
-        [*DISTEXP, "choose", "--json", "choose.dry_run=true", *given], stdout=subprocess.PIPE, check=False
-    )
-    candidates = [each for each in json.loads(found.stdout)["candidates"] if _may_run(each)]
+    candidates = _find_candidates(name, gpus, overrides)
     with tempfile.TemporaryDirectory(prefix="distexp-choose-") as folder:
         listed = json.dumps([each["overrides"] for each in candidates])
         short = [f"train.max_steps={steps + EXCLUDED_STEPS}", f"train.num_epochs={steps + EXCLUDED_STEPS}"]
@@ -198,6 +194,15 @@ def sweep(path: Path, name: str, gpus: int, steps: int, overrides: Sequence[str]
     cells.append(SweepCell(name, gpus, steps, measured))
     write_json(path, [asdict(cell) for cell in cells])
     print(f"{name}, {gpus} workers: {len(measured)} candidates in {path}")
+
+
+def _find_candidates(name: str, gpus: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the candidates of a training that may fit. Exit if the dry run fails, after it has printed its error."""
+    command = [*DISTEXP, "choose", "--json", "choose.dry_run=true", *overrides, f"choose.gpus=[{gpus}]"]
+    found = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    if found.returncode:
+        sys.exit(f"{name}, {gpus} workers: distexp choose choose.dry_run=true failed with code {found.returncode}")
+    return [each for each in json.loads(found.stdout)["candidates"] if _may_run(each)]
 
 
 def _may_run(candidate: dict[str, Any]) -> bool:

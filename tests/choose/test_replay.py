@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.choose import Measured, SweepCell, read_cells, replay
+from benchmarks.choose import Measured, SweepCell, main, read_cells, replay
 from tests.helpers.runs import REPOSITORY
 
 RESULTS = sorted((REPOSITORY / "docs" / "results").glob("choose_*.json"))
@@ -14,8 +14,8 @@ LIMITS_GB = (24.0, 40.0, 80.0)
 REGRET, SHARE, COMPLETED = 0.05, 0.25, 0.95
 """Most of the speed to lose, most of the GPU time to need, and least share of trials without running out of memory."""
 
-CPU_REGRET, CPU_SHARE = 0.1, 1.0
-"""Equal runs on a busy CPU differ by more than 5 %, and its sweep has only six candidates."""
+CPU_REGRET, CPU_SHARE = 0.1, 0.75
+"""Equal runs on a busy CPU differ by more than 5 %. Its sweep has only six candidates, of which a search tries most."""
 
 
 def grid(start_s: float = 4.0) -> SweepCell:
@@ -65,3 +65,11 @@ def test_searches_of_committed_sweeps_are_near_the_best(path: Path) -> None:
             assert found.regret <= (REGRET if on_gpus else CPU_REGRET), (cell.name, cell.gpus, limit)
             assert found.share <= (SHARE if on_gpus else CPU_SHARE), (cell.name, cell.gpus, limit)
             assert found.out_of_memory <= (1 - COMPLETED) * found.trials, (cell.name, cell.gpus, limit)
+
+
+def test_a_failing_dry_run_prints_its_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    with pytest.raises(SystemExit, match=r"formula, 1 workers: .* failed with code 2"):
+        main(["sweep", str(out), "formula", "1", "5", "train.nonsense=1"])
+    assert "train.nonsense is not a key" in capfd.readouterr().err
+    assert not out.exists()
