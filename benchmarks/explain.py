@@ -7,6 +7,7 @@ See ``benchmarks/README.md``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import signal
 import sys
@@ -55,12 +56,12 @@ def strategies(workers: int = 2) -> dict[str, tuple[str, ...]]:
 
 
 def parts_runs() -> Iterator[Run]:
-    """Yield runs with small and large micro-batches on one and two workers."""
-    for size in (1, 32):
-        batch = (*TEXT, *SHORT, f"train.micro_batch_size={size}")
+    """Yield runs with small and large micro-batches on one and two workers, those of a strategy together."""
+    batches = {size: (*TEXT, *SHORT, f"train.micro_batch_size={size}") for size in (1, 32)}
+    for size, batch in batches.items():
         yield Run(f"single {size}", (*batch, "strategy=single"))
-        for name, chosen in strategies().items():
-            yield Run(f"{name} {size}", (*batch, *chosen), 2)
+    for (name, chosen), size in itertools.product(strategies().items(), batches):
+        yield Run(f"{name} {size}", (*batches[size], *chosen), 2)
 
 
 def parts_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:

@@ -147,3 +147,11 @@ def test_ranks_without_own_time_can_be_compared() -> None:
     found = find_stragglers([rank_times(0, [0.0] * 9), rank_times(1, [0.0] * 9), rank_times(2, [0.01] * 9)])
     assert found is not None
     assert [(entry["rank"], entry["slower_by_pct"]) for entry in found] == [(2, None)]
+
+
+def test_ranks_that_take_turns_at_being_ahead_are_not_slow() -> None:
+    """Two GPUs in launch-bound steps of 8 ms differ by 2.4 ms. A CPU has no such queue."""
+    assert find_stragglers([rank_times(0, [0.0078] * 20), rank_times(1, [0.0054] * 20)]) == []
+    found = find_stragglers([cpu_times(0, [0.0078] * 40), cpu_times(1, [0.0054] * 40)])
+    assert found is not None
+    assert [entry["rank"] for entry in found] == [0]

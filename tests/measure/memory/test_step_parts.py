@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from distexp.distributed.context import Context
 from distexp.measure.memory import process_memory, step_recording
 from distexp.measure.memory.model_tensors import ModelTensors
 from distexp.measure.memory.step_parts import (
@@ -28,11 +26,10 @@ from distexp.measure.memory.step_parts import (
     phase_peaks,
 )
 from distexp.measure.memory.step_recording import StepRecording, blocks_in_use, known_parts
-from distexp.runs.events import Events
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, peak_entries
+from distexp.runs.record import RunRecord
 from distexp.system.units import MIB
-from distexp.worker import rank
-from tests.helpers.runs import make_spec
+from tests.helpers.runs import run_distexp
 
 KIB = 1024
 PACKAGES = "/x/site-packages"
@@ -294,18 +291,7 @@ def test_memory_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_memory._read(nvml, "GPU-1") == (5, "process")
 
 
-@pytest.fixture
-def _one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
-        monkeypatch.setenv(name, str(value))  # DeepSpeed reads them.
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize(
     "strategy",
     ["strategy=single", "strategy=ddp", "strategy=fsdp", "zero_stage=1", "zero_stage=2", "zero_stage=3"],
@@ -316,12 +302,11 @@ def test_parts_add_up_on_a_gpu(strategy: str, tmp_path: Path) -> None:
         strategy, "model=gpt", "model.vocab_size=50000", "model.hidden_size=512", "model.ff_dim=2048", "precision=bf16",
         "cluster.device=cuda", "cluster.workers_per_node=1", "dataset.train_size=64", "dataset.eval_size=8",
         "train.micro_batch_size=4", "train.gradient_accumulation_steps=2", "train.num_epochs=1",
-        "train.measure_after_step=1", "train.profile_steps=1",
+        "train.measure_after_step=1", "train.profile_steps=1", "hydra.run.dir=run",
     )  # fmt: skip
-    spec = make_spec(*overrides)
-    spec.write(tmp_path)
-    context = Context(0, 1, 0, 1, 1, torch.device("cuda", 0), tmp_path)
-    record = rank.train(spec, context, Events(tmp_path, enabled=True))
+    done = run_distexp(*overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = RunRecord.read(tmp_path / "run" / "record.json")
     entries = peak_entries(record.memory)
     assert [entry["phase"] for entry in entries] == ["forward", "backward", "optimizer"]
     for entry in entries:
