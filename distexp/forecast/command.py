@@ -86,9 +86,9 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
 def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
     """Yield the errors of earlier forecasts on this machine, and what they mean for the intervals."""
     if errors := read_errors(machine_name(run.record)):
-        least = largest_expected(errors)
-        widened = f"So an interval has at least {least:.0%} either way."
-        yield f"{running_error(errors)} {widened if least else 'These are too few to widen the intervals.'}"
+        least = 1 + largest_expected(errors)
+        widened = f"So an interval reaches at least from the forecast / {least:.2f} to the forecast x {least:.2f}."
+        yield f"{running_error(errors)} {widened if least > 1 else 'These are too few to widen the intervals.'}"
 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:

@@ -129,7 +129,7 @@ class Forecaster:
             found.step.hidden_s,
             beyond=describe_distance(run, target, found.sources),
             limit=describe_limit(parts, found.largest),
-            notes=_notes(found.sources),
+            notes=_notes(found.sources, self.machine, target),
         )
 
 
@@ -171,7 +171,19 @@ def _name(longest: Item | None) -> str:
     return f"{longest.kind} of {(longest.bytes or 0) / 1e6:,.1f} MB"
 
 
-def _notes(sources: frozenset[str]) -> tuple[str, ...]:
+def _notes(sources: frozenset[str], machine: MachineCurves, target: Target) -> tuple[str, ...]:
+    """Return which link was assumed, and how to measure it."""
     if MODEL not in sources:
         return ()
-    return ("no preflight measured collectives of this layout: run distexp preflight with several workers",)
+    across = target.nodes > 1
+    if any((point.nodes > 1) == across for point in machine.points):
+        return ("no preflight measured collectives of this kind: their times are those of the links",)
+    if across:
+        assumed = f"forecast.network={machine.network.name}"
+        return (f"collectives between nodes are not measured. Assumed: {assumed}. {_measure('cluster.nodes=2')}",)
+    workers = f"cluster.workers_per_node={target.workers_per_node}"
+    return (f"collectives in a node are not measured. Assumed: {machine.intra.name}. {_measure(workers)}",)
+
+
+def _measure(override: str) -> str:
+    return f"To measure them: distexp preflight {override}"

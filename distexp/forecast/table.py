@@ -170,6 +170,7 @@ def notes(rows: Sequence[SizeRow], workers: str, profiled_threads: int | None = 
     if any(row.power for row in rows):
         yield "Energy: the idle power of each GPU, and the measured energy of a micro-batch above it."
     yield from dict.fromkeys(_sentence(row.memory_error) for row in rows if row.memory_error and not row.error)
+    yield from _shared_memory(rows)
     yield from _threads(rows, profiled_threads)
 
 
@@ -182,6 +183,15 @@ def _beyond(rows: Sequence[SizeRow], workers: str) -> Iterator[str]:
     row = _largest(rows)
     if row is not None and row.forecast is not None and row.forecast.beyond:
         yield f"Beyond the measured range, {_size(row)} {workers}: {row.forecast.beyond}."
+
+
+def _shared_memory(rows: Sequence[SizeRow]) -> Iterator[str]:
+    """Yield what the verdict of several simulated nodes on CPUs compares."""
+    for row in rows:
+        limit = row.memory.host_memory_mib if row.memory else None
+        if limit and row.size[0] > 1 and row.cell.config and row.cell.config.cluster.launcher == "local":
+            yield f"Memory: of one node. Verdict: whether all nodes together fit into {format_memory(limit)}."
+            return
 
 
 def _threads(rows: Sequence[SizeRow], profiled_threads: int | None) -> Iterator[str]:

@@ -277,7 +277,7 @@ def test_errors_of_three_forecasts_widen_later_intervals(
     found = as_json(sweep, cells, capsys)
     assert found[2]["low_s"] == pytest.approx(0.16 / 1.25)
     assert found[2]["high_s"] == pytest.approx(0.16 * 1.25)
-    assert "So an interval has at least 25% either way." in forecast(sweep, cells, capsys)
+    assert "at least from the forecast / 1.25 to the forecast x 1.25." in forecast(sweep, cells, capsys)
     own = as_json(sweep.parent / "1", cells[:2], capsys)[1]
     assert own["high_s"] == pytest.approx(1.1 * 0.12), "its own error does not widen it, and the two others are too few"
 

@@ -182,7 +182,14 @@ def test_a_step_of_many_micro_batches_is_forecast_for_4096_gpus(tmp_path: Path) 
     assert found[-1].beyond == (
         "4096 x the workers of the profiled run (1), 512 nodes instead of 1, collectives from link speeds, not measured"
     )
-    assert found[-1].notes[0].startswith("no preflight measured")
+    assert [each.notes[0].partition(".")[0] for each in found] == [
+        "collectives in a node are not measured",
+        *["collectives between nodes are not measured"] * 3,
+    ]
+    assert (
+        "Assumed: forecast.network=infiniband-ndr-400g. To measure them: distexp preflight cluster.nodes=2"
+        in (found[-1].notes[0])
+    )
     widths = [(each.high_s - each.low_s) / each.step_time_s for each in found]
     assert widths[0] < widths[-1]
 
