@@ -34,6 +34,16 @@ class Run:
     expected: str = ""
 
 
+def select(runs: Sequence[Run], only: str) -> list[Run]:
+    """Return the runs whose names contain one of some texts, which are separated by commas; without a text, all."""
+    return [run for run in runs if any(text in run.name for text in only.split(","))]
+
+
+def sweep_name(name: str, only: str) -> str:
+    """Return the name of the sweep of chosen runs. Other runs need other sweeps."""
+    return "_".join([name, *only.replace(",", " ").split()])
+
+
 class Commands:
     """The commands of a benchmark, until the time is over.
 

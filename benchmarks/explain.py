@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.commands import Commands, Record, Run
+from benchmarks.commands import Commands, Record, Run, select, sweep_name
 from benchmarks.tables import markdown
 from distexp.runs.step_parts import PARTS
 
@@ -197,13 +197,14 @@ def main(arguments: list[str] | None = None) -> list[list[str]]:
 
 def check_rows(name: str, check: Check, commands: Commands) -> Iterator[list[str]]:
     """Run a check and yield its rows."""
-    found = commands.run_all(name, check.runs)
+    runs = select(check.runs, commands.options.only)
+    found = commands.run_all(sweep_name(name, commands.options.only), runs)
     records = {run: record for run, record in found.items() if record["status"] == "completed"}
-    for run in check.runs:
+    for run in runs:
         if run.name not in records:
             yield [name, run.name, found[run.name]["status"] if run.name in found else "not run", ""]
     if len(records) == len(check.runs) or name in ("parts", "stragglers", "causes"):
-        for title, text, good in check.rows(records, [run for run in check.runs if run.name in records]):
+        for title, text, good in check.rows(records, [run for run in runs if run.name in records]):
             yield [name, title, text, {True: "yes", False: "NO", None: ""}[good]]
 
 
@@ -215,6 +216,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "overrides", nargs="*", metavar="KEY=VALUE", help="overrides of all runs on text, such as the paths of the data"
     )
     add("--checks", default=",".join(CHECKS), help="some of them; default: all")
+    add("--only", default="", help="texts in the names of the runs, such as 'fsdp 1,zero2'; default: all")
     add("--gpus", type=int, default=2, help="GPUs to use; 2 for most checks")
     add("--budget-s", type=float, default=math.inf, help="time after which no further run starts")
     add("--results", default="benchmark_results/explain", help="folder of the runs")

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.commands import Commands, Record, Run
+from benchmarks.commands import Commands, Record, Run, select, sweep_name
 from benchmarks.measurement import REPOSITORY
 from benchmarks.tables import markdown
 
@@ -60,10 +60,9 @@ def runs(workers: int) -> Iterator[Run]:
     """Yield all configurations on a number of workers; those on one are profiled."""
     for strategy, kernels, size in itertools.product(STRATEGIES, KERNELS, MICRO_BATCHES):
         place = (f"cluster.workers_per_node={workers}", "train.profile_steps=3" if workers == 1 else "profile=false")
-        chosen = (*TEXT, *SHORT, strategy, f"kernels={kernels}", f"train.micro_batch_size={size}", *place)
-        yield Run(
-            f"{strategy.partition('=')[2] if 'zero' not in strategy else strategy} {kernels} {size}", chosen, workers
-        )
+        overrides = (*TEXT, *SHORT, strategy, f"kernels={kernels}", f"train.micro_batch_size={size}", *place)
+        name = strategy if "zero" in strategy else strategy.partition("=")[2]
+        yield Run(f"{name} {kernels} {size}", overrides, workers)
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
@@ -71,8 +70,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options = parse(arguments)
     commands = Commands(options)
     commands.run_all("preflight", [preflight_run()])
-    one, two = ([run for run in runs(workers) if options.only in run.name] for workers in (1, 2))
-    name = "_".join(["runs", *options.only.split()])  # Other runs need other sweeps.
+    one, two = (select(list(runs(workers)), options.only) for workers in (1, 2))
+    name = sweep_name("runs", options.only)
     commands.run_all(name, [*one, *two])
     sweeps = [commands.folder / f"{name}_{workers}" for workers in (1, 2)]
     rows = list(compare(one, *sweeps, commands.folder / "preflight_2" / "0"))
@@ -149,7 +148,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of all runs, such as the paths of the data")
-    add("--only", default="", help="text in the names of the runs, such as ddp, or 'reference 4'; default: all")
+    add("--only", default="", help="texts in the names of the runs, such as 'ddp,full_shard fast'; default: all")
     add("--gpus", type=int, default=2, help="GPUs to use")
     add("--budget-s", type=float, default=math.inf, help="time after which the runs stop")
     add("--results", default="benchmark_results/forecast", help="folder of the runs")
