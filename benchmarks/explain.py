@@ -126,7 +126,7 @@ def cause_runs() -> Iterator[Run]:
     """Yield runs that were built to be bound by something."""
     yield Run("launches", (*TEXT, *SHORT, "strategy=single", "train.micro_batch_size=1"), 1, "launch_idle")
     yield Run("compute", (*TEXT, *SHORT, "strategy=single", "train.micro_batch_size=32"), 1, "compute")
-    slow_links = (*TEXT, *SHORT, *strategies()["ddp"], "train.micro_batch_size=1", NO_LINKS)
+    slow_links = (*TEXT, *SHORT, *strategies()["ddp"], "train.micro_batch_size=1", "train.max_steps=16", NO_LINKS)
     yield Run("communication", slow_links, 2, "exposed_communication")
     images = (
         "model=resnet50",
