@@ -6,7 +6,7 @@ Titles and cells wrap between words if the terminal is narrow. Columns that do n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.cells import cell_len
@@ -58,6 +58,22 @@ def render_text_table(table: TextTable, width: int) -> RenderResult:
     for text in (*table.reasons, table.note):
         if text:
             yield Text(text, style="dim")
+
+
+def without_wide_labels(table: TextTable, width: int) -> TextTable:
+    """Return a table without its last labels if they need more than half of the width, and name them below it.
+
+    The first label always stays. Otherwise each block of columns repeats many labels, and none is readable.
+    """
+    words = [_longest_word(column) + MIN_GAP for column in zip(table.header, *table.rows, strict=True)]
+    kept = next((n for n in range(table.num_labels, 1, -1) if sum(words[:n]) <= width // 2), 1)
+    if kept == table.num_labels:
+        return table
+    header, *rows = ((*row[:kept], *row[table.num_labels :]) for row in (table.header, *table.rows))
+    hidden = f"Hidden columns (terminal too narrow): {', '.join(table.header[kept : table.num_labels])}."
+    return replace(
+        table, header=header, rows=tuple(rows), num_labels=kept, note=" ".join(filter(None, (table.note, hidden)))
+    )
 
 
 def _render_block(columns: Sequence[Sequence[str]], words: Sequence[int], width: int) -> Table:

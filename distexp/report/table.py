@@ -24,7 +24,7 @@ from distexp.report.data.metrics import SPEEDUP
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
 from distexp.report.data.settings import MAX_LENGTH, format_setting
-from distexp.report.exercise_tables import ExerciseTables, render_text_table
+from distexp.report.exercise_tables import ExerciseTables, render_text_table, without_wide_labels
 from distexp.report.exercises import quiz_columns
 from distexp.report.summary import summarize
 from distexp.runs.record import FAILURES, RunRecord
@@ -64,7 +64,7 @@ class OverviewTable:
         yield ExerciseTables(overview)
         parts = build_parts_table(overview) if has_small_parts(overview) else None
         if parts is not None:
-            yield from render_text_table(parts, options.max_width)
+            yield from render_text_table(without_wide_labels(parts, options.max_width), options.max_width)
 
     @property
     def _where(self) -> str:

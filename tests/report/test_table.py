@@ -310,6 +310,17 @@ def test_parts_of_the_memory_have_a_table_if_the_processes_hide_them() -> None:
     assert "by part" not in printed(large), "the peak of a GPU shows them"
 
 
+def test_many_settings_leave_room_for_the_parts_of_the_memory() -> None:
+    varied = ("dataset__train_size", "dataset__eval_size", "train__measure_after_step", "train__log_every")
+    runs = [add_parts(record(n, **dict.fromkeys(varied, 10 + n)), parameters=0.1) for n in range(2)]
+    for run in runs:
+        run.memory["cpu"] = [{"node": 0, "peak_mib": 900.0, "average_mib": 900.0, "mode_mib": 900.0}]
+    text = printed(runs, width=100)
+    text = text[text.index("by part") :]
+    assert text.count("parameters") == text.count("activations") == text.count("run ") == 1
+    assert "Hidden columns (terminal too narrow): measure_after_step, log_every." in unwrapped(text)
+
+
 def test_the_summary_keeps_models_apart() -> None:
     runs = [
         record(2 * n + m, model__name=name, strategy=strategy, train__micro_batch_size=4 + 4 * m)
