@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 PRELOAD = ("distexp.strategies.ds_import",)
 """Imported once for all workers of a node. It imports DeepSpeed."""
 
-PRELOAD_ON_CPU = ("torch.utils.cpp_extension", "deepspeed.runtime.zero.muon.muon_optimizer")
-"""Imported once too, if there is no GPU that an import could initialize. ZeRO imports them with torch's compiler."""
+PRELOAD_ON_CPU = ("torch.utils.cpp_extension",)
+"""Imported once too, if there is no GPU that an import could initialize. DeepSpeed's operators are built with it."""
 
 TAG = "state"
 """The tag of DeepSpeed's checkpoints: the name of their subfolder."""

@@ -1,7 +1,9 @@
-"""Import of DeepSpeed without a library that only its autotuner uses.
+"""Import of DeepSpeed without two libraries that distexp does not use.
 
-``deepspeed.autotuning`` imports mlflow if it is installed, and mlflow imports pandas and a web framework. That takes 3
-of the 19 s of CPU time of a short run. distexp does not call the autotuner, and a tracker has a separate process.
+- ``deepspeed.autotuning`` imports mlflow if it is installed, and mlflow imports pandas and a web framework. That takes
+  3 seconds. distexp does not call the autotuner, and a tracker has a separate process.
+- ZeRO imports its Muon optimizer for every optimizer. Muon decorates functions with ``torch.compile``, which imports
+  inductor. That takes 2 seconds. distexp has no option for Muon, and refuses it in ``deepspeed.config_file``.
 """
 
 from __future__ import annotations
@@ -10,6 +12,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
+
+from distexp.system.environment_variables import variable_set
+
+NO_COMPILER = "TORCHDYNAMO_DISABLE"
+"""Makes ``torch.compile`` return the function as it is."""
 
 
 @contextmanager
@@ -27,4 +34,7 @@ def hide_module(name: str) -> Iterator[None]:
 
 
 with hide_module("mlflow"):
-    import deepspeed  # noqa: F401
+    import deepspeed
+
+with variable_set(NO_COMPILER, "1"):
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401

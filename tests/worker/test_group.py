@@ -14,12 +14,18 @@ import sys
 from tests.helpers.runs import resolve_cell
 from distexp.worker.group import preload
 preload(resolve_cell("zero_stage=2", "cluster.device=cpu"))
-import torch
+import os, torch
 expected = (
     *("transformers.models.bloom.modeling_bloom", "deepspeed", "distexp.worker.rank"),
     *("torch._dynamo", "distexp.checkpoints.manager", "deepspeed.runtime.zero.muon.muon_optimizer"),
 )
-print([name for name in expected if name not in sys.modules], torch.cuda.is_initialized(), "mlflow" in sys.modules)
+needless = ("mlflow", "torch._inductor.compile_fx")  # for DeepSpeed's autotuner and its Muon optimizer
+print(
+    [name for name in expected if name not in sys.modules],
+    [name for name in needless if name in sys.modules],
+    torch.cuda.is_initialized(),
+    [name for name in ("TORCHDYNAMO_DISABLE", "PYTORCH_NVML_BASED_CUDA_CHECK") if name in os.environ],
+)
 """
 
 GROUP = r"""
@@ -59,7 +65,7 @@ def start(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 def test_the_libraries_are_imported_before_the_fork_and_cuda_is_not_initialized() -> None:
     output, _ = start(PRELOADS).communicate(timeout=600)
-    assert output.splitlines()[-1] == "[] False False", "mlflow is for DeepSpeed's autotuner only, and takes seconds"
+    assert output.splitlines()[-1] == "[] [] False []", "missing, needless, CUDA is initialized, variables left"
 
 
 def test_a_worker_that_crashes_after_the_first_failure_was_not_stopped(tmp_path: Path) -> None:
