@@ -14,6 +14,8 @@ from distexp.launch.composition import Cell
 
 BATCH = "train.global_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
+BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
+"""Limits of a scale that would give candidates with other micro-batches another global batch."""
 OWN_KEYS = ("choose.", "hydra.", "sweep.")
 SECONDS_PER_MINUTE = 60.0
 
@@ -75,7 +77,16 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
         command = [text for text in command if not _sets([text], ACCUMULATION)]
         command.append(f"{BATCH}={samples}")
         notes.append(f"the global batch is {samples} samples, as these arguments have it: set {BATCH} for another one")
+    if config is not None and config.scale.name != "full":
+        command = _without_batch_limits(command, config)
     return Settings(section, command, notes)
+
+
+def _without_batch_limits(command: Sequence[str], config: Config) -> list[str]:
+    """Return a command of a shrunk training whose global batch is the same for all micro-batches."""
+    kept = [text for text in command if not any(_sets([text], key) for key in BATCH_LIMITS)]
+    batch = [] if _sets(kept, BATCH) else [f"{BATCH}={config.train.global_batch_size}"]
+    return [*kept, *batch, *(f"{key}=null" for key in BATCH_LIMITS)]
 
 
 def global_batch(config: Config) -> int:
