@@ -18,6 +18,8 @@ from distexp.system.units import MIB_PER_GB
 
 MOST_PRUNED = 6
 """Candidates that were not tried in a table. The others are counted by their reason."""
+NOT_TRIED = "not tried"
+LEGEND = "predicted: peak in GB. steps: measured steps of each trial."
 
 
 def result_table(
@@ -29,6 +31,7 @@ def result_table(
     order = [*best, *(each for each in tried if each not in best)]
     if order:
         yield _measured_table(order, winner)
+        yield Text(f"{'*: the winner. ' if winner in order else ''}{LEGEND}", style="dim")
     yield from others_table([each for each in candidates if not each.trials])
 
 
@@ -63,13 +66,14 @@ def others_table(candidates: Sequence[Candidate]) -> Iterator[RenderableType]:
         return
     counts = Counter(short_reason(each) for each in candidates)
     summary = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-    yield Text(f"\nNot tried: {format_count(len(candidates), 'configuration')}: {summary}", style="dim")
+    text = f"\nNot tried: {format_count(len(candidates), 'configuration')}"
+    yield Text(text if set(counts) == {NOT_TRIED} else f"{text}: {summary}", style="dim")
     if len(candidates) > MOST_PRUNED:
         return
-    table = _table("not tried", "predicted GB")
+    table = _table(NOT_TRIED, "predicted GB")
     table.add_column("reason")
     for each in candidates:
-        table.add_row(*map(Text, (name(each), _gb(predicted_mib(each)), each.reason)))
+        table.add_row(*map(Text, (name(each), _gb(predicted_mib(each)), each.reason.removeprefix(f"{NOT_TRIED}: "))))
     yield table
 
 
