@@ -17,7 +17,6 @@ from distexp.runs.micro_batch import MicroBatchSearch
 from distexp.runs.record import RunRecord, load_all
 from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
 from distexp.runs.step_model import read_step_model
-from distexp.runs.text import join_first
 
 MOST_SHOWN = 5
 """Most runs that a message lists."""
@@ -102,8 +101,9 @@ def find_profiled_run(directory: Path) -> ProfiledRun:
         raise ConfigError(f"{directory} contains no readable {RECORD}{reason}: give the directory of a profiled run")
     profiled = [run for run in runs if run.record.status == "completed" and read_step_model(run.directory) is not None]
     if len(profiled) > 1:
-        shown = join_first([_title(run) for run in profiled], MOST_SHOWN)
-        raise ConfigError(f"{directory} has {len(profiled)} profiled runs: give one of them: {shown}")
+        shown = "\n  ".join(_title(run) for run in profiled[:MOST_SHOWN])
+        more = f"\n  and {len(profiled) - MOST_SHOWN} more" if len(profiled) > MOST_SHOWN else ""
+        raise ConfigError(f"{directory} has {len(profiled)} profiled runs: give one of them:\n  {shown}{more}")
     if not profiled:
         raise ConfigError(_not_profiled(directory, runs))
     return profiled[0]

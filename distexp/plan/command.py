@@ -15,7 +15,7 @@ from distexp.exceptions import SweepFailedError
 from distexp.launch.composition import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
 from distexp.plan.planner import Planner
-from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table
+from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table, parts_title
 from distexp.plan.verdict import FITS, memory_to_fit_mib
 from distexp.runs.files import nan_to_none
 from distexp.system.hardware import visible_gpus
@@ -95,7 +95,7 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     if predicted is None or estimate is None or config is None:
         return
     if predicted.parts:
-        console.print()
+        _print(console, f"\n{parts_title(predicted, config)}\n")
         console.print(parts_table(predicted))
     search = search_of(planned.cell, config, make, planner)
     if search is None or not estimate.traced or estimate.error_bound is None:

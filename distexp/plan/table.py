@@ -85,6 +85,15 @@ def _memory(mib: float | None) -> str:
     return "-" if mib is None else format_memory(mib, digits=2)
 
 
+def parts_title(predicted: Predicted, config: Config) -> str:
+    """Return the line above the parts: the time of the peak, because a part may be larger at another time."""
+    worker = "worker" if config.cluster.device == "cpu" else "GPU"
+    title = f"Memory of one {worker} by part"
+    if predicted.phase is None:
+        return title
+    return f"{title}, at the peak in the phase {predicted.phase}. At other times a part may be larger."
+
+
 def parts_table(predicted: Predicted) -> Table:
     """Return what the peak is made of."""
     total = sum(predicted.parts.values()) or 1.0

@@ -199,7 +199,7 @@ def test_runs_that_cannot_be_forecast_are_explained(tmp_path: Path, capsys: pyte
     several = write_profiled(tmp_path / "several", profiled_record(0), profiled_record(1, "train.seed=1"))
     assert main([str(several)]) == 2
     error = capsys.readouterr().err
-    assert "has 2 profiled runs: give one of them" in error
+    assert "has 2 profiled runs: give one of them:\n" in error
     assert f"{several}/1 (profile=true train.seed=1)" in error
     assert main([]) == 2
 

@@ -44,6 +44,7 @@ def test_one_configuration_shows_parts_and_largest_micro_batch(capsys: pytest.Ca
     text = printed(capsys, ("strategy=fsdp", "sharding=no_shard", "plan.gpu=a100-80gb"))
     assert "fits, 85 % to spare" in text
     assert "largest micro-batch that fits: 72\n" in text
+    assert "Memory of one GPU by part, at the peak in the phase " in text
     assert "activations" in text
     assert "error of a prediction: up to 5%" in text
 
