@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.commands import Commands, Record, Run, select, sweep_name
+from benchmarks.commands import PACKAGES, Commands, Record, Run, select, sweep_name
 from benchmarks.measurement import REPOSITORY
 from benchmarks.tables import markdown
 
@@ -107,7 +107,7 @@ def read_record(directory: Path) -> Record | None:
 
 def forecast_of(directory: Path, preflight: Path) -> dict[str, Any] | None:
     """Return the forecast of a run for two GPUs; print why there is none."""
-    words = [str(directory), "cluster.workers_per_node=2", "forecast.memory=off", "--json"]
+    words = [str(directory), "cluster.workers_per_node=2", "forecast.memory=off", PACKAGES, "--json"]
     measured = [f"forecast.preflight={preflight}"] if preflight.exists() else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "distexp", "forecast", *words, *measured]
