@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,7 +33,7 @@ from distexp.runs.rank_progress import ProgressWriter
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import allocator_path, error_path, log_path
 from distexp.system.environment_variables import captured_environment
-from distexp.system.processes import die_with_parent
+from distexp.system.processes import die_with_parent, end_at_once
 
 USAGE = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
 
@@ -74,12 +73,9 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
         finally:
             # Other ranks may hang in a collective, and an orderly exit would hang too.
             os._exit(1)
-    with suppress(OSError):  # The log may be on a full disk.
-        sys.stdout.flush()
-        sys.stderr.flush()
     # Everything is written, and every rank knows. An orderly exit aborts now and then, on threads that gloo's and
     # DDP's static objects still hold.
-    os._exit(0)
+    end_at_once(0)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

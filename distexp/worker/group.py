@@ -27,7 +27,7 @@ from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.run_dir import worker_exits_path
 from distexp.runs.spec import RunSpec
 from distexp.system.environment_variables import TORCHRUN_DEFAULTS, captured_environment, variable_set
-from distexp.system.processes import die_with_parent
+from distexp.system.processes import die_with_parent, end_at_once
 from distexp.worker.__main__ import run_worker
 
 GRACE_S = 5.0
@@ -205,4 +205,4 @@ class WorkerGroup:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_at_once(main())

@@ -23,7 +23,7 @@ from distexp.models import shared_weights
 from distexp.runs.spec import RunSpec
 from distexp.system.environment_variables import captured_environment
 from distexp.system.messages import receive, send
-from distexp.system.processes import NOTICE_SIGNAL, die_with_parent
+from distexp.system.processes import NOTICE_SIGNAL, die_with_parent, end_at_once
 from distexp.worker.group import preload, run_group, set_torchrun_defaults
 
 
@@ -118,10 +118,7 @@ class GroupServer:
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
-            with suppress(OSError):  # The log may be on a full disk.
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+            end_at_once(code)
 
     def _forget(self) -> None:
         """Close what belongs to the server, so that the agents notice the end of the server."""
@@ -157,4 +154,4 @@ class GroupServer:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_at_once(main())
