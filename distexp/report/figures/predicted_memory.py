@@ -9,9 +9,11 @@ from typing import Any
 import altair as alt
 
 from distexp.report.data.overview import Overview
+from distexp.report.data.peak_parts import TITLES
 from distexp.report.data.predictions import build_predictions_table
 from distexp.report.figures.base import Figure, LegendEntry, Panel, describe_selection
-from distexp.report.figures.theme import MOST_COLORS, color, inline_data
+from distexp.report.figures.peak_parts import COLORS
+from distexp.report.figures.theme import color, inline_data
 from distexp.report.traces import RunTrace
 from distexp.runs.prediction import PHASE, Curve
 
@@ -28,12 +30,15 @@ def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Fi
     parts = list(dict.fromkeys(part for each in drawn for part in _parts(each.predicted)))
     panels = tuple(Panel(each.name, _draw(each.predicted, parts)) for each in drawn)
     caption = f"{CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
-    legend = tuple(
-        LegendEntry(_title(part), f"c{number % MOST_COLORS + 1}", "area") for number, part in enumerate(parts)
-    )
+    legend = tuple(LegendEntry(_title(part), _shade(part), "bar") for part in parts)
     return Figure(
         "predicted_memory", "Predicted memory through a training step", panels, caption, tables=(table,), legend=legend
     )
+
+
+def _shade(part: str) -> str:
+    """Return the color of a part, as in the figure of the peak."""
+    return COLORS.get(TITLES.get(f"{part}_mib", ""), "muted")
 
 
 def _parts(curve: Curve) -> list[str]:
@@ -52,9 +57,7 @@ def _draw(curve: Curve, parts: Sequence[str]) -> alt.LayerChart:
          "mib": curve[part][n]}
         for n, phase in enumerate(curve[PHASE]) for order, part in enumerate(parts) if part in curve
     ]  # fmt: skip
-    scale = alt.Scale(
-        domain=list(map(_title, parts)), range=[color(f"c{n % MOST_COLORS + 1}") for n in range(len(parts))]
-    )
+    scale = alt.Scale(domain=list(map(_title, parts)), range=[color(_shade(part)) for part in parts])
     x = alt.X("position:Q", title="part of the step (%)", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(grid=False))
     areas = alt.Chart(inline_data(rows)).mark_area(opacity=0.85).encode(
         x=x, y=alt.Y("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=5)), order="order:Q",
