@@ -15,7 +15,6 @@ from distexp.plan.replay import Point, Replay, host_peak, replay
 from distexp.plan.step_trace import Event, PlanError, StepTrace, StepWork
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
 from distexp.runs.typed_values import typed
-from distexp.strategies.base import load_strategy
 from distexp.system.overheads import overhead_mib
 from distexp.system.units import MIB
 
@@ -26,7 +25,6 @@ SHOWN_PARTS = (
 
 
 STATES = ("parameters", "gradients", "optimizer_states")
-BYTES_PER_PARAMETER = 4
 HOST = "host_"
 ALLOCATED_ERROR = 0.02
 """Largest error of the allocated peak on a GPU, if it is too high."""
@@ -182,11 +180,8 @@ def _in_one_memory(events: Sequence[Event]) -> list[Event]:
 def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:
     """Return the number of parameters of the whole model, and of its output head if that is tied to the embedding."""
     model = config.model
-    held = sum(event.bytes for event in trace.events if (event.part, event.phase) == ("parameters", "setup"))
-    shards = config.cluster.world_size if load_strategy(config).shards_all_parameters(config) else 1
-    parameters = parameter_count(model) or held * shards // BYTES_PER_PARAMETER
     tied = (model.vocab_size or 0) * (model.hidden_size or 0) if ties_embeddings(model) else 0
-    return parameters, tied
+    return parameter_count(model) or trace.parameters, tied
 
 
 def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: float | None) -> Estimate:

@@ -80,6 +80,7 @@ class StepTrace:
         history: all before the step: the construction of the model as phase ``setup``, and the first step.
         evaluation: a batch of the evaluation after the step.
         work: what the step computes; None if it was not counted.
+        parameters: number of parameters of the whole model; a shared weight counts once.
     """
 
     events: tuple[Event, ...]
@@ -88,3 +89,4 @@ class StepTrace:
     history: tuple[Event, ...] = ()
     evaluation: tuple[Event, ...] = ()
     work: StepWork | None = None
+    parameters: int = 0

@@ -25,6 +25,7 @@ class Recorded:
         workspace: bytes of a workspace of cuBLAS.
         first_products: position in ``history`` after the first matrix product of a phase.
         work: what the step computes; None if it was not counted.
+        parameters: number of parameters of the whole model.
     """
 
     history: tuple[Change, ...]
@@ -35,6 +36,7 @@ class Recorded:
     workspace: int
     first_products: Mapping[str, int] = field(default_factory=dict)
     work: StepWork | None = None
+    parameters: int = 0
 
 
 def step_events(recorded: Recorded) -> tuple[Event, ...]:

@@ -85,7 +85,7 @@ def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
     notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
     seconds = time.perf_counter() - started
     events = step_events(recorded), seconds, tuple(notes), history_events(recorded), evaluation_events(recorded)
-    return StepTrace(*events, recorded.work)
+    return StepTrace(*events, recorded.work, recorded.parameters)
 
 
 def _prepare(config: Config) -> tuple[Config, list[str]]:
@@ -145,6 +145,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
             stack.enter_context(traced_compilation(fake_mode, lambda: recorder))
         blueprint = build_model(config, data, context, EmptyBlueprint)
         vocabulary = _vocabulary(blueprint.model)
+        parameters = sum(parameter.numel() for parameter in blueprint.model.parameters())
         stack.enter_context(fake_mode)
         stack.enter_context(recorder.recording())
         stack.enter_context(CudaFunctions(start_backward, on_gpu=on_gpu).used())
@@ -174,6 +175,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
             cublas_workspace(config.plan.gpu) if on_gpu else 0,
             recorder.first_products,
             work,
+            parameters,
         )
 
 

@@ -14,6 +14,7 @@ from distexp.plan import cache
 from distexp.plan.cache import cache_path, read_estimate, store_estimate
 from distexp.plan.estimate import Estimate, arithmetic_estimate, estimate_of, model_size
 from distexp.plan.step_trace import Event, StepTrace
+from distexp.plan.tracing import trace_step
 from distexp.plan.untraced import count_parameters
 from distexp.plan.verdict import predict
 from distexp.system.units import MIB
@@ -49,12 +50,14 @@ def test_estimate_of_a_trace_has_peaks_parts_and_overheads() -> None:
     assert (found.seconds, found.notes) == (3.2, ["an assumption"])
 
 
-def test_size_of_the_model_is_that_of_all_shards() -> None:
-    # 40 MiB of parameters are 10 x 2**20 in fp32, on each of 2 workers.
-    config = resolve_cell("plan.only=true", "model=resnet_tiny", "sharding=full_shard", "cluster.workers_per_node=2")
-    assert model_size(config, TRACE) == (20 * MIB, 0)
-    replicated = resolve_cell("plan.only=true", "model=resnet_tiny", "strategy=ddp", "cluster.workers_per_node=2")
-    assert model_size(replicated, TRACE) == (10 * MIB, 0)
+def test_size_of_the_model_is_that_of_all_shards_in_any_precision() -> None:
+    """Rank 0 makes the whole model in fp32, also if each worker then has a half of it in bf16."""
+    config = resolve_cell(
+        "plan.only=true", "model=resnet_tiny", "zero_stage=1", "precision=bf16", "cluster.workers_per_node=2"
+    )
+    whole = count_parameters(config)
+    assert whole is not None
+    assert model_size(config, trace_step(config)) == (whole, 0)
 
 
 def test_nvidia_smi_never_shows_more_than_the_gpu_has() -> None:
