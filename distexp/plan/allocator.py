@@ -3,7 +3,7 @@
 It follows ``c10/cuda/CUDACachingAllocator.cpp`` with the default settings. Sizes are rounded to 512 bytes. Blocks of at
 most 1 MiB come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, and larger blocks from their own
 segments, rounded to 2 MiB. A free block is chosen by best fit, and merged with its neighbors. A stream never reuses the
-blocks of another one.
+blocks of another one. Of free blocks of one size the lowest address is used, so the addresses of segments matter.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ SMALL_SEGMENT = 2 * MIB
 MIN_LARGE_ALLOC = 10 * MIB
 LARGE_SEGMENT = 20 * MIB
 ROUND_LARGE = 2 * MIB
+ADDRESS_RANGE = 32 * MIB
+"""Multiple in which the driver takes addresses from the operating system, as seen on H200s."""
+HIGHEST_ADDRESS = 2**47
+"""End of the addresses of a process on Linux."""
 
 
 class OutOfMemoryError(Exception):
@@ -67,6 +71,35 @@ class Pool:
         return self.blocks[self.keys[index]] if index < len(self.keys) else None
 
 
+@dataclass
+class Addresses:
+    """Addresses of segments, as the driver and Linux choose them.
+
+    A new range is below all earlier ones, because Linux maps memory from the top down. A segment takes the start of its
+    range. A later segment takes the rest of the newest range with enough room. Gaps between other mappings of the
+    process are not modeled.
+
+    Attributes:
+        lowest: Start of the newest range.
+        rests: Start and size of what is left of each range.
+    """
+
+    lowest: int = HIGHEST_ADDRESS
+    rests: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, size: int) -> int:
+        """Return the address of a new segment."""
+        for index in reversed(range(len(self.rests))):
+            start, left = self.rests[index]
+            if left >= size:
+                self.rests[index] = start + size, left - size
+                return start
+        length = _round_up(size, ADDRESS_RANGE)
+        self.lowest -= length
+        self.rests.append((self.lowest + size, length - size))
+        return self.lowest
+
+
 class CachingAllocator:
     """Bytes that the allocator of one GPU holds.
 
@@ -86,7 +119,7 @@ class CachingAllocator:
         self.allocated = self.reserved = self.retries = 0
         self.peak_allocated = self.peak_reserved = 0
         self._pools: dict[tuple[str, bool], Pool] = {}
-        self._end = 0  # of the addresses
+        self._addresses = Addresses()
 
     def allocate(self, size: int, stream: str = "") -> Block:
         """Allocate memory for a stream.
@@ -122,8 +155,7 @@ class CachingAllocator:
                 raise OutOfMemoryError
         self.reserved += wanted
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._end += wanted
-        return Block(wanted, pool, self._end - wanted)
+        return Block(wanted, pool, self._addresses.take(wanted))
 
     def _release_free_segments(self) -> None:
         self.retries += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.plan.allocator import CachingAllocator, OutOfMemoryError, round_size, segment_size
+from distexp.plan.allocator import Addresses, CachingAllocator, OutOfMemoryError, round_size, segment_size
 from distexp.plan.replay import CURVE_POINTS, host_peak, repeated_blocks, replay
 from distexp.plan.step_trace import Event
 from distexp.system.units import MIB
@@ -64,6 +64,22 @@ def test_of_equal_blocks_the_one_with_the_lowest_address_is_used() -> None:
     for block in (other, blocks[3], blocks[1]):
         allocator.free(block)
     assert allocator.allocate(5 * MIB) is blocks[1]
+
+
+def test_of_equal_segments_the_newest_one_is_used_because_linux_maps_memory_from_the_top_down() -> None:
+    allocator = CachingAllocator()
+    older, newer = allocator.allocate(7840 * MIB), allocator.allocate(7840 * MIB)
+    for block in (newer, older):
+        allocator.free(block)
+    assert allocator.allocate(490 * MIB) is newer
+
+
+def test_a_segment_takes_the_rest_of_an_address_range_before_a_new_one() -> None:
+    # The addresses of the first segments of a run on an H200, relative to the first one.
+    addresses = Addresses()
+    first = addresses.take(392 * MIB)
+    found = [(addresses.take(size * MIB) - first) // MIB for size in (20, 2, 48, 64, 64, 48, 16)]
+    assert found == [392, 412, -64, -128, -192, -256, -208]
 
 
 def test_fragments_are_not_enough() -> None:
