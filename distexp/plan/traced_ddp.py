@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,11 @@ from distexp.strategies.ddp_reduction import MasterReduction, add_to_masters
 MIB = 2**20
 DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
 """Sizes of DDP's buckets. The first one is smaller, unless ``bucket_cap_mb`` is set."""
+BROADCAST_MB = 250
+"""Size of the flat copies of weights that DDP sends from rank 0."""
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+Assign = Callable[[str, Iterable[Tensor]], None]
 
 
 @dataclass
@@ -32,8 +40,8 @@ class Bucket:
 class TracedDDP(DistributedDataParallel):
     """A module whose gradients are copied to buckets, as by DDP.
 
-    The first synchronized backward pass shows the order of the gradients. Afterwards the buckets are allocated, as DDP
-    rebuilds its own then.
+    One bucket has all gradients at first. The first synchronized backward pass shows their order. The next forward pass
+    starts with the allocation of the final buckets.
     """
 
     def __init__(
@@ -42,6 +50,7 @@ class TracedDDP(DistributedDataParallel):
         *,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = False,
+        assign: Assign,
         **options: Any,
     ) -> None:
         nn.Module.__init__(self)
@@ -53,19 +62,26 @@ class TracedDDP(DistributedDataParallel):
         group = torch.distributed.group.WORLD
         assert group is not None
         self.process_group = group
+        self._assign = assign
         self._limits = [(bucket_cap_mb or FIRST_BUCKET_MB) * MIB, (bucket_cap_mb or DEFAULT_BUCKET_MB) * MIB]
         self._as_views = gradient_as_bucket_view
         self._synchronizes, self._compresses = True, False
         self._state: MasterReduction | None = None
         self._order: list[nn.Parameter] = []
-        self._buckets: list[Bucket] = []
         self._sent: list[Tensor] = []
         self._trained = [each for each in module.parameters() if each.requires_grad]
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._mark_ready)  # type: ignore[no-untyped-call]
+        _broadcast([*module.parameters(), *module.buffers()])
+        self._buckets = self._allocate(group_by_size(self._trained, [math.inf]))
+        self._is_rebuilt = False
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
         """Run the module."""
+        if torch.is_grad_enabled() and self._order and not self._is_rebuilt:
+            self._is_rebuilt = True
+            self._buckets = []  # is freed before the final buckets are allocated
+            self._buckets = self._allocate(group_by_size(self._order, self._limits))
         return self.module(*arguments, **inputs)
 
     @contextmanager
@@ -88,11 +104,8 @@ class TracedDDP(DistributedDataParallel):
     def _mark_ready(self, parameter: Tensor) -> None:
         if not self._synchronizes or not isinstance(parameter, nn.Parameter):
             return
-        if not self._buckets:
+        if not self._is_rebuilt:
             self._order.append(parameter)
-            if len(self._order) == len(self._trained):
-                self._buckets = self._build()
-            return
         bucket = next(each for each in self._buckets if parameter in each.views)
         view, gradient = bucket.views[parameter], parameter.grad
         assert gradient is not None
@@ -120,17 +133,34 @@ class TracedDDP(DistributedDataParallel):
             self._sent.append(flat.to(torch.bfloat16))
 
     @torch.no_grad()
-    def _build(self) -> list[Bucket]:
-        groups: list[list[nn.Parameter]] = []
-        limits = list(self._limits)
-        open_groups: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self._order:
-            group = open_groups.setdefault(parameter.dtype, [])
-            group.append(parameter)
-            if sum(each.numel() * each.element_size() for each in group) >= limits[0]:
-                groups.append(open_groups.pop(parameter.dtype))
-                del limits[: len(limits) - 1]
-        return [_make_bucket(group) for group in [*groups, *open_groups.values()]]
+    def _allocate(self, groups: list[list[nn.Parameter]]) -> list[Bucket]:
+        buckets = [_make_bucket(group) for group in groups]
+        self._assign("gradients", [bucket.flat for bucket in buckets])
+        return buckets
+
+
+@torch.no_grad()
+def _broadcast(tensors: list[Tensor]) -> None:
+    """Allocate what the broadcast of the weights from rank 0 allocates. Two flat copies are in use at a time."""
+    sent: deque[Tensor] = deque(maxlen=2)
+    for group in group_by_size(tensors, [BROADCAST_MB * MIB]):
+        if len(sent) == sent.maxlen:
+            sent.popleft()
+        sent.append(torch.cat([each.flatten() for each in group]) if len(group) > 1 else group[0])
+
+
+def group_by_size(tensors: Iterable[AnyTensor], limits: Sequence[float]) -> list[list[AnyTensor]]:
+    """Return groups of tensors of one dtype. A group ends with the bytes of its limit; the last limit repeats."""
+    left = list(limits)
+    groups: list[list[AnyTensor]] = []
+    open_groups: dict[torch.dtype, list[AnyTensor]] = {}
+    for tensor in tensors:
+        group = open_groups.setdefault(tensor.dtype, [])
+        group.append(tensor)
+        if sum(each.numel() * each.element_size() for each in group) >= left[0]:
+            groups.append(open_groups.pop(tensor.dtype))
+            del left[: len(left) - 1]
+    return [*groups, *open_groups.values()]
 
 
 def _make_bucket(parameters: list[nn.Parameter]) -> Bucket:
@@ -144,11 +174,15 @@ def _make_bucket(parameters: list[nn.Parameter]) -> Bucket:
 
 
 @contextmanager
-def traced_ddp() -> Iterator[None]:
-    """Replace DistributedDataParallel by TracedDDP, during the block."""
+def traced_ddp(assign: Assign) -> Iterator[None]:
+    """Replace DistributedDataParallel by TracedDDP, during the block.
+
+    Args:
+        assign: sets the part of the memory of some tensors.
+    """
     module: Any = parallel
     original = module.DistributedDataParallel
-    module.DistributedDataParallel = TracedDDP
+    module.DistributedDataParallel = partial(TracedDDP, assign=assign)
     try:
         yield
     finally:

@@ -34,7 +34,7 @@ from distexp.plan.kernel_buffers import KernelBuffers
 from distexp.plan.recorder import GPU, StorageRecorder, tensors_in
 from distexp.plan.step_trace import PlanError, StepTrace
 from distexp.plan.trace_events import Recorded, evaluation_events, history_events, step_events
-from distexp.plan.traced_ddp import traced_ddp
+from distexp.plan.traced_ddp import TracedDDP, traced_ddp
 from distexp.plan.traced_deepspeed import TracedDeepSpeed
 from distexp.plan.untraced import describe_failure
 from distexp.strategies.base import load_strategy
@@ -44,6 +44,11 @@ from distexp.system.gpu_models import cublas_workspace, multiprocessors
 from distexp.system.torch_internals.distributed import fake_process_group, fsdp_device
 from distexp.system.torch_internals.modes import FakeMode, make_fake_mode, without_fake_mode
 from distexp.worker.rank import build_model, load_data
+
+STEPS_BEFORE, STEPS_BEFORE_DDP_REPEATS = 1, 2
+"""Steps before the recorded one. The first one allocates the states of the optimizer. DDP rebuilds its buckets in the
+second one.
+"""
 
 MICRO_BATCHES = 3
 """Micro-batches of a step that are traced: the first one, one that adds to gradients, and the last one."""
@@ -152,8 +157,9 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
         images = torch.empty(image_bytes, dtype=torch.uint8, device=GPU)
         recorder.assign("batch", [images])
         step = TracedStep(config, blueprint, context, recorder, on_gpu=on_gpu)
-        for number in range(2):
-            if number:
+        steps = STEPS_BEFORE_DDP_REPEATS if step.is_ddp else STEPS_BEFORE
+        for number in range(steps + 1):
+            if number == steps:
                 recorder.start()
             recorder.phase = "forward"
             # As in a run, the batches of the previous step are still there.
@@ -224,6 +230,7 @@ class TracedStep:
         self.recorder, self.on_gpu = recorder, on_gpu
         self.task = config.model.task
         self.model = _set_up(config, blueprint, context, recorder)
+        self.is_ddp = isinstance(self.model.module, TracedDDP)
         self.model.module.train()
         self.normalizer = torch.ones((), dtype=torch.int64, device=GPU)
         if isinstance(self.model, TorchModel):
@@ -277,7 +284,7 @@ def _set_up(
     if _is_deepspeed(config):
         recorder.collectives_stream = "collectives"
         return TracedDeepSpeed(blueprint, config, context, recorder.assign)
-    with _mesh_outside_of_fake_mode(), traced_ddp():
+    with _mesh_outside_of_fake_mode(), traced_ddp(recorder.assign):
         model = load_strategy(config).setup(blueprint, config, context)
     if not isinstance(model, TorchModel):
         raise PlanError(f"strategy={config.strategy.name} cannot be traced")

@@ -130,6 +130,15 @@ def test_gradients_of_ddp_are_views_of_its_buckets_unless_refused() -> None:
     assert sum(sizes(copies, "backward").values()) - sum(sizes(views, "backward").values()) == 4 * PARAMETERS
 
 
+def test_ddp_sends_its_weights_and_starts_with_one_bucket_that_the_second_step_frees() -> None:
+    trace = traced("strategy=ddp", "cluster.workers_per_node=2", "ddp.bucket_cap_mb=0.1")
+    flat = [(event.bytes > 0, event.phase) for event in trace.history if abs(event.bytes) == 4 * PARAMETERS]
+    sent, bucket = [(True, "setup"), (False, "setup")], [(True, "setup"), (False, "forward")]
+    assert flat == [*sent, *bucket]
+    step = [event for event in trace.events if event.phase != "setup"]
+    assert repeated_blocks(step) is not None, "the recorded step frees no bucket"
+
+
 def test_the_work_of_a_step_is_that_of_the_formulas_and_of_all_micro_batches() -> None:
     one = traced("strategy=single").work
     assert one is not None
