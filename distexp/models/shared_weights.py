@@ -79,7 +79,10 @@ def _keep(file: int, content: dict[str, Any]) -> None:
         return
     try:
         if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
-            torch.save(content, _path(file))
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            with open(file, "wb", closefd=False) as stream:  # to close any descriptor of the file would unlock it
+                torch.save(content, stream)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
     finally:
         fcntl.lockf(file, fcntl.LOCK_UN)
