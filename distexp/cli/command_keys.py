@@ -42,7 +42,8 @@ def ignored_keys(overrides: Sequence[Override]) -> Iterator[tuple[Override, str]
     Args:
         overrides: What the user has typed, and what a sub-command has added.
     """
-    true = {_key(override) for override in overrides if override.value() is True}
+    last = {_key(override): override.value() for override in overrides}
+    true = {key for key, value in last.items() if value is True}
     for override in overrides:
         reader, text = reader_of(_key(override)), str(override.input_line)
         if reader is not None and not true.issuperset(reader.switches) and _differs(override):

@@ -87,8 +87,8 @@ def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
     """Yield the errors of earlier forecasts on this machine, and what they mean for the intervals."""
     if errors := read_errors(machine_name(run.record)):
         least = 1 + largest_expected(errors)
-        widened = f"So an interval reaches at least from the forecast / {least:.2f} to the forecast x {least:.2f}."
-        yield f"{running_error(errors)} {widened if least > 1 else 'These are too few to widen the intervals.'}"
+        widened = f"An interval reaches at least from the forecast / {least:.2f} to the forecast x {least:.2f}."
+        yield f"{running_error(errors)} {widened if least > 1 else 'They widen no interval.'}"
 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:

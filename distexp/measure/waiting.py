@@ -72,6 +72,7 @@ class WaitWatch:
         self._nested = False  # inside another wait
         self._scheduler = SchedulerDelay()
         self._delay_s = 0.0  # of the scheduler, at the start of the step and then outside of the waits
+        # What the classes themselves have. The attribute of a class in C++ is another object, which gets no self.
         self._originals: list[tuple[type[Any], str, Any]] = []
 
     def follow(self, module: nn.Module) -> None:
@@ -126,8 +127,11 @@ class WaitWatch:
         """Stop to watch."""
         self.watching = False
         while self._originals:
-            owner, name, original = self._originals.pop()
-            setattr(owner, name, original)
+            owner, name, own = self._originals.pop()
+            if own is None:
+                delattr(owner, name)  # The owner inherits it.
+            else:
+                setattr(owner, name, own)
 
     def _replace_waits(self) -> None:
         self._replace(dist.Work, "wait", self._computes_here)
@@ -152,7 +156,7 @@ class WaitWatch:
             finally:
                 self._leave(start)
 
-        self._originals.append((owner, name, original))
+        self._originals.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, measure)
 
     def _computes_here(self, _: Any) -> bool:

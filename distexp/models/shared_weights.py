@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 MEMORY_SHARE = 0.25
@@ -57,7 +58,13 @@ def _read(file: int, key: str, before: Any) -> dict[str, Any] | None:
 
     if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
         return None
-    content: Mapping[str, Any] = torch.load(_path(file), mmap=True, weights_only=True)
+    try:
+        content: Mapping[str, Any] = torch.load(f"/proc/self/fd/{file}", mmap=True, weights_only=True)
+    except (OSError, RuntimeError) as error:
+        print(
+            f"note: random weights are made again, because those of an earlier run cannot be read: {error}", flush=True
+        )
+        return None
     if content["key"] != key or not torch.equal(content["before"], before):
         return None
     torch.set_rng_state(content["after"].clone())
@@ -67,11 +74,12 @@ def _read(file: int, key: str, before: Any) -> dict[str, Any] | None:
 
 def _keep(file: int, content: dict[str, Any]) -> None:
     """Write the file, unless it has weights, another worker writes it, or the machine has little memory."""
-    import psutil
     import torch
 
+    from distexp.system.cgroups import available_memory
+
     size = sum(tensor.numel() * tensor.element_size() for tensor in content["weights"].values())
-    if size > MEMORY_SHARE * psutil.virtual_memory().available:
+    if size > MEMORY_SHARE * available_memory():
         return
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,9 +92,9 @@ def _keep(file: int, content: dict[str, Any]) -> None:
             with open(file, "wb", closefd=False) as stream:  # to close any descriptor of the file would unlock it
                 torch.save(content, stream)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            os.ftruncate(file, 0)  # A later run may try again.
+        print(f"note: random weights are not kept for other runs: {error}", flush=True)
     finally:
         fcntl.lockf(file, fcntl.LOCK_UN)
-
-
-def _path(file: int) -> str:
-    return f"/proc/self/fd/{file}"

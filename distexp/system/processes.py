@@ -33,9 +33,9 @@ def end_at_once(code: int) -> NoReturn:
 
     After an import of torch, the cleanup takes a third of a second, and threads of its libraries may abort it.
     """
-    with suppress(OSError):  # The log may be on a full disk.
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # The log may be on a full disk.
+            stream.flush()
     os._exit(code)
 
 

@@ -256,7 +256,7 @@ def test_a_measured_run_counts_once(sweep: Path, cells: Sequence[Cell], capsys: 
         text = forecast(sweep, cells, capsys)
         assert "-20.0%" in text
         assert "Median error of 1 forecast on this kind of machine: 20.0%. In the interval: 0 of 1." in text
-        assert "too few to widen" in text
+        assert "They widen no interval." in text
     assert len(read_errors("cpu of unknown")) == 1
     found = as_json(sweep, cells, capsys)
     assert (found[1]["measured_step_time_s"], found[1]["error"]) == (0.15, pytest.approx(-0.2))

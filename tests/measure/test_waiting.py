@@ -254,3 +254,23 @@ def test_gpu_waits_of_the_computation_are_read_when_the_gpu_has_passed_them(comp
     expected = [*range(0, 32, 2), 32, 40, 48]
     assert watched == expected
     assert watch.waits_s() == dict.fromkeys(expected, 5)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_synchronous_collectives_of_the_computation_wait_and_all_work_afterwards(
+    compute: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(group: dist.ProcessGroup) -> None:
+        FakeStream.device_s += 7
+
+    monkeypatch.setattr(dist.ProcessGroup, "gather", gather)
+    before = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
+    watch = WaitWatch(replace(TWO, device=torch.device("cuda", 0)))
+    watch.restart(measured=True)
+    dist.group.WORLD.gather()  # type: ignore[union-attr]
+    watch.end_step(measured=True, next_measured=False)
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    FakeStream.passed_s = FakeStream.device_s
+    assert watch.waits_s() == {0: 7}
+    assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == before

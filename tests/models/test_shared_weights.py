@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from distexp.distributed.context import Context
 from distexp.models import shared_weights
 from distexp.models.blueprint import Blueprint
+from distexp.system.cgroups import available_memory
 
 CALLS: list[str] = []
 
@@ -68,7 +68,7 @@ def test_other_models_other_seeds_and_custom_models_make_their_own(key: str | No
 
 
 def test_weights_that_need_much_of_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch, file: int) -> None:
-    monkeypatch.setattr(shared_weights, "MEMORY_SHARE", 1000 / psutil.virtual_memory().available)
+    monkeypatch.setattr(shared_weights, "MEMORY_SHARE", 1000 / available_memory())
     seeded("model")
     assert os.fstat(file).st_size == 0
     seeded("model")
@@ -91,3 +91,20 @@ def test_a_model_with_other_layers_does_not_get_the_weights(tmp_path: Path) -> N
         blueprint.materialize(blueprint.model)
         torch.manual_seed(1)
         assert torch.equal(blueprint.model.weight, build().weight)
+
+
+def test_a_training_continues_if_its_weights_cannot_be_kept_or_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail)
+        seeded("model")
+    assert os.fstat(file).st_size == 0
+    assert "not kept for other runs: no space" in capsys.readouterr().out
+    seeded("model")
+    monkeypatch.setattr(torch, "load", fail)
+    assert seeded("model")[0].keys() == {"weight", "flag"}
+    assert "made again, because those of an earlier run cannot be read: no space" in capsys.readouterr().out
