@@ -10,11 +10,12 @@ from pathlib import Path
 from tests.helpers.runs import REPOSITORY
 
 PRELOADS = """
-import sys
+import os, sys
 from tests.helpers.runs import resolve_cell
 from distexp.worker.group import preload
+variables = dict(os.environ)
 preload(resolve_cell("zero_stage=2", "cluster.device=cpu"))
-import os, torch
+import torch
 expected = (
     *("transformers.models.bloom.modeling_bloom", "deepspeed", "distexp.worker.rank"),
     *("torch._dynamo", "distexp.checkpoints.manager", "deepspeed.runtime.zero.muon.muon_optimizer"),
@@ -24,7 +25,8 @@ print(
     [name for name in expected if name not in sys.modules],
     [name for name in needless if name in sys.modules],
     torch.cuda.is_initialized(),
-    [name for name in ("TORCHDYNAMO_DISABLE", "PYTORCH_NVML_BASED_CUDA_CHECK") if name in os.environ],
+    [name for name in ("TORCHDYNAMO_DISABLE", "PYTORCH_NVML_BASED_CUDA_CHECK")
+     if os.environ.get(name) != variables.get(name)],
 )
 """
 
