@@ -6,7 +6,6 @@ Checkpoints of torch.distributed.checkpoint and of DeepSpeed contain pickles, wh
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from distexp.config import ConfigError
+from distexp.system.environment_variables import variable_set
 
 FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """Environment variable that makes every ``torch.load`` use ``weights_only=True``, in libraries too."""
@@ -104,16 +104,8 @@ def weights_only_loading(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: a file of the checkpoint contains another class or function.
     """
-    previous = os.environ.get(FORCE_VARIABLE)
-    os.environ[FORCE_VARIABLE] = "1"
-    try:
-        with refused_as_config_error(folder):
-            yield
-    finally:
-        if previous is None:
-            del os.environ[FORCE_VARIABLE]
-        else:
-            os.environ[FORCE_VARIABLE] = previous
+    with variable_set(FORCE_VARIABLE, "1"), refused_as_config_error(folder):
+        yield
 
 
 @contextmanager
