@@ -53,14 +53,20 @@ MOST_STEPS = 256
 
 
 class WaitWatch:
-    """Waiting time of the measured steps of one rank.
+    """Waiting time of the measured steps of one rank. With one worker it does nothing.
 
-    With one worker it does nothing.
+    Args:
+        context: The rank and its device.
+        enabled: ``measure.slow_ranks``. If false, no hook is registered and no method of torch is replaced.
+
+    Attributes:
+        is_due: Returns whether a measured step is watched, by its number. All ranks must watch the same steps.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *, enabled: bool = True) -> None:
         self.on_gpu = context.device.type == "cuda"
-        self.enabled = context.world_size > 1
+        self.enabled = enabled and context.world_size > 1
+        self.is_due: Callable[[int], bool] = _is_due_on_gpu if self.on_gpu else _is_due_on_cpu
         self.watching = False
         self.steps = 0  # measured steps
         self._stream = torch.cuda.current_stream(context.device) if self.on_gpu and self.enabled else None
@@ -80,35 +86,29 @@ class WaitWatch:
         if self.enabled and isinstance(module, DistributedDataParallel):
             module.register_forward_hook(self._after_forward)
 
-    def restart(self, *, measured: bool) -> None:
-        """Start to watch a step that follows anything else; ``measured`` is that of this step."""
-        self._watch(measured=measured)
-        self._start()
+    def start_step(self, *, measured: bool) -> None:
+        """Start to watch the next step, if it is measured and due. It may follow anything, such as an evaluation."""
+        self.stop()
+        self.watching = self.enabled and measured and self.is_due(self.steps)
+        if not self.watching:
+            return
+        self._current = []
+        self._replace_waits()
+        self._delay_s = self._read_delay()
 
-    def end_step(self, *, measured: bool, next_measured: bool) -> None:
-        """Keep the waits of the step that has ended, if it is measured, and watch the next one if it is due."""
+    def end_step(self, *, measured: bool) -> None:
+        """Keep the waits of the step that has ended, if it was watched.
+
+        Call it before the clock marks the end of the step. So the whole cost of watching is in the watched step.
+        """
         if self.watching and measured:
             if not self.on_gpu:
                 self._without_core_s[self.steps] = without_core = self._read_delay() - self._delay_s
                 self._current.append((0.0, without_core))
             self._pairs[self.steps] = self._current
             self._read_finished()
+        self.stop()
         self.steps += measured
-        self._watch(measured=next_measured)
-        self._start()
-
-    def _start(self) -> None:
-        self._current = []
-        self._delay_s = self._read_delay() if self.watching else 0.0
-
-    def _watch(self, *, measured: bool) -> None:
-        stride = next(stride for end, stride in GPU_STRIDES if self.steps < end) if self.on_gpu else 1
-        is_due = self.enabled and measured and self.steps % stride == 0
-        if not is_due:
-            self.stop()
-        elif not self.watching:
-            self._replace_waits()
-        self.watching = is_due
 
     def waits_s(self) -> dict[int, float]:
         """Return the seconds of waiting of each watched step, by its number among the measured ones.
@@ -124,7 +124,7 @@ class WaitWatch:
         return self._without_core_s.get(step, 0.0)
 
     def stop(self) -> None:
-        """Stop to watch."""
+        """Stop watching, and restore the methods of torch."""
         self.watching = False
         while self._originals:
             owner, name, own = self._originals.pop()
@@ -247,6 +247,14 @@ class SchedulerDelay:
         if len(times) != 3 or not any(times):  # A kernel without these statistics writes zeros.
             raise ValueError(f"content {content!r}")
         return times[1]
+
+
+def _is_due_on_cpu(step: int) -> bool:
+    return True
+
+
+def _is_due_on_gpu(step: int) -> bool:
+    return step % next(stride for end, stride in GPU_STRIDES if step < end) == 0
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -59,7 +59,9 @@ class MetricsLogger:
     Losses, counts and run time include earlier attempts of the run. Speed is measured on the steps of this attempt.
     """
 
-    def __init__(self, plan: StepPlan, context: Context, events: Events) -> None:
+    def __init__(
+        self, plan: StepPlan, context: Context, events: Events, *, watch_slow_ranks: bool = True
+    ) -> None:
         self.plan, self.device, self.events = plan, context.device, events
         self.rank, self.world_size = context.rank, context.world_size
         self.clock = StepClock(context.device)
@@ -83,7 +85,7 @@ class MetricsLogger:
         # On a GPU, counting would keep the parameters that ZeRO-3 and FSDP gather until the backward pass.
         eager_on_cpu = context.device.type == "cpu" and not plan.train.compile
         self.parts = PartsWatch(context.rank, counts_activations=eager_on_cpu)
-        self.waits = WaitWatch(context)
+        self.waits = WaitWatch(context, enabled=watch_slow_ranks)
         self.data_waits: list[float] = []  # of the measured steps
         self.compilation = CompileWatch(enabled=bool(plan.train.compile))
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
@@ -141,7 +143,7 @@ class MetricsLogger:
         self.clock.restart()
         self.profiler.mark_interrupted("a checkpoint was written")
         self._set_phase("profile" if self.profiler.running else "train" if self._warmed_up() else "warmup")
-        self.waits.restart(measured=self._is_measured())
+        self.waits.start_step(measured=self._is_measured())
 
     def before_update(self) -> None:
         """Measure the memory between the backward pass and the update."""
@@ -158,9 +160,10 @@ class MetricsLogger:
             rate: the learning rate.
         """
         self.first_stacks.stop()
-        self.clock.mark()
         measured = self._is_measured()
-        self.waits.end_step(measured=measured, next_measured=self._is_measured(1) and not self._ends_epoch(1))
+        self.waits.end_step(measured=measured)
+        self.clock.mark()
+        self.waits.start_step(measured=self._is_measured(1) and not self._ends_epoch(1))
         if self.parts.after_update(timed=measured):
             # Ranks that read their recording longer would make the others wait in the first profiled step.
             sum_over_ranks(torch.zeros(1, device=self.device)).item()
@@ -193,7 +196,7 @@ class MetricsLogger:
             if has_history(self.device):  # the warm-up of the profiler counts in no metric
                 self.parts.record_step(StepRecording(self.device, self.allocator.keep_peaks))
             self.clock.restart()
-            self.waits.restart(measured=False)
+            self.waits.start_step(measured=False)
         elif self.steps - self.resumed_at == self.plan.train.measure_after_step:
             self._set_phase("train")
 

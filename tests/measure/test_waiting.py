@@ -65,19 +65,21 @@ def _process_group(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 @pytest.mark.usefixtures("_process_group")
 def test_waits_of_measured_steps_only(clock: Clock) -> None:
     watch = WaitWatch(TWO)
-    watch.restart(measured=False)
+    watch.start_step(measured=False)
     dist.all_reduce(torch.ones(1))  # warm-up
-    watch.end_step(measured=False, next_measured=True)
+    watch.end_step(measured=False)
+    watch.start_step(measured=True)
     dist.all_reduce(torch.ones(1))
     clock.now += 100  # computation
     dist.all_reduce(torch.ones(1))
-    watch.end_step(measured=True, next_measured=True)
+    watch.end_step(measured=True)
+    watch.start_step(measured=True)
     dist.all_reduce(torch.ones(1))
-    watch.restart(measured=True)  # an evaluation
+    watch.start_step(measured=True)  # an evaluation
     dist.all_reduce(torch.ones(1))
-    watch.end_step(measured=True, next_measured=False)
+    watch.end_step(measured=True)
     dist.all_reduce(torch.ones(1))  # profiled
-    watch.end_step(measured=False, next_measured=False)
+    watch.end_step(measured=False)
     assert watch.waits_s() == {0: 6, 1: 3}
 
 
@@ -91,11 +93,11 @@ def test_the_reducer_of_ddp_waits_after_the_last_gradient(clock: Clock, last_mic
     wrapped.register_comm_hook(lambda: queue_backward_callback(lambda: clock.advance(5)), at_last_bucket)
     watch = WaitWatch(TWO)
     watch.follow(wrapped)
-    watch.restart(measured=True)
+    watch.start_step(measured=True)
     with nullcontext() if last_micro else wrapped.no_sync():
         wrapped(torch.ones(1, 2)).sum().backward()
     assert clock.now == 7 + expected_s
-    watch.end_step(measured=True, next_measured=False)
+    watch.end_step(measured=True)
     assert watch.waits_s() == {0: expected_s}
 
 
@@ -121,10 +123,10 @@ def test_time_without_a_core_counts_as_waiting_once(clock: Clock, monkeypatch: p
 
     monkeypatch.setattr(dist.Work, "wait", wait_without_a_core)
     watch = WaitWatch(TWO)
-    watch.restart(measured=True)
+    watch.start_step(measured=True)
     clock.delay_s += 4
     dist.all_reduce(torch.ones(1))
-    watch.end_step(measured=True, next_measured=False)
+    watch.end_step(measured=True)
     assert watch.waits_s() == {0: 3 + 4}
     assert (watch.without_core_s(0), watch.without_core_s(1)) == (4, 0)
 
@@ -165,22 +167,24 @@ def test_the_kernel_counts_the_time_without_a_core() -> None:
 def test_one_worker_is_not_watched_and_nothing_stays_replaced() -> None:
     before = dist.Work.wait
     alone, watch = WaitWatch(ONE), WaitWatch(TWO)
-    alone.restart(measured=True)
+    alone.start_step(measured=True)
     assert dist.Work.wait is before
-    watch.restart(measured=True)
+    watch.start_step(measured=True)
     assert dist.Work.wait is not before
-    watch.end_step(measured=True, next_measured=False)
+    watch.end_step(measured=True)
     assert dist.Work.wait is before
     dist.all_reduce(torch.ones(1))
-    alone.end_step(measured=True, next_measured=True)
+    alone.end_step(measured=True)
+    alone.start_step(measured=True)
     assert (alone.waits_s(), watch.waits_s()) == ({}, {0: 0})
 
 
 def test_a_long_training_keeps_the_latest_steps(clock: Clock) -> None:
     watch = WaitWatch(TWO)
-    watch.restart(measured=True)
+    watch.start_step(measured=True)
     for _ in range(MOST_STEPS + 10):
-        watch.end_step(measured=True, next_measured=True)
+        watch.end_step(measured=True)
+        watch.start_step(measured=True)
     assert list(watch.waits_s()) == list(range(10, MOST_STEPS + 10))
 
 
@@ -241,14 +245,15 @@ def test_gpu_waits_of_the_computation_are_read_when_the_gpu_has_passed_them(comp
     """Of the first 32 measured steps every second one is watched, then one of eight."""
     original = FakeStream.wait_event
     watch = WaitWatch(replace(TWO, device=torch.device("cuda", 0)))
-    watch.restart(measured=True)
+    watch.start_step(measured=True)
     watched = []
     for step in range(50):
         watched += [step] if FakeStream.wait_event is not original else []
         compute.wait_stream(None)  # 3 s
         FakeStream(wait_s=100).wait_event(None)  # the stream of the collectives
         FakeStream().synchronize()  # 2 s
-        watch.end_step(measured=True, next_measured=step < 49)
+        watch.end_step(measured=True)
+        watch.start_step(measured=step < 49)
         assert watch._waits_s == {}, "the GPU is behind"
     FakeStream.passed_s = FakeStream.device_s
     expected = [*range(0, 32, 2), 32, 40, 48]
@@ -266,9 +271,9 @@ def test_synchronous_collectives_of_the_computation_wait_and_all_work_afterwards
     monkeypatch.setattr(dist.ProcessGroup, "gather", gather)
     before = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
     watch = WaitWatch(replace(TWO, device=torch.device("cuda", 0)))
-    watch.restart(measured=True)
+    watch.start_step(measured=True)
     dist.group.WORLD.gather()  # type: ignore[union-attr]
-    watch.end_step(measured=True, next_measured=False)
+    watch.end_step(measured=True)
     dist.all_reduce(torch.ones(1))
     dist.barrier()
     FakeStream.passed_s = FakeStream.device_s
