@@ -253,10 +253,15 @@ class TrainConfig:
 
 @dataclass
 class MeasureConfig:
-    """Memory and utilization, sampled from outside the workers."""
+    """Memory and utilization, sampled from outside the workers, and the watch for slow ranks inside of them."""
 
     enabled: bool = key(True, "Whether to sample.")
     interval_s: float = key(0.5, "Time between two samples.", unit="seconds", above=0)
+    slow_ranks: bool = key(
+        True,
+        "Whether to watch for slow ranks: how long each rank waits for the others in some steps. "
+        "If false, no method of torch is replaced.",
+    )
 
 
 @dataclass

@@ -105,6 +105,10 @@ class Metrics:
             "[].own_ms": "Median time without waiting for other ranks, in ms. Null: unknown.",
         },
     )
+    slow_rank_watch: str | None = key(
+        None,
+        "Whether steps were watched for slow ranks: `on`, `off` (`measure.slow_ranks=false`), or `one worker`.",
+    )
     stragglers: list[dict[str, Any]] | None = key(
         None,
         "Ranks that are slower than the others, and GPUs with a problem. Null: not checked.",

@@ -59,9 +59,7 @@ class MetricsLogger:
     Losses, counts and run time include earlier attempts of the run. Speed is measured on the steps of this attempt.
     """
 
-    def __init__(
-        self, plan: StepPlan, context: Context, events: Events, *, watch_slow_ranks: bool = True
-    ) -> None:
+    def __init__(self, plan: StepPlan, context: Context, events: Events, *, watch_slow_ranks: bool = True) -> None:
         self.plan, self.device, self.events = plan, context.device, events
         self.rank, self.world_size = context.rank, context.world_size
         self.clock = StepClock(context.device)
@@ -246,6 +244,7 @@ class MetricsLogger:
         metrics.train_samples_per_second_overall = self.samples / runtime
         metrics.step_time_s = quantiles(durations)
         metrics.speed_error = speed_error(durations)
+        metrics.slow_rank_watch = self.waits.state
         metrics.data_wait_s = self.data_wait_s
         # A custom collate function may not count its tokens.
         metrics.padding_share = 1 - tokens / positions if tokens and positions else None

@@ -140,7 +140,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     training, evaluation = make_loaders(config, data, context)
     training.on_batch = evaluation.on_batch = events.advance
     plan = StepPlan(config.train, training.steps_per_epoch)
-    logger = MetricsLogger(plan, context, events)
+    logger = MetricsLogger(plan, context, events, watch_slow_ranks=config.measure.slow_ranks)
     watch_out_of_memory(context.device, logger.parts.read_tensors)
     inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)
     build = partial(build_model, config, data, context)
