@@ -27,7 +27,7 @@ from typing import Any
 
 from distexp.choose.candidate import MICRO_BATCH, Candidate, Objective, SearchResult, Status, Trial
 from distexp.choose.halving import search
-from distexp.choose.measured import peak_mib
+from distexp.choose.trial_metrics import peak_mib
 from distexp.choose.trials import EXCLUDED_STEPS
 from distexp.plan.gpu_errors import GPU_ERROR_BOUND
 from distexp.runs.files import read_json, write_json

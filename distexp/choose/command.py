@@ -18,9 +18,9 @@ from distexp.choose.candidate import Candidate, Status
 from distexp.choose.dry_run import print_plan
 from distexp.choose.halving import search
 from distexp.choose.loss_check import LossChecker
-from distexp.choose.order import set_forecasts
 from distexp.choose.pruning import prune_by_plan
 from distexp.choose.result import ranked
+from distexp.choose.rough_forecast import set_forecasts
 from distexp.choose.search_output import Outcome, best_completed, print_outcome
 from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles

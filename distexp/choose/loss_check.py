@@ -8,7 +8,7 @@ from typing import Any
 
 from distexp.choose.candidate import COMPLETED, Candidate, Status, Trial
 from distexp.choose.labels import label
-from distexp.choose.losses import LossComparison, compare_losses, read_losses
+from distexp.choose.loss_comparison import LossComparison, compare_losses, read_losses
 from distexp.choose.trials import Trials
 from distexp.config import Config
 from distexp.plan.verdict import FITS

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.labels import BETTER, format_gb, format_share, label
 from distexp.choose.loss_check import LossCheck
+from distexp.choose.mean_metrics import Values, values_of
 from distexp.choose.result import margin_of, ranked
-from distexp.choose.values import Values, values_of
 from distexp.plan.cells import replace_overrides
 from distexp.runs.text import format_override
 

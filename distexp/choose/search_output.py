@@ -12,6 +12,7 @@ from rich.console import Console
 from distexp.choose.candidate import Candidate, SearchResult, Status
 from distexp.choose.labels import label
 from distexp.choose.loss_check import LossCheck
+from distexp.choose.mean_metrics import to_json, values_of
 from distexp.choose.result import ranked
 from distexp.choose.result_texts import (
     command_line,
@@ -24,7 +25,6 @@ from distexp.choose.result_texts import (
 from distexp.choose.settings import Settings
 from distexp.choose.state import SearchState
 from distexp.choose.table import result_table
-from distexp.choose.values import to_json, values_of
 from distexp.runs.text import format_override, suggest_command
 
 MOST_TRADE_OFFS = 5

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from distexp.choose.candidate import COMPLETED, Candidate, Objective, Status
 from distexp.choose.labels import row_label
+from distexp.choose.mean_metrics import values_of
 from distexp.choose.result import ranked
-from distexp.choose.values import values_of
 from distexp.runs.text import format_count
 from distexp.system.units import MIB_PER_GB
 

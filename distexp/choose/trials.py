@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from distexp.choose.candidate import Candidate, Trial
-from distexp.choose.measured import gpu_seconds, read_record, training_gpu_seconds, trial_of
 from distexp.choose.single_reference import without_other_strategy
 from distexp.choose.state import SearchState, StoredTrial
+from distexp.choose.trial_metrics import gpu_seconds, read_record, training_gpu_seconds, trial_of
 from distexp.cli.overrides import quote_choice
 from distexp.config import Config
 from distexp.config.paths import config_groups

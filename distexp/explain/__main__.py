@@ -16,9 +16,9 @@ from rich.console import Console
 from distexp.config import ConfigError
 from distexp.console.terminal import make_console
 from distexp.exceptions import run_until_pipe_closes
-from distexp.explain.causes import Explanation, explain_profile
-from distexp.explain.compare import ProfileComparison
-from distexp.explain.profile import StepProfile
+from distexp.explain.explanation import Explanation, explain_profile
+from distexp.explain.profile_comparison import ProfileComparison
+from distexp.explain.step_profile import StepProfile
 from distexp.explain.table import batch_line, comparison_notes, comparison_table, notes, ranks_table, try_line
 from distexp.runs.existing import choose_newest_sweep
 from distexp.runs.files import nan_to_none, printable

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from distexp.config import DatasetConfig
-from distexp.explain.memory_room import fits
-from distexp.explain.profile import StepProfile
+from distexp.explain.memory_headroom import fits
 from distexp.explain.slow_rank import slower_by
+from distexp.explain.step_profile import StepProfile
 from distexp.resolve.image_bytes import MAX_CPU_BYTES, estimate_image_bytes
 
 MOST_FACTOR = 8

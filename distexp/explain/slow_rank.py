@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distexp.explain.profile import RankStep, StepProfile
+from distexp.explain.step_profile import RankStep, StepProfile
 
 SLOWER = 0.3
 """Fraction of the waiting by which a rank must take longer than the others to be its cause."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from distexp.explain.compare import ProfileComparison
-from distexp.explain.profile import StepProfile
+from distexp.explain.profile_comparison import ProfileComparison
+from distexp.explain.step_profile import StepProfile
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns
 from distexp.runs.step_parts import HIDDEN, PARTS
 

@@ -33,7 +33,7 @@ from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
 from distexp.engines.base import load_trainer
-from distexp.explain.causes import explain
+from distexp.explain.explanation import explain
 from distexp.measure.memory.oom import watch_out_of_memory
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable, save_model

@@ -10,9 +10,9 @@ import pytest
 
 from distexp.explain.__main__ import main
 from distexp.explain.advice import larger_global_batches
-from distexp.explain.causes import explain
-from distexp.explain.compare import ProfileComparison
-from distexp.explain.profile import StepProfile
+from distexp.explain.explanation import explain
+from distexp.explain.profile_comparison import ProfileComparison
+from distexp.explain.step_profile import StepProfile
 from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import PARTS
 from distexp.worker import rank

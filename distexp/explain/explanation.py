@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distexp.explain.advice import advise, larger_global_batches
-from distexp.explain.profile import COMPUTE, StepProfile
 from distexp.explain.slow_rank import are_others_ahead, is_one_rank_slow, slower_by
+from distexp.explain.step_profile import COMPUTE, StepProfile
 from distexp.runs.checked_values import number_of
 from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import PARTS

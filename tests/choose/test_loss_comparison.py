@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.choose.losses import compare_losses, read_losses
+from distexp.choose.loss_comparison import compare_losses, read_losses
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.explain.profile import StepProfile
+from distexp.explain.step_profile import StepProfile
 from distexp.runs.step_parts import PARTS
 
 SAME = 0.02

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distexp.choose.candidate import Candidate, Status
-from distexp.choose.machine import Machine, read_machine
+from distexp.choose.machine_speeds import Machine, read_machine
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
 from distexp.resolve.parameter_count import parameter_count
