@@ -25,10 +25,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distexp.choose.candidate import MICRO_BATCH, Candidate, Objective, SearchResult, Status, Trial
+from distexp.choose.candidate import MICRO_BATCH, Candidate, Objective, Status, Trial
 from distexp.choose.halving import search
+from distexp.choose.search_result import PlannedTrial, SearchResult
 from distexp.choose.trial_metrics import peak_mib
-from distexp.choose.trials import EXCLUDED_STEPS
+from distexp.choose.trial_overrides import EXCLUDED_STEPS
 from distexp.plan.gpu_errors import GPU_ERROR_BOUND
 from distexp.runs.files import read_json, write_json
 from distexp.runs.record import RunRecord, find_records
@@ -115,8 +116,8 @@ def replay(cell: SweepCell, limit_gb: float | None = None) -> Replay | None:
     by_overrides = {tuple(each.overrides): each for each in cell.candidates}
     tried: list[Trial] = []
 
-    def try_all(batch: Sequence[tuple[Candidate, int]]) -> list[Trial]:
-        found = [_trial(by_overrides[candidate.overrides], steps, limit) for candidate, steps in batch]
+    def try_all(batch: Sequence[PlannedTrial]) -> list[Trial]:
+        found = [_trial(by_overrides[each.candidate.overrides], each.steps, limit) for each in batch]
         tried.extend(found)
         return found
 

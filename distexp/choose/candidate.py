@@ -1,8 +1,7 @@
-"""Candidates of a search, their trials, and its result."""
+"""Candidates of a search, and their trials."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -129,49 +128,3 @@ class Candidate:
         if self.forecast_s is None or objective is Objective.THROUGHPUT:
             return self.forecast_s
         return self.forecast_s * self.workers
-
-
-TryAll = Callable[[Sequence[tuple[Candidate, int]]], Sequence[Trial]]
-"""Function that runs a batch of candidates with a number of measured steps each, and returns a trial for each."""
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One batch of trials.
-
-    Attributes:
-        name: Why it was run: ``families``, ``neighbors`` or ``finalists``.
-        tried: Candidates and their measured steps, in order.
-        gpu_seconds: Cost of the batch.
-    """
-
-    name: str
-    tried: tuple[tuple[Candidate, int], ...]
-    gpu_seconds: float
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Result of a search.
-
-    Attributes:
-        winner: The best candidate; None if none completed.
-        candidates: All candidates.
-        gpu_seconds: Cost of all trials.
-        rungs: The batches of trials, in order.
-        second: The second best candidate; None if no other one completed.
-        margin: How much worse the score of the second best is, relative to the winner's.
-        margin_error: Uncertainty of the margin: twice its standard error; None if there are too few trials.
-        stopped: Why the search ended early, as a sentence; empty if it ended by itself.
-        statement: What prevents a winner, with the nearest configuration; empty if there is a winner.
-    """
-
-    winner: Candidate | None
-    candidates: tuple[Candidate, ...]
-    gpu_seconds: float
-    rungs: tuple[Rung, ...] = ()
-    second: Candidate | None = None
-    margin: float | None = None
-    margin_error: float | None = None
-    stopped: str = ""
-    statement: str = ""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -19,17 +16,17 @@ from distexp.choose.dry_run import print_plan
 from distexp.choose.halving import search
 from distexp.choose.loss_check import LossChecker
 from distexp.choose.pruning import prune_by_plan
-from distexp.choose.result import ranked
+from distexp.choose.ranking import ranked
 from distexp.choose.rough_forecast import set_forecasts
 from distexp.choose.search_output import Outcome, best_completed, print_outcome
 from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles
 from distexp.choose.space import base_config, make_space
 from distexp.choose.state import SearchState
-from distexp.choose.trials import RunAll, Trials
+from distexp.choose.trial_launcher import TrialLauncher
+from distexp.choose.trials import Trials
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
 from distexp.launch.composition import Cell, MakeCell
-from distexp.launch.snapshot import GitState
 from distexp.launch.sweep import locked_sweep_dir
 from distexp.plan.planner import Planner, parallel_processes
 from distexp.runs.files import nan_to_none
@@ -40,35 +37,8 @@ MOST_CHECKED = 3
 """Most candidates whose losses are checked before the search ends without a winner."""
 
 
-@dataclass(frozen=True)
-class TrialRunner:
-    """How a launcher runs trials.
-
-    Attributes:
-        run_all: Runs a batch.
-        code: Git state of the code.
-        snapshot: Copy of the code that the runs use, relative to the directory of the search.
-    """
-
-    run_all: RunAll
-    code: GitState
-    snapshot: str | None = None
-
-
-class Launcher(Protocol):
-    """What the search needs of a launcher."""
-
-    def runner(self, sweep_dir: Path, console: Console) -> AbstractContextManager[TrialRunner]:
-        """Return a context manager with the runner of trials.
-
-        Args:
-            sweep_dir: Directory of the search.
-            console: Where to print what happens.
-        """
-
-
 def run_choose(
-    cells: Sequence[Cell], master: DictConfig, make: MakeCell, launcher: Launcher, planner: Planner | None = None
+    cells: Sequence[Cell], master: DictConfig, make: MakeCell, launcher: TrialLauncher, planner: Planner | None = None
 ) -> None:
     """Search for the best configuration of a command, and print it.
 
@@ -99,10 +69,7 @@ def run_choose(
         state = SearchState.open(sweep_dir, settings.command)
         state.describe = outcome.to_json
         with launcher.runner(sweep_dir, console) as runner:
-            trials = Trials(
-                settings.command, make, runner.run_all, sweep_dir, runner.code, state,
-                snapshot=runner.snapshot, budget_min=settings.section.budget_min,
-            )  # fmt: skip
+            trials = Trials(state, make, runner, settings.section.budget_min)
             try:
                 _search(outcome, trials, singles)
             except (InterruptedRunError, MonitoringInterrupted, SweepInterrupted, KeyboardInterrupt):

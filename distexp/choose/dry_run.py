@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from distexp.choose.candidate import Candidate, Status
+from distexp.choose.candidate import Status
 from distexp.choose.halving import first_trials
-from distexp.choose.result import describe_no_winner
+from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.search_output import Outcome, candidate_json, typed_overrides
+from distexp.choose.search_result import PlannedTrial
 from distexp.choose.table import others_table, waiting_table
-from distexp.choose.trials import EXCLUDED_STEPS
+from distexp.choose.trial_overrides import EXCLUDED_STEPS
 from distexp.exceptions import SweepFailedError
 from distexp.runs.files import nan_to_none
 from distexp.runs.text import format_count
@@ -29,7 +30,7 @@ def print_plan(outcome: Outcome, console: Console) -> None:
     """
     waiting = [each for each in outcome.candidates if each.status is Status.WAITING]
     planned = first_trials(outcome.candidates, outcome.settings.objective)
-    costs = [trial_cost(*each) for each in planned]
+    costs = [trial_cost(each) for each in planned]
     budget = outcome.settings.budget_gpu_s(max((each.workers for each in waiting), default=1))
     if outcome.settings.as_json:
         print(json.dumps(nan_to_none(plan_json(outcome, planned, costs, budget)), indent=2))
@@ -39,13 +40,14 @@ def print_plan(outcome: Outcome, console: Console) -> None:
         raise SweepFailedError
 
 
-def trial_cost(candidate: Candidate, steps: int) -> float:
+def trial_cost(planned: PlannedTrial) -> float:
     """Return the forecast cost of a trial in GPU-seconds."""
-    return candidate.workers * (STARTUP_S + (steps + EXCLUDED_STEPS) * (candidate.forecast_s or 0.0))
+    steps, candidate = planned.steps + EXCLUDED_STEPS, planned.candidate
+    return candidate.workers * (STARTUP_S + steps * (candidate.forecast_s or 0.0))
 
 
 def plan_json(
-    outcome: Outcome, planned: Sequence[tuple[Candidate, int]], costs: Sequence[float], budget: float
+    outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float
 ) -> dict[str, object]:
     """Return the plan for programs, in the format of a result without a winner."""
     return {
@@ -54,8 +56,8 @@ def plan_json(
         "objective": str(outcome.settings.objective),
         "candidates": [candidate_json(each) for each in outcome.candidates],
         "planned": [
-            {"overrides": typed_overrides(candidate), "steps": steps, "gpu_seconds": round(cost, 1)}
-            for (candidate, steps), cost in zip(planned, costs, strict=True)
+            {"overrides": typed_overrides(each.candidate), "steps": each.steps, "gpu_seconds": round(cost, 1)}
+            for each, cost in zip(planned, costs, strict=True)
         ],
         "planned_gpu_seconds": round(sum(costs), 1),
         "budget_gpu_seconds": budget,
@@ -64,7 +66,7 @@ def plan_json(
 
 
 def _print_tables(
-    outcome: Outcome, planned: Sequence[tuple[Candidate, int]], costs: Sequence[float], budget: float, console: Console
+    outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float, console: Console
 ) -> None:
     def line(text: str) -> None:
         console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import Any
 from distexp.choose.candidate import COMPLETED, Candidate, Status, Trial
 from distexp.choose.labels import label
 from distexp.choose.loss_comparison import LossComparison, compare_losses, read_losses
+from distexp.choose.search_result import PlannedTrial
 from distexp.choose.trials import Trials
 from distexp.config import Config
 from distexp.plan.verdict import FITS
@@ -28,13 +29,11 @@ class LossCheck:
 
     Attributes:
         reference: Label of the configuration that the losses are compared with; empty if there is none.
-        is_single: Whether its strategy is ``single``.
         comparison: The differences; None if nothing could be compared.
         reason: Why nothing could be compared, or why the reference is not ``single``.
     """
 
     reference: str = ""
-    is_single: bool = False
     comparison: LossComparison | None = None
     reason: str = ""
 
@@ -45,7 +44,7 @@ class LossCheck:
 
     def of_reference(self, compared: Candidate) -> LossCheck:
         """Return the same check as that of the reference, which is compared with a candidate."""
-        return replace(self, reference=label(compared), is_single=_is_single(compared), reason="")
+        return replace(self, reference=label(compared), reason="")
 
     def to_json(self) -> dict[str, Any]:
         """Return the check for programs."""
@@ -89,14 +88,14 @@ class LossChecker:
         steps = min(trial.steps for trial in done)
         own = done
         if without:  # Each strategy draws other random numbers.
-            own = _only_completed(self.trials.try_all([(winner, steps)], without))
+            own = _only_completed(self.trials.try_all([PlannedTrial(winner, steps)], without))
         for reference in references[:MOST_REFERENCES]:
             found = self._compare(own, reference, steps, without, winner.config.precision.name)
             if found is not None:
-                return LossCheck(label(reference), _is_single(reference), found, self._why_not_single(reference))
+                return LossCheck(label(reference), found, _why_not_single(reference))
         tried = [f"{label(each)}: {self._errors[each]}" for each in references if each in self._errors]
         reason = f"no reference completed: {'; '.join(tried)}" if tried else "no trial has equal steps"
-        return LossCheck(label(references[0]), _is_single(references[0]), reason=reason)
+        return LossCheck(label(references[0]), reason=reason)
 
     def _compare(
         self, own: Sequence[Trial], reference: Candidate, steps: int, further: Sequence[str], precision: str
@@ -106,7 +105,7 @@ class LossChecker:
         for trial, other in ((trial, other) for trial in own for other in earlier if trial.steps == other.steps):
             if (found := _compare_trials(trial, other, precision)) is not None:
                 return found
-        all_ran = self.trials.try_all([(reference, steps)], further)
+        all_ran = self.trials.try_all([PlannedTrial(reference, steps)], further)
         for each in (each for each in all_ran if each.status != COMPLETED):
             self._errors[reference] = each.error or each.status
         ran = _only_completed(all_ran)
@@ -122,9 +121,6 @@ class LossChecker:
         runnable = [each for each in self.candidates if each.config is not None and _can_run(each)]
         others = [each for each in (*runnable, *self.singles) if each.config and run_id(each.config) != own]
         yield from sorted(others, key=lambda each: (_simplicity(each), not _completed(each)))
-
-    def _why_not_single(self, reference: Candidate) -> str:
-        return "" if _is_single(reference) else "single cannot run here"
 
 
 def dropout_overrides(config: Config) -> tuple[str, ...]:
@@ -152,8 +148,10 @@ def _can_run(candidate: Candidate) -> bool:
     return candidate.status is Status.TRIED or (candidate.status is not Status.FAILED and fits)
 
 
-def _is_single(candidate: Candidate) -> bool:
-    return candidate.config is not None and candidate.config.strategy.name == STRATEGIES[0]
+def _why_not_single(reference: Candidate) -> str:
+    """Return why the reference is not ``single``; empty if it is."""
+    is_single = reference.config is not None and reference.config.strategy.name == "single"
+    return "" if is_single else "single cannot run here"
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:

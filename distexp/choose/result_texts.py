@@ -9,7 +9,7 @@ from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.labels import BETTER, format_gb, format_share, label
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.mean_metrics import Values, values_of
-from distexp.choose.result import margin_of, ranked
+from distexp.choose.ranking import margin_between, ranked
 from distexp.plan.cells import replace_overrides
 from distexp.runs.text import format_override
 
@@ -49,9 +49,10 @@ def describe_margin(
         objective: What it has least of.
     """
     second = next((each for each in ranked(candidates, objective) if each is not winner), None)
-    margin, error = (None, None) if second is None else margin_of(winner, second, objective)
-    if second is None or margin is None:
+    found = None if second is None else margin_between(winner, second, objective)
+    if second is None or found is None:
         return second, ""
+    margin, error = found.value, found.error
     if objective is not Objective.THROUGHPUT:  # A saving is a share of what the second best needs.
         margin, error = margin / (1 + margin), None if error is None else error / (1 + margin) ** 2
     if error is not None and abs(margin) <= error:

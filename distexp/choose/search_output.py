@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from distexp.choose.candidate import Candidate, SearchResult, Status
+from distexp.choose.candidate import Candidate, Status
 from distexp.choose.labels import label
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.mean_metrics import to_json, values_of
-from distexp.choose.result import ranked
+from distexp.choose.ranking import ranked
 from distexp.choose.result_texts import (
     command_line,
     describe_margin,
@@ -22,6 +22,7 @@ from distexp.choose.result_texts import (
     training_overrides,
     winner_sentence,
 )
+from distexp.choose.search_result import SearchResult
 from distexp.choose.settings import Settings
 from distexp.choose.state import SearchState
 from distexp.choose.table import result_table

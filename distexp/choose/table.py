@@ -12,7 +12,8 @@ from rich.text import Text
 from distexp.choose.candidate import COMPLETED, Candidate, Objective, Status
 from distexp.choose.labels import row_label
 from distexp.choose.mean_metrics import values_of
-from distexp.choose.result import ranked
+from distexp.choose.ranking import ranked
+from distexp.choose.search_result import PlannedTrial
 from distexp.runs.text import format_count
 from distexp.system.units import MIB_PER_GB
 
@@ -83,16 +84,17 @@ def short_reason(candidate: Candidate) -> str:
     return reason.partition(":")[0].partition(" (")[0].partition(" by ")[0]
 
 
-def waiting_table(planned: Sequence[tuple[Candidate, int]], costs: Sequence[float]) -> Table:
+def waiting_table(planned: Sequence[PlannedTrial], costs: Sequence[float]) -> Table:
     """Return the table of planned trials.
 
     Args:
-        planned: Candidates with their numbers of measured steps.
+        planned: The trials.
         costs: Forecast cost of each trial in GPU-seconds.
     """
     table = _table("planned trial", "workers", "steps", "predicted GB", "s/step", "GPU-s")
-    for (candidate, steps), cost in zip(planned, costs, strict=True):
-        cells = (name(candidate), str(candidate.workers), str(steps), _gb(predicted_mib(candidate)))
+    for trial, cost in zip(planned, costs, strict=True):
+        candidate = trial.candidate
+        cells = (name(candidate), str(candidate.workers), str(trial.steps), _gb(predicted_mib(candidate)))
         table.add_row(*map(Text, cells), Text(_number(candidate.forecast_s, ".3g")), Text(f"{cost:,.0f}"))
     return table
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from distexp.choose.candidate import Candidate, Objective, SearchResult, Status, Trial
+from distexp.choose.candidate import Candidate, Objective, Status, Trial
 from distexp.choose.halving import first_trials, search
+from distexp.choose.ranking import margin_between, ranked
+from distexp.choose.search_result import PlannedTrial, SearchResult
 from distexp.runs.record import Predicted
 from tests.helpers.landscapes import Landscape
 
@@ -68,25 +70,31 @@ def test_every_candidate_ends_with_a_status_and_a_reason() -> None:
 def test_the_same_trials_give_the_same_search() -> None:
     first, second = Landscape(3), Landscape(3)
     results = run_search(first), run_search(second)
-    order = [[(each.overrides, steps) for rung in found.rungs for each, steps in rung.tried] for found in results]
+    order = [
+        [(each.candidate.overrides, each.steps) for rung in found.rungs for each in rung.trials] for found in results
+    ]
     assert order[0] == order[1]
 
 
 def test_the_finalists_are_repeated_with_more_steps_in_both_orders() -> None:
     found = run_search(Landscape(5))
     last = [rung for rung in found.rungs if rung.name == "finalists"]
-    assert [each for each, _ in last[-1].tried] == [each for each, _ in last[-2].tried][::-1]
-    assert last[-1].tried[0][1] > found.rungs[0].tried[0][1]
-    assert found.margin is not None
-    assert found.margin_error is not None
-    assert 0 <= found.margin < 1
-    assert 0 < found.margin_error < 0.2
+    assert [each.candidate for each in last[-1].trials] == [each.candidate for each in last[-2].trials][::-1]
+    assert last[-1].trials[0].steps > found.rungs[0].trials[0].steps
+    margin = margin_between(*ranked(found.candidates, Objective.THROUGHPUT)[:2], Objective.THROUGHPUT)
+    assert margin is not None
+    assert margin.error is not None
+    assert 0 <= margin.value < 1
+    assert 0 < margin.error < 0.2
 
 
 def test_trials_of_a_batch_are_in_the_order_of_what_they_can_share() -> None:
     found = run_search(Landscape(5))
     for rung in found.rungs:
-        keys = [(each.workers, each.family[0].startswith("zero_stage")) for each, _ in rung.tried]
+        keys = [
+            (each.workers, each.family[0].startswith("zero_stage"))
+            for each in (trial.candidate for trial in rung.trials)
+        ]
         assert rung.name == "finalists" or keys == sorted(keys)
 
 
@@ -103,9 +111,9 @@ def test_the_search_stops_at_its_budget_with_the_best_so_far() -> None:
 def test_trials_that_fail_in_the_middle_do_not_end_the_search() -> None:
     machine = Landscape(4)
 
-    def run(batch: Sequence[tuple[Candidate, int]]) -> list[Trial]:
+    def run(batch: Sequence[PlannedTrial]) -> list[Trial]:
         trials = machine.run(batch)
-        broken = ["kernels=fast" in candidate.family for candidate, _ in batch]
+        broken = ["kernels=fast" in each.candidate.family for each in batch]
         return [
             replace(trial, status="failed", step_s=None, samples_per_second=None, error="no compiler") if bad else trial
             for bad, trial in zip(broken, trials, strict=True)
@@ -163,4 +171,4 @@ def test_a_candidate_that_is_too_close_to_call_is_tried_after_the_others() -> No
     for each in machine.candidates:
         each.too_close = each.family == best.family
     order = first_trials(machine.candidates, Objective.THROUGHPUT)
-    assert order[-1][0] is best
+    assert order[-1].candidate is best

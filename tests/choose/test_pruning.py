@@ -10,8 +10,8 @@ import pytest
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.machine_speeds import Machine
+from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.pruning import prune_by_plan
-from distexp.choose.result import describe_no_winner
 from distexp.choose.rough_forecast import Work, prior_step_s, set_forecasts
 from distexp.choose.space import make_space
 from distexp.config import Config

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distexp.choose.candidate import Candidate, Objective, Trial
+from distexp.choose.search_result import PlannedTrial
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 GLOBAL_BATCH = 64
@@ -70,9 +71,9 @@ class Landscape:
                 candidate.prune("does not fit")
             self.candidates.append(candidate)
 
-    def run(self, batch: Sequence[tuple[Candidate, int]]) -> list[Trial]:
+    def run(self, batch: Sequence[PlannedTrial]) -> list[Trial]:
         """Run trials with noise."""
-        return [self._run(candidate, steps) for candidate, steps in batch]
+        return [self._run(each.candidate, each.steps) for each in batch]
 
     def _run(self, candidate: Candidate, steps: int) -> Trial:
         self.calls += 1

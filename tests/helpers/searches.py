@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distexp.choose.command import Launcher, TrialRunner, run_choose
+from distexp.choose.command import run_choose
+from distexp.choose.trial_launcher import TrialLauncher, TrialRunner
 from distexp.config import Config
 from distexp.launch.snapshot import GitState
 from distexp.launch.sweep import AssignedRun
@@ -85,7 +86,7 @@ class FakeLauncher:
         record.write(run.directory)
 
 
-def run_search(folder: Path, launcher: Launcher, *arguments: str, planner: FormulaPlanner | None = None) -> None:
+def run_search(folder: Path, launcher: TrialLauncher, *arguments: str, planner: FormulaPlanner | None = None) -> None:
     """Search in a folder. A second search there continues the first."""
     with composed([*BASE, *arguments]) as (cells, make):
         master = cells[0].composed

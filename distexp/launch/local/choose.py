@@ -10,8 +10,8 @@ from pathlib import Path
 from hydra.types import HydraContext
 from rich.console import Console
 
-from distexp.choose.command import Launcher, TrialRunner
 from distexp.choose.labels import config_label
+from distexp.choose.trial_launcher import TrialLauncher, TrialRunner
 from distexp.config.paths import PACKAGE
 from distexp.console.trial_screen import TrialScreen
 from distexp.launch.local.hangup import continue_after_hangup
@@ -22,7 +22,7 @@ from distexp.launch.sweep import AssignedRun
 
 
 @dataclass(frozen=True)
-class LocalTrials(Launcher):
+class LocalTrials(TrialLauncher):
     """Launcher of trials on this machine."""
 
     context: HydraContext

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distexp.choose.command import Launcher, TrialRunner
+from distexp.choose.trial_launcher import TrialLauncher, TrialRunner
 from distexp.exceptions import MonitoringInterrupted
 from distexp.launch.slurm.follow import poll_until_done
 from distexp.launch.slurm.prepare import prepare_run
@@ -22,7 +22,7 @@ from distexp.runs.text import suggest_command
 
 
 @dataclass(frozen=True)
-class SlurmTrials(Launcher):
+class SlurmTrials(TrialLauncher):
     """Launcher of trials on Slurm.
 
     Attributes:

@@ -1,0 +1,64 @@
+"""What a trial means for its candidate, and for the other members of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distexp.choose.candidate import COMPLETED, OUT_OF_MEMORY, Candidate, Objective, Status, Trial
+
+UNMEASURED = {
+    Objective.THROUGHPUT: "the run measured no throughput",
+    Objective.ENERGY: "the run measured no energy: use choose.objective=throughput",
+    Objective.COST: "the run has no price: set cluster.price_per_gpu_hour",
+    Objective.MEMORY: "the run measured no memory",
+}
+"""Why a completed trial has no score."""
+
+MAX_FAILURES = 1
+"""Most trials of a family that may fail for another reason than memory before the rest of the family is pruned."""
+
+
+def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], objective: Objective) -> None:
+    """Add a trial to its candidate, and set the status. If it failed, prune what would fail too.
+
+    Args:
+        candidate: The candidate that was tried.
+        trial: Its trial.
+        family: All members of its family.
+        objective: The objective, whose metric the trial must have measured.
+    """
+    candidate.trials = (*candidate.trials, trial)
+    if trial.status == COMPLETED and trial.score(objective) is not None:
+        candidate.status = Status.TRIED
+        return
+    candidate.status = Status.FAILED
+    if trial.status == COMPLETED:
+        candidate.reason = UNMEASURED[objective]
+        return
+    ran_out = trial.status in OUT_OF_MEMORY
+    candidate.reason = trial.error or ("it ran out of memory" if ran_out else f"the run is {trial.status}")
+    if ran_out:
+        _prune_larger(candidate, family)
+    _prune_failing_family(candidate.reason, family)
+
+
+def _prune_larger(candidate: Candidate, family: Sequence[Candidate]) -> None:
+    """Prune the members with a larger micro-batch than that of a candidate that ran out of memory."""
+    size = candidate.micro_batch
+    for each in family:
+        if each.status is Status.WAITING and each.micro_batch > size:
+            each.prune(f"micro-batch {each.micro_batch} needs more than {size}, which ran out of memory")
+
+
+def _prune_failing_family(reason: str, family: Sequence[Candidate]) -> None:
+    """Prune the rest of a family if too many of its trials failed for another reason than memory."""
+    failed = [each for each in family if each.status is Status.FAILED and not _ran_out(each)]
+    if len(failed) <= MAX_FAILURES:
+        return
+    for each in family:
+        if each.status is Status.WAITING:
+            each.prune(f"{len(failed)} trials of this family failed: {reason}")
+
+
+def _ran_out(candidate: Candidate) -> bool:
+    return any(trial.status in OUT_OF_MEMORY for trial in candidate.trials)
