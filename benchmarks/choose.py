@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distexp.choose.candidate import MICRO_BATCH, Candidate, Objective, Status, Trial
+from distexp.choose.axis_keys import MICRO_BATCH
+from distexp.choose.candidate import Candidate, Objective, Status, Trial
 from distexp.choose.halving import search
 from distexp.choose.search_result import PlannedTrial, SearchResult
 from distexp.choose.trial_metrics import peak_mib

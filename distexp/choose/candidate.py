@@ -13,8 +13,6 @@ from distexp.runs.record import Predicted
 COMPLETED = "completed"
 OUT_OF_MEMORY = ("oom_gpu", "oom_host")
 
-MICRO_BATCH = "train.micro_batch_size"
-
 
 class Status(StrEnum):
     """Status of a candidate. After a search none is waiting."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from distexp.choose.axes import STAGE
+from distexp.choose.axis_keys import STAGE
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.forecast_scale import best_score, largest_useful_forecast
 from distexp.choose.no_winner import describe_no_winner

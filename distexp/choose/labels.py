@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from distexp.choose.axes import DEFAULT_VALUES
-from distexp.choose.candidate import MICRO_BATCH, Candidate, Objective
+from distexp.choose.axis_keys import AXES
+from distexp.choose.candidate import Candidate, Objective
 from distexp.config import Config
 from distexp.console.run_summary import strategy_label
 from distexp.runs.text import format_count
@@ -17,7 +17,7 @@ BETTER = {
 }
 """What a margin means, by objective."""
 
-LABELED = (*DEFAULT_VALUES, MICRO_BATCH, "cluster.nodes", "cluster.workers_per_node")
+LABELED = (*AXES, "cluster.nodes", "cluster.workers_per_node")
 """Keys whose values the label of a configuration has. The other keys were added by ``choose.space``."""
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from distexp.choose.axes import CHECKPOINTING
+from distexp.choose.axis_keys import CHECKPOINTING
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.family_memory import FamilyMemory
 from distexp.config import Config

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distexp.choose.axes import CHECKPOINTING, SHARDING, STAGE
-from distexp.choose.candidate import MICRO_BATCH, Candidate, Status
+from distexp.choose.axis_keys import CHECKPOINTING, MICRO_BATCH, SHARDING, STAGE
+from distexp.choose.candidate import Candidate, Status
 from distexp.cli.overrides import quote_choice
 from distexp.config.paths import config_groups
 from distexp.launch.composition import MakeCell

@@ -6,8 +6,18 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from distexp.choose.axes import CHECKPOINTING, DEFAULT_VALUES, KERNELS, OFFLOAD, SHARDING, STAGE, STRATEGY, Axes
-from distexp.choose.candidate import MICRO_BATCH, Candidate
+from distexp.choose.axes import Axes
+from distexp.choose.axis_keys import (
+    CHECKPOINTING,
+    DEFAULT_VALUES,
+    KERNELS,
+    MICRO_BATCH,
+    OFFLOAD,
+    SHARDING,
+    STAGE,
+    STRATEGY,
+)
+from distexp.choose.candidate import Candidate
 from distexp.cli.overrides import quote_choice
 from distexp.config import Config, ConfigError
 from distexp.config.paths import config_groups
