@@ -43,7 +43,7 @@ from distexp.strategies.torch_model import TorchModel
 from distexp.system.gpu_models import cublas_workspace, multiprocessors
 from distexp.system.torch_internals.distributed import fake_process_group, fsdp_device
 from distexp.system.torch_internals.modes import FakeMode, make_fake_mode, without_fake_mode
-from distexp.worker.rank import build_model, load_data
+from distexp.worker.build import build_model, load_data
 
 STEPS_BEFORE, STEPS_BEFORE_DDP_REPEATS = 1, 2
 """Steps before the recorded one. The first one allocates the states of the optimizer. DDP rebuilds its buckets in the

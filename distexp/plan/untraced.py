@@ -67,7 +67,7 @@ def _library_folders() -> tuple[Path, ...]:
 def count_parameters(config: Config) -> int | None:
     """Return the number of parameters of a model, which is built without weights; None if that fails."""
     from distexp.plan.tracing import traced_context
-    from distexp.worker.rank import build_model, load_data
+    from distexp.worker.build import build_model, load_data
 
     # To decode all images takes minutes, and does not change the model.
     config = replace(config, dataset=replace(config.dataset, cache="none", num_workers=0))

@@ -3,67 +3,46 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import socket
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from distexp.config import Config, ConfigError, ModelConfig
-from distexp.config.custom_code import PAGE, check_returned
-from distexp.config.size_checks import check_samples_per_rank
-from distexp.config.targets import locate
-from distexp.data.base import MODEL_INPUTS, TaskData
-from distexp.data.checks import check_task_data
-from distexp.data.image_cache import cache_images, describe_cache
-from distexp.data.packing import pack_training_set
-from distexp.data.shards import BatchSharding, ShardedLoader
-from distexp.data.targets import LabelsForHead, TargetTokens
-from distexp.data.text import RightPadding, TextCollate, pad_to_batch, sample_lengths, sequence_length
-from distexp.data.tokenization import Tokenizer
+from distexp.config import Config
+from distexp.config.custom_code import check_returned
+from distexp.data.image_cache import describe_cache
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
 from distexp.engines.base import load_trainer
-from distexp.explain.explanation import explain
 from distexp.measure.memory.oom import watch_out_of_memory
-from distexp.models.blueprint import Blueprint
-from distexp.models.export import check_exportable, save_model
-from distexp.models.head import adapt_head, describe_head
-from distexp.models.introspection import check_forward_arguments, read_attention
-from distexp.models.packing import check_packing
-from distexp.models.transforms import MODEL_SCOPES, read_compiled, read_memory_format, transform_blocks
+from distexp.models.export import save_model
+from distexp.models.head import describe_head
+from distexp.models.introspection import read_attention
+from distexp.models.transforms import read_compiled, read_memory_format
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
-from distexp.runs.environment import make_environment
 from distexp.runs.events import Events
-from distexp.runs.files import write_json
-from distexp.runs.full_disk import print_despite_full_disk, write_despite_full_disk
-from distexp.runs.metrics import Metrics
+from distexp.runs.full_disk import write_despite_full_disk
 from distexp.runs.micro_batch import add_search
-from distexp.runs.record import Environment, RunRecord
-from distexp.runs.run_dir import PREDICTIONS
+from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from distexp.strategies.base import EvaluableModel
-from distexp.system.environment_variables import captured_environment
 from distexp.system.seeding import seed_everything
 from distexp.system.torch_internals.compilation import read_activation_budget
-from distexp.system.units import MIB
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
+from distexp.worker.build import build_model, load_data, make_loaders, model_factory
 from distexp.worker.compile_cache import use_compile_cache
-from distexp.worker.generation import check_has_references, score_answers
 from distexp.worker.micro_batch.processes import ModelParts
 from distexp.worker.micro_batch.search import find_micro_batch
+from distexp.worker.training_record import add_answers, add_explanation, print_graph_skips, rank_environment
 from distexp.worker.utilization import add_flops
 
 
@@ -180,163 +159,3 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     if config.train.score_answers and logger.stopped is None:
         add_answers(record, model, evaluation, data.tokenizer, logger=logger, context=context)
     return record
-
-
-def add_explanation(record: RunRecord) -> None:
-    """Add the largest loss of the profiled step, if there is one."""
-    try:
-        found = explain(record)
-    except Exception as error:  # any: the training is finished, and its record matters more
-        print_despite_full_disk(f"note: the profiled step has no explanation: {type(error).__name__}: {error}")
-        return
-    record.metrics.explanation = None if found is None else found.to_json()
-
-
-def print_graph_skips(metrics: Metrics) -> None:
-    """Print how many graphs torch runs without a CUDA graph, which it does without an error."""
-    skips = (metrics.compile or {}).get("cuda_graph_skips", 0)
-    if skips:
-        print(
-            f"note: torch recorded no CUDA graph {skips} times, so these launches are not faster. For the reasons set "
-            "TORCH_LOGS=cudagraphs in cluster.environment, or use train.compile=model",
-            flush=True,
-        )
-
-
-def add_answers(
-    record: RunRecord,
-    model: EvaluableModel,
-    evaluation: ShardedLoader,
-    tokenizer: Tokenizer,
-    *,
-    logger: MetricsLogger,
-    context: Context,
-) -> None:
-    """Add exact match and F1 to the record, and write the answers in the format of SQuAD's script.
-
-    It runs after everything that is timed.
-    """
-    logger.events.set_phase("eval")
-    max_new_tokens = record.config["dataset"]["answer_tokens"]
-    # Texts grow by a token at a time, and a compiled model would be compiled again for each length.
-    eager = record.config["train"]["compile"] in MODEL_SCOPES
-    with torch.compiler.set_stance("force_eager" if eager else "default"):
-        found, answers = score_answers(model, evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
-    record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
-    logger.events.emit(exact_match=found.exact_match, f1=found.f1)
-    if context.rank == 0:
-        write_json(context.run_dir / PREDICTIONS, answers)
-
-
-def load_data(config: Config, context: Context) -> TaskData:
-    """Load the data set. One rank per node builds the cached parts; rank 0 prints the notes."""
-    target = config.dataset._target_
-    data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
-    check_returned(data, TaskData, f"dataset._target_={target}")
-    check_task_data(data, config.model.task, f"dataset._target_={target}")
-    if config.dataset.cache in ("cpu", "gpu"):
-        data = cache_images(data, config.dataset.cache, context.device)
-    if config.dataset.packing:
-        data = pack_training_set(data, sequence_length(config.dataset, config.model), config.train.seed)
-    if config.dataset.bucketing:
-        data = pad_to_batch(data, sequence_length(config.dataset, config.model))
-    if config.model.attention in ("sdpa", "flex") and not isinstance(data.collate, TextCollate):
-        data = replace(data, collate=RightPadding(data.collate))
-    if config.train.logits == "targets":
-        data = replace(data, collate=TargetTokens(data.collate, compiled=bool(config.train.compile)))
-    if config.train.loss == "chunked":
-        data = replace(data, collate=LabelsForHead(data.collate))
-    if config.train.score_answers:
-        check_has_references(data)
-    if context.rank == 0:
-        for note in data.notes:
-            print(f"note: {note}", flush=True)
-    return data
-
-
-def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
-    """Return a function that makes the configured model on torch's default device."""
-    target = config.model._target_
-    build = locate(target)
-
-    def build_checked() -> nn.Module:
-        model: nn.Module = build(config.model, data.num_classes)
-        check_returned(model, nn.Module, f"model._target_={target}")
-        if type(model).forward is nn.Module.forward and "forward" not in vars(model):
-            raise ConfigError(f"model._target_={target} returned a module without forward(): add it, as in {PAGE}")
-        return model
-
-    return build_checked
-
-
-def build_model(
-    config: Config, data: TaskData, context: Context, blueprint_class: type[Blueprint] = Blueprint
-) -> Blueprint:
-    """Return the model, not distributed, without memory for its weights."""
-    blueprint = blueprint_class(
-        model_factory(config, data),
-        context,
-        broadcast=config.fsdp.sync_module_states,
-        weights_key=weights_key(config.model, data),
-    )
-    if config.dataset._target_.startswith("distexp."):
-        check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
-    if config.dataset.packing:
-        check_packing(blueprint.model)
-    if config.train.save_model:
-        check_exportable(blueprint.model)
-    adapt_head(blueprint.model, config.train)
-    transform_blocks(blueprint.model, config)
-    return blueprint
-
-
-def weights_key(model: ModelConfig, data: TaskData) -> str | None:
-    """Return what random weights depend on; None: the weights are read, or made by custom code.
-
-    The attention has no weights of its own, so ``kernels=fast`` shares them with ``kernels=reference``.
-    """
-    if model.init != "random" or not model._target_.startswith("distexp."):
-        return None
-    return json.dumps([asdict(replace(model, attention="auto")), data.num_classes], sort_keys=True)
-
-
-def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
-    """Return this rank's loaders of the training and the evaluation set."""
-    train, place = config.train, (context.rank, context.world_size)
-    unit = "rows" if config.dataset.packing else "samples"
-    if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch, unit=unit):
-        raise ConfigError(error)
-    shardings = (
-        BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps),
-        BatchSharding(*place, train.eval_batch_size or train.micro_batch),
-    )
-    training, evaluation = (
-        ShardedLoader(
-            samples,
-            data,
-            sharding,
-            context.device,
-            seed=train.seed,
-            shuffle=samples is data.train,
-            num_workers=config.dataset.num_workers,
-            lengths=sample_lengths(samples) if config.dataset.bucketing and samples is data.train else None,
-        )
-        for samples, sharding in zip((data.train, data.evaluation), shardings, strict=True)
-    )
-    return training, evaluation
-
-
-def rank_environment(device: torch.device) -> Environment:
-    """Return the environment of this rank, with what only torch knows."""
-    on_gpu = device.type == "cuda"
-    environment = make_environment(on_gpu=on_gpu, variables=captured_environment())
-    if on_gpu:
-        gpu = torch.cuda.get_device_properties(device)
-        environment.nccl = _nccl_version()
-        environment.gpu_name, environment.gpu_total_mib = gpu.name, gpu.total_memory / MIB
-    return environment
-
-
-def _nccl_version() -> str:
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, version))

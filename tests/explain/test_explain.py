@@ -15,7 +15,7 @@ from distexp.explain.profile_comparison import ProfileComparison
 from distexp.explain.step_profile import StepProfile
 from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import PARTS
-from distexp.worker import rank
+from distexp.worker import training_record
 from tests.helpers.records import record, write
 
 GPU = {"cluster__device": "cuda"}
@@ -460,8 +460,8 @@ def test_an_error_of_the_explanation_keeps_the_record(
     def fail(_: RunRecord) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(rank, "explain", fail)
+    monkeypatch.setattr(training_record, "explain", fail)
     found = profiled(COMPUTE_BOUND, **GPU)
-    rank.add_explanation(found)
+    training_record.add_explanation(found)
     assert found.metrics.explanation is None
     assert "no explanation: ZeroDivisionError: division by zero" in capfd.readouterr().err

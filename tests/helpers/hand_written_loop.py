@@ -22,7 +22,7 @@ from distexp.training.inputs import TrainingInputs
 from distexp.training.loop import fit
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
-from distexp.worker.rank import build_model, load_data, make_loaders, model_factory
+from distexp.worker.build import build_model, load_data, make_loaders, model_factory
 from tests.helpers.runs import resolve_cell
 
 STEPS, BATCH = 10, 16

@@ -23,9 +23,10 @@ from distexp.distributed.process_group import join
 from distexp.models import transforms
 from distexp.runs.events import Events
 from distexp.runs.spec import RunSpec
+from distexp.worker.build import build_model, load_data
 from distexp.worker.micro_batch.processes import ModelParts
 from distexp.worker.micro_batch.search import find_micro_batch
-from distexp.worker.rank import build_model, load_data, train
+from distexp.worker.rank import train
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from distexp.plan.tracing import trace_step
 from distexp.plan.untraced import count_parameters
 from distexp.plan.verdict import predict
 from distexp.system.units import MIB
-from distexp.worker import rank
-from distexp.worker.rank import load_data
+from distexp.worker import build
+from distexp.worker.build import load_data
 from tests.helpers.planning import linear_estimate
 from tests.helpers.runs import resolve_cell
 
@@ -92,7 +92,7 @@ def test_parameters_are_counted_without_decoding_images(cache: str, monkeypatch:
         seen.append(config.dataset)
         return load_data(config, context)
 
-    monkeypatch.setattr(rank, "load_data", keep)
+    monkeypatch.setattr(build, "load_data", keep)
     assert (count_parameters(config) or 0) > 1000
     assert [(each.cache, each.num_workers) for each in seen] == [("none", 0)]
     assert (config.dataset.cache, config.dataset.num_workers) == (cache, 2)

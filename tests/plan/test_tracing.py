@@ -19,7 +19,7 @@ from distexp.plan.step_trace import PARTS, PHASES, StepTrace
 from distexp.plan.tracing import trace_step
 from distexp.system.gpu_models import LARGE_WORKSPACE, SMALL_WORKSPACE
 from distexp.system.units import MIB
-from distexp.worker.rank import load_data
+from distexp.worker.build import load_data
 from tests.helpers.runs import resolve_cell
 
 TINY = (

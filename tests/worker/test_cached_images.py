@@ -24,7 +24,7 @@ from distexp.runs.events import Events
 from distexp.runs.record import RunRecord
 from distexp.strategies.base import load_strategy
 from distexp.training.loop import train_step
-from distexp.worker import rank
+from distexp.worker import build, rank
 from tests.helpers.runs import make_spec
 
 SMALL = (
@@ -64,7 +64,7 @@ def keep_on_device(data: TaskData, place: str, device: torch.device) -> TaskData
 def test_a_cache_changes_no_loss(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train()
     cached = train("dataset.cache=cpu")
-    monkeypatch.setattr(rank, "cache_images", keep_on_device)
+    monkeypatch.setattr(build, "cache_images", keep_on_device)
     on_device = train("dataset.cache=cpu")
     assert plain.built is not None
     assert cached.built is not None
@@ -112,7 +112,7 @@ def test_flops_do_not_depend_on_the_cache(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     context = Context(0, 1, 0, 1, 1, cpu, tmp_path)
     config = make_spec(*SMALL).config
-    data = rank.load_data(config, context)
+    data = build.load_data(config, context)
     expected = training_flops(config, data, Workload(samples=7, rows=8), cpu)
     assert expected.model > 0
     for place in ("cpu", "gpu"):
@@ -127,10 +127,10 @@ def test_no_step_on_images_waits_for_the_gpu(cache: str, tmp_path: Path) -> None
     device = torch.device("cuda", 0)
     overrides = (*SMALL, "cluster.device=cuda", "precision=bf16", f"dataset.cache={cache}")
     config, context = make_spec(*overrides).config, Context(0, 1, 0, 1, 1, device, tmp_path)
-    data = rank.load_data(config, context)
+    data = build.load_data(config, context)
     assert describe_cache(data) == cache
-    training, evaluation = rank.make_loaders(config, data, context)
-    model = load_strategy(config).setup(rank.build_model(config, data, context), config, context)
+    training, evaluation = build.make_loaders(config, data, context)
+    model = load_strategy(config).setup(build.build_model(config, data, context), config, context)
 
     def run(epoch: int) -> None:
         for step in training.iter_steps(epoch):

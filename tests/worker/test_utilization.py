@@ -18,7 +18,7 @@ from distexp.runs.record import RunRecord
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
 from distexp.worker import utilization
-from distexp.worker.rank import load_data
+from distexp.worker.build import load_data
 from distexp.worker.utilization import add_flops
 from tests.helpers.records import record
 from tests.helpers.runs import resolve_cell

@@ -21,6 +21,7 @@ from distexp.runs.errors import write_error
 from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, Candidate, MicroBatchSearch, add_search
 from distexp.runs.record import RunError, RunRecord
 from distexp.runs.run_dir import error_path
+from distexp.worker.build import build_model, load_data
 from distexp.worker.micro_batch.processes import (
     MEMORY_CODE,
     ModelParts,
@@ -34,7 +35,6 @@ from distexp.worker.micro_batch.search import nothing_fits
 from distexp.worker.micro_batch.sizes import SizeSearch
 from distexp.worker.micro_batch.stored import read_stored, store, stored_path
 from distexp.worker.micro_batch.trial import StepTime, Trials, combine, config_of_round, longest_first
-from distexp.worker.rank import build_model, load_data
 from tests.helpers.runs import make_spec, resolve_cell
 
 SINGLE = ("strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu", "dataset.train_size=12")

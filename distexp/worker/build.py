@@ -1,0 +1,127 @@
+"""The data, the loaders and the model that a configuration names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from torch import nn
+
+from distexp.config import Config, ConfigError, ModelConfig
+from distexp.config.custom_code import PAGE, check_returned
+from distexp.config.size_checks import check_samples_per_rank
+from distexp.config.targets import locate
+from distexp.data.base import MODEL_INPUTS, TaskData
+from distexp.data.checks import check_task_data
+from distexp.data.image_cache import cache_images
+from distexp.data.packing import pack_training_set
+from distexp.data.shards import BatchSharding, ShardedLoader
+from distexp.data.targets import LabelsForHead, TargetTokens
+from distexp.data.text import RightPadding, TextCollate, pad_to_batch, sample_lengths, sequence_length
+from distexp.distributed.context import Context
+from distexp.models.blueprint import Blueprint
+from distexp.models.export import check_exportable
+from distexp.models.head import adapt_head
+from distexp.models.introspection import check_forward_arguments
+from distexp.models.packing import check_packing
+from distexp.models.transforms import transform_blocks
+from distexp.worker.generation import check_has_references
+
+
+def load_data(config: Config, context: Context) -> TaskData:
+    """Load the data set. One rank per node builds the cached parts; rank 0 prints the notes."""
+    target = config.dataset._target_
+    data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
+    check_returned(data, TaskData, f"dataset._target_={target}")
+    check_task_data(data, config.model.task, f"dataset._target_={target}")
+    if config.dataset.cache in ("cpu", "gpu"):
+        data = cache_images(data, config.dataset.cache, context.device)
+    if config.dataset.packing:
+        data = pack_training_set(data, sequence_length(config.dataset, config.model), config.train.seed)
+    if config.dataset.bucketing:
+        data = pad_to_batch(data, sequence_length(config.dataset, config.model))
+    if config.model.attention in ("sdpa", "flex") and not isinstance(data.collate, TextCollate):
+        data = replace(data, collate=RightPadding(data.collate))
+    if config.train.logits == "targets":
+        data = replace(data, collate=TargetTokens(data.collate, compiled=bool(config.train.compile)))
+    if config.train.loss == "chunked":
+        data = replace(data, collate=LabelsForHead(data.collate))
+    if config.train.score_answers:
+        check_has_references(data)
+    if context.rank == 0:
+        for note in data.notes:
+            print(f"note: {note}", flush=True)
+    return data
+
+
+def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
+    """Return this rank's loaders of the training and the evaluation set."""
+    train, place = config.train, (context.rank, context.world_size)
+    unit = "rows" if config.dataset.packing else "samples"
+    if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch, unit=unit):
+        raise ConfigError(error)
+    shardings = (
+        BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps),
+        BatchSharding(*place, train.eval_batch_size or train.micro_batch),
+    )
+    training, evaluation = (
+        ShardedLoader(
+            samples,
+            data,
+            sharding,
+            context.device,
+            seed=train.seed,
+            shuffle=samples is data.train,
+            num_workers=config.dataset.num_workers,
+            lengths=sample_lengths(samples) if config.dataset.bucketing and samples is data.train else None,
+        )
+        for samples, sharding in zip((data.train, data.evaluation), shardings, strict=True)
+    )
+    return training, evaluation
+
+
+def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
+    """Return a function that makes the configured model on torch's default device."""
+    target = config.model._target_
+    build = locate(target)
+
+    def build_checked() -> nn.Module:
+        model: nn.Module = build(config.model, data.num_classes)
+        check_returned(model, nn.Module, f"model._target_={target}")
+        if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+            raise ConfigError(f"model._target_={target} returned a module without forward(): add it, as in {PAGE}")
+        return model
+
+    return build_checked
+
+
+def build_model(
+    config: Config, data: TaskData, context: Context, blueprint_class: type[Blueprint] = Blueprint
+) -> Blueprint:
+    """Return the model, not distributed, without memory for its weights."""
+    blueprint = blueprint_class(
+        model_factory(config, data),
+        context,
+        broadcast=config.fsdp.sync_module_states,
+        weights_key=weights_key(config.model, data),
+    )
+    if config.dataset._target_.startswith("distexp."):
+        check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
+    if config.dataset.packing:
+        check_packing(blueprint.model)
+    if config.train.save_model:
+        check_exportable(blueprint.model)
+    adapt_head(blueprint.model, config.train)
+    transform_blocks(blueprint.model, config)
+    return blueprint
+
+
+def weights_key(model: ModelConfig, data: TaskData) -> str | None:
+    """Return what random weights depend on; None: the weights are read, or made by custom code.
+
+    The attention has no weights of its own, so ``kernels=fast`` shares them with ``kernels=reference``.
+    """
+    if model.init != "random" or not model._target_.startswith("distexp."):
+        return None
+    return json.dumps([asdict(replace(model, attention="auto")), data.num_classes], sort_keys=True)

@@ -1,0 +1,84 @@
+"""The record of a finished training."""
+
+from __future__ import annotations
+
+import torch
+
+from distexp.data.shards import ShardedLoader
+from distexp.data.tokenization import Tokenizer
+from distexp.distributed.context import Context
+from distexp.explain.explanation import explain
+from distexp.models.transforms import MODEL_SCOPES
+from distexp.runs.environment import make_environment
+from distexp.runs.files import write_json
+from distexp.runs.full_disk import print_despite_full_disk
+from distexp.runs.metrics import Metrics
+from distexp.runs.record import Environment, RunRecord
+from distexp.runs.run_dir import PREDICTIONS
+from distexp.strategies.base import EvaluableModel
+from distexp.system.environment_variables import captured_environment
+from distexp.system.units import MIB
+from distexp.training.metrics_logger import MetricsLogger
+from distexp.worker.generation import score_answers
+
+
+def add_explanation(record: RunRecord) -> None:
+    """Add the largest loss of the profiled step, if there is one."""
+    try:
+        found = explain(record)
+    except Exception as error:  # any: the training is finished, and its record matters more
+        print_despite_full_disk(f"note: the profiled step has no explanation: {type(error).__name__}: {error}")
+        return
+    record.metrics.explanation = None if found is None else found.to_json()
+
+
+def print_graph_skips(metrics: Metrics) -> None:
+    """Print how many graphs torch runs without a CUDA graph, which it does without an error."""
+    skips = (metrics.compile or {}).get("cuda_graph_skips", 0)
+    if skips:
+        print(
+            f"note: torch recorded no CUDA graph {skips} times, so these launches are not faster. For the reasons set "
+            "TORCH_LOGS=cudagraphs in cluster.environment, or use train.compile=model",
+            flush=True,
+        )
+
+
+def add_answers(
+    record: RunRecord,
+    model: EvaluableModel,
+    evaluation: ShardedLoader,
+    tokenizer: Tokenizer,
+    *,
+    logger: MetricsLogger,
+    context: Context,
+) -> None:
+    """Add exact match and F1 to the record, and write the answers in the format of SQuAD's script.
+
+    It runs after everything that is timed.
+    """
+    logger.events.set_phase("eval")
+    max_new_tokens = record.config["dataset"]["answer_tokens"]
+    # Texts grow by a token at a time, and a compiled model would be compiled again for each length.
+    eager = record.config["train"]["compile"] in MODEL_SCOPES
+    with torch.compiler.set_stance("force_eager" if eager else "default"):
+        found, answers = score_answers(model, evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
+    record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
+    logger.events.emit(exact_match=found.exact_match, f1=found.f1)
+    if context.rank == 0:
+        write_json(context.run_dir / PREDICTIONS, answers)
+
+
+def rank_environment(device: torch.device) -> Environment:
+    """Return the environment of this rank, with what only torch knows."""
+    on_gpu = device.type == "cuda"
+    environment = make_environment(on_gpu=on_gpu, variables=captured_environment())
+    if on_gpu:
+        gpu = torch.cuda.get_device_properties(device)
+        environment.nccl = _nccl_version()
+        environment.gpu_name, environment.gpu_total_mib = gpu.name, gpu.total_memory / MIB
+    return environment
+
+
+def _nccl_version() -> str:
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
