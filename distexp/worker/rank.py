@@ -17,24 +17,20 @@ import torch.distributed as dist
 
 from distexp.config import Config
 from distexp.config.custom_code import check_returned
-from distexp.data.image_cache import describe_cache
+from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
 from distexp.engines.base import load_trainer
 from distexp.measure.memory.oom import watch_out_of_memory
 from distexp.models.export import save_model
-from distexp.models.head import describe_head
-from distexp.models.introspection import read_attention
-from distexp.models.transforms import read_compiled, read_memory_format
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
 from distexp.runs.events import Events
 from distexp.runs.full_disk import write_despite_full_disk
-from distexp.runs.micro_batch import add_search
-from distexp.runs.record import RunRecord
+from distexp.runs.record import Built, RunRecord
 from distexp.runs.spec import RunSpec
+from distexp.strategies.base import EvaluableModel
 from distexp.system.seeding import seed_everything
-from distexp.system.torch_internals.compilation import read_activation_budget
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
@@ -42,8 +38,7 @@ from distexp.worker.build import build_model, load_data, make_loaders, model_fac
 from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.micro_batch.processes import ModelParts
 from distexp.worker.micro_batch.search import find_micro_batch
-from distexp.worker.training_record import add_answers, add_explanation, print_graph_skips, rank_environment
-from distexp.worker.utilization import add_flops
+from distexp.worker.training_record import add_answers, complete_built, make_record, rank_environment
 
 
 def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
@@ -55,11 +50,7 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
         started: Start of this process, in Unix seconds.
         launched: Whether a launcher completes the record. If not, the worker writes the record itself.
     """
-    # DeepSpeed and FSDP call deprecated functions of torch thousands of times a run.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    # Gradients of convolutions are channels-last too, and DDP warns about the strides of axes of length 1.
-    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime", on a CPU
+    silence_libraries()
     spec = RunSpec.read(run_dir)
     spec, store = find_micro_batch(spec, run_dir, events, ModelParts(load_data, build_model))
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
@@ -81,6 +72,15 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
     if holds_resources(spec.config):
         gc.collect()
     dist.destroy_process_group()
+
+
+def silence_libraries() -> None:
+    """Hide warnings that concern no user of distexp."""
+    # DeepSpeed and FSDP call deprecated functions of torch thousands of times a run.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    # Gradients of convolutions are channels-last too, and DDP warns about the strides of axes of length 1.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime", on a CPU
 
 
 def holds_resources(config: Config) -> bool:
@@ -109,53 +109,50 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     """Train in the current process group and return the record. One process may train several times."""
     config = spec.config
     if config.train.compile:
-        folder = use_compile_cache()
-        if context.rank == 0:
-            print(
-                f"note: the first steps compile, which may take minutes; later runs use the cache {folder}", flush=True
-            )
+        prepare_compilation(context)
     seed_everything(config.train.seed)
     data = load_data(config, context)
-    training, evaluation = make_loaders(config, data, context)
-    training.on_batch = evaluation.on_batch = events.advance
-    plan = StepPlan(config.train, training.steps_per_epoch)
-    logger = MetricsLogger(plan, context, events, watch_slow_ranks=config.measure.slow_ranks)
+    inputs = make_inputs(spec, data, context, events)
+    logger = inputs.logger
     watch_out_of_memory(context.device, logger.parts.read_tensors)
-    inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)
+    model, built = run_trainer(config, data, context, inputs)
+    complete_built(built, config, data, model.module)
+    attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
+    is_finished = logger.stopped is None
+    if config.train.save_model and is_finished:
+        events.set_phase("save")
+        save_model(model.weights(), model_factory(config, data), data, context.run_dir, context.rank)
+    record = make_record(spec, built, data, context, logger)
+    if config.train.score_answers and is_finished:
+        add_answers(record, model, inputs.evaluation, data.tokenizer, logger=logger, context=context)
+    return record
+
+
+def prepare_compilation(context: Context) -> None:
+    """Set the cache of ``torch.compile``; rank 0 prints where it is."""
+    folder = use_compile_cache()
+    if context.rank == 0:
+        print(f"note: the first steps compile, which may take minutes; later runs use the cache {folder}", flush=True)
+
+
+def make_inputs(spec: RunSpec, data: TaskData, context: Context, events: Events) -> TrainingInputs:
+    """Return this rank's loaders, the plan of the steps, and the logger of the metrics."""
+    training, evaluation = make_loaders(spec.config, data, context)
+    training.on_batch = evaluation.on_batch = events.advance
+    plan = StepPlan(spec.config.train, training.steps_per_epoch)
+    logger = MetricsLogger(plan, context, events, watch_slow_ranks=spec.config.measure.slow_ranks)
+    return TrainingInputs(training, evaluation, plan, logger, spec.run.id)
+
+
+def run_trainer(
+    config: Config, data: TaskData, context: Context, inputs: TrainingInputs
+) -> tuple[EvaluableModel, Built]:
+    """Train with the chosen engine; return the trained model and what was built.
+
+    Raises:
+        ConfigError: a custom engine returned something else.
+    """
     build = partial(build_model, config, data, context)
     returned = load_trainer(config).train(build, config, context, inputs)
     check_returned(returned, tuple, f"engine._target_={config.engine._target_}: train()")
-    model, built = returned
-    built.tokenizer, built.attention = data.tokenizer_name, read_attention(model.module)
-    if data.task == "causal_lm":
-        built.logits, built.loss = describe_head(model.module)
-    built.channels_last = read_memory_format(model.module)
-    built.compiled, built.image_cache = read_compiled(model.module), describe_cache(data)
-    if config.train.activation_budget is not None:
-        built.activation_budget = read_activation_budget()
-    attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
-    if config.train.save_model and logger.stopped is None:
-        events.set_phase("save")
-        save_model(model.weights(), model_factory(config, data), data, context.run_dir, context.rank)
-    record = RunRecord(
-        status="preempted" if logger.stopped else "completed",
-        error=logger.stopped,
-        run=spec.run,
-        config=asdict(config),
-        built=built,
-        environment=rank_environment(context.device),
-        metrics=logger.finish(),
-    )
-    add_search(record, context.run_dir)
-    if config.train.compiled == "graphs" and context.rank == 0:
-        print_graph_skips(record.metrics)
-    watched = gather_to_all(logger.allocator.summary())
-    record.memory["torch"] = [entry for entry in watched if entry is not None]
-    parts = gather_to_all(logger.parts.summary())
-    record.memory["parts"] = [entry for entries in parts for entry in entries]
-    if context.rank == 0:
-        add_flops(record, config, data, logger)
-        add_explanation(record)
-    if config.train.score_answers and logger.stopped is None:
-        add_answers(record, model, evaluation, data.tokenizer, logger=logger, context=context)
-    return record
+    return returned

@@ -2,24 +2,78 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import asdict
 
+import torch
+from torch import nn
+
+from distexp.config import Config
+from distexp.data.base import TaskData
+from distexp.data.image_cache import describe_cache
 from distexp.data.shards import ShardedLoader
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
+from distexp.distributed.process_group import gather_to_all
 from distexp.explain.explanation import explain
-from distexp.models.transforms import MODEL_SCOPES
+from distexp.models.head import describe_head
+from distexp.models.introspection import read_attention
+from distexp.models.transforms import MODEL_SCOPES, read_compiled, read_memory_format
 from distexp.runs.environment import make_environment
 from distexp.runs.files import write_json
 from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.metrics import Metrics
-from distexp.runs.record import Environment, RunRecord
+from distexp.runs.micro_batch import add_search
+from distexp.runs.record import Built, Environment, RunRecord
 from distexp.runs.run_dir import PREDICTIONS
+from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel
 from distexp.system.environment_variables import captured_environment
+from distexp.system.torch_internals.compilation import read_activation_budget
 from distexp.system.units import MIB
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.worker.generation import score_answers
+from distexp.worker.utilization import add_flops
+
+
+def complete_built(built: Built, config: Config, data: TaskData, module: nn.Module) -> None:
+    """Add the fields that follow from model and data. The strategy has filled in its own."""
+    built.tokenizer, built.attention = data.tokenizer_name, read_attention(module)
+    if data.task == "causal_lm":
+        built.logits, built.loss = describe_head(module)
+    built.channels_last, built.compiled = read_memory_format(module), read_compiled(module)
+    built.image_cache = describe_cache(data)
+    if config.train.activation_budget is not None:
+        built.activation_budget = read_activation_budget()
+
+
+def make_record(spec: RunSpec, built: Built, data: TaskData, context: Context, logger: MetricsLogger) -> RunRecord:
+    """Return the record of a training that has ended. All ranks must call it, and only that of rank 0 is complete."""
+    config = spec.config
+    record = RunRecord(
+        status="preempted" if logger.stopped else "completed",
+        error=logger.stopped,
+        run=spec.run,
+        config=asdict(config),
+        built=built,
+        environment=rank_environment(context.device),
+        metrics=logger.finish(),
+    )
+    add_search(record, context.run_dir)
+    if config.train.compiled == "graphs" and context.rank == 0:
+        print_graph_skips(record.metrics)
+    add_memory(record, logger)
+    if context.rank == 0:
+        add_flops(record, config, data, logger)
+        add_explanation(record)
+    return record
+
+
+def add_memory(record: RunRecord, logger: MetricsLogger) -> None:
+    """Add the peaks of torch's allocator and the parts of the memory, of all ranks."""
+    peaks = gather_to_all(logger.allocator.summary())
+    record.memory["torch"] = [entry for entry in peaks if entry is not None]
+    parts = gather_to_all(logger.parts.summary())
+    record.memory["parts"] = [entry for entries in parts for entry in entries]
 
 
 def add_explanation(record: RunRecord) -> None:
