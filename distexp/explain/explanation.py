@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distexp.explain.advice import advise, larger_global_batches
-from distexp.explain.slow_rank import are_others_ahead, is_one_rank_slow, slower_by
+from distexp.explain.slow_rank import are_others_ahead, describe_excess, is_one_rank_slow, slower_by
 from distexp.explain.step_profile import COMPUTE, StepProfile
 from distexp.runs.checked_values import number_of
 from distexp.runs.record import RunRecord
@@ -145,10 +145,10 @@ def _launches(profile: StepProfile) -> str:
 def _describe_waiting(share: float, profile: StepProfile) -> str:
     if not is_one_rank_slow(profile):
         return f"ranks wait for each other for {share:.0%} of the step, and no single rank is the cause"
-    cause, more_ms = slower_by(profile)
+    cause, _ = slower_by(profile)
     return (
         f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it spends "
-        f"{more_ms:,.1f} ms more than the others on {CAUSES[cause]}"
+        f"{describe_excess(profile)} more than the others on {CAUSES[cause]}"
     )
 
 

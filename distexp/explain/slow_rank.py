@@ -37,12 +37,31 @@ def are_others_ahead(profile: StepProfile) -> bool:
     """
     if slower_by(profile)[0] != "launch_idle" or not is_one_rank_slow(profile):
         return False
+    busier = _busier_by(profile)
+    waiting = max(rank.time("waiting") / rank.step_ms for rank in profile.ranks)
+    return busier is not None and busier < SLOWER * waiting
+
+
+def describe_excess(profile: StepProfile) -> str:
+    """Return by how many milliseconds the slowest rank exceeds the others in the part of ``slower_by``.
+
+    The GPUs of the others are less idle, also because they wait in collectives. So if the part is launch idle, the
+    rank is slower by at most what its CPU works longer than theirs.
+    """
+    part, more_ms = slower_by(profile)
+    if part != "launch_idle":
+        return f"{more_ms:,.1f} ms"
+    busier = _busier_by(profile)
+    if busier is None:
+        return f"up to {more_ms:,.1f} ms"
+    return f"{min(more_ms, busier * profile.slowest.step_ms):,.1f} ms"
+
+
+def _busier_by(profile: StepProfile) -> float | None:
+    """Return by which fraction of a step the CPU of the slowest rank works longer than the others; None: unknown."""
     busy, others = profile.slowest.cpu_busy_share, [rank.cpu_busy_share for rank in _others(profile)]
     known = [share for share in others if share is not None]
-    if busy is None or len(known) < len(others):
-        return False
-    waiting = max(rank.time("waiting") / rank.step_ms for rank in profile.ranks)
-    return busy - _mean(known) < SLOWER * waiting
+    return None if busy is None or len(known) < len(others) else busy - _mean(known)
 
 
 def _others(profile: StepProfile) -> list[RankStep]:

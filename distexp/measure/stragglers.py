@@ -6,7 +6,7 @@ import math
 import socket
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +32,9 @@ MIN_EFFECT = 0.5
 With many steps, the test of significance finds small differences too. A disturbance has them, with a large spread.
 """
 
+NO_CPU_WORK = " (without the work of the CPUs: measure it with train.profile_steps=3)"
+"""Added to own times of GPUs without a profile."""
+
 MOST_SECTIONS, SECTION_STEPS = 4, 20
 """And half of it is there in each section of the training: in 2 to 4 sections, of 20 steps if there are so many."""
 
@@ -48,21 +51,45 @@ class RankTimes:
 
     Attributes:
         quantiles: ``p50``, ``p90`` and ``max`` of its measured steps, in seconds.
-        own_s: Own time of its watched steps: without waiting for other ranks.
+        own_s: Own time of its watched steps: without waiting for other ranks, in seconds.
+        durations_s: Durations of the watched steps, in seconds.
         data_wait_s: Time that it waited for its data in the same steps.
         without_core_s: Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
         median_data_wait_s: Median time that it waited for its data, over all measured steps.
         on_cpu: Whether it trains on a CPU.
+        includes_cpu_work: Whether the own time is at least the work of the CPU. It is on a CPU, and with a profile.
     """
 
     rank: int
     quantiles: Mapping[str, float]
     own_s: Sequence[float] = ()
+    durations_s: Sequence[float] = ()
     data_wait_s: Sequence[float] = ()
     without_core_s: Sequence[float] = ()
     median_data_wait_s: float = 0.0
     on_cpu: bool = False
+    includes_cpu_work: bool = False
     host: str = field(default_factory=socket.gethostname)
+
+
+def include_cpu_work(times: RankTimes, entry: Mapping[str, Any]) -> RankTimes:
+    """Return the times of a rank with own times that are at least the work of its CPU.
+
+    The GPU of a rank also waits if the CPU of another rank launches its kernels later. The own CPU may be as busy, so
+    without its work the own time would be too short. The profiler makes a step longer. So the CPU's fraction of the
+    profiled step counts, and not its time.
+
+    Args:
+        times: Times of the rank.
+        entry: What the profiler measured on the rank: ``cpu_busy_ms`` of a step of ``step_ms``, both with the overhead
+            of the profiler. Without a GPU ``cpu_busy_ms`` is None, and the times are unchanged.
+    """
+    busy_ms = entry["cpu_busy_ms"]
+    if busy_ms is None:
+        return times
+    share = min(1.0, busy_ms / entry["step_ms"])
+    own = [max(own, share * step) for own, step in zip(times.own_s, times.durations_s, strict=True)]
+    return replace(times, own_s=own, includes_cpu_work=True)
 
 
 def step_times(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
@@ -99,12 +126,17 @@ def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> tuple[float, dic
     if middle < least or signed_rank_score(excess) < SIGNIFICANT or not _is_consistent(excess, least):
         return None
     own = statistics.median(rank.own_s)
+    known = all(each.includes_cpu_work for each in (rank, *others))
+    at_least = "" if known else "at least "
     return middle, {
         "rank": rank.rank,
         "gpu": None,
         "host": rank.host,
         "slower_by_pct": 100 * middle / typical if typical > 0 else None,
-        "evidence": f"its own time is {1000 * own:,.1f} ms a step, that of the others {1000 * typical:,.1f} ms"
+        "is_upper_bound": not known,
+        "evidence": f"its own time is {at_least}{1000 * own:,.1f} ms a step, that of the others {at_least}"
+        f"{1000 * typical:,.1f} ms"
+        + ("" if known else NO_CPU_WORK)
         + _data_wait(rank, others, middle)
         + _load(rank, own),
     }

@@ -102,7 +102,8 @@ class Metrics:
             "[].p50_s": "Median, in seconds.",
             "[].p90_s": "90th percentile, in seconds.",
             "[].max_s": "Longest step, in seconds.",
-            "[].own_ms": "Median time without waiting for other ranks, in ms. Null: unknown.",
+            "[].own_ms": "Median time without waiting for other ranks, in ms. On a GPU without a profile it does not "
+            "contain the work of the CPU, and may be too short. Null: unknown.",
         },
     )
     slow_rank_watch: str | None = key(
@@ -117,6 +118,7 @@ class Metrics:
             "[].gpu": "Index of its GPU in NVML.",
             "[].host": "Its host.",
             "[].slower_by_pct": "Percent by which its own time is longer than that of the others. Null: unknown.",
+            "[].is_upper_bound": "Whether the percentage may be too large, because the work of the CPUs is unknown.",
             "[].evidence": "What shows the cause.",
         },
     )

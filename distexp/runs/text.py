@@ -165,7 +165,8 @@ def describe_straggler(entry: Mapping[str, Any]) -> str:
     places = [f"GPU {entry['gpu']}" if entry.get("gpu") is not None else None, entry.get("host")]
     place = " of ".join(str(each) for each in places if each is not None)
     slower = number_of(entry, "slower_by_pct")
-    verb = "has a problem" if slower is None else f"is {slower:.0f}% slower"
+    up_to = "up to " if entry.get("is_upper_bound") is True else ""
+    verb = "has a problem" if slower is None else f"is {up_to}{slower:.0f}% slower"
     evidence = "; ".join(texts_of(entry, "evidence"))
     return f"Rank {entry.get('rank')}{f' ({place})' if place else ''} {verb}{f': {evidence}' if evidence else ''}"
 

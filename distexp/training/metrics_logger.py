@@ -26,7 +26,7 @@ from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.memory.step_recording import StepRecording, has_history
 from distexp.measure.profiling.overhead import StepSizes, remove_overhead
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
-from distexp.measure.stragglers import RankTimes, find_stragglers, step_times
+from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
 from distexp.measure.waiting import WaitWatch
 from distexp.runs.events import Events
 from distexp.runs.heartbeat import Heartbeat
@@ -248,9 +248,8 @@ class MetricsLogger:
         metrics.data_wait_s = self.data_wait_s
         # A custom collate function may not count its tokens.
         metrics.padding_share = 1 - tokens / positions if tokens and positions else None
+        ranks = self._rank_times(durations) if durations else []
         if durations:
-            ranks = self._rank_times(durations)
-            metrics.step_times_by_rank, metrics.stragglers = step_times(ranks), find_stragglers(ranks)
             metrics.train_samples_per_second = self.measured_samples / sum(durations)
             metrics.train_steps_per_second = len(durations) / sum(durations)
             metrics.tokens_per_second = measured_tokens / sum(durations) if measured_tokens else None
@@ -262,12 +261,15 @@ class MetricsLogger:
         if profiled := self.profiler.finish():
             metrics.communication, metrics.step_breakdown = profiled.communication, profiled.breakdown
             if durations and profiled.breakdown:
+                ranks = [include_cpu_work(*pair) for pair in zip(ranks, profiled.breakdown, strict=True)]
                 median_s = (metrics.step_time_s or {})["p50"]
                 differ = ranks_with_different_sizes > 0
                 metrics.step_breakdown = [
                     remove_overhead(entry, median_s, data_wait_s=each.median_data_wait_s, sizes_differ=differ)
                     for entry, each in zip(profiled.breakdown, ranks, strict=True)
                 ]
+        if ranks:
+            metrics.step_times_by_rank, metrics.stragglers = step_times(ranks), find_stragglers(ranks)
         metrics.compile = self.compilation.summary()
         return metrics
 
@@ -289,11 +291,13 @@ class MetricsLogger:
         times = RankTimes(
             self.rank,
             quantiles(durations) or {},
-            own,
-            data_waits,
-            without_core,
+            own_s=own,
+            durations_s=[durations[step] for step in waits],
+            data_wait_s=data_waits,
+            without_core_s=without_core,
             median_data_wait_s=statistics.median(self.data_waits),
             on_cpu=self.device.type == "cpu",
+            includes_cpu_work=self.device.type == "cpu",
         )
         return gather_to_all(times) if self.world_size > 1 else [times]
 

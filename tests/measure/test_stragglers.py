@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from distexp.measure.stragglers import RankTimes, find_stragglers, step_times
+from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
 from distexp.runs.record import RunRecord
+from distexp.runs.text import describe_straggler
 from tests.helpers.runs import run_distexp
 from tests.helpers.slow_rank import SLOW_RANK
 
@@ -19,11 +20,12 @@ QUANTILES = {"p50": 0.1, "p90": 0.12, "max": 0.2}
 
 
 def rank_times(rank: int, own_s: Sequence[float], data_wait_s: float = 0.0) -> RankTimes:
-    return RankTimes(rank, QUANTILES, own_s, [data_wait_s] * len(own_s), host=f"host{rank}")
+    return RankTimes(rank, QUANTILES, own_s, data_wait_s=[data_wait_s] * len(own_s), host=f"host{rank}")
 
 
 def cpu_times(rank: int, own_s: Sequence[float], without_core_s: float = 0.0) -> RankTimes:
-    return replace(rank_times(rank, own_s), without_core_s=[without_core_s] * len(own_s), on_cpu=True)
+    without_core = [without_core_s] * len(own_s)
+    return replace(rank_times(rank, own_s), without_core_s=without_core, on_cpu=True, includes_cpu_work=True)
 
 
 def noisy(mean_s: float, seed: int, *, noise_s: float = 0.01, steps: int = 40) -> list[float]:
@@ -101,7 +103,8 @@ def test_waiting_for_data_is_named_as_the_cause() -> None:
     found = find_stragglers([rank_times(0, [0.05] * 9), rank_times(1, [0.09] * 9, data_wait_s=0.04)])
     assert found is not None
     assert found[0]["evidence"] == (
-        "its own time is 90.0 ms a step, that of the others 50.0 ms; it waits 40.0 ms for its data, the others 0.0 ms"
+        "its own time is at least 90.0 ms a step, that of the others at least 50.0 ms (without the work of the CPUs: "
+        "measure it with train.profile_steps=3); it waits 40.0 ms for its data, the others 0.0 ms"
     )
 
 
@@ -116,6 +119,45 @@ def test_step_times_of_each_rank() -> None:
         {"rank": 0, "p50_s": 0.1, "p90_s": 0.12, "max_s": 0.2, "own_ms": pytest.approx(30)},
         {"rank": 1, "p50_s": 0.1, "p90_s": 0.12, "max_s": 0.2, "own_ms": None},
     ]
+
+
+def on_gpu(rank: int, own_s: float, *, step_s: float = 0.15, steps: int = 20) -> RankTimes:
+    """Return the times of a rank whose GPU does not wait for ``own_s`` of each step."""
+    return replace(rank_times(rank, [own_s] * steps), durations_s=[step_s] * steps)
+
+
+def test_without_a_profile_the_percentage_is_an_upper_bound() -> None:
+    """The GPU of rank 1 does not wait for 56.7 ms, but its CPU may work longer."""
+    found = find_stragglers([on_gpu(0, 0.1428), on_gpu(1, 0.0567)])
+    assert found is not None
+    assert [describe_straggler(entry) for entry in found] == [
+        "Rank 0 (host0) is up to 152% slower: its own time is at least 142.8 ms a step, that of the others at least "
+        "56.7 ms (without the work of the CPUs: measure it with train.profile_steps=3)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("busy_ms", "expected"),
+    [
+        ((223.0, 165.0), "Rank 0 (host0) is 35% slower: its own time is 148.7 ms a step, that of the others 110.0 ms"),
+        ((100.0, 45.0), "Rank 0 (host0) is 152% slower: its own time is 142.8 ms a step, that of the others 56.7 ms"),
+        ((223.0, 220.0), None),
+        ((230.0, 300.0), None),
+    ],
+    ids=["CPU of rank 1 busier than its GPU", "GPUs busier", "as busy", "never longer than the step"],
+)
+def test_the_own_time_is_at_least_the_work_of_the_cpu(busy_ms: tuple[float, float], expected: str | None) -> None:
+    """A step takes 150 ms, and 225 ms with the profiler. So 223 ms of work are 148.7 ms of a step, and 165 are 110."""
+    ranks = [on_gpu(0, 0.1428), on_gpu(1, 0.0567)]
+    entries = [{"step_ms": 225.0, "cpu_busy_ms": busy} for busy in busy_ms]
+    found = find_stragglers([include_cpu_work(*pair) for pair in zip(ranks, entries, strict=True)])
+    assert found is not None
+    assert [describe_straggler(entry) for entry in found] == ([expected] if expected else [])
+
+
+def test_a_profile_without_a_gpu_changes_no_own_time() -> None:
+    times = cpu_times(0, [0.05] * 30)
+    assert include_cpu_work(times, {"step_ms": 60.0, "cpu_busy_ms": None}) is times
 
 
 @pytest.mark.slow
