@@ -18,7 +18,7 @@ from distexp.report.data.stragglers import describe_stragglers
 from distexp.report.data.text import format_noise, name_runs
 from distexp.runs.text import STAND_IN, join_first, record_model_label
 
-MOST_TASKS = 4
+MAX_TASKS = 4
 SAME = 0.005  # relative difference
 FEW_STEPS = 5
 CPU_SPEEDS = "Speeds on CPU vary with other programs"
@@ -58,7 +58,7 @@ def _stand_ins(overview: Overview) -> Iterator[str]:
         label = record_model_label(record)
         if STAND_IN in label and record.built is not None:
             sizes.setdefault(label, []).append(record.built.parameters)
-    for label, counts in list(sizes.items())[:MOST_TASKS]:
+    for label, counts in list(sizes.items())[:MAX_TASKS]:
         low, high = min(counts), max(counts)
         yield f"Model: {label}, {low:,}{f' to {high:,}' if high > low else ''} parameters."
 
@@ -66,7 +66,7 @@ def _stand_ins(overview: Overview) -> Iterator[str]:
 def explain_cpu_speeds(overview: Overview) -> Iterator[str]:
     """Yield what speed comparisons on CPU are worth, if these runs can be compared."""
     tasks = group_by_task([group for group in overview.groups if group.completed and _is_on_cpu(group)])
-    for groups in list(tasks.values())[:MOST_TASKS]:
+    for groups in list(tasks.values())[:MAX_TASKS]:
         if len(groups) < 2:
             continue
         repeated = groups[0].deviations.get(SPEED)
@@ -109,7 +109,7 @@ def _smallest(overview: Overview) -> Iterator[str]:
 
 def _best(overview: Overview, name: str, what: str, form: str, *, largest: bool) -> Iterator[str]:
     """Yield the best group of each task, or that several are equal within the noise."""
-    ranked = list(rank_by_metric(overview, name, largest=largest))[:MOST_TASKS]
+    ranked = list(rank_by_metric(overview, name, largest=largest))[:MAX_TASKS]
     for task, groups in ranked:
         if len(groups) < 2:
             continue
@@ -174,11 +174,11 @@ def _measured_steps(row: Row) -> int:
 def _global_batches(overview: Overview) -> Iterator[str]:
     """Yield a warning for each task whose runs have different global batch sizes."""
     tasks = group_by_task([group for group in overview.groups if group.completed])
-    for task, groups in list(tasks.items())[:MOST_TASKS]:
+    for task, groups in list(tasks.items())[:MAX_TASKS]:
         batches = _labels_by_batch(groups)
         if len(batches) > 1:
             of = f" ({task})" if len(tasks) > 1 else ""
-            sizes = join_first((f"{batch} in {name_runs(labels, 2)}" for batch, labels in batches.items()), MOST_TASKS)
+            sizes = join_first((f"{batch} in {name_runs(labels, 2)}" for batch, labels in batches.items()), MAX_TASKS)
             yield f"Global batch sizes differ{of}: {sizes}."
             yield "Their losses are not comparable. Make the batches equal with train.gradient_accumulation_steps."
 

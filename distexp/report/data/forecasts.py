@@ -22,7 +22,7 @@ from distexp.runs.forecast_errors import (
     store_error,
 )
 
-MOST_ROWS = 40
+MAX_ROWS = 40
 MEASURED = ("measured run", "measured (ms/step)", "error", "in interval")
 SIZE = "nodes x workers per node"
 NOTE = "Forecast by distexp forecast. Error: forecast minus measured, in percent of the measured median step."
@@ -103,12 +103,12 @@ def build_forecast_table(overview: Overview, found: Sequence[ForecastRow]) -> Te
         return None
     measured = any(each.errors for each in found)
     header = ("run", SIZE, "forecast (ms/step)", "interval (ms)", "samples/s", *(MEASURED if measured else ()))
-    rows = tuple(_cells(each, measured=measured) for each in found[:MOST_ROWS])
+    rows = tuple(_cells(each, measured=measured) for each in found[:MAX_ROWS])
     title = "Forecast and measured" if measured else "Forecast"
     machines = dict.fromkeys(machine_name(each.row.record) for each in found if each.errors)
     notes = [NOTE if measured else "Forecast by distexp forecast."]
     notes += [f"{machine}: {text}" for machine in machines if (text := running_error(read_errors(machine)))]
-    notes += [f"{len(found) - MOST_ROWS} more sizes are in the files forecast.json."] if len(found) > MOST_ROWS else []
+    notes += [f"{len(found) - MAX_ROWS} more sizes are in the files forecast.json."] if len(found) > MAX_ROWS else []
     return TextTable(title, header, rows, " ".join(notes), num_labels=2)
 
 

@@ -22,7 +22,7 @@ TITLES = {
 }
 """Titles of the parts. All but the last two are allocated."""
 
-MOST_RUNS = 32
+MAX_RUNS = 32
 TITLE = "GPU memory of one worker at the peak of a step (MiB)"
 NOTE = (
     "Measured: the rank and the phase with the most, with train.profile_steps. Predicted: by distexp plan. "
@@ -89,7 +89,7 @@ def _predicted_parts(record: RunRecord) -> dict[str, float]:
 
 def build_peaks_table(overview: Overview, found: Sequence[GroupPeaks]) -> TextTable:
     """Build the table with a row for each measured and each predicted peak."""
-    shown = [(each, peak) for each in found[:MOST_RUNS] for peak in each.peaks]
+    shown = [(each, peak) for each in found[:MAX_RUNS] for peak in each.peaks]
     columns = {"run": [each.row.label for each, _ in shown]}
     for name in overview.varied:
         columns[name] = [format_setting(each.group.setting(name), MAX_LENGTH) for each, _ in shown]
@@ -100,5 +100,5 @@ def build_peaks_table(overview: Overview, found: Sequence[GroupPeaks]) -> TextTa
         columns[title] = [f"{peak.parts[name]:,.0f}" if name in peak.parts else "-" for _, peak in shown]
     columns["sum"] = [f"{sum(peak.parts.values()):,.0f}" for _, peak in shown]
     known = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
-    more = f" {len(found) - MOST_RUNS} more runs are in the records." if len(found) > MOST_RUNS else ""
+    more = f" {len(found) - MAX_RUNS} more runs are in the records." if len(found) > MAX_RUNS else ""
     return TextTable(TITLE, tuple(known), tuple(zip(*known.values(), strict=True)), NOTE + more, num_labels=num_labels)

@@ -25,7 +25,7 @@ TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch
 FORECAST = "forecast"
 """Kind of a series with one measured point, next to which forecasts are drawn."""
 
-MOST_TRUSTED = 1.05  # efficiency; more than ideal shows that the baseline was slow
+MAX_TRUSTED_EFFICIENCY = 1.05  # efficiency; more than ideal shows that the baseline was slow
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ScalingSeries:
     @property
     def is_trusted(self) -> bool:
         """Return whether no efficiency is far above 100 %. Else the baseline was slowed down by something else."""
-        return all(point.efficiency <= MOST_TRUSTED for point in self.points)
+        return all(point.efficiency <= MAX_TRUSTED_EFFICIENCY for point in self.points)
 
     def node_pairs(self) -> Iterator[tuple[ScalingPoint, ScalingPoint]]:
         """Yield pairs with equal numbers of workers, on fewer nodes and on more."""

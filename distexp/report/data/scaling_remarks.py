@@ -12,13 +12,13 @@ from distexp.report.data.setting_names import WORKERS
 from distexp.report.data.text import name_runs
 
 RETRIES = METRICS_BY_NAME["torch_alloc_retries"].name
-MOST_DOUBTS = 2
+MAX_DOUBTS = 2
 
 
 def remark_on_scaling(overview: Overview) -> Iterator[str]:
     """Yield what restricts the use of the efficiencies."""
     doubtful = [series for series in overview.series if not series.is_trusted]
-    for series in doubtful[:MOST_DOUBTS]:
+    for series in doubtful[:MAX_DOUBTS]:
         best = max(point.efficiency for point in series.points)
         run = f"run {series.baseline.group.label}"
         yield f"Efficiency {best:.0%} is above 100%: do not trust the baseline, {run}. {explain_doubt(series)}"

@@ -19,7 +19,7 @@ TITLES = {
     "data": PARTS["data_wait"],
 }  # fmt: skip
 """Titles of labels that are parts of a step with another name."""
-MOST_SPANS = 2000  # of a lane; a run writes fewer
+MAX_SPANS = 2000  # of a lane; a run writes fewer
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _read_rank(entry: dict[str, Any], labels: Sequence[str]) -> RankLanes | None
 
 
 def _read_spans(spans: Any, labels: Sequence[str]) -> Iterator[Span]:
-    for span in _list(spans)[:MOST_SPANS]:
+    for span in _list(spans)[:MAX_SPANS]:
         if matches(span, list[float]) and len(span) == 3 and None not in span and 0 <= span[2] < len(labels):
             label = labels[int(span[2])]
             yield Span(float(span[0]), float(span[1]), TITLES.get(label, label))

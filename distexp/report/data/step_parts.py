@@ -21,7 +21,7 @@ STEP_PARTS = {f"{name}_ms": title for name, title in PARTS.items()}
 TITLE = "Parts of the median profiled step (%)"
 NOTE = "Hidden communication runs behind computation. It is not part of the sum."
 SLOWEST_NOTE = "Rank: the slowest one, if waiting for others does not count."
-MOST_ROWS = 32
+MAX_ROWS = 32
 DIFFERENT = 0.05
 """Relative difference from which a profiled step differs from the median of the other steps."""
 
@@ -165,9 +165,9 @@ def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTab
     columns["largest loss"] = [_largest_loss(run) for run, _ in shown]
     known = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
     rows = tuple(zip(*known.values(), strict=True))
-    more = f"{len(rows) - MOST_ROWS} more rows are in the records." if len(rows) > MOST_ROWS else ""
+    more = f"{len(rows) - MAX_ROWS} more rows are in the records." if len(rows) > MAX_ROWS else ""
     note = " ".join(filter(None, (NOTE, SLOWEST_NOTE if len(runs) > 1 else "", more)))
-    return TextTable(TITLE, tuple(known), rows[:MOST_ROWS], note, num_labels=num_labels)
+    return TextTable(TITLE, tuple(known), rows[:MAX_ROWS], note, num_labels=num_labels)
 
 
 def _time(milliseconds: float | None) -> str:

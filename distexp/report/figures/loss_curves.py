@@ -12,7 +12,7 @@ from distexp.report.traces import RunTrace
 
 SAME_LOSS = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
 """Largest relative difference of the same training: strategies sum in different orders."""
-LEAST_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
+MIN_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
 OVERLAPPING = 0.02  # distance of two curves, relative to the axis
 
 Losses = dict[int, float]
@@ -99,8 +99,8 @@ def _median_distance(one: Losses, other: Losses) -> float:
 
 
 def loss_range(curves: Sequence[LossCurve]) -> tuple[float, float]:
-    """Return the range of an axis for all losses, at least LEAST_SPAN of the largest wide."""
+    """Return the range of an axis for all losses, at least MIN_SPAN of the largest wide."""
     values = [loss for each in curves for losses in (each.training, each.evaluation) for loss in losses.values()]
     low, high = min(values), max(values)
-    missing = LEAST_SPAN * max(abs(low), abs(high)) - (high - low)
+    missing = MIN_SPAN * max(abs(low), abs(high)) - (high - low)
     return (low, high) if missing <= 0 else (low - missing / 2, high + missing / 2)

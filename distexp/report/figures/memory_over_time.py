@@ -9,7 +9,7 @@ import altair as alt
 
 from distexp.report.data.overview import Overview
 from distexp.report.figures.base import Figure, LegendEntry, Panel, describe_selection
-from distexp.report.figures.theme import MOST_COLORS, PHASES, color, inline_data
+from distexp.report.figures.theme import MAX_COLORS, PHASES, color, inline_data
 from distexp.report.traces import RunTrace
 
 UNEVEN = 1.1  # ratio of two nodes' peaks
@@ -43,7 +43,7 @@ def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure 
 
 
 def _legend(nodes: Sequence[int], phases: Sequence[str]) -> tuple[LegendEntry, ...]:
-    lines = [LegendEntry(f"node {node}", f"c{n % MOST_COLORS + 1}", "line") for n, node in enumerate(nodes)]
+    lines = [LegendEntry(f"node {node}", f"c{n % MAX_COLORS + 1}", "line") for n, node in enumerate(nodes)]
     areas = [LegendEntry(phase, f"phase-{phase}", "area") for phase in phases]
     return (*(lines if len(lines) > 1 else ()), *areas)
 

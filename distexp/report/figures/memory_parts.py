@@ -16,7 +16,7 @@ from distexp.report.figures.base import Figure, LegendEntry, Panel
 from distexp.report.figures.theme import color, inline_data
 from distexp.report.traces import RunTrace
 
-MOST_BARS = 24
+MAX_BARS = 24
 BAR_HEIGHT = 26  # pixels
 COLORS = {title: f"c{n}" for n, title in enumerate(PARTS.values(), start=1)}
 """Colors of the parts by title."""
@@ -34,7 +34,7 @@ def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure
 
 
 def _draw(overview: Overview) -> alt.LayerChart:
-    groups = measured_groups(overview)[:MOST_BARS]
+    groups = measured_groups(overview)[:MAX_BARS]
     labels = [overview.describe(group) if len(groups) <= FEW_BARS else run_label(group.label) for group in groups]
     rows: list[dict[str, Any]] = [
         {"run": label, "part": title, "order": order, "mib": round(value.mean, 6),

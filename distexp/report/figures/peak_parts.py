@@ -12,13 +12,13 @@ from distexp.report.data.peak_parts import TITLES, GroupPeaks, Peak, build_peaks
 from distexp.report.data.settings import run_label
 from distexp.report.figures.bar_labels import FEW_BARS, bar_height, label_axis
 from distexp.report.figures.base import Figure, LegendEntry, Panel
-from distexp.report.figures.theme import MOST_COLORS, color, inline_data
+from distexp.report.figures.theme import MAX_COLORS, color, inline_data
 from distexp.report.traces import RunTrace
 
-MOST_BARS = 16  # each with a predicted one
+MAX_BARS = 16  # each with a predicted one
 BAR_HEIGHT = 24  # pixels
 PREDICTED_OPACITY = 0.55
-COLORS = {title: f"c{n}" if n <= MOST_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
+COLORS = {title: f"c{n}" if n <= MAX_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
 COLORS |= {TITLES["other_mib"]: "phase-setup", TITLES["reserve_mib"]: "line", TITLES["context_mib"]: "muted"}
 
 
@@ -27,7 +27,7 @@ def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
     found = measured_peaks(overview)
     if not found:
         return None
-    shown = found[:MOST_BARS]
+    shown = found[:MAX_BARS]
     titles = [
         title for name, title in TITLES.items() if any(peak.parts.get(name) for each in shown for peak in each.peaks)
     ]
@@ -42,8 +42,8 @@ def _describe(found: Sequence[GroupPeaks]) -> Iterator[str]:
     yield "One worker, at the peak of a step."
     if any(len(each.peaks) > 1 for each in found):
         yield "Pale: predicted by distexp plan before the run."
-    if len(found) > MOST_BARS:
-        yield f"Drawn: {MOST_BARS} of {len(found)}."
+    if len(found) > MAX_BARS:
+        yield f"Drawn: {MAX_BARS} of {len(found)}."
 
 
 def _draw(overview: Overview, shown: Sequence[GroupPeaks], titles: Sequence[str]) -> alt.LayerChart:

@@ -15,12 +15,12 @@ from distexp.report.data.scaling import FORECAST, ScalingPoint, ScalingSeries
 from distexp.report.figures.base import Figure, Panel
 from distexp.report.figures.scaling_forecast import draw_forecasts, forecast_rows
 from distexp.report.figures.scaling_table import build_nodes_table, build_scaling_table
-from distexp.report.figures.theme import MOST_COLORS, color, inline_data
+from distexp.report.figures.theme import MAX_COLORS, color, inline_data
 from distexp.report.traces import RunTrace
 
 KINDS = ("strong", "weak", "mixed", FORECAST)
 NOT_CONSTANT = "neither the total work nor the work per worker is constant"
-MOST_SENTENCES = 6
+MAX_SENTENCES = 6
 Rows = list[dict[str, Any]]
 
 
@@ -43,7 +43,7 @@ def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | No
     sentences = [text for series in overview.series if series.has_several_sizes for text in _describe(series)]
     caption = _caption(overview, has_forecasts=bool(curves)) if panels else ""
     tables = tuple(table for table in built if table)
-    return Figure("scaling", "Scaling", panels, caption, tuple(sentences[:MOST_SENTENCES]), tables)
+    return Figure("scaling", "Scaling", panels, caption, tuple(sentences[:MAX_SENTENCES]), tables)
 
 
 def _caption(overview: Overview, *, has_forecasts: bool) -> str:
@@ -78,7 +78,7 @@ def _are_equal(one: ScalingPoint, other: ScalingPoint) -> bool:
 
 def _panels(series: Sequence[ScalingSeries], curves: Sequence[ForecastCurve]) -> Iterator[Panel]:
     """Yield the panels of one kind of scaling; none if no series of this kind has several sizes or a forecast."""
-    kind, title, drawn = series[0].kind, series[0].title, series[:MOST_COLORS]
+    kind, title, drawn = series[0].kind, series[0].title, series[:MAX_COLORS]
     rows = [row for each in drawn for row in _rows(each)]
     forecasts = [row for curve in curves if curve.series in drawn for row in forecast_rows(curve)]
     measured = sorted({row["workers"] for row in rows})

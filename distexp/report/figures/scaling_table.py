@@ -11,7 +11,7 @@ from distexp.report.data.repeats import is_within_noise
 from distexp.report.data.scaling import ScalingPoint, ScalingSeries
 from distexp.report.data.text_table import TextTable
 
-MOST_ROWS = 40
+MAX_ROWS = 40
 SHAPE = "nodes x workers per node"
 AVERAGES = {"gpu_peak_mib": "gpu_training_average_mib", "cpu_peak_mib": "cpu_training_average_mib"}
 Read = Callable[[ScalingSeries, ScalingPoint], str]
@@ -25,8 +25,8 @@ def build_scaling_table(overview: Overview) -> TextTable | None:
     columns = {title: [read(*each) for each in points] for title, read in _columns(overview).items()}
     known = {title: cells for title, cells in columns.items() if any(cell != "-" for cell in cells)}
     rows = tuple(zip(*known.values(), strict=True))
-    more = f"{len(rows) - MOST_ROWS} more rows are in results.csv." if len(rows) > MOST_ROWS else ""
-    return TextTable("Work, efficiency and memory", tuple(known), rows[:MOST_ROWS], more)
+    more = f"{len(rows) - MAX_ROWS} more rows are in results.csv." if len(rows) > MAX_ROWS else ""
+    return TextTable("Work, efficiency and memory", tuple(known), rows[:MAX_ROWS], more)
 
 
 def _columns(overview: Overview) -> dict[str, Read]:

@@ -22,8 +22,8 @@ from distexp.report.figures.base import Figure, LegendEntry, Panel
 from distexp.report.figures.theme import color, inline_data
 from distexp.report.traces import RunTrace
 
-MOST_BARS = 24
-MOST_SENTENCES = 8
+MAX_BARS = 24
+MAX_SENTENCES = 8
 ROOM = 1.16  # of the axis, relative to the longest bar: for its label
 Bars = Sequence[tuple[str, ProfiledRun, RankStep]]
 
@@ -35,7 +35,7 @@ def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> Figu
         return None
     bars = _name_bars(overview, runs)
     return Figure(
-        "step_breakdown", "Where the step goes", (Panel("", _draw(overview, runs, bars[:MOST_BARS])),),
+        "step_breakdown", "Where the step goes", (Panel("", _draw(overview, runs, bars[:MAX_BARS])),),
         " ".join(_describe(runs, len(bars))), tuple(_explain(overview, runs)), (build_step_table(overview, runs),),
         tuple(LegendEntry(title, shade, "bar") for title, shade in _colors(bars).items()),
     )  # fmt: skip
@@ -53,17 +53,17 @@ def _describe(runs: Sequence[ProfiledRun], count: int) -> Iterator[str]:
         bars = f"Some bars ({len(different)} of {len(runs)} runs)"
         yield f"{bars} differ from the median of the other steps by more than 5%, for example because of the profiler."
         yield "Compare their shares, not their times."
-    if count > MOST_BARS:
-        yield f"Drawn: {MOST_BARS} of {count}."
+    if count > MAX_BARS:
+        yield f"Drawn: {MAX_BARS} of {count}."
 
 
 def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
     """Yield the largest loss of each run, and the overrides that may reduce it."""
     explained = [run for run in runs if run.sentence]
-    for run in explained[:MOST_SENTENCES]:
+    for run in explained[:MAX_SENTENCES]:
         yield f"R{overview.describe(run.group)[1:]}: {run.sentence}"
-    if len(explained) > MOST_SENTENCES:
-        yield f"{len(explained) - MOST_SENTENCES} more are in the records (metrics.explanation)."
+    if len(explained) > MAX_SENTENCES:
+        yield f"{len(explained) - MAX_SENTENCES} more are in the records (metrics.explanation)."
 
 
 def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[tuple[str, ProfiledRun, RankStep]]:

@@ -14,7 +14,7 @@ from distexp.report.figures.theme import color, inline_table
 from distexp.report.traces import RunTrace
 from distexp.runs.step_parts import PARTS
 
-MOST_RANKS = 8  # of all panels together: each has up to 1,200 marks
+MAX_RANKS = 8  # of all panels together: each has up to 1,200 marks
 LANE_HEIGHT = 20  # pixels
 KNOWN = {
     PARTS["matmul"]: "c1", PARTS["other_kernels"]: "c2", PARTS["optimizer"]: "c7", PARTS["waiting"]: "c4",
@@ -33,7 +33,7 @@ def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figur
     drawn = [each for each in traces if each.lanes]
     if not drawn:
         return None
-    chosen = [(each, choose_ranks(each, max(1, MOST_RANKS // len(drawn)))) for each in drawn]
+    chosen = [(each, choose_ranks(each, max(1, MAX_RANKS // len(drawn)))) for each in drawn]
     colors = assign_colors(rank for _, ranks in chosen for rank in ranks)
     panels = tuple(
         Panel(each.name, _draw(ranks, colors, f"zoom_{n}"), each.profiles) for n, (each, ranks) in enumerate(chosen)

@@ -33,7 +33,7 @@ DARK = {
 }  # fmt: skip
 
 PHASES = ("search", "setup", "warmup", "train", "profile", "eval", "save")
-MOST_COLORS = 8  # of one legend
+MAX_COLORS = 8  # of one legend
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
 
 
@@ -59,7 +59,7 @@ def chart_config() -> dict[str, Any]:
         "background": "transparent", "font": FONT, "view": {"stroke": None}, "axis": axis, "legend": legend,
         "title": {"color": color("ink"), "fontSize": 12, "fontWeight": 600, "anchor": "start"},
         "text": {"color": color("muted"), "fontSize": 11},
-        "range": {"category": [color(f"c{n + 1}") for n in range(MOST_COLORS)]},
+        "range": {"category": [color(f"c{n + 1}") for n in range(MAX_COLORS)]},
         "line": {"strokeWidth": 2, "strokeJoin": "round"},
     }  # fmt: skip
 

@@ -16,9 +16,9 @@ from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.report.figures.base import SINGLE_WIDTH
 from distexp.report.figures.label_placement import Frame, is_shown, place_labels
-from distexp.report.figures.theme import MOST_COLORS, color, inline_data
+from distexp.report.figures.theme import MAX_COLORS, color, inline_data
 
-MOST_LABELS = 16
+MAX_LABELS = 16
 CROWD = 200  # points; more are drawn small and pale
 CLOSE = 0.1  # relative; an axis that shows less would make small differences look large
 HEIGHT = 340  # pixels
@@ -73,7 +73,7 @@ class Tradeoff:
     @property
     def has_labels(self) -> bool:
         """Return whether the points are few enough for labels."""
-        return len(self.groups) <= MOST_LABELS
+        return len(self.groups) <= MAX_LABELS
 
     def describe(self, cheaper: str) -> Iterator[str]:
         """Yield how to read the marks; ``cheaper`` is the adjective for a lower cost."""
@@ -120,7 +120,7 @@ class Tradeoff:
             return []
         base = alt.Chart(inline_data(failed)).encode(x=x, y=y, tooltip=self._tooltip())
         cross = base.mark_point(shape="M-.5 -.5L.5 .5M.5 -.5L-.5 .5", size=160, strokeWidth=2.5, color=color("bad"))
-        if len(failed) > MOST_LABELS:
+        if len(failed) > MAX_LABELS:
             return [cross]
         return [cross, base.mark_text(dy=-14, color=color("bad"), fontWeight=600).encode(text=alt.value("OOM"))]
 
@@ -166,7 +166,7 @@ class _Channels:
 
         self.overview = overview
         self.cost = cost
-        self.color = next((name for name in overview.varied if 2 <= count(name) <= MOST_COLORS), None)
+        self.color = next((name for name in overview.varied if 2 <= count(name) <= MAX_COLORS), None)
         others = (name for name in overview.varied if name != self.color and 2 <= count(name) <= len(SHAPES))
         self.shape = next(others, None)
 

@@ -38,7 +38,7 @@ from distexp.runs.files import nan_to_none
 from distexp.runs.record import FAILURES
 from distexp.runs.text import join_first
 
-MOST_NOTES = 20
+MAX_NOTES = 20
 PAGE_FILES = files("distexp.report.page")
 
 
@@ -64,8 +64,8 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
         tiles=list(_tiles(overview)),
         remarks=remarks,
         summary=[sentence for sentence in summarize(overview) if sentence not in remarks],
-        notes=notes[:MOST_NOTES],
-        more_notes=max(0, len(notes) - MOST_NOTES),
+        notes=notes[:MAX_NOTES],
+        more_notes=max(0, len(notes) - MAX_NOTES),
         exercises=list(exercise_tables(overview)),
         figures=figures,
         link=lambda target: relative_link(target, path.parent),

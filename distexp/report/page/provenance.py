@@ -9,7 +9,7 @@ from distexp.report.data.rows import Row
 from distexp.report.data.text_table import TextTable
 from distexp.runs.text import join_first
 
-MOST_COMMANDS = 200
+MAX_COMMANDS = 200
 Cells = tuple[str, ...]
 VERSIONS = ("python", "torch", "cuda", "nccl", "transformers", "deepspeed")
 
@@ -26,9 +26,9 @@ def command_table(rows: Sequence[Row]) -> TextTable:
     """List the command of each run."""
     shown = tuple(
         (row.label, command(row), (row.record.run.started_at or "-")[:19].replace("T", " "))
-        for row in rows[:MOST_COMMANDS]
+        for row in rows[:MAX_COMMANDS]
     )
-    more = len(rows) - MOST_COMMANDS
+    more = len(rows) - MAX_COMMANDS
     note = f"{more} more runs are in results.csv, column overrides." if more > 0 else ""
     return TextTable("Commands", ("run", "command", "started (UTC)"), shown, note)
 

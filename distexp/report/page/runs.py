@@ -18,7 +18,7 @@ from distexp.report.data.settings import format_setting
 from distexp.runs.run_dir import LOGS, MEMORY, METRICS, PROFILE, RECORD
 
 LINKED_FILES = (RECORD, METRICS, MEMORY, LOGS, PROFILE)
-MOST_LETTERS = 48  # of a setting
+MAX_CHARACTERS = 48  # of a setting
 COMPARED_SECTIONS = ("config.", "built.", "environment.")
 COMPARED_KEYS = ("overrides", "git_sha")
 
@@ -57,7 +57,7 @@ def _setting_column(overview: Overview, name: str) -> dict[str, Any]:
 
 
 def _setting_cell(value: Any) -> Any:
-    return value if _is_number(value) or value is None else format_setting(value, MOST_LETTERS)
+    return value if _is_number(value) or value is None else format_setting(value, MAX_CHARACTERS)
 
 
 def _is_number(value: Any) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures.base import Figure
-from distexp.report.figures.step_timeline import MOST_RANKS, build_step_timeline
+from distexp.report.figures.step_timeline import MAX_RANKS, build_step_timeline
 from distexp.report.page.build import write_page
 from distexp.report.traces import load_traces
 from tests.helpers.records import record, write
@@ -81,11 +81,11 @@ def test_each_rank_has_its_lanes_in_order(tmp_path: Path) -> None:
 
 
 def test_of_many_ranks_the_slowest_one_is_drawn(tmp_path: Path) -> None:
-    figure = figure_of(sweep(tmp_path, 2, 2 * MOST_RANKS))
+    figure = figure_of(sweep(tmp_path, 2, 2 * MAX_RANKS))
     assert figure is not None
     drawn = {row["lane"].split()[1] for row in rows_of(figure)}
     assert "3" in drawn
-    assert len(drawn) == MOST_RANKS // 2
+    assert len(drawn) == MAX_RANKS // 2
     assert "Not all ranks are drawn, but the slowest one of each run is." in figure.caption
 
 
