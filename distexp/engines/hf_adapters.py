@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 from distexp.config import Config
 from distexp.distributed.context import Context
+from distexp.models.blocks import find_blocks
 from distexp.models.blueprint import Blueprint
-from distexp.models.introspection import find_blocks
 from distexp.strategies import ds_model
 from distexp.strategies.ds_config import uses_autocast
 from distexp.strategies.fsdp import mesh_shape, sharding_of

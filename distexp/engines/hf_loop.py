@@ -13,7 +13,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from distexp.config import Config
 from distexp.config.targets import locate
 from distexp.data.base import Batch
-from distexp.data.shards import StepData
+from distexp.data.loader import StepData
 from distexp.distributed.context import Context
 from distexp.engines.base import check_built
 from distexp.engines.hf_adapters import HFAdapter

@@ -31,7 +31,7 @@ class Native:
     ) -> tuple[EvaluableModel, Built]:
         """Build and check the model, resume from the newest checkpoint, and train."""
         from distexp.checkpoints.manager import CheckpointManager
-        from distexp.data.shards import StopRequestedError
+        from distexp.data.loader import StopRequestedError
         from distexp.runs.stop_request import StopRequest
         from distexp.strategies.model_tensors import read_model_tensors
         from distexp.system.seeding import seed_everything

@@ -10,7 +10,7 @@ from torch import Tensor
 from distexp.config import Config
 from distexp.data.base import Batch, Samples, TaskData
 from distexp.data.packing import PackedSamples
-from distexp.data.shards import BatchSharding, PaddedDataset, ShardedBatchSampler
+from distexp.data.sampler import BatchSharding, PaddedDataset, ShardedBatchSampler
 from distexp.data.text import TokenSamples
 from distexp.training.schedule import StepPlan
 

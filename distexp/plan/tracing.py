@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from distexp.config import Config, ConfigError
 from distexp.data.base import Batch, Samples
-from distexp.data.decoded import decoded_bytes
+from distexp.data.decoded_images import decoded_bytes
 from distexp.data.images import ImageFiles, statistics
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint

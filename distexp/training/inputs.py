@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from distexp.data.shards import ShardedLoader
+    from distexp.data.loader import ShardedLoader
     from distexp.models.blueprint import Blueprint
     from distexp.training.metrics_logger import MetricsLogger
     from distexp.training.schedule import StepPlan

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from distexp.data.shards import StepData
+from distexp.data.loader import StepData
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.measure.clock import synchronize
 from distexp.measure.profiling.annotations import OPTIMIZER, annotate

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distexp.data.shards import StepData
+from distexp.data.loader import StepData
 from distexp.data.workload import Workload
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, sum_over_ranks

@@ -15,8 +15,8 @@ from torch import Tensor, device
 
 from distexp.config import ConfigError
 from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, TaskData
+from distexp.data.loader import ShardedLoader
 from distexp.data.qa import QASamples
-from distexp.data.shards import ShardedLoader
 from distexp.data.tokenization import TokenIds, Tokenizer
 from distexp.distributed.process_group import gather_to_all, sum_over_ranks
 from distexp.measure.squad_metric import Score, score

@@ -14,7 +14,8 @@ from distexp.config import Config, ConfigError
 from distexp.config.custom_code import PAGE
 from distexp.config.targets import locate
 from distexp.data.base import TaskData
-from distexp.data.shards import BatchSharding, ShardedLoader
+from distexp.data.loader import ShardedLoader
+from distexp.data.sampler import BatchSharding
 from distexp.data.targets import TargetTokens
 from distexp.engines.base import check_built
 from distexp.engines.native import Native

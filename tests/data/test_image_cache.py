@@ -16,12 +16,13 @@ from torch import Tensor
 from torchvision.transforms import functional as reference
 
 from distexp.config import ConfigError, DatasetConfig
-from distexp.data import decoded, image_cache, tinyimagenet
+from distexp.data import decoded_images, image_cache, tinyimagenet
 from distexp.data.base import TaskData
-from distexp.data.decoded import decode_once
+from distexp.data.decoded_images import decode_once
 from distexp.data.image_cache import CachedImages, cache_images, cut_windows, describe_cache
 from distexp.data.images import MEAN, STD, DataError, ImageFiles
-from distexp.data.shards import BatchSharding, ShardedLoader
+from distexp.data.loader import ShardedLoader
+from distexp.data.sampler import BatchSharding
 from distexp.data.tinyimagenet_sample import write_images
 from tests.helpers.datasets import IMAGE_MODEL, dataset
 
@@ -150,13 +151,13 @@ def test_images_are_decoded_once_and_by_several_processes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = image_files(load(folder))
-    monkeypatch.setattr(decoded, "IMAGES_PER_JOB", 12)  # 40 images: 4 jobs, the last one of 4 images
-    monkeypatch.setattr(decoded, "cpu_count", lambda: 2)
+    monkeypatch.setattr(decoded_images, "IMAGES_PER_JOB", 12)  # 40 images: 4 jobs, the last one of 4 images
+    monkeypatch.setattr(decoded_images, "cpu_count", lambda: 2)
     first = decode_once(files)
     assert "note: decoding 40 images to 0 MB in " in capsys.readouterr().out
     plain = replace(files, augment=False)
     assert all(first[index].equal(plain[index]["images"]) for index in range(40))
-    monkeypatch.setattr(decoded, "decode_image", None)
+    monkeypatch.setattr(decoded_images, "decode_image", None)
     assert decode_once(files).equal(first)
     assert capsys.readouterr().out == ""
 
@@ -190,8 +191,8 @@ def test_a_damaged_image_is_named_and_nothing_is_kept(
     files = image_files(load(tmp_path / "damaged"))
     path = files.root / files.files[8]
     path.write_bytes(path.read_bytes()[:300])
-    monkeypatch.setattr(decoded, "IMAGES_PER_JOB", 10 // jobs)
-    monkeypatch.setattr(decoded, "cpu_count", lambda: 2)
+    monkeypatch.setattr(decoded_images, "IMAGES_PER_JOB", 10 // jobs)
+    monkeypatch.setattr(decoded_images, "cpu_count", lambda: 2)
     with pytest.raises(DataError, match=rf"cannot decode .*{files.files[8]} as an image"):
         decode_once(files)
     assert not list((tmp_path / "cache").glob("images-*"))
@@ -201,7 +202,7 @@ def test_a_full_disk_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch)
     def write(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(decoded, "_write", write)
+    monkeypatch.setattr(decoded_images, "_write", write)
     with pytest.raises(ConfigError, match=r"cannot write 40 decoded images to .*cache \(No space left.*DISTEXP_CACHE"):
         decode_once(image_files(load(folder)))
 

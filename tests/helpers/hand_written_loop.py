@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from distexp.config import Config
 from distexp.data.base import TaskData
-from distexp.data.shards import BatchSharding, ShardedBatchSampler
+from distexp.data.sampler import BatchSharding, ShardedBatchSampler
 from distexp.distributed.context import Context
 from distexp.measure.clock import synchronize
 from distexp.runs.events import Events

@@ -13,7 +13,8 @@ import torch
 from distexp.config import TrainConfig
 from distexp.data.base import Batch, Sample
 from distexp.data.images import collate_images
-from distexp.data.shards import PaddedDataset, StepData
+from distexp.data.loader import StepData
+from distexp.data.sampler import PaddedDataset
 from distexp.data.targets import TargetTokens
 from distexp.data.text import TextCollate
 from distexp.data.workload import measure_workload

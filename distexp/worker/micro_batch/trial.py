@@ -14,7 +14,8 @@ from torch import Tensor
 from distexp.config import Config
 from distexp.config.batch_sizes import samples_per_worker, with_micro_batch
 from distexp.data.base import Batch, Samples, TaskData, to_device
-from distexp.data.shards import PaddedDataset, StepData
+from distexp.data.loader import StepData
+from distexp.data.sampler import PaddedDataset
 from distexp.data.text import sample_lengths
 from distexp.distributed.context import Context
 from distexp.distributed.memory_limit import usable_bytes

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from distexp.config import TrainConfig
-from distexp.data import shards
+from distexp.data import loader
 from distexp.data.base import IGNORE, Batch, Sample, TaskData
 from distexp.data.images import collate_images
-from distexp.data.shards import BatchSharding, PaddedDataset, ShardedBatchSampler, ShardedLoader
+from distexp.data.loader import ShardedLoader
+from distexp.data.sampler import BatchSharding, PaddedDataset, ShardedBatchSampler
 from distexp.training.inputs import TrainingInputs
 from distexp.training.loop import end_epoch
 from distexp.training.schedule import StepPlan
@@ -146,11 +147,11 @@ def test_the_wait_is_that_for_the_data_and_not_for_the_device(monkeypatch: pytes
             clock[0] += 1
             return super().__getitem__(index)
 
-    def wait_for_device(self: shards.StopFlag) -> None:
+    def wait_for_device(self: loader.StopFlag) -> None:
         clock[0] += 100
 
-    monkeypatch.setattr(shards, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(shards.StopFlag, "check", wait_for_device)
+    monkeypatch.setattr(loader, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(loader.StopFlag, "check", wait_for_device)
     waits = []
     for step in make_loader(SlowSamples(), 0).iter_steps(0):
         waits.append(step.wait_s)
