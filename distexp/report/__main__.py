@@ -23,7 +23,7 @@ from distexp.report.data.forecasts import keep_errors
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row, load_rows
 from distexp.report.files import PAGE, write_files
-from distexp.report.table import OverviewTable
+from distexp.report.overview_table import OverviewTable
 from distexp.runs.existing import choose_newest_sweep
 from distexp.runs.full_disk import describe_disk_error
 from distexp.runs.run_dir import RECORD, REPORT

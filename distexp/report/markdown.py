@@ -8,8 +8,8 @@ from pathlib import Path
 from distexp.report.data.overview import Overview
 from distexp.report.exercises import exercise_tables
 from distexp.report.figures.base import Figure
+from distexp.report.overview_table import overview_columns
 from distexp.report.summary import summarize
-from distexp.report.table import overview_columns
 
 
 def write_markdown(overview: Overview, figures: Sequence[Figure], path: Path) -> None:

@@ -183,7 +183,7 @@ def test_the_command_never_imports_torch(tmp_path: Path) -> None:
 
 
 def test_the_table_does_not_import_pyarrow() -> None:
-    code = "import sys, distexp.report.table; print({'pyarrow', 'torch'} & set(sys.modules))"
+    code = "import sys, distexp.report.overview_table; print({'pyarrow', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from distexp.report.data import setting_names
-from distexp.report.table import build_overview_table
+from distexp.report.overview_table import build_overview_table
 from distexp.runs.record import RunError, RunRecord
 from tests.helpers.records import add_parts, invalid, record
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distexp.report.data.overview import Overview
-from distexp.report.table import overview_columns
+from distexp.report.overview_table import overview_columns
 from distexp.runs.record import RunRecord
 from tests.helpers.records import record
 
