@@ -9,7 +9,7 @@ recomputes, but without the blocks that flex attention skips. Other attention ke
 which is not known and not counted.
 
 torch counts the operations of an eager copy of the model without memory, because it cannot look into compiled code. See
-also ``distexp.models.introspection``, which counts those of a forward pass, and ``distexp.resolve.parameter_count``.
+also ``distexp.models.flop_counting``, which counts those of a forward pass, and ``distexp.resolve.parameter_count``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from distexp.config import Config
 from distexp.config.targets import locate
 from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData, to_device
 from distexp.data.workload import Workload
+from distexp.models.flop_counting import count_forward_flops, count_training_flops
 from distexp.models.head import adapt_head
-from distexp.models.introspection import count_forward_flops, count_training_flops
 from distexp.models.transforms import transform_blocks
 
 FORWARD_AND_BACKWARD = 3

@@ -1,66 +1,16 @@
-"""Inspection of models: repeated blocks, embeddings, limits and FLOPs.
-
-See also ``distexp.resolve.parameter_count``, which counts parameters from the configuration alone, and
-``distexp.measure.flops``, which derives the FLOPs of training from those of the forward pass.
-"""
+"""Properties of a built model: embeddings, attention and the inputs that it takes."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from inspect import signature
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 from distexp.config import ConfigError
 from distexp.data.base import LOGITS_TO_KEEP
-from distexp.models.objective import get_logits
-
-NamedModules = list[tuple[str, nn.Module]]
-"""Modules with their names in ``named_modules``."""
-
-
-def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, alternative: str) -> NamedModules:
-    """Find the repeated blocks of a model, in forward order.
-
-    Args:
-        model: any module.
-        wrap: as in ``find_units``.
-        needed_for: the settings that need blocks, for the message.
-        alternative: what to set instead, for the message.
-
-    Raises:
-        ConfigError: the model has no module of these classes, or no repeated blocks.
-    """
-    blocks = find_units(model, wrap)
-    if not blocks:
-        raise ConfigError(
-            f"{needed_for} needs a model with repeated blocks, which {type(model).__name__} lacks: set {alternative}, "
-            "or fsdp.wrap to class names of its modules"
-        )
-    return blocks
-
-
-def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
-    """Find the repeated blocks of a model, in forward order; ``auto`` finds none in a model without them.
-
-    Args:
-        model: any module.
-        wrap: class names separated by commas, or ``auto``. ``auto`` finds the classes in
-            ``_no_split_modules`` of transformers, or else the members of containers whose members have the
-            same class. Of several such classes, it takes the one with the most parameters.
-
-    Raises:
-        ConfigError: the model has no module of these classes.
-    """
-    if wrap != "auto":
-        return _find_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
-    declared = set(getattr(model, "_no_split_modules", None) or ())
-    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in declared]
-    return found or _largest_repeated(model)
+from distexp.models.blocks import NamedModules
 
 
 def find_embeddings(model: nn.Module) -> NamedModules:
@@ -130,75 +80,3 @@ def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
             f"{type(model).__name__}.forward({', '.join(arguments.parameters)}) cannot take the inputs of the dataset "
             f"({error}): its arguments must be {', '.join(names)}"
         ) from error
-
-
-def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Count the floating point operations of one forward pass.
-
-    A multiply-add counts as two.
-
-    Args:
-        model: a copy on the meta device, which takes no memory and no time. Do not use it afterwards,
-            because its attention implementation is changed.
-        inputs: its keyword arguments, on any device; only the shapes matter.
-    """
-    with torch.no_grad():
-        return _count_flops(lambda: _run_on_meta(model, inputs))
-
-
-def count_training_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Count the floating point operations of one forward and one backward pass, with what they recompute.
-
-    Args:
-        model: as for ``count_forward_flops``.
-        inputs: as for ``count_forward_flops``.
-    """
-
-    def run() -> None:
-        get_logits(_run_on_meta(model, inputs)).sum().backward()  # type: ignore[no-untyped-call]
-
-    return _count_flops(run)
-
-
-def _count_flops(run: Callable[[], object]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        run()
-    return int(counter.get_total_flops())
-
-
-def _run_on_meta(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
-    set_attention = getattr(model, "set_attn_implementation", None)
-    if set_attention is not None:
-        # The other implementations read the values of the mask, which a meta tensor lacks. The FLOPs are the same.
-        set_attention("eager")
-    return model(**{name: tensor.to("meta") for name, tensor in inputs.items()})
-
-
-def _find_classes(model: nn.Module, wanted: list[str]) -> NamedModules:
-    parts = [(name, module, type(module).__name__) for name, module in model.named_modules() if name]
-    available = {kind for _, _, kind in parts}
-    missing = set(wanted) - available
-    if missing or not wanted:
-        problem = f"the model has no modules of class {', '.join(sorted(missing))}" if missing else "no class is given"
-        raise ConfigError(
-            f"fsdp.wrap={','.join(wanted)}: {problem}. Use auto, or some of {', '.join(sorted(available))}"
-        )
-    return [(name, module) for name, module, kind in parts if kind in wanted]
-
-
-def _largest_repeated(model: nn.Module) -> NamedModules:
-    by_class: dict[type[nn.Module], NamedModules] = defaultdict(list)
-    for name, container in model.named_modules():
-        if not isinstance(container, nn.ModuleList | nn.Sequential):
-            continue
-        members = list(container.named_children())
-        classes = {type(member) for _, member in members}
-        all_have_children = all(any(True for _ in member.children()) for _, member in members)
-        if len(classes) == 1 and all_have_children:
-            prefix = f"{name}." if name else ""
-            by_class[classes.pop()] += [(prefix + child, member) for child, member in members]
-    return max(by_class.values(), key=_count_parameters, default=[])
-
-
-def _count_parameters(modules: NamedModules) -> int:
-    return sum(parameter.numel() for _, module in modules for parameter in module.parameters())

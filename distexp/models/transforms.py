@@ -12,13 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from distexp.config import Config, ConfigError
-from distexp.models.introspection import find_blocks, find_units
+from distexp.models.blocks import find_blocks, find_units
 from distexp.system.torch_internals.compilation import compile_errors, compiler_settings, limit_stored_activations
 
 BACKEND = "inductor"
 """Backend of ``torch.compile``. Tests choose a faster one."""
 
-CONVOLUTION_AXES = 4
 
 MODEL_SCOPES = ("model", "graphs")
 """Values of ``train.compile`` that compile the whole model as one graph."""
@@ -58,23 +57,6 @@ def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
     """
     options: dict[str, Any] = {"mode": "reduce-overhead"} if cuda_graphs and BACKEND == "inductor" else {}
     model.forward = compile_forward(model.forward, fullgraph=True, dynamic=False, **options)
-
-
-def set_memory_format(model: nn.Module, config: Config) -> None:
-    """Convert the weights of convolutions to channels-last, if ``train.channels_last=true``.
-
-    Images are channels-last. A convolution of images and weights in different formats may have to copy the weights.
-    """
-    if config.train.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # changes 4-dimensional tensors only
-
-
-def read_memory_format(model: nn.Module) -> bool | None:
-    """Return whether the weights of convolutions are channels-last; None if the model has none on this worker."""
-    weights = [parameter for parameter in model.parameters() if parameter.dim() == CONVOLUTION_AXES]
-    # With one pixel, as with one channel, both formats are the same.
-    distinct = [weight for weight in weights if weight.shape[1] > 1 and weight.shape[2:].numel() > 1]
-    return all(weight.is_contiguous(memory_format=torch.channels_last) for weight in distinct) if distinct else None
 
 
 def read_compiled(module: nn.Module) -> str:

@@ -1,6 +1,6 @@
 """Number of parameters of a model, computed from its configuration without building it.
 
-See also ``distexp.models.introspection``, which inspects a model that is built, and ``distexp.measure.flops``.
+See also ``distexp.measure.flops``.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class DDP(Strategy):
         """Initialize the model on its device and wrap it."""
         from torch.nn.parallel import DistributedDataParallel
 
-        from distexp.models.transforms import set_memory_format
+        from distexp.models.memory_format import set_memory_format
         from distexp.strategies.compute_weights import copy_weights
         from distexp.strategies.ddp_reduction import set_reduction
         from distexp.strategies.torch_model import TorchModel, read_ddp_distribution

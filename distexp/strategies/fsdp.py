@@ -176,7 +176,8 @@ def _shard_units(blueprint: Blueprint, config: Config, context: Context) -> list
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    from distexp.models.introspection import find_embeddings, find_units, has_tied_embeddings
+    from distexp.models.blocks import find_units
+    from distexp.models.introspection import find_embeddings, has_tied_embeddings
     from distexp.strategies.torch_model import DTYPES
 
     policy: dict[str, Any] = {

@@ -46,7 +46,7 @@ class Single(Strategy):
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Initialize the model on its device."""
-        from distexp.models.transforms import set_memory_format
+        from distexp.models.memory_format import set_memory_format
         from distexp.strategies.compute_weights import copy_weights
         from distexp.strategies.torch_model import Distribution, TorchModel
 

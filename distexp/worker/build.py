@@ -13,18 +13,19 @@ from distexp.config.custom_code import PAGE, check_returned
 from distexp.config.size_checks import check_samples_per_rank
 from distexp.config.targets import locate
 from distexp.data.base import MODEL_INPUTS, TaskData
-from distexp.data.checks import check_task_data
 from distexp.data.image_cache import cache_images
+from distexp.data.loader import ShardedLoader
 from distexp.data.packing import pack_training_set
-from distexp.data.shards import BatchSharding, ShardedLoader
+from distexp.data.sampler import BatchSharding
 from distexp.data.targets import LabelsForHead, TargetTokens
+from distexp.data.task_data_check import check_task_data
 from distexp.data.text import RightPadding, TextCollate, pad_to_batch, sample_lengths, sequence_length
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable
 from distexp.models.head import adapt_head
 from distexp.models.introspection import check_forward_arguments
-from distexp.models.packing import check_packing
+from distexp.models.packing_check import check_packing
 from distexp.models.transforms import transform_blocks
 from distexp.worker.generation import check_has_references
 

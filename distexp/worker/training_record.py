@@ -10,14 +10,15 @@ from torch import nn
 from distexp.config import Config
 from distexp.data.base import TaskData
 from distexp.data.image_cache import describe_cache
-from distexp.data.shards import ShardedLoader
+from distexp.data.loader import ShardedLoader
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.explain.explanation import explain
 from distexp.models.head import describe_head
 from distexp.models.introspection import read_attention
-from distexp.models.transforms import MODEL_SCOPES, read_compiled, read_memory_format
+from distexp.models.memory_format import read_memory_format
+from distexp.models.transforms import MODEL_SCOPES, read_compiled
 from distexp.runs.environment import make_environment
 from distexp.runs.files import write_json
 from distexp.runs.full_disk import print_despite_full_disk

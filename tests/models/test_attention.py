@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from distexp.config import ConfigError
-from distexp.models.introspection import find_units, read_attention
+from distexp.models.blocks import find_units
+from distexp.models.introspection import read_attention
 from tests.helpers.attention import build, compute, logits_of, make_batch
 from tests.helpers.runs import resolve_cell
 

@@ -15,13 +15,9 @@ from distexp.config import ConfigError
 from distexp.console.run_summary import run_title
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
 from distexp.models import bloom, hf
-from distexp.models.introspection import (
-    count_forward_flops,
-    find_embeddings,
-    find_units,
-    has_tied_embeddings,
-    read_attention,
-)
+from distexp.models.blocks import find_units
+from distexp.models.flop_counting import count_forward_flops
+from distexp.models.introspection import find_embeddings, has_tied_embeddings, read_attention
 from distexp.resolve.run_id import run_id
 from distexp.runs.spec import RunSpec
 from tests.helpers.runs import resolve_cell, run_distexp

@@ -10,7 +10,9 @@ from torch import nn
 
 from distexp.config import ConfigError
 from distexp.models import bloom, gpt, resnet
-from distexp.models.introspection import count_forward_flops, find_units, max_positions, read_attention
+from distexp.models.blocks import find_units
+from distexp.models.flop_counting import count_forward_flops
+from distexp.models.introspection import max_positions, read_attention
 from distexp.models.transforms import transform_blocks
 from tests.helpers.runs import resolve_cell
 

@@ -9,7 +9,8 @@ import torch
 from torchvision.models import resnet50
 
 from distexp.config import ConfigError
-from distexp.models.introspection import find_embeddings, find_units, has_tied_embeddings
+from distexp.models.blocks import find_units
+from distexp.models.introspection import find_embeddings, has_tied_embeddings
 from distexp.models.resnet import build
 from tests.helpers.runs import resolve_cell
 

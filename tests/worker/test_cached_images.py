@@ -17,9 +17,9 @@ from distexp.distributed.context import Context
 from distexp.measure.flops import training_flops
 from distexp.models import transforms
 from distexp.models.blueprint import Blueprint
+from distexp.models.memory_format import read_memory_format
 from distexp.models.objective import evaluation_sums
 from distexp.models.resnet import build as build_resnet
-from distexp.models.transforms import read_memory_format
 from distexp.runs.events import Events
 from distexp.runs.record import RunRecord
 from distexp.strategies.base import load_strategy

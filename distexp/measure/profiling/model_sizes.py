@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distexp.measure.profiling.fsdp_hooks import UnitSize
-from distexp.models.introspection import find_units
+from distexp.models.blocks import find_units
 from distexp.runs.step_model import Parameters
 from distexp.system.torch_internals.distributed import ddp_bucket_sizes, read_fsdp_unit_sizes
 
