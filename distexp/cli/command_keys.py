@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override
 
+from distexp.cli.overrides import plain_value
 from distexp.config.key_info import sections
 
 
@@ -62,13 +63,9 @@ def _differs(override: Override) -> bool:
     defaults = vars(sections()[section]())
     if not name:
         value = override.value()
-        return isinstance(value, dict) and any(_plain(each) != defaults.get(key) for key, each in value.items())
+        return isinstance(value, dict) and any(plain_value(each) != defaults.get(key) for key, each in value.items())
     values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
-    return name in defaults and not override.is_delete() and any(_plain(each) != defaults[name] for each in values)
-
-
-def _plain(value: Any) -> Any:
-    return value.text if isinstance(value, QuotedString) else value
+    return name in defaults and not override.is_delete() and any(plain_value(each) != defaults[name] for each in values)
 
 
 def _key(override: Override) -> str:

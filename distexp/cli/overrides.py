@@ -59,6 +59,11 @@ def quote_choice(text: str, groups: Container[str]) -> str:
     return f"{prefix}=" + ",".join(_quote(item) for item in values)
 
 
+def plain_value(value: Any) -> Any:
+    """Return a value of an override without its quotes."""
+    return value.text if isinstance(value, QuotedString) else value
+
+
 def _refuse_list(text: str, group: str, values: Sequence[Any]) -> NoReturn:
     """Raise the error for ``strategy=[ddp,fsdp]``, with the sweep over the same options."""
     options = [_quote(option).strip("'") for item in values for option in (item if isinstance(item, list) else [item])]
@@ -70,8 +75,7 @@ def _refuse_list(text: str, group: str, values: Sequence[Any]) -> NoReturn:
 
 
 def _quote(value: Any) -> str:
-    if isinstance(value, QuotedString):
-        value = value.text
+    value = plain_value(value)
     if isinstance(value, bool):
         value = str(value).lower()
     if value is None:

@@ -15,8 +15,11 @@ from distexp.runs.run_dir import RECORD
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import MIB_PER_GB
 
-KEPT_SECTIONS = ("cluster", "scaling", "forecast", "plan")
-"""Sections and groups that the user may set. They do not change what a worker computes in a micro-batch."""
+KEPT_SECTIONS = ("cluster", "scaling", "forecast", "plan", "choose")
+"""Sections and groups that do not change what a worker computes in a micro-batch.
+
+``choose`` has no effect, which the command line then reports.
+"""
 
 KEPT_KEYS = (
     *("train.global_batch_size", "train.gradient_accumulation_steps", "dataset.train_size"),

@@ -30,6 +30,7 @@ from distexp.config import Config, ConfigError
 from distexp.console.progress import show_progress
 from distexp.exceptions import SweepInterrupted
 from distexp.launch.config_loader import CheckedConfigLoader
+from distexp.launch.plan_keys import ignored_plan_keys
 from distexp.launch.trust import check_trust, packages_trusted_by_user
 from distexp.resolve import resolve
 from distexp.resolve.run_id import run_id
@@ -99,7 +100,7 @@ def compose_cells(
     """Compose and resolve every cell, before any run starts. Return them in the given order.
 
     Raises:
-        ConfigError: if there is one cell only, and it is invalid.
+        ConfigError: if there is one cell only, and it is invalid, or if a key of ``plan`` has no effect.
         HydraException: if Hydra cannot compose a cell.
         SweepInterrupted: on Ctrl-C.
     """
@@ -115,11 +116,19 @@ def compose_cells(
     shared = set.intersection(*(set(cell.overrides) for cell in cells))
     for cell in cells:
         cell.varied = [text for text in cell.overrides if text not in shared]
+    if errors := _command_errors(cells, master):
+        raise ConfigError(errors)
+    return cells
+
+
+def _command_errors(cells: Sequence[Cell], master: DictConfig) -> list[str]:
+    """Return the errors for which a command is refused."""
+    # Earlier versions stored overrides that they ignored.
+    ignored = [] if master.sweep.resume else ignored_plan_keys((cell.overrides, cell.config) for cell in cells)
     as_json = master.plan.only and master.plan.output == "json"  # which has the errors
     # A search changes strategy and sizes, so a candidate may be valid.
-    if len(cells) == 1 and cells[0].errors and not as_json and not master.choose.only:
-        raise ConfigError(cells[0].errors)
-    return cells
+    is_invalid = len(cells) == 1 and not as_json and not master.choose.only
+    return [*(cells[0].errors if is_invalid else []), *ignored]
 
 
 def cell_maker(context: HydraContext, master: DictConfig, adjust: Adjust | None = None) -> MakeCell:

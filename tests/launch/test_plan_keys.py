@@ -1,0 +1,58 @@
+"""Tests of the keys of ``plan`` that a command would ignore."""
+
+from __future__ import annotations
+
+import pytest
+
+from distexp.launch.plan_keys import ignored_plan_keys
+from tests.helpers.runs import resolve_cell
+
+CPU = "cluster.device=cpu"
+
+USED = (
+    ("plan.only=true", "plan.timeout_s=5", "plan.host_memory_gb=4"),
+    ("plan.only=true", "plan=warn", "plan.search_timeout_s=30"),  # the defaults
+    ("choose.only=true", "plan.timeout_s=5", "plan.host_memory_gb=4"),
+    ("plan.only=true", "forecast.only=true", "plan.timeout_s=5"),
+    ("plan=check", "plan.timeout_s=5", "plan.search_timeout_s=5", "plan.host_memory_gb=4"),
+    ("plan=warn", "plan.host_memory_gb=4"),
+    ("experiment=memory/parts", "plan.search_timeout_s=5", "scale=tiny"),  # which has plan=check
+)
+
+IGNORED = {
+    ("plan.only=true", "plan.search_timeout_s=5"): "in distexp plan, which predicts every change: leave it out",
+    ("plan.only=true", "plan=check"): "in distexp plan, which starts no run: leave it out",
+    ("plan.only=true", "forecast.only=true", "plan=off"): "in distexp forecast, which starts no run: leave it out",
+    ("plan.only=true", "forecast.only=true", "forecast.memory='off'", "plan.timeout_s=5"): (
+        "with forecast.memory=off: leave it out"
+    ),
+    ("choose.only=true", "plan=off"): "in distexp choose, which always predicts: leave it out",
+    ("choose.only=true", "plan.search_timeout_s=5"): "set choose.budget_min to limit the trials, or leave it out",
+    ("preflight.only=true", "plan=check"): "in distexp preflight, which trains nothing: leave it out",
+    ("plan=off", "plan.host_memory_gb=4"): "with plan=off: use plan=warn or plan=check, or leave it out",
+    ("plan=off", "plan.timeout_s=5"): "with plan=off: use plan=check, or leave it out",
+    ("plan.timeout_s=5",): "with plan=warn, which only uses predictions in the cache: add plan=check, or leave it out",
+    ("plan.gpu=a100-80gb",): "in a run on cpu: set plan.host_memory_gb, or leave it out",
+    ("train.micro_batch_size=auto", "train.global_batch_size=16", "plan.host_memory_gb=4"): (
+        "with train.micro_batch_size=auto, whose size is found by trials: set a number of samples, or leave it out"
+    ),
+}
+
+
+@pytest.mark.parametrize("overrides", USED)
+def test_a_key_that_is_used_is_accepted(overrides: tuple[str, ...]) -> None:
+    assert ignored_plan_keys([(overrides, resolve_cell(CPU, *overrides))]) == []
+
+
+@pytest.mark.parametrize("overrides", IGNORED)
+def test_a_key_without_effect_is_refused_with_the_reason(overrides: tuple[str, ...]) -> None:
+    (error,) = ignored_plan_keys([(overrides, resolve_cell(CPU, *overrides))])
+    assert error.startswith(f"{overrides[-1]} has no effect ")
+    assert IGNORED[overrides] in error
+
+
+def test_a_key_is_refused_once_and_only_if_no_cell_uses_it() -> None:
+    cells = [(mode, "plan.timeout_s=5") for mode in ("plan=off", "plan=warn", "plan=check")]
+    configs = [(overrides, resolve_cell(CPU, *overrides)) for overrides in cells]
+    assert len(ignored_plan_keys(configs[:2])) == 1
+    assert ignored_plan_keys(configs) == []
