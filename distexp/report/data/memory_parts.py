@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distexp.report.data.metrics import METRICS_BY_NAME, NOT_OFFLOADED, PARTS, PARTS_TOTAL
+from distexp.report.data.metric_readers import PARTS
+from distexp.report.data.metrics import METRICS_BY_NAME, NOT_OFFLOADED, PARTS_TOTAL
 from distexp.report.data.overview import Overview
 from distexp.report.data.ranking import memory_metric
 from distexp.report.data.repeats import RunGroup, format_metric

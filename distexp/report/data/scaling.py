@@ -16,12 +16,12 @@ from typing import Any
 
 from distexp.report.data.metrics import EFFICIENCY, SPEED
 from distexp.report.data.repeats import RunGroup
+from distexp.report.data.scaling_work import is_constant, parameters_of, sample_counts, samples_of, works_of, world_of
 from distexp.report.data.setting_names import SEED, WORKERS, usual_order
 from distexp.report.data.settings import format_settings
 
 WORLD = ("nodes", WORKERS)
 THREADS = "cpus_per_worker"
-TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch may be incomplete
 FORECAST = "forecast"
 """Kind of a series with one measured point, next to which forecasts are drawn."""
 
@@ -111,7 +111,7 @@ class ScalingSeries:
         """Yield pairs with equal numbers of workers, on fewer nodes and on more."""
         for index, one in enumerate(self.points):
             for other in self.points[index + 1 :]:
-                if one.workers == other.workers and one.nodes < other.nodes and _is_constant([one.work, other.work]):
+                if one.workers == other.workers and one.nodes < other.nodes and is_constant([one.work, other.work]):
                     yield one, other
 
 
@@ -125,7 +125,10 @@ def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> li
     measured = [group for group in groups if _is_measured(group)]
     names = _configuration_settings(measured, varied)
     several = [
-        each for members in _by_configuration(measured, names) for each in _by_threads(members) if _has_several(each)
+        each
+        for members in _by_configuration(measured, names)
+        for each in _by_threads(members)
+        if _has_several_worlds(each)
     ]
     return sorted((_make_series(each, names) for each in several), key=lambda one: -len(one.points))
 
@@ -143,8 +146,8 @@ def groups_without_baseline(groups: Sequence[RunGroup], varied: Sequence[str]) -
     measured = [group for group in groups if _is_measured(group)]
     found: list[RunGroup] = []
     for members in _by_configuration(measured, _configuration_settings(measured, varied)):
-        if _has_several(members):
-            found += [group for each in _by_threads(members) if not _has_several(each) for group in each]
+        if _has_several_worlds(members):
+            found += [group for each in _by_threads(members) if not _has_several_worlds(each) for group in each]
     return found
 
 
@@ -169,8 +172,8 @@ def threads_per_worker(group: RunGroup) -> int | None:
     return int(threads) if threads and group.setting("device") == "cpu" else None
 
 
-def _has_several(groups: Sequence[RunGroup]) -> bool:
-    return len({_world(group) for group in groups}) > 1
+def _has_several_worlds(groups: Sequence[RunGroup]) -> bool:
+    return len({world_of(group) for group in groups}) > 1
 
 
 def add_efficiency(series: Sequence[ScalingSeries]) -> None:
@@ -184,11 +187,6 @@ def add_efficiency(series: Sequence[ScalingSeries]) -> None:
 def _is_measured(group: RunGroup) -> bool:
     speed = group.metric(SPEED)
     return group.completed and speed is not None and speed.mean > 0 and bool(group.setting(WORKERS))
-
-
-def _world(group: RunGroup) -> tuple[int, int]:
-    """Return the number of workers and the number of nodes."""
-    return int(group.setting(WORKERS)), int(group.setting("nodes") or 1)
 
 
 def _configuration_settings(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[str]:
@@ -211,7 +209,7 @@ def _follows_world(groups: Sequence[RunGroup], name: str, choices: Sequence[str]
     """
     values: dict[str, str] = {}
     for group in groups:
-        key = json.dumps([_world(group), *(group.setting(other) for other in choices)], default=str)
+        key = json.dumps([world_of(group), *(group.setting(other) for other in choices)], default=str)
         value = json.dumps(group.setting(name), default=str)
         if values.setdefault(key, value) != value:
             return False
@@ -219,84 +217,49 @@ def _follows_world(groups: Sequence[RunGroup], name: str, choices: Sequence[str]
 
 
 def _make_series(groups: Sequence[RunGroup], names: Sequence[str]) -> ScalingSeries:
-    ordered = sorted(groups, key=_world)
-    works = _works(ordered)
-    points = _points(ordered, works)
+    points = _make_points(sorted(groups, key=world_of))
     return ScalingSeries(format_settings(groups[0].settings, names), _kind(points), _scaled(points), points)
 
 
-def _points(groups: Sequence[RunGroup], works: Sequence[float]) -> tuple[ScalingPoint, ...]:
-    speeds = [spread.mean for group in groups if (spread := group.metric(SPEED))]
-    samples = [_samples(group) for group in groups]
-    counts = [count or 1.0 for count in samples] if all(samples) else [1.0] * len(groups)
-    times = [count / speed for count, speed in zip(counts, speeds, strict=True)]
-    worlds = [_world(group) for group in groups]
-    rates = [work / time for work, time in zip(works, times, strict=True)]
-    fewest = worlds[0][0]
-    return tuple(
-        ScalingPoint(
-            group, *worlds[n], speeds[n], works[n], samples[n], times[n],
-            efficiency=rates[n] / worlds[n][0] * fewest / rates[0], speedup=rates[n] / rates[0],
+def _make_points(groups: Sequence[RunGroup]) -> tuple[ScalingPoint, ...]:
+    """Return a point for each group. The first group is the baseline."""
+    works = works_of(groups)
+    times = [count / _speed(group) for group, count in zip(groups, sample_counts(groups), strict=True)]
+    baseline_rate, fewest = works[0] / times[0], world_of(groups[0]).workers
+    points = []
+    for group, work, time in zip(groups, works, times, strict=True):
+        world, rate = world_of(group), work / time
+        efficiency = rate / world.workers * fewest / baseline_rate
+        point = ScalingPoint(
+            group=group,
+            workers=world.workers,
+            nodes=world.nodes,
+            speed=_speed(group),
+            work=work,
+            samples=samples_of(group),
+            time=time,
+            efficiency=efficiency,
+            speedup=rate / baseline_rate,
         )
-        for n, group in enumerate(groups)
-    )  # fmt: skip
+        points.append(point)
+    return tuple(points)
+
+
+def _speed(group: RunGroup) -> float:
+    speed = group.metric(SPEED)
+    assert speed is not None, "a series has measured groups only"
+    return speed.mean
 
 
 def _kind(points: Sequence[ScalingPoint]) -> str:
-    if _is_constant([point.work for point in points]):
+    if is_constant([point.work for point in points]):
         return "strong"
-    return "weak" if _is_constant([point.work / point.workers for point in points]) else "mixed"
+    return "weak" if is_constant([point.work / point.workers for point in points]) else "mixed"
 
 
 def _scaled(points: Sequence[ScalingPoint]) -> tuple[str, ...]:
     """Return what differs between the points: the parameters, the samples, or both."""
-    sizes = [_parameters(point.group) for point in points]
+    sizes = [parameters_of(point.group) for point in points]
     samples = [point.samples or 0.0 for point in points]
-    found = {"model": len(set(sizes)) > 1, "data": max(samples) > 0 and not _is_constant(samples)}
+    found = {"model": len(set(sizes)) > 1, "data": max(samples) > 0 and not is_constant(samples)}
     return tuple(name for name, differs in found.items() if differs)
-
-
-def _parameters(group: RunGroup) -> int:
-    built = group.counted_rows[0].record.built
-    return built.parameters if built else 0
-
-
-def _works(groups: Sequence[RunGroup]) -> list[float]:
-    """Return the work of each group: samples, times parameters if these differ.
-
-    If the number of samples is unknown, the groups are taken to process equally many.
-    """
-    samples = [_samples(group) for group in groups]
-    counts = [count or 1.0 for count in samples] if all(samples) else [1.0] * len(groups)
-    parameters = [_parameters(group) for group in groups]
-    if min(parameters) > 0 and len(set(parameters)) > 1:
-        return [count * size for count, size in zip(counts, parameters, strict=True)]
-    return counts
-
-
-def _samples(group: RunGroup) -> float | None:
-    """Return the samples that a training processes; None if unknown."""
-    return _packed_samples(group) if group.setting("dataset.packing") else _padded_samples(group)
-
-
-def _packed_samples(group: RunGroup) -> float | None:
-    """Return the samples of a training whose rows have several samples each; None if unknown."""
-    metrics, size = group.counted_rows[0].record.metrics, group.setting("dataset.train_size")
-    if not size or not metrics.total_steps or not metrics.steps_per_epoch:
-        return None
-    return float(size * metrics.total_steps / metrics.steps_per_epoch)
-
-
-def _padded_samples(group: RunGroup) -> float | None:
-    """Return the samples of a training with a sample in each row; None if unknown."""
-    names = ("micro_batch_size", "gradient_accumulation_steps", "num_epochs", "dataset.train_size", "max_steps")
-    micro, accumulation, epochs, size, max_steps = (group.setting(name) for name in names)
-    steps = group.counted_rows[0].record.metrics.total_steps or max_steps
-    bounds = [size * epochs] if size and epochs else []
-    if steps and accumulation and isinstance(micro, (int, float)):
-        bounds.append(steps * micro * accumulation * _world(group)[0])
-    return min(bounds, default=None)
-
-
-def _is_constant(values: Sequence[float]) -> bool:
-    return max(values) - min(values) <= TOLERANCE * max(values)

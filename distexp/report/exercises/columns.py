@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distexp.report.data.failures import failure_reasons
-from distexp.report.data.metrics import training_value
+from distexp.report.data.metric_readers import training_value
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import format_setting
 from distexp.system.units import LEAST_GB

@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from distexp.report.data.memory_parts import build_parts_table, measured_groups
-from distexp.report.data.metrics import PARTS
+from distexp.report.data.metric_readers import PARTS
 from distexp.report.data.overview import Overview
 from distexp.report.data.settings import run_label
 from distexp.report.figures.bar_labels import FEW_BARS, bar_height, label_axis
