@@ -18,7 +18,10 @@ PRELOAD = ("transformers",)
 IMPLEMENTATIONS = {"flex": "flex_attention", "flash": "flash_attention_2"}
 """Names in transformers of the values of ``model.attention``, if they differ."""
 
-ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
+DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p")
+"""Ends of the names of dropout rates in configurations of transformers."""
+
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 """Names of the dropout of the attention weights in configurations of transformers."""
 
 
@@ -103,18 +106,20 @@ def _set_dropout(config: Any, model: ModelConfig) -> None:
 
     The names of these settings differ between architectures.
     """
-    names = [
-        name
-        for name, value in config.to_dict().items()
-        if name.endswith(("dropout", "pdrop")) and isinstance(value, int | float)
-    ]
-    if not names and model.dropout:
+    text = config.get_text_config()
+    rates = [name for name, value in text.to_dict().items() if name.endswith(DROPOUT_ENDINGS) and _is_number(value)]
+    if not rates and model.dropout:
+        wanted = ", ".join(f"*{ending}" for ending in DROPOUT_ENDINGS)
         raise ConfigError(
-            f"model.dropout={model.dropout} is not supported: {config.model_type} of model.name={model.name} has no "
-            "dropout. Remove model.dropout"
+            f"model.dropout={model.dropout:g} is not supported: the configuration of model.name={model.name} "
+            f"({config.model_type}) has no dropout rate ({wanted}): leave model.dropout out"
         )
-    for name in names:
-        setattr(config, name, model.dropout)
+    for name in rates:
+        setattr(text, name, model.dropout)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_bidirectional(built: nn.Module) -> bool:

@@ -181,6 +181,69 @@ def test_the_default_dropout_is_that_of_the_architecture(tmp_path: Path) -> None
     assert rates("model.dropout=0") == {0.0}
 
 
+TINY = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": HEADS}
+
+
+def build_random(folder: Path, content: dict[str, Any], *overrides: str) -> nn.Module:
+    """Build a model from its ``config.json`` alone."""
+    (folder / "config.json").write_text(json.dumps(content))
+    model = resolve_cell(
+        "model=hf", f"model.name={folder}", "model.init=random", "model.tokenizer=byte", *overrides
+    ).model
+    return hf.build(model, 300)
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        (
+            {**TINY, "model_type": "biogpt", "intermediate_size": INNER},
+            ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"),
+        ),
+        (
+            {**TINY, "model_type": "gpt_neox", "intermediate_size": INNER},
+            ("hidden_dropout", "attention_dropout", "classifier_dropout"),
+        ),
+        (
+            {
+                "model_type": "gptj",
+                "vocab_size": VOCABULARY,
+                "n_embd": HIDDEN,
+                "n_layer": 1,
+                "n_head": 2,
+                "rotary_dim": 4,
+            },
+            ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
+        ),
+    ],
+)
+def test_the_dropout_sets_the_rates_of_any_architecture(
+    content: dict[str, Any], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    built = build_random(tmp_path, content, "model.dropout=0.25")
+    assert {name: getattr(built.config, name) for name in names} == dict.fromkeys(names, 0.25)
+    assert {module.p for module in built.modules() if isinstance(module, nn.Dropout)} <= {0.25}
+
+
+def test_the_dropout_of_biogpt_changes_its_output(tmp_path: Path) -> None:
+    content = {**TINY, "model_type": "biogpt", "intermediate_size": INNER}
+    tokens = torch.arange(8)[None]
+    for rate, is_random in (("0", False), ("0.5", True)):
+        built = build_random(tmp_path, content, f"model.dropout={rate}").train()
+        first, second = (built(input_ids=tokens).logits for _ in range(2))
+        assert torch.equal(first, second) != is_random
+
+
+def test_a_dropout_that_the_architecture_lacks_is_refused_with_the_names(tmp_path: Path) -> None:
+    content = {**TINY, "model_type": "mamba", "state_size": 4}
+    with pytest.raises(
+        ConfigError, match=r"model\.dropout=0\.1 is not supported: .* \(mamba\) has no dropout rate"
+    ) as found:
+        build_random(tmp_path, content, "model.dropout=0.1")
+    assert "(*dropout, *pdrop, *dropout_prob, *dropout_p): leave model.dropout out" in str(found.value)
+    build_random(tmp_path, content, "model.dropout=0")
+
+
 def test_auto_is_the_tokenizer_of_the_model(tmp_path: Path) -> None:
     save_model(tmp_path / "llama", LLAMA)
     for overrides in ((), ("model.init=random",)):
