@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 from distexp.runs.files import write_json
 from distexp.runs.jsonl import Entry, Tail
+from distexp.strategies.ds_build_folder import BATON
 from distexp.system.processes import end_tree, start_module
 
 BUILDER = "distexp.strategies.ds_operators"
@@ -53,16 +55,24 @@ def missing_operators(names: Iterable[str], environment: Mapping[str, str]) -> l
 
 
 def _is_built(mark: Path) -> bool:
-    """Return whether the library is the one that was built when the mark was written.
+    """Return whether the library is the one that was built when the mark was written, and no process builds it.
 
-    Environments with other paths share the cache. Ninja compiles again after another one has built.
+    Environments with other paths share the cache. Ninja compiles again after another one has built. The lock may be
+    that of a killed process, for which all workers would wait.
     """
     try:
         entry = json.loads(mark.read_text())
-        library, plan = entry["library"], entry["plan"]
+        library = entry["library"]
+        return library is None or (entry == _describe(library) and not Path(library).with_name(BATON).exists())
     except (OSError, ValueError, KeyError):
         return False
-    return library is None or (Path(library).exists() and _plan(library) == plan)
+
+
+def _describe(library: str | None) -> dict[str, Any]:
+    """Return the content of the mark of a library."""
+    if library is None:
+        return {"library": None}
+    return {"library": library, "size": Path(library).stat().st_size, "plan": _plan(library)}
 
 
 def _plan(library: str) -> str | None:
@@ -161,8 +171,7 @@ class _Build:
             self.report({"waiting": f"{name} {rest}".strip()})
         else:
             with suppress(OSError):  # Without a mark, the next run checks again.
-                plan = _plan(rest) if rest else None
-                write_json(_mark_path(name, self.environment), {"library": rest or None, "plan": plan})
+                write_json(_mark_path(name, self.environment), _describe(rest or None))
 
     def _failure(self, reason: str) -> str:
         return (

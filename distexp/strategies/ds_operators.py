@@ -7,13 +7,15 @@ would compile them in the first worker that uses them. The compiler's memory wou
 from __future__ import annotations
 
 import fcntl
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from distexp.config import Config
+from distexp.strategies.ds_build_folder import BATON, remove_build, remove_outdated, wait_for_baton, write_stamp
 from distexp.strategies.ds_config import get_nested, read_or_empty
 
 SHARED_MEMORY, CPU_ADAM, QUANTIZER = "deepspeed_shm_comm", "cpu_adam", "quantizer"
@@ -28,8 +30,7 @@ PREFIX = "distexp:"
 NINJA_FILE = "build.ninja"
 """File with the compiler's commands. It has the paths of the installed DeepSpeed."""
 
-BATON = "lock"
-"""File with which PyTorch locks the build of an extension. A killed build leaves it, and all later builds wait."""
+MODULE = "distexp.strategies.ds_operators"
 
 
 def needed_operators(config: Config) -> tuple[str, ...]:
@@ -52,22 +53,45 @@ def main() -> None:
     """
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    for name in sys.argv[1:]:
+    names = sys.argv[1:]
+    for position, name in enumerate(names):
         builder = ALL_OPS.get(name)
         if builder is None or not builder.is_compatible():
             _print("skipped", name)  # DeepSpeed does without it, or a worker reports why it cannot.
         else:
-            _print("built", name, str(_load(name, builder).__file__))
+            _print("built", name, str(_load(builder, names[position:]).__file__))
 
 
-def _load(name: str, builder: Any) -> Any:
+def _load(builder: Any, names: Sequence[str]) -> Any:
+    """Build and import an operator.
+
+    Args:
+        builder: Its builder.
+        names: Its name, and the names of the operators after it.
+    """
     from distexp.system.torch_internals.compilation import extension_build_dir
 
-    folder = extension_build_dir(name)
+    folder = extension_build_dir(names[0])
+    library = folder / f"{names[0]}.so"
     with _locked(folder):
-        if not (folder / f"{name}.so").exists() or _built_elsewhere(folder):
-            _print("compiling", name)
-        return builder.load(verbose=True)  # prints the lines of ninja
+        remove_outdated(folder, library)
+        existed = library.exists()
+        if not existed or _built_elsewhere(folder):
+            _print("compiling", names[0])
+        try:
+            loaded = builder.load(verbose=True)  # prints the lines of ninja
+        except ImportError:
+            if not existed:
+                raise
+            _build_again(folder, names)
+        write_stamp(folder, library)
+        return loaded
+
+
+def _build_again(folder: Path, names: Sequence[str]) -> NoReturn:
+    """Remove a library that cannot be imported, and start this program again: PyTorch builds once in a process."""
+    remove_build(folder)
+    os.execv(sys.executable, [sys.executable, "-m", MODULE, *names])
 
 
 def _built_elsewhere(folder: Path) -> bool:
@@ -85,17 +109,20 @@ def _locked(folder: Path) -> Iterator[None]:
     The kernel releases this lock if the process dies. So a mark that is found inside the lock belongs to a killed
     build, and so does PyTorch's own lock.
     """
-    mark, baton = folder / ".distexp_build", folder / BATON
+    mark = folder / ".distexp_build"
     with (folder / ".distexp_lock").open("w") as lock:
         if _acquire(lock) and mark.exists():
-            baton.unlink(missing_ok=True)
-        elif baton.exists():
-            _print("waiting", "for", f"{baton} (remove this file if no other program compiles)")
+            (folder / BATON).unlink(missing_ok=True)
+        wait_for_baton(folder, _report_baton)
         mark.touch()
         try:
             yield
         finally:
             mark.unlink(missing_ok=True)
+
+
+def _report_baton(baton: Path) -> None:
+    _print("waiting", "for", f"another program that compiles (its lock: {baton})")
 
 
 def _acquire(lock: IO[str]) -> bool:

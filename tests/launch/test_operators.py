@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from distexp.doctor import __main__ as doctor
@@ -20,6 +22,7 @@ from distexp.launch.timeouts import watch
 from distexp.runs.jsonl import append_line, read_entries
 from distexp.runs.progress import read_progress
 from distexp.runs.run_dir import OPERATORS, log_dir
+from distexp.strategies import ds_build_folder
 from distexp.strategies.base import load_strategy
 from tests.helpers.runs import make_spec
 
@@ -49,7 +52,9 @@ class Operator:
             self.plan.write_text(plan)
             print("[1/2] c++ one.cpp")
             print("[2/2] c++ -shared one.o", flush=True)
-            self.library.write_text("")
+            self.library.write_text("library")
+        if self.library.read_text() == "cut":
+            raise ImportError(str(self.library) + ": file too short")
         return SimpleNamespace(__file__=str(self.library))
 
 
@@ -109,6 +114,93 @@ def test_operators_are_built_again_after_another_environment_built(tmp_path: Pat
     assert entries[0] == {"compiling": "adam"}
     assert str(tmp_path / "fake/deepspeed") in plan.read_text()
     assert missing_operators(["adam"], environment) == []
+
+
+def build_adam(tmp_path: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
+    """Build the operator, and return what was reported apart from times."""
+    entries: list[dict[str, Any]] = []
+    build_operators(["adam"], environment, tmp_path / "log", entries.append)
+    return [entry for entry in entries if entry.keys() & {"compiling", "waiting"}]
+
+
+def test_a_build_that_was_cut_off_is_repeated(tmp_path: Path, environment: dict[str, str]) -> None:
+    """A full disk or a lost node cuts off a library, which Ninja takes for built. A killed worker leaves a lock."""
+    build_adam(tmp_path, environment)
+    folder = tmp_path / "extensions/adam"
+    (folder / "lock").touch()
+    assert missing_operators(["adam"], environment) == ["adam"], "the workers would wait for the lock"
+    (folder / "lock").unlink()
+    assert missing_operators(["adam"], environment) == []
+    (folder / "lock").touch()
+    (folder / "adam.so").write_text("cut")
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 3600,) * 2)  # so that the file system does not matter
+    assert build_adam(tmp_path, environment) == [{"compiling": "adam"}]
+    assert (folder / "adam.so").read_text() == "library"
+    assert not (folder / "lock").exists()
+    assert missing_operators(["adam"], environment) == []
+
+
+def test_the_lock_of_a_running_program_is_waited_for(tmp_path: Path, environment: dict[str, str]) -> None:
+    lock = tmp_path / "extensions/adam/lock"
+    lock.parent.mkdir(parents=True)
+    held, reported = lock.open("w"), []
+
+    def release(entry: dict[str, Any]) -> None:
+        if "waiting" in entry:
+            reported.append(entry["waiting"])
+            assert lock.exists()
+            held.close()
+            lock.unlink()
+
+    build_operators(["adam"], environment, tmp_path / "log", release)
+    assert reported == [f"another program that compiles (its lock: {lock})"]
+    assert (lock.parent / "adam.so").read_text() == "library"
+
+
+def test_a_lock_on_a_shared_file_system_is_abandoned_after_a_long_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "lock"
+    (tmp_path / ".distexp_lock").touch()
+    lock.touch()
+    known = frozenset(mount.fstype for mount in psutil.disk_partitions(all=True))
+    monkeypatch.setattr(ds_build_folder, "LOCAL_FILE_SYSTEMS", known)
+    assert ds_build_folder.is_abandoned(lock)
+    with lock.open():
+        assert not ds_build_folder.is_abandoned(lock)
+    monkeypatch.setattr(ds_build_folder, "LOCAL_FILE_SYSTEMS", frozenset())
+    assert not ds_build_folder.is_abandoned(lock)
+    os.utime(lock, (time.time() - 3600,) * 2)
+    assert ds_build_folder.is_abandoned(lock)
+    (tmp_path / "one.o").touch()
+    assert not ds_build_folder.is_abandoned(lock)
+
+
+@pytest.mark.parametrize("version", ["torch", "python", "deepspeed"])
+def test_a_library_for_other_versions_is_removed(tmp_path: Path, version: str) -> None:
+    """After an upgrade of PyTorch, the commands of the compiler may be the same."""
+    library, stamp = tmp_path / "adam.so", tmp_path / ds_build_folder.STAMP
+    for name in ("adam.so", "one.o", "build.ninja", "lock"):
+        (tmp_path / name).write_text("of another version")
+    ds_build_folder.remove_outdated(tmp_path, library)
+    assert library.exists(), "it was built by another program"
+    ds_build_folder.write_stamp(tmp_path, library)
+    ds_build_folder.remove_outdated(tmp_path, library)
+    assert library.exists(), "it is for these versions"
+    stamp.write_text(json.dumps({**json.loads(stamp.read_text()), version: "1.0"}))
+    ds_build_folder.remove_outdated(tmp_path, library)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_library_that_cannot_be_imported_is_built_again(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Another program has built it, so no stamp shows that it is outdated."""
+    folder = tmp_path / "extensions/adam"
+    folder.mkdir(parents=True)
+    (folder / "build.ninja").write_text(f"build one.o: compile {tmp_path}/fake/deepspeed/one.cpp\n")
+    (folder / "adam.so").write_text("cut")
+    assert build_adam(tmp_path, environment) == [{"compiling": "adam"}]
+    assert (folder / "adam.so").read_text() == "library"
 
 
 def test_a_failed_build_names_the_error_of_the_compiler(tmp_path: Path, environment: dict[str, str]) -> None:
