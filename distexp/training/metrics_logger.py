@@ -5,10 +5,9 @@ Rank 0 writes one line to ``metrics.jsonl`` every ``train.log_every`` steps.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from distexp.measure.memory.allocator import AllocatorWatch
 from distexp.measure.memory.oom import FirstStepStacks
 from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.memory.step_recording import StepRecording, has_history
-from distexp.measure.profiling.overhead import StepSizes, remove_overhead
+from distexp.measure.profiling.overhead import remove_overhead
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
 from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
 from distexp.measure.waiting import WaitWatch
@@ -34,7 +33,9 @@ from distexp.runs.jsonl import append_line
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import METRICS
+from distexp.training.loss_history import LossHistory
 from distexp.training.schedule import StepPlan
+from distexp.training.step_counts import StepCounts, TotalCounts
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,6 @@ class Evaluation:
     accuracies: tuple[float, float] | None  # top-1 and top-5, from 0 to 1; None for text
     samples: int
     seconds: float
-
-
-class DivergedError(RuntimeError):
-    """The loss is NaN or infinite."""
 
 
 class MetricsLogger:
@@ -63,20 +60,16 @@ class MetricsLogger:
         self.plan, self.device, self.events = plan, context.device, events
         self.rank, self.world_size = context.rank, context.world_size
         self.clock = StepClock(context.device)
-        self.steps = self.samples = self.measured_steps = self.measured_samples = self.measured_tokens = 0
-        self.step_samples: list[int] = []  # of each step of this attempt; packed rows have different numbers of samples
-        self.tokens = self.positions = 0  # of this rank in this attempt, without and with padding
-        self.measured_work = Workload()  # of the measured steps; of this rank, and after ``finish`` of all ranks
-        self.step_sizes = StepSizes()  # of the measured and the profiled steps
+        self.steps = self.samples = 0
+        self.counts = StepCounts()
+        self.measured_work = Workload()  # of all ranks, after ``finish``
         self.stopped: RunError | None = None  # why the training ended before its last step
         self.resumed_at = 0  # the step that this attempt resumed from
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.logged = 0  # last step written to metrics.jsonl
         self.runtime_s = 0.0  # of earlier attempts, up to the checkpoint
         self.data_wait_s = 0.0
-        self.window: list[Tensor] = []  # this rank's loss and accuracy of each step since the last reduction
-        self.losses: list[float] = []  # of all reduced steps
-        self.accuracies: list[float] = []  # of all reduced steps
+        self.history = LossHistory(allows_nan=plan.train.on_nan == "record")
         self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
         self.started = time.perf_counter()
         self.allocator = AllocatorWatch(context.device, context.rank)
@@ -84,7 +77,6 @@ class MetricsLogger:
         eager_on_cpu = context.device.type == "cpu" and not plan.train.compile
         self.parts = PartsWatch(context.rank, counts_activations=eager_on_cpu)
         self.waits = WaitWatch(context, enabled=watch_slow_ranks)
-        self.data_waits: list[float] = []  # of the measured steps
         self.compilation = CompileWatch(enabled=bool(plan.train.compile))
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
@@ -96,12 +88,12 @@ class MetricsLogger:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as plain numbers and strings."""
-        self._reduce_window()
+        self.history.reduce()
         return {
             "steps": self.steps,
             "samples": self.samples,
-            "losses": self.losses,
-            "accuracies": self.accuracies,
+            "losses": self.history.losses,
+            "accuracies": self.history.accuracies,
             "logged": self.logged,
             "data_wait_s": self.data_wait_s,
             "runtime_s": self._runtime(),
@@ -113,7 +105,7 @@ class MetricsLogger:
         """Load the state of a checkpoint; metrics.jsonl loses the lines of later steps."""
         self.steps = self.resumed_at = self.events.step = state["steps"]
         self.samples, self.logged = state["samples"], state["logged"]
-        self.losses, self.accuracies = state["losses"], state["accuracies"]
+        self.history.losses, self.history.accuracies = state["losses"], state["accuracies"]
         self.data_wait_s, self.runtime_s = state["data_wait_s"], state["runtime_s"]
         planned = {"steps_per_epoch": self.plan.steps_per_epoch, "total_steps": self.plan.total_steps}
         self.metrics = Metrics(**state["metrics"] | planned)
@@ -168,42 +160,34 @@ class MetricsLogger:
         self.profiler.step()
         self.heartbeat.beat()
         self.allocator.sample()
-        if self._warmed_up():
-            work = step.workload
-            self.step_sizes.add(work.rows, work.positions, work.head_tokens)
+        self.counts.add(step, warmed_up=self._warmed_up(), measured=measured)
         self.steps += 1
         self.events.advance(self.steps)
         self.samples += step.num_samples
         self.data_wait_s += step.wait_s
-        self.step_samples.append(step.num_samples)
-        tokens = sum(batch.num_tokens for batch in step.micro_batches)
-        self.tokens += tokens
-        self.positions += sum(batch.num_positions for batch in step.micro_batches)
-        self.window.append(contribution)
-        if measured:
-            self.measured_steps += 1
-            self.measured_samples += step.num_samples
-            self.measured_tokens += tokens
-            self.measured_work += step.workload
-            self.data_waits.append(step.wait_s)
+        self.history.add(contribution)
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._write_line(norm, rate)
         if self.profiler.window is not None and self.steps == self.profiler.window.steps_before:
-            self._set_phase("profile")
-            self.profiler.start()
-            if has_history(self.device):  # the warm-up of the profiler counts in no metric
-                self.parts.record_step(StepRecording(self.device, self.allocator.keep_peaks))
-            self.clock.restart()
-            self.waits.start_step(measured=False)
+            self._start_profile()
         elif self.steps - self.resumed_at == self.plan.train.measure_after_step:
             self._set_phase("train")
 
+    def _start_profile(self) -> None:
+        """Start the profiler. Its warm-up counts in no metric."""
+        self._set_phase("profile")
+        self.profiler.start()
+        if has_history(self.device):
+            self.parts.record_step(StepRecording(self.device, self.allocator.keep_peaks))
+        self.clock.restart()
+        self.waits.start_step(measured=False)
+
     def end_epoch(self, evaluation: Evaluation) -> None:
         """Record the evaluation after the steps of an epoch."""
-        self._reduce_window()
+        self.history.reduce()
         metrics = self.metrics
         starts_at = len(metrics.eval_losses) * self.plan.steps_per_epoch
-        epoch_losses = self.losses[starts_at:]
+        epoch_losses = self.history.losses[starts_at:]
         metrics.train_losses.append(sum(epoch_losses) / len(epoch_losses))
         metrics.eval_losses.append(evaluation.loss)
         metrics.eval_loss = evaluation.loss
@@ -211,7 +195,7 @@ class MetricsLogger:
         metrics.eval_samples_per_second = evaluation.samples / evaluation.seconds
         accuracy, top5_accuracy = evaluation.accuracies or (None, None)
         if accuracy is not None and top5_accuracy is not None:
-            epoch_accuracies = self.accuracies[starts_at:]
+            epoch_accuracies = self.history.accuracies[starts_at:]
             metrics.train_accuracies.append(sum(epoch_accuracies) / len(epoch_accuracies))
             metrics.eval_accuracies.append(accuracy)
             metrics.eval_top5_accuracies.append(top5_accuracy)
@@ -222,56 +206,83 @@ class MetricsLogger:
             eval_accuracy=accuracy,
             eval_top5_accuracy=top5_accuracy,
         )
-        self._check_finite(evaluation.loss, f"the evaluation after step {self.steps}")
+        self.history.check_finite(evaluation.loss, f"the evaluation after step {self.steps}")
 
     def finish(self) -> Metrics:
         """Return the metrics of the whole training."""
         synchronize(self.device)
-        runtime = self._runtime()
-        first = self.plan.train.measure_after_step
-        durations = self.clock.durations()[first : first + self.measured_steps]
-        self.events.emit(measured_samples=self.measured_samples)
-        counts = [self.measured_tokens, self.tokens, self.positions, int(self.step_sizes.differ)]
-        sums = sum_over_ranks(torch.tensor([*counts, *astuple(self.measured_work)], device=self.device)).tolist()
-        measured_tokens, tokens, positions, ranks_with_different_sizes, *work = sums
-        self.measured_work = Workload(*work)
-        if measured_tokens:
-            self.events.emit(measured_tokens=measured_tokens)
         metrics = self.metrics
-        self._reduce_window()
-        metrics.train_loss = sum(self.losses) / len(self.losses)
-        metrics.train_runtime = runtime
+        metrics.train_runtime = runtime = self._runtime()
         metrics.train_samples_per_second_overall = self.samples / runtime
-        metrics.step_time_s = quantiles(durations)
-        metrics.speed_error = speed_error(durations)
-        metrics.slow_rank_watch = self.waits.state
-        metrics.data_wait_s = self.data_wait_s
-        # A custom collate function may not count its tokens.
-        metrics.padding_share = 1 - tokens / positions if tokens and positions else None
+        durations = self._measured_durations()
+        totals = self.counts.total(self.device)
+        self._emit_counts(totals)
+        self.measured_work = totals.measured_work
+        self.history.reduce()
+        metrics.train_loss = sum(self.history.losses) / len(self.history.losses)
+        metrics.data_wait_s, metrics.padding_share = self.data_wait_s, totals.padding_share
+        self._add_speed(durations, totals)
         ranks = self._rank_times(durations) if durations else []
-        if durations:
-            metrics.train_samples_per_second = self.measured_samples / sum(durations)
-            metrics.train_steps_per_second = len(durations) / sum(durations)
-            metrics.tokens_per_second = measured_tokens / sum(durations) if measured_tokens else None
         if self._file is not None:
             self._file.close()
         self.parts.cancel()
-        if self.profiler.has_started:
-            self.events.set_phase("profile")
-        if profiled := self.profiler.finish():
-            metrics.communication, metrics.step_breakdown = profiled.communication, profiled.breakdown
-            if durations and profiled.breakdown:
-                ranks = [include_cpu_work(*pair) for pair in zip(ranks, profiled.breakdown, strict=True)]
-                median_s = (metrics.step_time_s or {})["p50"]
-                differ = ranks_with_different_sizes > 0
-                metrics.step_breakdown = [
-                    remove_overhead(entry, median_s, data_wait_s=each.median_data_wait_s, sizes_differ=differ)
-                    for entry, each in zip(profiled.breakdown, ranks, strict=True)
-                ]
+        ranks = self._add_profile(ranks, sizes_differ=totals.sizes_differ)
+        metrics.slow_rank_watch = self.waits.state
         if ranks:
             metrics.step_times_by_rank, metrics.stragglers = step_times(ranks), find_stragglers(ranks)
         metrics.compile = self.compilation.summary()
         return metrics
+
+    def _measured_durations(self) -> list[float]:
+        """Return the seconds of the measured steps."""
+        first = self.plan.train.measure_after_step
+        return self.clock.durations()[first : first + self.counts.measured_steps]
+
+    def _emit_counts(self, totals: TotalCounts) -> None:
+        """Write the counts that belong to the energy of the measured steps."""
+        self.events.emit(measured_samples=self.counts.measured_samples)
+        if totals.measured_tokens:
+            self.events.emit(measured_tokens=totals.measured_tokens)
+
+    def _add_speed(self, durations: list[float], totals: TotalCounts) -> None:
+        """Add step times and throughput.
+
+        Args:
+            durations: Seconds of the measured steps.
+            totals: Counts of all ranks.
+        """
+        metrics, seconds = self.metrics, sum(durations)
+        metrics.step_time_s, metrics.speed_error = quantiles(durations), speed_error(durations)
+        if durations:
+            metrics.train_samples_per_second = self.counts.measured_samples / seconds
+            metrics.train_steps_per_second = len(durations) / seconds
+            metrics.tokens_per_second = totals.measured_tokens / seconds if totals.measured_tokens else None
+
+    def _add_profile(self, ranks: list[RankTimes], *, sizes_differ: bool) -> list[RankTimes]:
+        """Add the parts of the profiled step, if there is one.
+
+        Args:
+            ranks: Step times of the ranks; empty if no step was measured.
+            sizes_differ: Whether the batches of some rank have different sizes.
+
+        Returns:
+            The step times, with what the profile adds to them.
+        """
+        if self.profiler.has_started:
+            self.events.set_phase("profile")
+        profiled = self.profiler.finish()
+        if not profiled:
+            return ranks
+        metrics = self.metrics
+        metrics.communication, metrics.step_breakdown = profiled.communication, profiled.breakdown
+        if not ranks or not profiled.breakdown:
+            return ranks
+        median_s = (metrics.step_time_s or {})["p50"]
+        metrics.step_breakdown = [
+            remove_overhead(entry, median_s, data_wait_s=each.median_data_wait_s, sizes_differ=sizes_differ)
+            for entry, each in zip(profiled.breakdown, ranks, strict=True)
+        ]
+        return [include_cpu_work(*pair) for pair in zip(ranks, profiled.breakdown, strict=True)]
 
     def _is_measured(self, ahead: int = 0) -> bool:
         """Return whether the current step, or one ahead of it, counts for the speed."""
@@ -286,7 +297,7 @@ class MetricsLogger:
         """Return the step times of all ranks; a collective."""
         waits = {step: wait_s for step, wait_s in self.waits.waits_s().items() if step < len(durations)}
         own = [durations[step] - wait_s for step, wait_s in waits.items()]
-        data_waits = [self.data_waits[step] for step in waits]
+        data_waits = [self.counts.data_waits_s[step] for step in waits]
         without_core = [self.waits.without_core_s(step) for step in waits]
         times = RankTimes(
             self.rank,
@@ -295,7 +306,7 @@ class MetricsLogger:
             durations_s=[durations[step] for step in waits],
             data_wait_s=data_waits,
             without_core_s=without_core,
-            median_data_wait_s=statistics.median(self.data_waits),
+            median_data_wait_s=statistics.median(self.counts.data_waits_s),
             on_cpu=self.device.type == "cpu",
             includes_cpu_work=self.device.type == "cpu",
         )
@@ -312,14 +323,14 @@ class MetricsLogger:
         return time.perf_counter() - self.started - self.profiler.overhead_s
 
     def _write_line(self, norm: Tensor, rate: float) -> None:
-        self._reduce_window()
-        losses = self.losses[self.logged :]
+        self.history.reduce()
+        losses = self.history.losses[self.logged :]
         self.logged = self.steps
         if self._file is None:
             return
         recent = self.clock.durations(last=self.plan.train.log_every)
         seconds = sum(recent) / len(recent)
-        samples = self.step_samples[-len(recent) :]
+        samples = self.counts.samples[-len(recent) :]
         append_line(
             self._file,
             {
@@ -332,21 +343,3 @@ class MetricsLogger:
                 "samples_per_second": sum(samples) / len(samples) / seconds,
             },
         )
-
-    def _reduce_window(self) -> None:
-        """Reduce the losses since the last call over the ranks, in one collective."""
-        if not self.window:
-            return
-        losses, accuracies = sum_over_ranks(torch.stack(self.window, dim=1)).tolist()
-        self.window = []
-        self.losses += losses
-        self.accuracies += accuracies
-        for position, loss in enumerate(losses, start=len(self.losses) - len(losses) + 1):
-            self._check_finite(loss, f"step {position}")
-
-    def _check_finite(self, loss: float, source: str) -> None:
-        """Raise DivergedError if a loss is not finite, unless ``train.on_nan=record``."""
-        if self.plan.train.on_nan != "record" and not math.isfinite(loss):
-            raise DivergedError(
-                f"the loss of {source} is {loss}: lower train.learning_rate, or set train.on_nan=record to continue"
-            )

@@ -26,7 +26,7 @@ def add_flops(record: RunRecord, config: Config, data: TaskData, logger: Metrics
     except Exception as error:  # any: the code of the model raises it, and the training is finished
         print(f"note: the FLOPs of the model are not counted: {type(error).__name__}: {error}", flush=True)
         return
-    per_sample, world_size = TERA * logger.measured_samples, logger.world_size
+    per_sample, world_size = TERA * logger.counts.measured_samples, logger.world_size
     metrics.model_tflops_per_sample = flops.model / per_sample
     metrics.executed_tflops_per_sample = flops.executed / per_sample
     metrics.tflops_per_device = metrics.model_tflops_per_sample * speed / world_size

@@ -70,7 +70,7 @@ class NativeLoop:
         started = time.perf_counter()
         fit(self.model, TrainingInputs(self.training, self.evaluation, plan, logger, run_id=""))
         logger.finish()
-        self.losses += logger.losses
+        self.losses += logger.history.losses
         return self.ended - started
 
 

@@ -88,7 +88,14 @@ def test_the_overhead_of_the_profiler_is_known_if_the_steps_are_equal(
 ) -> None:
     """The first step is the warm-up, whose size does not matter. The collate function pads to the longest text."""
     steps = [[TextCollate(0, None)(text_samples(length, length))] for length in lengths]
-    parts = {"step_ms": 1e6 + 400, "launch_idle_ms": 1e6, "host_ms": 0.0, "waiting_ms": 0.0, "data_wait_ms": 400.0}
+    parts = {
+        "step_ms": 1e6 + 400,
+        "launch_idle_ms": 1e6,
+        "host_ms": 0.0,
+        "waiting_ms": 0.0,
+        "data_wait_ms": 400.0,
+        "cpu_busy_ms": 0.0,
+    }
     found = record(steps, tmp_path, parts, warmup=1).step_breakdown
     assert found is not None
     assert found[0]["includes_overhead"] == includes_overhead
