@@ -28,6 +28,10 @@ class Axes:
     micro_batches: tuple[int, ...] | None
     further: Mapping[str, tuple[str, ...]]
 
+    def overrides_of(self, axis: str) -> list[str]:
+        """Return the overrides of an axis; one empty override if it does not vary."""
+        return [f"{axis}={value}" for value in self.values.get(axis, ())] or [""]
+
 
 def read_axes(space: Sequence[str], command: Sequence[str]) -> Axes:
     """Return what to vary.

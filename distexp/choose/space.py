@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from distexp.choose.axes import Axes
@@ -18,32 +18,17 @@ from distexp.choose.axis_keys import (
     STRATEGY,
 )
 from distexp.choose.candidate import Candidate
-from distexp.cli.overrides import quote_choice
+from distexp.choose.cluster_sizes import ClusterSize, cluster_sizes
+from distexp.choose.command_overrides import with_overrides
+from distexp.choose.strategy_choices import VARIANTS, StrategyChoice, strategy_choices
 from distexp.config import Config, ConfigError
-from distexp.config.paths import config_groups
 from distexp.config.schema import KernelsConfig
 from distexp.console.progress import show_progress
 from distexp.launch.composition import Cell, MakeCell, compose_all
 from distexp.plan.cells import replace_overrides
 
-WITH_OFFLOAD = ("full_shard", "hybrid_shard", "2", "3")
-"""Shardings and stages that are tried with offloading."""
-
 PROBE = "strategy=ddp"
 """Strategy for which the size of the cluster is read. Others, such as ``single``, would use one worker."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """A part of the cluster."""
-
-    nodes: int
-    workers_per_node: int
-
-    @property
-    def workers(self) -> int:
-        """Return the number of workers on all nodes."""
-        return self.nodes * self.workers_per_node
 
 
 def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes: Axes) -> list[Candidate]:
@@ -65,21 +50,16 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
             f" set train.global_batch_size, for example to {16 * base.cluster.world_size}"
         )
     typed = {text.lstrip("+").partition("=")[0] for text in command}
-    combinations = list(_combinations(base, cluster_sizes(base, gpus), axes, typed))
-    if not combinations:
+    candidates = [each for size in cluster_sizes(base, gpus) for each in _combinations(base, size, axes, typed)]
+    if not candidates:
         raise ConfigError("no configuration is left to try: strategy=single needs choose.gpus=1, or vary more keys")
-    overrides = [list(candidate_overrides(command, candidate.overrides)) for candidate in combinations]
+    overrides = [with_overrides(command, candidate.overrides) for candidate in candidates]
     with show_progress("composing", len(overrides)) as advance:
-        for candidate, cell in zip(combinations, compose_all(make, overrides), strict=True):
+        for candidate, cell in zip(candidates, compose_all(make, overrides), strict=True):
             _set_config(candidate, cell)
             advance()
-    _prune_duplicates(combinations)
-    return combinations
-
-
-def candidate_overrides(command: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a candidate's run: those of the command, with those of the candidate in their place."""
-    return replace_overrides(command, [quote_choice(text, config_groups()) for text in overrides])
+    _prune_duplicates(candidates)
+    return candidates
 
 
 def base_config(make: MakeCell, command: Sequence[str]) -> Config:
@@ -96,45 +76,24 @@ def base_config(make: MakeCell, command: Sequence[str]) -> Config:
     return config
 
 
-def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[Size]:
-    """Return the parts of the cluster to try.
+def _combinations(base: Config, size: ClusterSize, axes: Axes, typed: Container[str]) -> Iterator[Candidate]:
+    """Yield the candidates on a part of the cluster, without their configurations.
 
-    Raises:
-        ConfigError: a number of GPUs needs a part of a node.
+    Args:
+        base: Configuration of the command with all of its workers.
+        size: The part of the cluster.
+        axes: What to vary.
+        typed: Keys that the command sets. Defaults of other keys are left out of the overrides.
     """
-    nodes, per_node = base.cluster.nodes, base.cluster.workers_per_node or 1
-    if not gpus:
-        return [Size(nodes, per_node)]
-    is_one_machine = base.cluster.launcher == "local" and nodes == 1
-    errors = [
-        f"choose.gpus={number} is no multiple of the {per_node} workers of a node: use {number // per_node * per_node}"
-        for number in gpus
-        if number > per_node and number % per_node and not is_one_machine
-    ]
-    if errors:
-        raise ConfigError(errors)
-    sizes = (
-        Size(1, number) if number <= per_node or is_one_machine else Size(number // per_node, per_node)
-        for number in gpus
-    )
-    return list(dict.fromkeys(sizes))
-
-
-def _combinations(base: Config, sizes: Sequence[Size], axes: Axes, typed: Container[str]) -> Iterator[Candidate]:
-    """Yield the candidates, without their configurations. Defaults that the command does not set are left out."""
-    for size in sizes:
-        for strategy, offload in _strategies(size, axes):
-            others = [_values(key, axes) for key in (CHECKPOINTING, KERNELS)] + [
-                [f"{key}={value}" for value in values]
-                for key, values in axes.further.items()
-                if _applies(key, strategy)
-            ]
-            for chosen in product(*others):
-                every = (*strategy, *offload, *chosen, *_cluster_overrides(base, size))
-                family = tuple(text for text in every if text and not _is_default(text, typed))
-                for micro_batch in _micro_batches(base, size, axes):
-                    overrides = (*family, f"{MICRO_BATCH}={micro_batch}")
-                    yield Candidate(overrides, family, micro_batch, size.workers)
+    for choice in strategy_choices(size, axes):
+        further = [
+            [f"{key}={value}" for value in values] for key, values in axes.further.items() if _applies(key, choice)
+        ]
+        for others in product(axes.overrides_of(CHECKPOINTING), axes.overrides_of(KERNELS), *further):
+            overrides = (choice.strategy, choice.offload, *others, *_cluster_overrides(base, size))
+            family = tuple(text for text in overrides if text and not _is_default(text, typed))
+            for micro_batch in _micro_batches(base, size, axes):
+                yield Candidate((*family, f"{MICRO_BATCH}={micro_batch}"), family, micro_batch, size.workers)
 
 
 def _is_default(override: str, typed: Container[str]) -> bool:
@@ -143,51 +102,19 @@ def _is_default(override: str, typed: Container[str]) -> bool:
     return key in (OFFLOAD, CHECKPOINTING, KERNELS) and value == DEFAULT_VALUES[key][0] and key not in typed
 
 
-def _values(key: str, axes: Axes) -> list[str]:
-    """Return the overrides of an axis; one that is empty if it does not vary."""
-    return [f"{key}={value}" for value in axes.values.get(key, ())] or [""]
-
-
-def _strategies(size: Size, axes: Axes) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield the overrides of the strategy, and of offloading, for a number of workers."""
-    offloads = axes.values.get(OFFLOAD, ())
-    if STRATEGY not in axes.values:
-        yield from (((), (text,) if text else ()) for text in _values(OFFLOAD, axes))
-        return
-    for name in axes.values[STRATEGY]:
-        axis = {"fsdp": SHARDING, "deepspeed": STAGE}.get(name)
-        if axis is None:
-            if size.workers == 1 or name != "single":
-                skipped = name == "ddp" and size.workers == 1 and len(axes.values[STRATEGY]) > 1
-                yield from [] if skipped else [((f"{STRATEGY}={name}",), ())]
-            continue
-        values = axes.values.get(axis, ())
-        for value in values or ("",):
-            if value == "hybrid_shard" and size.nodes == 1 and len(values) > 1:
-                continue
-            strategy = f"{axis}={value}" if value else f"{STRATEGY}={name}"
-            for offload in offloads or ("",):
-                # On one worker nothing is sharded, so only offloading makes a difference to ``single``.
-                if offload == "false" and size.workers == 1 and "single" in axes.values[STRATEGY]:
-                    continue
-                if offload == "true" and len(values) > 1 and value not in WITH_OFFLOAD:
-                    continue
-                yield (strategy,), (f"{OFFLOAD}={offload}",) if offload else ()
-
-
-def _applies(key: str, strategy: Sequence[str]) -> bool:
+def _applies(key: str, choice: StrategyChoice) -> bool:
     """Return whether a key is for a strategy. The keys of a strategy's section are for that one only."""
     section = key.partition(".")[0]
-    owners = {"ddp": f"{STRATEGY}=ddp", "fsdp": SHARDING, "deepspeed": STAGE}
-    return section not in owners or not strategy or any(text.startswith(owners[section]) for text in strategy)
+    owners = {"ddp": f"{STRATEGY}=ddp", **VARIANTS}
+    return section not in owners or not choice.strategy or choice.strategy.startswith(owners[section])
 
 
-def _cluster_overrides(base: Config, size: Size) -> list[str]:
+def _cluster_overrides(base: Config, size: ClusterSize) -> list[str]:
     nodes = [] if size.nodes == base.cluster.nodes else [f"cluster.nodes={size.nodes}"]
     return [*nodes, f"cluster.workers_per_node={size.workers_per_node}"]
 
 
-def _micro_batches(base: Config, size: Size, axes: Axes) -> list[int]:
+def _micro_batches(base: Config, size: ClusterSize, axes: Axes) -> list[int]:
     """Return the micro-batches of a number of workers: divisors of the samples of each worker and step."""
     if axes.micro_batches == ():
         return [base.train.micro_batch]

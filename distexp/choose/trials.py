@@ -8,18 +8,15 @@ from functools import partial
 from pathlib import Path
 
 from distexp.choose.candidate import Candidate, Trial
+from distexp.choose.command_overrides import with_overrides, without_other_strategy
 from distexp.choose.search_result import PlannedTrial
-from distexp.choose.single_reference import without_other_strategy
 from distexp.choose.state import SearchState, StoredTrial
 from distexp.choose.trial_launcher import TrialRunner
 from distexp.choose.trial_metrics import gpu_seconds, read_record, training_gpu_seconds, trial_of
 from distexp.choose.trial_overrides import trial_overrides
-from distexp.cli.overrides import quote_choice
 from distexp.config import Config
-from distexp.config.paths import config_groups
 from distexp.launch.composition import Cell, MakeCell
 from distexp.launch.sweep import AssignedRun, claim_run_dir, make_run_info, run_dir_for
-from distexp.plan.cells import replace_overrides
 from distexp.runs.errors import SUBMISSION_REFUSED
 from distexp.runs.record import RunRecord
 
@@ -110,7 +107,7 @@ class Trials:
         # The overrides of the candidate come last, because tables show the last ones.
         new = [*trial_overrides(candidate.config, steps, self.budget_min), *candidate.overrides, *further]
         command = without_other_strategy(self.state.command, candidate.overrides)
-        cell = self.make(replace_overrides(command, [quote_choice(text, config_groups()) for text in new]))
+        cell = self.make(with_overrides(command, new))
         if not further and candidate.predicted is not None and candidate.estimate is not None:
             cell.predicted, cell.curve = candidate.predicted, candidate.estimate.curve
         return cell

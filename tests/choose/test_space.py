@@ -8,7 +8,8 @@ import pytest
 
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status
-from distexp.choose.space import candidate_overrides, make_space
+from distexp.choose.command_overrides import with_overrides
+from distexp.choose.space import make_space
 from distexp.config import ConfigError
 from distexp.launch.composition import MakeCell
 from tests.helpers.planning import composed
@@ -30,7 +31,7 @@ def space_maker(command: tuple[list[str], MakeCell]) -> SpaceOf:
     """Return the function that makes the space of further overrides of the command."""
 
     def space_of(more: Sequence[str], *, gpus: Sequence[int] = (), space: Sequence[str] = ()) -> list[Candidate]:
-        overrides = candidate_overrides(command[0], more)
+        overrides = with_overrides(command[0], more)
         return make_space(command[1], overrides, gpus, read_axes(space, overrides))
 
     return space_of
@@ -116,6 +117,6 @@ def test_single_is_searched_on_one_worker(command: tuple[list[str], MakeCell]) -
 
 def test_overrides_of_a_candidate_replace_those_of_the_command() -> None:
     command = ["strategy=ddp", "train.micro_batch_size=4", "train.seed=1"]
-    assert candidate_overrides(command, ["zero_stage=2", "train.micro_batch_size=8"]) == [
+    assert with_overrides(command, ["zero_stage=2", "train.micro_batch_size=8"]) == [
         *("train.seed=1", "zero_stage='2'", "train.micro_batch_size=8")
     ]

@@ -1,0 +1,26 @@
+"""The overrides of a command with those of a candidate in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distexp.choose.axis_keys import SHARDING, STAGE
+from distexp.cli.overrides import quote_choice
+from distexp.config.paths import config_groups
+from distexp.plan.cells import replace_overrides
+
+USE_SINGLE = "strategy=single"
+SHARDED_KEYS = (f"{SHARDING}=", f"{STAGE}=", "fsdp.sharding=", "deepspeed.zero_stage=", "offload.")
+"""Overrides of a command that contradict ``strategy=single``."""
+
+
+def with_overrides(command: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a command, with those of a candidate in their place."""
+    return replace_overrides(command, [quote_choice(text, config_groups()) for text in overrides])
+
+
+def without_other_strategy(command: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a command, without those that contradict ``strategy=single`` if others choose it."""
+    if USE_SINGLE not in overrides:
+        return list(command)
+    return [text for text in command if not text.startswith(SHARDED_KEYS)]
