@@ -12,7 +12,7 @@ from distexp.choose.halving import first_trials
 from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.search_output import Outcome, candidate_json, typed_overrides
 from distexp.choose.search_result import PlannedTrial
-from distexp.choose.table import others_table, waiting_table
+from distexp.choose.table import PLAN_LEGEND, others_table, planned_table
 from distexp.choose.trial_overrides import EXCLUDED_STEPS
 from distexp.exceptions import SweepFailedError
 from distexp.runs.files import nan_to_none
@@ -75,17 +75,18 @@ def _print_tables(
     left_out = [each for each in outcome.candidates if each.status is not Status.WAITING]
     line(f"{format_count(len(outcome.candidates), 'configuration')}, of which {len(waiting)} may be tried")
     if planned:
-        console.print(waiting_table(planned, costs))
+        console.print(planned_table(planned, costs))
+        line(PLAN_LEGEND)
     for part in others_table(left_out):
         console.print(part)
     if not waiting:
         line(describe_no_winner(outcome.candidates))
         return
-    for text in (
-        f"\nThe first trials, one for each family, cost at most {sum(costs):,.0f} GPU-seconds, with {STARTUP_S:.0f} s "
-        "for each start.",
-        "Families that cannot win any more are not tried. Then other micro-batches of the best families follow,",
-        f"and longer trials of the best configurations. The search ends at {budget:,.0f} GPU-seconds.",
-        "Nothing was started. To change the limit, set choose.budget_min.",
-    ):
-        line(text)
+    budget_min = outcome.settings.section.budget_min
+    line(
+        f"""
+The search would start with these trials: one micro-batch of each strategy and its settings. It skips those that
+cannot win any more. All of them cost {sum(costs):,.0f} GPU-seconds, with {STARTUP_S:.0f} s for each start-up.
+Then it tries other micro-batches of the best ones, and repeats the best configurations with more steps.
+It ends at {budget:,.0f} GPU-seconds (choose.budget_min={budget_min:g} on all workers). Nothing was started."""
+    )

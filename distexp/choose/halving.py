@@ -195,7 +195,7 @@ class _Search:
         planned = [PlannedTrial(each, steps) for each in batch]
         affordable = affordable_trials(planned, self.candidates, self.rungs, self.budget_gpu_s)
         if len(affordable) < len(planned):
-            self.stopped = f"the budget of {self.budget_gpu_s:.0f} GPU seconds is used up"
+            self.stopped = f"the budget of {self.budget_gpu_s:,.0f} GPU-seconds is used up"
         if not affordable:
             return
         if name != FINALISTS:  # Their order alternates. The others run so that few of them need another start-up.

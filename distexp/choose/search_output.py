@@ -132,7 +132,7 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
         console.print(part)
     line("")
     if result is not None and result.stopped:
-        line(result.stopped, "dim")
+        line(f"{result.stopped}: there may be a better one. For more trials, raise choose.budget_min")
     for candidate, check in outcome.rejected:
         line(f"not chosen: {label(candidate)}: {loss_sentence(check)}", "red")
     if outcome.winner is None:

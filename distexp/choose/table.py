@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
@@ -14,13 +14,18 @@ from distexp.choose.labels import row_label
 from distexp.choose.mean_metrics import values_of
 from distexp.choose.ranking import ranked
 from distexp.choose.search_result import PlannedTrial
+from distexp.choose.untried import NOT_TRIED
 from distexp.runs.text import format_count
 from distexp.system.units import MIB_PER_GB
 
-MOST_PRUNED = 6
-"""Candidates that were not tried in a table. The others are counted by their reason."""
-NOT_TRIED = "not tried"
-LEGEND = "predicted: peak in GB. steps: measured steps of each trial."
+MOST_LISTED = 6
+"""Most candidates without a trial that a table lists. More are counted by their reason."""
+
+NUMBER = re.compile(r"\d[\d,.]*")
+
+BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
+RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured, predicted: by plan. steps: measured steps of each trial."
+PLAN_LEGEND = f"{BATCH_LEGEND} steps: measured steps. s/step: forecast. GPU-s: cost with the start-up."
 
 
 def result_table(
@@ -32,7 +37,7 @@ def result_table(
     order = [*best, *(each for each in tried if each not in best)]
     if order:
         yield _measured_table(order, winner)
-        yield Text(f"{'*: the winner. ' if winner in order else ''}{LEGEND}", style="dim")
+        yield Text(f"{'*: the winner. ' if winner in order else ''}{RESULT_LEGEND}", style="dim")
     yield from others_table([each for each in candidates if not each.trials])
 
 
@@ -40,7 +45,7 @@ def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None) -
     """Return the table of the candidates that were tried."""
     values = [values_of(each) for each in candidates]
     energy, price = any(each.j_per_sample for each in values), any(each.price_per_sample for each in values)
-    table = _table("candidate (batch x accumulation)", "workers", "samples/s", "peak GB", "predicted")
+    table = _table("candidate", "workers", "samples/s", "peak GB", "predicted")
     for title, shown in (("J/sample", energy), ("price/10⁶", price)):
         if shown:
             table.add_column(title, justify="right", no_wrap=True)
@@ -48,7 +53,7 @@ def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None) -
     for candidate, found in zip(candidates, values, strict=True):
         price_of_many = None if found.price_per_sample is None else 1e6 * found.price_per_sample
         cells = [
-            f"{'* ' if candidate is winner else '  '}{name(candidate)}",
+            f"{'* ' if candidate is winner else '  '}{row_label(candidate)}",
             str(candidate.workers),
             _failure(candidate) or _number(found.samples_per_second, ",.1f"),
             _gb(found.peak_allocated_mib),
@@ -62,29 +67,39 @@ def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None) -
 
 
 def others_table(candidates: Sequence[Candidate]) -> Iterator[RenderableType]:
-    """Yield the candidates without a trial with their reason, folded if there are many."""
+    """Yield the candidates without a trial: a table if there are few, else their reasons with the numbers of them."""
     if not candidates:
         return
-    counts = Counter(short_reason(each) for each in candidates)
-    summary = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-    text = f"\nNot tried: {format_count(len(candidates), 'configuration')}"
-    yield Text(text if set(counts) == {NOT_TRIED} else f"{text}: {summary}", style="dim")
-    if len(candidates) > MOST_PRUNED:
+    yield Text(f"\nNot tried: {format_count(len(candidates), 'configuration')}", style="dim")
+    if len(candidates) > MOST_LISTED:
+        for reason, count in count_reasons(candidates):
+            yield Text(f"{count:6}  {reason}", style="dim")
         return
-    table = _table(NOT_TRIED, "predicted GB")
+    table = _table("not tried", "predicted GB")
     table.add_column("reason")
     for each in candidates:
-        table.add_row(*map(Text, (name(each), _gb(predicted_mib(each)), each.reason.removeprefix(f"{NOT_TRIED}: "))))
+        table.add_row(*map(Text, (row_label(each), _gb(predicted_mib(each)), _reason(each))))
     yield table
 
 
-def short_reason(candidate: Candidate) -> str:
-    """Return a reason without its numbers, so that equal ones can be counted."""
-    reason = candidate.reason or str(candidate.status)
-    return reason.partition(":")[0].partition(" (")[0].partition(" by ")[0]
+def count_reasons(candidates: Sequence[Candidate]) -> list[tuple[str, int]]:
+    """Return the reasons of candidates with their numbers, the most frequent first.
+
+    Reasons that differ only in their numbers or details count as one. Their numbers are then shown as N.
+    """
+    groups: dict[str, list[str]] = {}
+    for each in candidates:
+        short = _reason(each).partition(":")[0].partition(" (")[0].partition(" by ")[0]
+        groups.setdefault(NUMBER.sub("N", short), []).append(short)
+    counts = [(found[0] if len(set(found)) == 1 else general, len(found)) for general, found in groups.items()]
+    return sorted(counts, key=lambda pair: -pair[1])
 
 
-def waiting_table(planned: Sequence[PlannedTrial], costs: Sequence[float]) -> Table:
+def _reason(candidate: Candidate) -> str:
+    return candidate.reason.removeprefix(f"{NOT_TRIED}: ") or str(candidate.status)
+
+
+def planned_table(planned: Sequence[PlannedTrial], costs: Sequence[float]) -> Table:
     """Return the table of planned trials.
 
     Args:
@@ -94,7 +109,7 @@ def waiting_table(planned: Sequence[PlannedTrial], costs: Sequence[float]) -> Ta
     table = _table("planned trial", "workers", "steps", "predicted GB", "s/step", "GPU-s")
     for trial, cost in zip(planned, costs, strict=True):
         candidate = trial.candidate
-        cells = (name(candidate), str(candidate.workers), str(trial.steps), _gb(predicted_mib(candidate)))
+        cells = (row_label(candidate), str(candidate.workers), str(trial.steps), _gb(predicted_mib(candidate)))
         table.add_row(*map(Text, cells), Text(_number(candidate.forecast_s, ".3g")), Text(f"{cost:,.0f}"))
     return table
 
@@ -104,11 +119,6 @@ def predicted_mib(candidate: Candidate) -> float | None:
     if candidate.config is not None and candidate.config.cluster.device == "cpu":
         return None if candidate.predicted is None else candidate.predicted.required_mib
     return candidate.expected_mib
-
-
-def name(candidate: Candidate) -> str:
-    """Return a candidate for a table."""
-    return row_label(candidate)
 
 
 def _table(first: str, *numbers: str) -> Table:

@@ -7,8 +7,9 @@ from pathlib import Path
 from distexp.choose.candidate import COMPLETED, Trial
 from distexp.config import Config
 from distexp.runs.devices import cpu_peak_mib, device_values
+from distexp.runs.jsonl import number_in, read_entries
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import RECORD, SPEC
+from distexp.runs.run_dir import OPERATORS, RECORD, SPEC
 from distexp.runs.text import failure_text
 
 SECONDS_PER_HOUR = 3600.0
@@ -55,7 +56,8 @@ def gpu_seconds(record: RunRecord, run_dir: Path, config: Config) -> float:
     """Return the time of a run times the number of its workers, with the imports that the record leaves out.
 
     An attempt starts with its spec, and ends with its record. A Slurm job writes its spec again when it starts. An
-    attempt that never starts has no hosts, and its time in the queue costs nothing.
+    attempt that never starts has no hosts, and its time in the queue costs nothing. Neither does the compilation of
+    DeepSpeed's operators, which happens once on a machine.
     """
     if record.run.attempts and not record.run.hosts:
         return 0.0
@@ -63,7 +65,13 @@ def gpu_seconds(record: RunRecord, run_dir: Path, config: Config) -> float:
         seconds = (run_dir / RECORD).stat().st_mtime - (run_dir / SPEC).stat().st_mtime
     except OSError:
         return 0.0
-    return max(0.0, seconds) * config.cluster.world_size
+    return max(0.0, seconds - _compilation_s(run_dir)) * config.cluster.world_size
+
+
+def _compilation_s(run_dir: Path) -> float:
+    """Return how long the nodes of a run compiled DeepSpeed's operators, at the same time; 0 if they did not."""
+    times = (number_in(entry, "compiled_s") for entry in read_entries(run_dir / OPERATORS))
+    return max((time for time in times if time is not None), default=0.0)
 
 
 def training_gpu_seconds(record: RunRecord, config: Config) -> float:

@@ -9,6 +9,9 @@ from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.forecast_scale import best_score, forecast_scales
 from distexp.choose.ranking import ranked
 
+NOT_TRIED = "not tried"
+"""Start of the reason of a candidate that fits, and that the search left out."""
+
 
 def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective, *, near: float, stopped: str) -> None:
     """Prune the candidates that still wait, with the reason why they were not tried.
@@ -31,7 +34,7 @@ def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective,
                 reason = _reason_of_family(tried[0], (tried[0].score(objective) or 0.0) / best, near, stopped)
             forecast = each.forecast(objective)
             ratio = None if best is None or forecast is None else forecast * scale / best
-            each.prune(f"not tried: {reason or _reason_of_forecast(ratio, stopped)}")
+            each.prune(f"{NOT_TRIED}: {reason or _reason_of_forecast(ratio, stopped)}")
 
 
 def _reason_of_family(best_member: Candidate, ratio: float, near: float, stopped: str) -> str:

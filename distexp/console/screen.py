@@ -49,6 +49,7 @@ class LiveRun:
     total_steps: int | None = None
     resumed_from: int = 0  # lines up to this step are from an earlier attempt
     operators: Tail | None = None
+    build_console: Console | None = None  # for the build of operators; None: console
     failed: bool = False  # the log has reached the error, which the panel shows in short
 
     def refresh(self) -> None:
@@ -73,7 +74,7 @@ class LiveRun:
         """Show the progress of the build of DeepSpeed's operators."""
         message = build_message(entry)
         if message is not None and ("step" not in entry or self.progress is None):
-            self._print(escape(message))
+            (self.build_console or self.console).print(escape(message), highlight=False, soft_wrap=True)
         if self.progress is not None and self.task is not None:
             self._show_build_bar(self.progress, self.task, entry)
 

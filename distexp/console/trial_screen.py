@@ -39,9 +39,9 @@ class TrialScreen(Screen):
 
     @contextmanager
     def follow(self, spec: RunSpec, directory: Path) -> Iterator[LiveRun]:
-        """Show the progress of a trial on a terminal until the block ends."""
+        """Show the progress of a trial on a terminal until the block ends, and the build of operators."""
         with super().follow(spec, directory) as live:
-            live.console = Console(quiet=True)
+            live.console, live.build_console = Console(quiet=True), self.console
             yield live
 
     def show_result(self, record: RunRecord, directory: Path, messages: Sequence[str] = ()) -> None:

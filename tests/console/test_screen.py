@@ -12,11 +12,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from distexp.console.screen import LiveRun, Screen
+from distexp.console.trial_screen import TrialScreen
 from distexp.runs.errors import ERROR_HEADING
 from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunError
+from distexp.runs.run_dir import METRICS, OPERATORS
+from distexp.runs.spec import RunSpec
 from distexp.runs.text import format_about
 from tests.helpers.records import record
+from tests.helpers.runs import resolve_cell
 
 EVENTS = (
     {"phase": "train", "total_steps": 4},
@@ -192,3 +196,14 @@ def test_a_resumed_sweep_counts_its_finished_runs() -> None:
 )
 def test_durations_are_rounded(seconds: float, text: str) -> None:
     assert format_about(seconds) == text
+
+
+def test_a_trial_shows_the_build_of_operators_and_nothing_else(tmp_path: Path) -> None:
+    """A build takes minutes, or waits for another one. Without a line the search would seem to hang."""
+    shown = io.StringIO()
+    screen = TrialScreen(tmp_path, Console(file=shown, width=100), {})
+    (tmp_path / OPERATORS).write_text(json.dumps({"waiting": "another run"}) + "\n")
+    (tmp_path / METRICS).write_text(json.dumps({"step": 1, "loss": 2.0, "samples_per_second": 3.0}) + "\n")
+    with screen.follow(RunSpec(resolve_cell("cluster.device=cpu"), record(0).run), tmp_path):
+        pass
+    assert shown.getvalue() == "DeepSpeed's operators: waiting for another run\n"

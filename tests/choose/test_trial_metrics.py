@@ -1,0 +1,24 @@
+"""Tests of the cost of a trial."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from distexp.choose.trial_metrics import gpu_seconds
+from distexp.runs.run_dir import OPERATORS, RECORD, SPEC
+from tests.helpers.records import record
+from tests.helpers.runs import resolve_cell
+
+
+def test_the_compilation_of_operators_costs_nothing(tmp_path: Path) -> None:
+    """It happens once on a machine, and takes longer than a whole search of a small model."""
+    config = resolve_cell("cluster.workers_per_node=2", "cluster.device=cpu")
+    for name, seconds in ((SPEC, 1000), (RECORD, 1100)):
+        (tmp_path / name).write_text("{}")
+        os.utime(tmp_path / name, (seconds, seconds))
+    assert gpu_seconds(record(0), tmp_path, config) == 2 * 100
+    entries = [{"node": 0, "compiling": "cpu_adam"}, {"node": 0, "compiled_s": 60}, {"node": 1, "compiled_s": 90}]
+    (tmp_path / OPERATORS).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert gpu_seconds(record(0), tmp_path, config) == 2 * 10
