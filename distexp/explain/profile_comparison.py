@@ -16,47 +16,59 @@ MIN_SHARE = 0.15
 
 
 @dataclass(frozen=True)
+class PerSample:
+    """A time of the runs A and B, in milliseconds per sample."""
+
+    a: float
+    b: float
+
+    @property
+    def change(self) -> float:
+        """Return how much longer B takes."""
+        return self.b - self.a
+
+    def to_json(self) -> dict[str, float]:
+        """Return both times for programs."""
+        return {"a": self.a, "b": self.b}
+
+
+@dataclass(frozen=True)
 class ProfileComparison:
-    """Two profiled runs."""
+    """The profiled runs A and B."""
 
-    before: StepProfile
-    after: StepProfile
+    a: StepProfile
+    b: StepProfile
 
-    def per_sample(self, name: str) -> tuple[float, float]:
-        """Return a part of both runs, in milliseconds per sample."""
-        return (
-            self.before.mean_ms(name) / self.before.samples_per_step,
-            self.after.mean_ms(name) / self.after.samples_per_step,
-        )
+    def per_sample(self, name: str) -> PerSample:
+        """Return the time of a part."""
+        return self._per_sample(self.a.mean_ms(name), self.b.mean_ms(name))
 
     @property
-    def totals(self) -> tuple[float, float]:
-        """Return the times of a sample in both runs, in milliseconds."""
-        return (
-            self.before.step_ms / self.before.samples_per_step,
-            self.after.step_ms / self.after.samples_per_step,
-        )
+    def totals(self) -> PerSample:
+        """Return the time of a sample: the sum of the parts."""
+        return self._per_sample(self.a.step_ms, self.b.step_ms)
 
     @property
-    def medians(self) -> tuple[float, float]:
-        """Return the times of a sample without the profiler, in milliseconds; ``totals`` if one is unknown."""
-        before, after = self.before.median_ms, self.after.median_ms
-        if before is None or after is None:
-            return self.totals
-        return before / self.before.samples_per_step, after / self.after.samples_per_step
+    def medians(self) -> PerSample:
+        """Return the time of a sample without the profiler; ``totals`` if one is unknown."""
+        a_ms, b_ms = self.a.median_ms, self.b.median_ms
+        return self.totals if a_ms is None or b_ms is None else self._per_sample(a_ms, b_ms)
+
+    def _per_sample(self, a_ms: float, b_ms: float) -> PerSample:
+        return PerSample(a_ms / self.a.samples_per_step, b_ms / self.b.samples_per_step)
 
     def sentence(self) -> str:
         """Return why B is slower or faster than A. The parts may include the profiler, so the medians decide."""
-        before, after = self.medians
-        times = f"{after:,.3f} ms instead of {before:,.3f} ms per sample"
-        if abs(after - before) <= SAME * before:
+        a, b = self.medians.a, self.medians.b
+        times = f"{b:,.3f} ms instead of {a:,.3f} ms per sample"
+        if abs(b - a) <= SAME * a:
             return f"A and B are equally fast: {times}."
-        ratio = f"{after / before:.2f} times slower" if after > before else f"{before / after:.2f} times faster"
+        ratio = f"{b / a:.2f} times slower" if b > a else f"{a / b:.2f} times faster"
         return f"B is {ratio} than A, {times}. Largest changes: {', '.join(self._changes())}."
 
     def _changes(self) -> Iterator[str]:
         """Yield the parts that changed most, the largest change first."""
-        changes = {name: after - before for name in PARTS for before, after in [self.per_sample(name)]}
+        changes = {name: self.per_sample(name).change for name in PARTS}
         least = MIN_SHARE * sum(map(abs, changes.values()))
         for name in sorted(PARTS, key=lambda part: -abs(changes[part])):
             if abs(changes[name]) >= least:
@@ -64,10 +76,9 @@ class ProfileComparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison for programs."""
-        parts = {name: dict(zip(("a", "b"), self.per_sample(name), strict=True)) for name in PARTS}
         return {
-            "ms_per_sample": dict(zip(("a", "b"), self.totals, strict=True)),
-            "median_ms_per_sample": dict(zip(("a", "b"), self.medians, strict=True)),
-            "parts_ms_per_sample": parts,
+            "ms_per_sample": self.totals.to_json(),
+            "median_ms_per_sample": self.medians.to_json(),
+            "parts_ms_per_sample": {name: self.per_sample(name).to_json() for name in PARTS},
             "sentence": self.sentence(),
         }

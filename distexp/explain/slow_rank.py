@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from distexp.explain.step_profile import RankStep, StepProfile
 
@@ -10,20 +11,36 @@ SLOWER = 0.3
 """Fraction of the waiting by which a rank must take longer than the others to be its cause."""
 
 
-def slower_by(profile: StepProfile) -> tuple[str, float]:
-    """Return the part in which the slowest rank exceeds the others most, and by how many milliseconds."""
+LOCAL_PARTS = ("matmul", "other_kernels", "launch_idle", "data_wait", "optimizer", "host")
+"""Parts in which a rank does not depend on the others."""
+
+
+@dataclass(frozen=True)
+class SlowPart:
+    """The part in which the slowest rank exceeds the others most.
+
+    Attributes:
+        part: Name of the part.
+        excess_ms: By how much it exceeds the mean of the others.
+    """
+
+    part: str
+    excess_ms: float
+
+
+def slow_part(profile: StepProfile) -> SlowPart:
+    """Return the part in which the slowest rank exceeds the others most. With a single rank nothing exceeds."""
     slowest, others = profile.slowest, _others(profile)
-    names = ("matmul", "other_kernels", "launch_idle", "data_wait", "optimizer", "host")
     if not others:
-        return names[0], 0.0
-    more = {name: slowest.time(name) - _mean([rank.time(name) for rank in others]) for name in names}
-    name = max(more, key=lambda each: more[each])
-    return name, more[name]
+        return SlowPart(LOCAL_PARTS[0], 0.0)
+    excess = {name: slowest.time_ms(name) - _mean([rank.time_ms(name) for rank in others]) for name in LOCAL_PARTS}
+    name = max(excess, key=lambda each: excess[each])
+    return SlowPart(name, excess[name])
 
 
 def is_one_rank_slow(profile: StepProfile) -> bool:
     """Return whether one part of the slowest rank is the cause of the waiting."""
-    return slower_by(profile)[1] >= SLOWER * max(rank.time("waiting") for rank in profile.ranks)
+    return slow_part(profile).excess_ms >= SLOWER * max(rank.time_ms("waiting") for rank in profile.ranks)
 
 
 def are_others_ahead(profile: StepProfile) -> bool:
@@ -35,26 +52,26 @@ def are_others_ahead(profile: StepProfile) -> bool:
     The time of the CPU is that of a profiled step, and the waiting is without the overhead of the profiler. So this
     compares shares of the step.
     """
-    if slower_by(profile)[0] != "launch_idle" or not is_one_rank_slow(profile):
+    if slow_part(profile).part != "launch_idle" or not is_one_rank_slow(profile):
         return False
     busier = _busier_by(profile)
-    waiting = max(rank.time("waiting") / rank.step_ms for rank in profile.ranks)
+    waiting = max(rank.time_ms("waiting") / rank.step_ms for rank in profile.ranks)
     return busier is not None and busier < SLOWER * waiting
 
 
 def describe_excess(profile: StepProfile) -> str:
-    """Return by how many milliseconds the slowest rank exceeds the others in the part of ``slower_by``.
+    """Return by how many milliseconds the slowest rank exceeds the others in its slow part.
 
     The GPUs of the others are less idle, also because they wait in collectives. So if the part is launch idle, the
     rank is slower by at most what its CPU works longer than theirs.
     """
-    part, more_ms = slower_by(profile)
-    if part != "launch_idle":
-        return f"{more_ms:,.1f} ms"
+    slow = slow_part(profile)
+    if slow.part != "launch_idle":
+        return f"{slow.excess_ms:,.1f} ms"
     busier = _busier_by(profile)
     if busier is None:
-        return f"up to {more_ms:,.1f} ms"
-    return f"{min(more_ms, busier * profile.slowest.step_ms):,.1f} ms"
+        return f"up to {slow.excess_ms:,.1f} ms"
+    return f"{min(slow.excess_ms, busier * profile.slowest.step_ms):,.1f} ms"
 
 
 def _busier_by(profile: StepProfile) -> float | None:

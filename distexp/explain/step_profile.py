@@ -11,6 +11,10 @@ from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import HIDDEN, PARTS
 
 COMPUTE = ("matmul", "other_kernels")
+"""Parts in which kernels run."""
+
+OVERHEADS = ("exposed_communication", "waiting", "launch_idle", "data_wait", "optimizer", "host")
+"""All other parts. The largest one is the bottleneck."""
 
 DIFFERENT = 0.05
 """Relative difference from which a profiled step differs from the median step."""
@@ -27,8 +31,8 @@ class RankStep:
     launches: float | None
     cpu_busy_ms: float | None = None  # in the profiled step; None: no GPU, or an old record
 
-    def time(self, name: str) -> float:
-        """Return a part; 0 if it was not measured."""
+    def time_ms(self, name: str) -> float:
+        """Return the time of a part; 0 if it was not measured."""
         return self.parts[name] or 0.0
 
     @property
@@ -58,7 +62,7 @@ class StepProfile:
 
     def mean_ms(self, name: str) -> float:
         """Return a part as a mean over the ranks."""
-        return sum(rank.time(name) for rank in self.ranks) / len(self.ranks)
+        return sum(rank.time_ms(name) for rank in self.ranks) / len(self.ranks)
 
     @property
     def overhead_ms(self) -> float:
@@ -126,7 +130,7 @@ class StepProfile:
     @property
     def slowest(self) -> RankStep:
         """Return the rank that the others wait for."""
-        return min(self.ranks, key=lambda rank: (rank.time("waiting"), rank.rank))
+        return min(self.ranks, key=lambda rank: (rank.time_ms("waiting"), rank.rank))
 
 
 def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:

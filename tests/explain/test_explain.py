@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from distexp.explain.__main__ import main
-from distexp.explain.advice import larger_global_batches
+from distexp.explain.batch_advice import larger_global_batches
 from distexp.explain.explanation import explain
-from distexp.explain.profile_comparison import ProfileComparison
+from distexp.explain.profile_comparison import PerSample, ProfileComparison
 from distexp.explain.step_profile import StepProfile
 from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import PARTS
@@ -49,13 +49,13 @@ def with_memory(found: RunRecord, reserved_mib: float, constant_mib: float = 0.0
 def explanation(found: RunRecord) -> tuple[str, float, str, list[str]]:
     result = explain(found)
     assert result is not None
-    return result.loss, round(result.share, 3), result.sentence, result.alternatives
+    return result.bottleneck, round(result.share, 3), result.sentence, result.alternatives
 
 
 LAUNCH_BOUND = {"matmul": 20.0, "other_kernels": 20.0, "launch_idle": 55.0, "optimizer": 5.0}
 COMMUNICATION_BOUND = {"matmul": 30.0, "other_kernels": 20.0, "exposed_communication": 45.0, "optimizer": 5.0}
 DATA_BOUND = {"matmul": 30.0, "other_kernels": 20.0, "data_wait": 45.0, "optimizer": 5.0}
-SIX_LOSSES = {
+SIX_OVERHEADS = {
     **{"matmul": 40.0, "other_kernels": 6.0, "waiting": 9.5, "host": 8.5},
     **dict.fromkeys(("launch_idle", "optimizer", "exposed_communication", "data_wait"), 9.0),
 }
@@ -63,7 +63,7 @@ COMPUTE_BOUND = {"matmul": 70.0, "other_kernels": 20.0, "launch_idle": 5.0, "opt
 
 
 @pytest.mark.parametrize(
-    ("parts", "loss", "share", "words"),
+    ("parts", "bottleneck", "share", "words"),
     [
         (
             LAUNCH_BOUND,
@@ -80,10 +80,10 @@ COMPUTE_BOUND = {"matmul": 70.0, "other_kernels": 20.0, "launch_idle": 5.0, "opt
         ),
         (COMPUTE_BOUND, "compute", 0.9, "Compute-bound: matrix kernels take 70% and other kernels 20% of the step."),
         (
-            SIX_LOSSES,
+            SIX_OVERHEADS,
             "compute",
             0.46,
-            "No loss is large: matrix kernels take 40% and other kernels 6% of the step, waiting for other ranks 9.5%",
+            "No bottleneck: matrix kernels take 40% and other kernels 6% of the step, waiting for other ranks 9.5%",
         ),
         (
             {"matmul": 80.0, "optimizer": 20.0},
@@ -99,9 +99,9 @@ COMPUTE_BOUND = {"matmul": 70.0, "other_kernels": 20.0, "launch_idle": 5.0, "opt
         ),
     ],
 )
-def test_the_largest_loss_has_its_name(parts: dict[str, float], loss: str, share: float, words: str) -> None:
+def test_the_bottleneck_has_its_name(parts: dict[str, float], bottleneck: str, share: float, words: str) -> None:
     found = explanation(profiled(parts, parts, **GPU))
-    assert found[:2] == (loss, share)
+    assert found[:2] == (bottleneck, share)
     assert found[2].startswith(words)
     assert found[2].endswith(".")
 
@@ -115,14 +115,14 @@ def test_waiting_names_the_slow_rank_and_its_part() -> None:
     fast = {"matmul": 50.0, "data_wait": 2.0, "waiting": 40.0, "exposed_communication": 8.0}
     run = profiled(fast, slow, fast, fast, **GPU)
     run.environment.cpu_count = 32  # type: ignore[union-attr]
-    loss, share, sentence, alternatives = explanation(run)
-    assert (loss, share) == ("waiting", 0.3)
+    bottleneck, share, sentence, alternatives = explanation(run)
+    assert (bottleneck, share) == ("waiting", 0.3)
     assert "the ranks wait for rank 1 for 30% of the step" in sentence
     assert "it spends 40.0 ms more than the others on waiting for its data" in sentence
     assert alternatives == ["dataset.num_workers=2"]
     busy = {**slow, "data_wait": 2.0, "host": 40.0}
-    loss, _, sentence, alternatives = explanation(profiled(fast, busy, fast, fast, **GPU))
-    assert (loss, alternatives) == ("waiting", [])
+    bottleneck, _, sentence, alternatives = explanation(profiled(fast, busy, fast, fast, **GPU))
+    assert (bottleneck, alternatives) == ("waiting", [])
     assert "on work of its CPU" in sentence
     launching = {**slow, "data_wait": 2.0, "launch_idle": 40.0}
     run = with_memory(profiled(fast, launching, fast, fast, train__micro_batch_size=2, **GPU), 20_000)
@@ -334,8 +334,8 @@ def test_comparison_is_per_sample() -> None:
     assert profiles[0] is not None
     assert profiles[1] is not None
     comparison = ProfileComparison(profiles[0], profiles[1])
-    assert comparison.totals == (100 / 16, 100 / 8)
-    assert comparison.per_sample("launch_idle") == (5 / 16, 55 / 8)
+    assert comparison.totals == PerSample(100 / 16, 100 / 8)
+    assert comparison.per_sample("launch_idle") == PerSample(5 / 16, 55 / 8)
     sentence = comparison.sentence()
     assert sentence.startswith("B is 2.00 times slower than A, 12.500 ms instead of 6.250 ms per sample.")
     changes = "GPU idle: slow launches +6.562 ms, matrix kernels -1.875 ms."

@@ -1,0 +1,72 @@
+"""Overrides that change the micro-batch, the accumulation or the global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from distexp.explain.memory_headroom import fits
+from distexp.explain.step_profile import StepProfile
+
+MOST_FACTOR = 8
+"""Largest factor of a proposed micro-batch."""
+
+
+def larger_micro_batch(profile: StepProfile, needed: float) -> Iterator[str]:
+    """Yield a micro-batch that is larger by the needed factor, or by the largest factor that fits; none if none fits.
+
+    If the accumulation can shrink by that factor, the global batch stays the same, and so does the training. If it
+    cannot, the global batch grows too, which changes the training.
+    """
+    micro_batch = profile.number("train.micro_batch_size", 1)
+    accumulation = profile.number("train.gradient_accumulation_steps", 1)
+    wanted = min(MOST_FACTOR, 2 ** max(1, math.ceil(math.log2(needed))))
+    fitting = [factor for factor in (8, 4, 2) if factor <= wanted and fits(profile, batch_factor=factor)]
+    same_training = next((factor for factor in fitting if accumulation % factor == 0), None)
+    if same_training is not None:
+        less = (
+            "" if _sets_global_batch(profile) else f" train.gradient_accumulation_steps={accumulation // same_training}"
+        )
+        yield f"train.micro_batch_size={micro_batch * same_training}{less}"
+    elif fitting and _has_steps(profile, fitting[0]):
+        total = profile.number("train.global_batch_size", 1) * fitting[0]
+        more = f" train.global_batch_size={total}" if _sets_global_batch(profile) else ""
+        yield f"train.micro_batch_size={micro_batch * fitting[0]}{more}"
+
+
+def more_accumulation(profile: StepProfile) -> Iterator[str]:
+    """Yield twice the global batch, with the same micro-batch, if an epoch has enough steps."""
+    if not _has_steps(profile, 2):
+        return
+    total = profile.setting("train.global_batch_size")
+    if isinstance(total, int):
+        yield f"train.global_batch_size={2 * total}"
+    else:
+        yield f"train.gradient_accumulation_steps={2 * profile.number('train.gradient_accumulation_steps', 1)}"
+
+
+def _sets_global_batch(profile: StepProfile) -> bool:
+    """Return whether the run sets the global batch. Then the accumulation follows from it and the micro-batch."""
+    return profile.setting("train.global_batch_size") is not None
+
+
+def _has_steps(profile: StepProfile, factor: int) -> bool:
+    """Return whether an epoch has enough steps for a global batch that is larger by a factor."""
+    return (profile.record.metrics.steps_per_epoch or factor) >= factor
+
+
+def larger_global_batches(profile: StepProfile, alternatives: Sequence[str]) -> list[str]:
+    """Return the alternatives that make the global batch larger, and so change the training."""
+    return [alternative for alternative in alternatives if _is_larger(profile, alternative)]
+
+
+def _is_larger(profile: StepProfile, alternative: str) -> bool:
+    values = dict(override.split("=", 1) for override in alternative.split())
+    if "train.global_batch_size" in values:
+        return True
+    if _sets_global_batch(profile):
+        return False
+    keys = "train.micro_batch_size", "train.gradient_accumulation_steps"
+    before = [profile.number(key, 1) for key in keys]
+    after = [int(values.get(key, value)) for key, value in zip(keys, before, strict=True)]
+    return math.prod(after) > math.prod(before)

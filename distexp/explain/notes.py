@@ -1,0 +1,52 @@
+"""The lines below the tables of ``distexp explain``: overrides to try, and what limits the meaning of a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from distexp.explain.profile_comparison import ProfileComparison
+from distexp.explain.step_profile import StepProfile
+
+LARGE_OVERHEAD = 0.05
+"""Overhead of the profiler, as a share of the step, that is worth a note."""
+
+CPU_NOTE = (
+    "Without a GPU, operators of PyTorch count as kernels, slow launches are unknown, and the profiler makes all parts "
+    "longer."
+)
+
+
+def try_line(alternatives: Sequence[str]) -> str | None:
+    """Return the line with the overrides to try; None if there are none."""
+    return f"try: {'  or  '.join(alternatives)}" if alternatives else None
+
+
+def batch_line(larger: Sequence[str]) -> str | None:
+    """Return the line about overrides that make the global batch larger; None if there are none."""
+    return f"A larger global batch changes the training: {', '.join(larger)}." if larger else None
+
+
+def profile_notes(profile: StepProfile) -> Iterator[str]:
+    """Yield what limits the meaning of a profile."""
+    if profile.overhead_ms > LARGE_OVERHEAD * profile.step_ms:
+        yield (
+            f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
+            "slow launches, host work and waiting, in proportion to their size, and then of the data wait."
+        )
+    if profile.includes_overhead and profile.on_gpu:
+        yield "The parts include the overhead of the profiler, because the batches have different sizes."
+    if median := profile.different_median_ms:
+        yield (
+            f"The parts add up to {profile.step_ms:,.1f} ms. The median of the steps that were not profiled is "
+            f"{median:,.1f} ms."
+        )
+    if not profile.on_gpu:
+        yield CPU_NOTE
+
+
+def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
+    """Yield what limits the meaning of two profiles: first what is about one of them."""
+    of_a, of_b = list(profile_notes(comparison.a)), list(profile_notes(comparison.b))
+    yield from (f"A: {note}" for note in of_a if note not in of_b)
+    yield from (f"B: {note}" for note in of_b if note not in of_a)
+    yield from (note for note in of_a if note in of_b)

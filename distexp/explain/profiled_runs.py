@@ -1,0 +1,94 @@
+"""Reading of the profiled runs that ``distexp explain`` is given."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distexp.config import ConfigError
+from distexp.explain.explanation import Explanation, explain_profile
+from distexp.explain.step_profile import StepProfile
+from distexp.runs.files import printable
+from distexp.runs.record import RunRecord, load_all
+from distexp.runs.text import format_override
+
+
+@dataclass(frozen=True)
+class ProfiledRun:
+    """A run with a profile."""
+
+    directory: Path
+    record: RunRecord
+    profile: StepProfile
+
+    @property
+    def explanation(self) -> Explanation:
+        """Return the bottleneck."""
+        return explain_profile(self.profile)
+
+    @property
+    def title(self) -> str:
+        """Return directory and overrides, as they are typed."""
+        return f"{self.directory}: {' '.join(map(format_override, self.record.run.overrides))}".removesuffix(": ")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run for programs."""
+        metrics = self.record.metrics
+        return {
+            "run": str(self.directory),
+            "overrides": self.record.run.overrides,
+            "step_breakdown": metrics.step_breakdown,
+            "explanation": self.explanation.to_json(),
+        }
+
+
+def read_profiled_run(directory: Path) -> ProfiledRun:
+    """Return the only profiled run of a directory.
+
+    Raises:
+        ConfigError: there are several, or none.
+    """
+    runs = read_profiled_runs(directory)
+    if len(runs) > 1:
+        raise ConfigError(f"{directory} has {len(runs)} profiled runs: give one of them, such as {runs[0].directory}")
+    return runs[0]
+
+
+def read_profiled_runs(directory: Path) -> list[ProfiledRun]:
+    """Return the profiled runs of a run directory or a sweep.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found, skipped = load_all(directory)
+    for message in skipped:
+        print(f"skipped: {printable(message)}", file=sys.stderr)
+    if not found:
+        raise ConfigError(
+            f"no readable record.json below {directory}: give the directory of a run or a sweep, such as "
+            "multirun_outputs/distexp"
+        )
+    profiles = [(path.parent, record, StepProfile.of(record)) for path, record in found]
+    runs = [ProfiledRun(where, record, profile) for where, record, profile in profiles if profile is not None]
+    if not runs:
+        raise ConfigError(_not_profiled(directory, [record for _, record in found]))
+    return runs
+
+
+def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
+    """Return why runs have no profile, and what to type."""
+    record = next((each for each in records if each.status == "completed"), None)
+    if record is None:
+        return f"{directory} has no profile, because the run is {records[0].status}: give a completed run"
+    if note := (record.metrics.communication or {}).get("note"):  # A second run would have it too.
+        return f"{directory} has no profile: {note}"
+    options = [
+        format_override(text)
+        for text in record.run.overrides
+        if not text.startswith(("profile=", "train.profile_steps="))
+    ]
+    return f"{directory} has no profile: run it with {shlex.join(['distexp', *options, 'profile=true'])}"

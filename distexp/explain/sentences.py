@@ -1,0 +1,131 @@
+"""The sentence about the bottleneck of a profiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distexp.explain.slow_rank import describe_excess, is_one_rank_slow, slow_part
+from distexp.explain.step_profile import OVERHEADS, StepProfile
+from distexp.runs.checked_values import number_of
+from distexp.runs.step_parts import PARTS
+
+BOUND_SHARE = 0.3
+"""Share from which a run is bound by its bottleneck."""
+
+COMPUTE_BOUND_SHARE = 0.7
+"""Share of kernels from which a run without a bottleneck is compute-bound."""
+
+BOUND = {
+    "exposed_communication": "communication-bound",
+    "waiting": "waiting for a slow rank",
+    "launch_idle": "launch-bound",
+    "data_wait": "data-bound",
+    "optimizer": "optimizer-bound",
+    "host": "bound by the CPU",
+}
+"""What a run is called if the part takes BOUND_SHARE of its steps."""
+
+WORK_OF_PART = {
+    "matmul": "matrix kernels",
+    "other_kernels": "other kernels",
+    "launch_idle": "launching kernels",
+    "data_wait": "waiting for its data",
+    "optimizer": "the optimizer",
+    "host": "work of its CPU",
+}
+"""What a slow rank spends its time on."""
+
+
+def describe_compute(share: float, shares: Mapping[str, float]) -> str:
+    """Return what the kernels take and, if this is not most of the step, the two largest other parts.
+
+    Args:
+        share: Share of the kernels.
+        shares: Share of each part.
+    """
+    kernels = f"matrix kernels take {shares['matmul']:.0%} and other kernels {shares['other_kernels']:.0%} of the step"
+    if share >= COMPUTE_BOUND_SHARE:
+        return f"Compute-bound: {kernels}."
+    first, second = sorted(OVERHEADS, key=lambda name: -shares[name])[:2]
+    return f"No bottleneck: {kernels}, {_part_share(first, shares)} and {_part_share(second, shares)}."
+
+
+def describe_bottleneck(bottleneck: str, share: float, profile: StepProfile) -> str:
+    """Return what the bottleneck is, and its share of the step."""
+    return _sentence(bottleneck, share, _description(bottleneck, share, profile))
+
+
+def describe_ranks_ahead(share: float, profile: StepProfile) -> str:
+    """Return that the slowest rank is launch-bound, as the others are.
+
+    Args:
+        share: Share of the step in which the GPU of the slowest rank is idle.
+        profile: The profile.
+    """
+    return _sentence(
+        "launch_idle",
+        share,
+        f"the GPU of rank {profile.slowest.rank} is idle for {share:.0%} of the step, because the CPU launches "
+        f"{_launches(profile)} too slowly. The other ranks are as slow, but ahead: their GPUs wait in collectives",
+    )
+
+
+def _sentence(bottleneck: str, share: float, description: str) -> str:
+    text = f"{BOUND[bottleneck]}: {description}" if share >= BOUND_SHARE else description
+    return text[0].upper() + text[1:] + "."
+
+
+def _part_share(name: str, shares: Mapping[str, float]) -> str:
+    return f"{PARTS[name]} {shares[name]:.1%}"
+
+
+def _description(bottleneck: str, share: float, profile: StepProfile) -> str:
+    """Return what a bottleneck is, without the period."""
+    match bottleneck:
+        case "launch_idle":
+            launches = _launches(profile)
+            return f"the GPU is idle for {share:.0%} of the step, because the CPU launches {launches} too slowly"
+        case "waiting":
+            return _waiting(share, profile)
+        case "exposed_communication":
+            collective = _largest_collective(profile)
+            return f"communication that no computation hides takes {share:.0%} of the step{collective}"
+        case "data_wait":
+            loaders = profile.number("dataset.num_workers", 0)
+            return f"the training waits for its data for {share:.0%} of the step, with dataset.num_workers={loaders}"
+        case "optimizer":
+            return f"clipping and the update of the weights take {share:.0%} of the step"
+        case _:
+            return _host_work(share, profile)
+
+
+def _host_work(share: float, profile: StepProfile) -> str:
+    if profile.on_gpu:
+        return f"the CPU does other work than launching kernels for {share:.0%} of the step"
+    return f"the CPU spends {share:.0%} of the step outside of operators and collectives, for example in Python"
+
+
+def _launches(profile: StepProfile) -> str:
+    launches = max((rank.launches or 0.0) for rank in profile.ranks)
+    steps = profile.number("train.gradient_accumulation_steps", 1)
+    return f"{round(launches / steps):,} kernels per micro-batch" if launches else "kernels"
+
+
+def _waiting(share: float, profile: StepProfile) -> str:
+    if not is_one_rank_slow(profile):
+        return f"ranks wait for each other for {share:.0%} of the step, and no single rank is the cause"
+    return (
+        f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it spends "
+        f"{describe_excess(profile)} more than the others on {WORK_OF_PART[slow_part(profile).part]}"
+    )
+
+
+def _largest_collective(profile: StepProfile) -> str:
+    """Return the end of a sentence that names the collective with the largest share; empty if it is unknown."""
+    entries = (profile.record.metrics.communication or {}).get("by_collective")
+    shares = {kind: number_of(entries, kind) for kind in entries} if isinstance(entries, dict) else {}
+    known = {kind: share for kind, share in shares.items() if share is not None}
+    if not known:
+        return ""
+    largest = max(known, key=lambda kind: known[kind])
+    return f", most of it {largest}" if len(known) > 1 else f", in {largest}"
