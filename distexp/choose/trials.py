@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from distexp.choose.candidate import Candidate, Trial
 from distexp.choose.command_overrides import with_overrides, without_other_strategy
 from distexp.choose.search_result import PlannedTrial
@@ -32,12 +34,14 @@ class _TrialRun:
         cell: Cell of the run.
         config: Resolved configuration of the cell.
         stored: Entry of the trial in ``choose.json``.
+        composed: Composed configuration of the cell, whose hydra node has the number and the directory of the run.
         directory: Run directory.
     """
 
     cell: Cell
     config: Config
     stored: StoredTrial
+    composed: DictConfig
     directory: Path
 
     @property
@@ -119,12 +123,13 @@ class Trials:
         overrides, steps = (*planned.candidate.overrides, *further), planned.steps
         repeat = self._repeats.get((overrides, steps), 0)
         self._repeats[overrides, steps] = repeat + 1
-        directory_of = partial(run_dir_for, cell.composed, self.state.folder)
+        composed = cell.composed
+        directory_of = partial(run_dir_for, composed, self.state.folder)
         stored = self.state.find(overrides, steps, repeat)
         if stored is None:
             number, _ = claim_run_dir(directory_of, 0, resume=False)
             stored = self.state.add(StoredTrial(list(overrides), steps, repeat, number))
-        return _TrialRun(cell, cell.config, stored, directory_of(stored.number))
+        return _TrialRun(cell, cell.config, stored, composed, directory_of(stored.number))
 
     def _run_missing(self, runs: Sequence[_TrialRun]) -> None:
         """Run the trials that have not ended, and store what each has cost."""
@@ -137,7 +142,7 @@ class Trials:
 
     def _assign(self, run: _TrialRun) -> AssignedRun:
         info = make_run_info(run.cell, run.stored.number, self.runner.code, self.runner.snapshot)
-        return AssignedRun(run.cell, info, run.directory, run.cell.composed)
+        return AssignedRun(run.cell, info, run.directory, run.composed)
 
     def _store(self, runs: Sequence[_TrialRun]) -> None:
         for run in runs:

@@ -68,6 +68,7 @@ class FakeLauncher:
     def _run(self, run: AssignedRun) -> None:
         config = run.cell.config
         assert config is not None
+        assert run.composed.hydra.job.num == run.info.number, "Hydra needs the number to start the run"
         self.ran.append(config)
         (run.directory / SPEC).write_text("{}")
         status = self.fails(config) or "completed"
