@@ -1,4 +1,4 @@
-"""The FSDP sharding modes and the device mesh of each."""
+"""The FSDP sharding modes with the device mesh of each, and which strategies shard the optimizer states."""
 
 from __future__ import annotations
 
@@ -37,3 +37,16 @@ class Sharding(StrEnum):
         elif self is Sharding.HYBRID_SHARD:
             replicate = replicas or nodes
         return replicate, workers // replicate
+
+
+def keeps_optimizer_states_whole(strategy: str, *, sharding: str | None, zero_stage: int | None) -> bool:
+    """Return whether each worker is known to have all optimizer states, so that it updates all weights.
+
+    Args:
+        strategy: name of the strategy. A custom one is not known.
+        sharding: ``fsdp.sharding``.
+        zero_stage: ``deepspeed.zero_stage``.
+    """
+    if strategy == "fsdp":
+        return sharding == Sharding.NO_SHARD
+    return strategy in ("single", "ddp") or (strategy == "deepspeed" and zero_stage == 0)

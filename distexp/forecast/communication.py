@@ -9,20 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from distexp.config.sharding import Sharding
-from distexp.forecast.micro_batches import REDUCTIONS, insert
+from distexp.forecast.insertion import LAUNCH_S, add_norm, insert, insert_buckets
+from distexp.forecast.micro_batches import REDUCTIONS
 from distexp.forecast.settings import DDP_FIRST_BUCKET, CommunicationSettings
 from distexp.forecast.target import Target
-from distexp.runs.step_model import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
-
-SMALLEST_BUCKET, LARGEST_BUCKET = 5_000_000, 500_000_000
-"""Limits of the buckets that distexp chooses for DeepSpeed, in elements."""
-
-LAUNCH_S = 100e-6
-"""Time of the CPU to start a collective of a sharded unit: flat buffers, copies into them, events and the call. An
-assumption, for a run in which one worker skips them."""
-
-SCALAR_BYTES = 4
-"""Size of a sum over the workers, as that of the gradient norm."""
+from distexp.forecast.zero_communication import plan_zero
+from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Parameters, StepModel
 
 
 def plan_communication(
@@ -38,7 +30,7 @@ def plan_communication(
     """
     if model.on_gpu:
         items = [_with_launch(item) for item in items]
-    planners = {"ddp": _plan_ddp, "fsdp": _plan_fsdp, "deepspeed": _plan_deepspeed}
+    planners = {"ddp": _plan_ddp, "fsdp": _plan_fsdp, "deepspeed": plan_zero}
     planner = planners.get(settings.strategy)
     return tuple(items) if planner is None else tuple(planner(list(items), model, settings, micro_batches))
 
@@ -68,20 +60,6 @@ def ddp_buckets(model: StepModel, settings: CommunicationSettings) -> list[int]:
     return [*buckets, open_bucket] if open_bucket else buckets
 
 
-def deepspeed_buckets(units: Sequence[Parameters], settings: CommunicationSettings) -> list[int]:
-    """Return the bytes of the buckets of DeepSpeed: a bucket is reduced before it would exceed its size."""
-    elements = [each for unit in reversed(units) for each in reversed(unit.elements)]
-    chosen = min(max(sum(elements) // 16, SMALLEST_BUCKET), LARGEST_BUCKET)
-    limit = settings.bucket_elements or (LARGEST_BUCKET if settings.zero_stage == 0 else chosen)
-    buckets, open_bucket = [], 0
-    for each in elements:
-        if open_bucket and open_bucket + each > limit:
-            buckets.append(open_bucket * settings.gradient_bytes)
-            open_bucket = 0
-        open_bucket += each
-    return [*buckets, open_bucket * settings.gradient_bytes] if open_bucket else buckets
-
-
 def _plan_ddp(items: list[Item], model: StepModel, settings: CommunicationSettings, micro_batches: int) -> list[Item]:
     """Return the items with an all-reduce per bucket in the last backward pass, which the optimizer awaits."""
     buckets, last = ddp_buckets(model, settings), micro_batches - 1
@@ -92,7 +70,7 @@ def _plan_ddp(items: list[Item], model: StepModel, settings: CommunicationSettin
         for position, size in zip(seen, sizes, strict=True):
             items[position] = _reduction(items[position], size)
         return items
-    return _insert_buckets(items, buckets, last, awaited=OPTIMIZER)
+    return insert_buckets(items, buckets, last, awaited=OPTIMIZER)
 
 
 def _reduction(item: Item, size: int) -> Item:
@@ -110,24 +88,14 @@ def _sizes_of(known: Sequence[int | None], planned: Sequence[int]) -> list[int]:
     return [sum(planned) // len(known)] * len(known)
 
 
-def _insert_buckets(items: list[Item], buckets: Sequence[int], micro_batch: int, *, awaited: str) -> list[Item]:
-    """Insert reductions into a backward pass: each bucket is ready after its share of the parameters."""
-    done, total = 0, sum(buckets) or 1
-    for size in buckets:
-        done += size
-        new = Collective("all_reduce", size, 1, "all", BACKWARD, micro_batch, awaited=awaited)
-        insert(items, new, done / total)
-    return items
-
-
 def _plan_fsdp(items: list[Item], model: StepModel, settings: CommunicationSettings, micro_batches: int) -> list[Item]:
     """Return the items with the collectives of FSDP, at the places of its hooks if the trace has them."""
     if settings.sharding == Sharding.NO_SHARD:
-        reduced = _insert_buckets(items, _unit_sizes(model.units, settings), micro_batches - 1, awaited=OPTIMIZER)
-        return _add_norm(reduced)
+        reduced = insert_buckets(items, _unit_sizes(model.units, settings), micro_batches - 1, awaited=OPTIMIZER)
+        return add_norm(reduced)
     if any(isinstance(item, Collective) and item.axis == "shard" and item.bytes for item in items):
-        return _add_norm(items)
-    return _add_norm(_plan_units(items, model.units, settings, micro_batches))
+        return add_norm(items)
+    return add_norm(_plan_units(items, model.units, settings, micro_batches))
 
 
 def _unit_sizes(units: Sequence[Parameters], settings: CommunicationSettings) -> list[int]:
@@ -140,77 +108,31 @@ def _plan_units(
     """Insert the all-gathers and reduce-scatters of sharded units; the work of a unit is as its parameters."""
     sizes = [sum(unit.elements) for unit in units]
     total = sum(sizes) or 1
-    again = settings.strategy == "deepspeed" or Sharding(settings.sharding).reshards_after_forward
-    waits_for_results = settings.strategy == "deepspeed" and not settings.overlap
     for micro_batch in range(micro_batches):
-        if settings.gathers_once and micro_batch > 0:
-            again = False
-        elif not settings.gathers_once or micro_batch == 0:
+        gathers = micro_batch == 0 or not settings.gathers_once
+        gathers_again = gathers and Sharding(settings.sharding).reshards_after_forward
+        if gathers:
             for position, size in enumerate(sizes):
-                new = _gather(size, FORWARD, micro_batch, settings, after=waits_for_results)
-                insert(items, new, sum(sizes[:position]) / total)
+                insert(items, _gather(size, FORWARD, micro_batch, settings), sum(sizes[:position]) / total)
         done = 0
         for size in reversed(sizes):
-            if again:
-                new = _gather(size, BACKWARD, micro_batch, settings, after=waits_for_results)
-                insert(items, new, done / total)
+            if gathers_again:
+                insert(items, _gather(size, BACKWARD, micro_batch, settings), done / total)
             done += size
-            if settings.reduces_each_micro_batch or micro_batch == micro_batches - 1:
+            if micro_batch == micro_batches - 1:
                 insert(items, _scatter(size, micro_batch, settings), done / total)
     return items
 
 
-def _gather(size: int, phase: str, micro_batch: int, settings: CommunicationSettings, *, after: bool) -> Collective:
-    ahead = settings.backward_prefetch if phase == BACKWARD and settings.strategy == "fsdp" else 0
+def _gather(size: int, phase: str, micro_batch: int, settings: CommunicationSettings) -> Collective:
+    ahead = settings.backward_prefetch if phase == BACKWARD else 0
     size *= settings.weight_bytes
-    return Collective("all_gather", size, 1, "shard", phase, micro_batch, LAUNCH_S, ahead=ahead, after_compute=after)
+    return Collective("all_gather", size, 1, "shard", phase, micro_batch, LAUNCH_S, ahead=ahead, after_compute=False)
 
 
 def _scatter(size: int, micro_batch: int, settings: CommunicationSettings) -> Collective:
-    awaited = OPTIMIZER if settings.strategy == "fsdp" or settings.overlap else NEXT
     size *= settings.gradient_bytes
-    return Collective("reduce_scatter", size, 1, "shard", BACKWARD, micro_batch, LAUNCH_S, awaited=awaited)
-
-
-def _add_norm(items: list[Item]) -> list[Item]:
-    """Add the sum of the gradient norm over the workers, before the optimizer, unless the trace has one."""
-    if any(isinstance(item, Collective) and item.phase == OPTIMIZER for item in items):
-        return items
-    first = next((i for i, item in enumerate(items) if item.phase == OPTIMIZER), len(items))
-    micro_batch = items[-1].micro_batch if items else 0
-    return [*items[:first], Collective("all_reduce", SCALAR_BYTES, 1, "all", OPTIMIZER, micro_batch), *items[first:]]
-
-
-def _plan_deepspeed(
-    items: list[Item], model: StepModel, settings: CommunicationSettings, micro_batches: int
-) -> list[Item]:
-    """Return the items with the collectives of a ZeRO stage."""
-    items, units = [_without_transfer(item) for item in items], model.units
-    if settings.zero_stage == 3:
-        return _add_norm(_plan_units(items, units, settings, micro_batches))
-    buckets = deepspeed_buckets(units, settings)
-    awaited = OPTIMIZER if settings.overlap else NEXT
-    for micro_batch in range(micro_batches):
-        last = micro_batch == micro_batches - 1
-        if settings.zero_stage == 2 or (settings.zero_stage == 1 and settings.overlap and last):
-            _insert_buckets(items, buckets, micro_batch, awaited=awaited)
-        elif last:
-            for size in buckets:
-                insert(items, Collective("all_reduce", size, 1, "all", BACKWARD, micro_batch, awaited=awaited), 1.0)
-    return _add_update_gather(_add_norm(items), units, settings) if settings.zero_stage else items
-
-
-def _add_update_gather(items: list[Item], units: Sequence[Parameters], settings: CommunicationSettings) -> list[Item]:
-    """Add the all-gather of the updated weights after the optimizer of ZeRO-1 and ZeRO-2."""
-    size = sum(sum(unit.elements) for unit in units) * settings.weight_bytes
-    return [*items, Collective("all_gather", size, 1, "all", OPTIMIZER, items[-1].micro_batch if items else 0)]
-
-
-def _without_transfer(item: Item) -> Item:
-    """Return the work of the CPU for a collective of one worker, which the plan replaces."""
-    if isinstance(item, Segment):
-        return item
-    return Segment(item.phase, item.micro_batch, item.host_s, tail_s=item.host_s, tail_half_s=item.host_s / 2)
+    return Collective("reduce_scatter", size, 1, "shard", BACKWARD, micro_batch, LAUNCH_S, awaited=OPTIMIZER)
 
 
 def is_gradient_reduction(item: Item) -> bool:

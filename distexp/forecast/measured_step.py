@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 from distexp.config import ConfigError
 from distexp.forecast.observed import assign_waits, fill_sizes
-from distexp.forecast.settings import CommunicationSettings
+from distexp.forecast.settings import CommunicationSettings, read_zero_options
 from distexp.forecast.target import Target
 from distexp.runs.checked_values import number_of
 from distexp.runs.record import RunRecord
@@ -76,6 +76,8 @@ def read_measured_step(run_dir: Path) -> MeasuredStep:
     stage = record.built.zero_stage if record.built else None
     deviation = max(0.0, (p90_s or median_s) - median_s) / P90
     settings = CommunicationSettings.of(record.config, stage)
+    if settings.strategy == "deepspeed":
+        settings = replace(settings, zero=read_zero_options(run_dir))
     items = assign_waits(fill_sizes(model.items, model, settings), settings, on_gpu=model.on_gpu)
     waiting = _own_waiting(record, median_s) if model.workers > 1 else 0.0
     return MeasuredStep(replace(model, items=items), settings, median_s, deviation, waiting, record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from distexp.forecast.insertion import insert, work
 from distexp.forecast.settings import CommunicationSettings
 from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Segment
 
@@ -80,27 +81,3 @@ def _with_gathers_of(block: Sequence[Item], first: Sequence[Item]) -> list[Item]
                 insert(found, item, done / total)
             done += work(item) if item.phase == phase else 0.0
     return found
-
-
-def work(item: Item) -> float:
-    """Return the time that measures how far a pass is: that of the device, or of the CPU if there is none."""
-    return (item.device_s or item.host_s) if isinstance(item, Segment) else 0.0
-
-
-def insert(items: list[Item], new: Collective, share: float) -> None:
-    """Insert a collective into the pass of its micro-batch, after this share of the work of the pass.
-
-    Later calls with the same share insert after earlier ones.
-    """
-    inside = [i for i, item in enumerate(items) if (item.phase, item.micro_batch) == (new.phase, new.micro_batch)]
-    if not inside:
-        items.append(new)
-        return
-    total, done, place = sum(work(items[i]) for i in inside), 0.0, inside[0]
-    for i in inside:
-        reached = done >= share * total - 1e-9 * total
-        if reached and isinstance(items[i], Segment):
-            break
-        done += work(items[i])
-        place = i + 1
-    items.insert(place, new)

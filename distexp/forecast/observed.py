@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distexp.forecast.communication import SCALAR_BYTES, ddp_buckets, is_gradient_reduction
+from distexp.forecast.communication import ddp_buckets, is_gradient_reduction
+from distexp.forecast.insertion import SCALAR_BYTES
 from distexp.forecast.micro_batches import GATHERS, REDUCTIONS
 from distexp.forecast.settings import CommunicationSettings
 from distexp.runs.step_model import BACKWARD, NEXT, OPTIMIZER, Collective, Item, StepModel
@@ -18,7 +19,8 @@ def assign_waits(items: Sequence[Item], settings: CommunicationSettings, *, on_g
     - DDP: the optimizer waits for the reductions.
     - FSDP: the optimizer waits for the reductions. A gather needs no result. In the backward pass it is launched
       ``fsdp.backward_prefetch`` units ahead. With gloo the CPU waits for each collective.
-    - DeepSpeed: the next kernel waits for each collective, unless ``deepspeed.overlap_comm``.
+    - DeepSpeed: the next kernel waits for each collective. With ``overlap_comm``, which stage 3 has by default, the
+      optimizer waits for the reductions, and the gathers of stage 3 need no result.
     """
     return tuple(_assign(item, settings, on_gpu=on_gpu) if isinstance(item, Collective) else item for item in items)
 
@@ -28,7 +30,8 @@ def _assign(item: Collective, settings: CommunicationSettings, *, on_gpu: bool) 
         return replace(item, awaited=OPTIMIZER if is_gradient_reduction(item) else NEXT)
     if settings.strategy == "deepspeed":
         overlaps = settings.overlap and on_gpu
-        gathers_ahead = overlaps and settings.zero_stage == 3 and item.kind in GATHERS
+        is_gather = item.kind in GATHERS and item.phase != OPTIMIZER  # not that of the updated weights
+        gathers_ahead = overlaps and settings.zero_stage == 3 and is_gather
         awaited = OPTIMIZER if overlaps and is_gradient_reduction(item) else NEXT
         return replace(item, awaited=awaited, after_compute=not gathers_ahead)
     if settings.strategy != "fsdp":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distexp.config import Config, ForecastConfig
-from distexp.config.sharding import Sharding
+from distexp.config.sharding import keeps_optimizer_states_whole
 from distexp.forecast.energy import PowerModel, price_per_million_samples, read_power
 from distexp.forecast.machine import load_machine
 from distexp.forecast.profiled_run import ProfiledRun
@@ -126,12 +126,8 @@ class SizeRow:
 
 def _has_constant_work(config: Config | None) -> bool:
     """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
-    if config is None:
-        return False
-    if config.strategy.name == "fsdp":
-        return config.fsdp.sharding == Sharding.NO_SHARD
-    return config.strategy.name in ("single", "ddp") or (
-        config.strategy.name == "deepspeed" and config.deepspeed.zero_stage == 0
+    return config is not None and keeps_optimizer_states_whole(
+        config.strategy.name, sharding=config.fsdp.sharding, zero_stage=config.deepspeed.zero_stage
     )
 
 

@@ -1,14 +1,18 @@
-"""The settings of a run that determine its communication."""
+"""The settings of a run that determine its communication and its share of the update."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from distexp.config.sharding import Sharding
+from distexp.config import ConfigError
+from distexp.config.sharding import Sharding, keeps_optimizer_states_whole
 from distexp.forecast.collectives import Layout
 from distexp.forecast.target import Target
+from distexp.runs.files import read_json
+from distexp.runs.run_dir import DS_CONFIG
 
 MIB = 2**20
 DDP_BUCKET_MB, DDP_FIRST_BUCKET = 25, MIB
@@ -16,8 +20,50 @@ DDP_BUCKET_MB, DDP_FIRST_BUCKET = 25, MIB
 
 
 @dataclass(frozen=True)
+class ZeroOptions:
+    """The section ``zero_optimization`` of a ds_config, as far as it matters here. The defaults are DeepSpeed's.
+
+    Attributes:
+        overlap_comm: Whether reductions overlap with the backward pass. None: at stage 3 only.
+        reduce_bucket_size: Most elements of a reduction with several parameters.
+        stage3_prefetch_bucket_size: Elements that are gathered ahead at once.
+        stage3_param_persistence_threshold: Elements up to which a parameter is kept whole between two updates.
+        stage3_max_live_parameters: Elements that are gathered, from which no more are gathered ahead.
+        stage3_max_reuse_distance: Elements up to the next use of a parameter, below which it is not released.
+    """
+
+    overlap_comm: bool | None = None
+    reduce_bucket_size: int = 500_000_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+
+    def overlaps(self, stage: int) -> bool:
+        """Return whether reductions of a stage overlap with the backward pass."""
+        return stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+
+def read_zero_options(run_dir: Path) -> ZeroOptions:
+    """Return the options that DeepSpeed had in a run.
+
+    Raises:
+        ConfigError: The run directory has no readable ds_config.json.
+    """
+    try:
+        content = read_json(run_dir / DS_CONFIG)["zero_optimization"]
+        known = {each.name for each in fields(ZeroOptions)}
+        return ZeroOptions(**{key: value for key, value in content.items() if key in known})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{run_dir} has no readable {DS_CONFIG} ({error}), which a run with DeepSpeed writes: give the directory "
+            "that the run has written"
+        ) from error
+
+
+@dataclass(frozen=True)
 class CommunicationSettings:
-    """What determines the collectives of a run.
+    """What determines the collectives of a run, and its share of the update.
 
     Attributes:
         strategy: single, ddp, fsdp, deepspeed, or the name of a custom strategy.
@@ -25,11 +71,11 @@ class CommunicationSettings:
         replicas: ``fsdp.replicas``.
         backward_prefetch: ``fsdp.backward_prefetch``.
         zero_stage: Stage of DeepSpeed.
-        overlap: Whether reductions of DeepSpeed overlap with the backward pass.
+        zero: Further options of DeepSpeed.
         bucket_bytes: Size from which DDP closes a bucket.
-        bucket_elements: ``reduce_bucket_size`` of DeepSpeed. None: as many as distexp chooses.
         weight_bytes: Bytes per element of a gathered weight.
         gradient_bytes: Bytes per element of a reduced gradient.
+        offloads: Whether the optimizer states are in CPU memory, so that the CPU updates the weights.
     """
 
     strategy: str
@@ -37,15 +83,15 @@ class CommunicationSettings:
     replicas: int | None = None
     backward_prefetch: int = 1
     zero_stage: int = 0
-    overlap: bool = False
+    zero: ZeroOptions = ZeroOptions()
     bucket_bytes: float = DDP_BUCKET_MB * MIB
-    bucket_elements: int | None = None
     weight_bytes: int = 4
     gradient_bytes: int = 4
+    offloads: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], zero_stage: int | None = None) -> CommunicationSettings:
-        """Return the settings of a resolved configuration.
+        """Return the settings of a resolved configuration, with DeepSpeed's defaults in ``zero``.
 
         Args:
             config: The configuration of a record.
@@ -61,12 +107,27 @@ class CommunicationSettings:
             replicas=fsdp.get("replicas"),
             backward_prefetch=int(fsdp.get("backward_prefetch", 1)),
             zero_stage=stage,
-            overlap=bool(deepspeed.get("overlap_comm")),
             bucket_bytes=(ddp.get("bucket_cap_mb") or DDP_BUCKET_MB) * MIB,
-            bucket_elements=deepspeed.get("reduce_bucket_size"),
             weight_bytes=2 if half else 4,
             gradient_bytes=_gradient_bytes(strategy, str(ddp.get("communication")), stage, half=half),
+            offloads=bool(_section(config, "offload").get("enabled")),
         )
+
+    @property
+    def overlap(self) -> bool:
+        """Return whether reductions of DeepSpeed overlap with the backward pass."""
+        return self.zero.overlaps(self.zero_stage)
+
+    @property
+    def flattens_groups(self) -> bool:
+        """Return whether a worker updates a part of each flat group, and not a part of each parameter."""
+        return self.strategy == "deepspeed" and self.zero_stage in (1, 2)
+
+    def optimizer_shards(self, target: Target) -> int:
+        """Return over how many workers the optimizer states are sharded; 1 if each worker has all of them."""
+        if keeps_optimizer_states_whole(self.strategy, sharding=self.sharding, zero_stage=self.zero_stage):
+            return 1
+        return self.mesh(target)[1] if self.strategy in ("fsdp", "deepspeed") else 1
 
     @property
     def reduces_each_micro_batch(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 
 from distexp.runs.step_model import NEXT, OPTIMIZER, Collective, Item, Segment
 
@@ -98,7 +99,7 @@ def dependencies(items: Sequence[Item]) -> dict[int, list[int]]:
 
 
 def _next_segment(items: Sequence[Item], position: int) -> int | None:
-    """Return the first segment after a collective and after the ``ahead`` collectives of its kind that follow."""
+    """Return the segment that waits for a collective: the next one after those that its result does not matter to."""
     one = items[position]
     assert isinstance(one, Collective)
     place = one.kind, one.axis, one.phase, one.micro_batch
@@ -109,8 +110,8 @@ def _next_segment(items: Sequence[Item], position: int) -> int | None:
             break
         if isinstance(other, Collective) and (other.kind, other.axis, other.phase, other.micro_batch) == place:
             start, left = later, left - 1
-    following = range(start + 1, len(items))
-    return next((later for later in following if isinstance(items[later], Segment)), None)
+    following = (later for later in range(start + 1, len(items)) if isinstance(items[later], Segment))
+    return next(islice(following, one.segments_ahead, None), None)
 
 
 def _run_step(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from distexp.forecast.calibration import Calibration, calibrate
 from distexp.forecast.collectives import MEASURED, MODEL, SCALED, collective_time
@@ -16,6 +15,7 @@ from distexp.forecast.measured_step import MeasuredStep, read_measured_step
 from distexp.forecast.micro_batches import with_micro_batches
 from distexp.forecast.observed import assign_waits
 from distexp.forecast.settings import CommunicationSettings
+from distexp.forecast.sharded_update import shard_update, update_share
 from distexp.forecast.simulate import Scales, SimulatedStep, extrapolate, simulate
 from distexp.forecast.target import Forecast, Target
 from distexp.forecast.uncertainty import describe_distance, describe_limit, interval_of
@@ -46,13 +46,16 @@ class Forecaster:
 
     Attributes:
         run: The profiled run.
-        settings: Settings of the communication of the targets.
         machine: Curves and links.
     """
 
     run: MeasuredStep
-    settings: CommunicationSettings
     machine: MachineCurves
+
+    @property
+    def settings(self) -> CommunicationSettings:
+        """Return the settings of the run and of all targets."""
+        return self.run.settings
 
     def simulate(self, target: Target, scales: Scales) -> SimulatedTarget:
         """Return the simulated step of a target."""
@@ -75,12 +78,25 @@ class Forecaster:
         """Return the segments and collectives of a step of a target."""
         model, count = self.run.model, target.micro_batches
         items = with_micro_batches(model.items, model.micro_batches, count, self.settings)
+        items = self._with_update_of(target, items)
         if target.workers == 1:
             return items
         if model.workers == 1:
             items = plan_communication(items, model, self.settings, micro_batches=count)
         items = add_replication(items, self.settings, target)
         return assign_waits(items, self.settings, on_gpu=model.on_gpu)
+
+    def _with_update_of(self, target: Target, items: tuple[Item, ...]) -> tuple[Item, ...]:
+        """Return the items of a step whose optimizer updates the share of a worker of a target."""
+        model, shards = self.run.model, self._optimizer_shards(target)
+        if not model.group_elements or shards[0] == shards[1]:
+            return items
+        before, after = (update_share(model.group_elements, self.settings, count) for count in shards)
+        return shard_update(items, before, after, self.settings, on_gpu=model.on_gpu)
+
+    def _optimizer_shards(self, target: Target) -> tuple[int, int]:
+        """Return over how many workers the optimizer states are sharded in the profiled run, and in a target."""
+        return self.settings.optimizer_shards(self.run.target), self.settings.optimizer_shards(target)
 
     def _duration(self, item: Item, target: Target) -> tuple[float, str]:
         """Return the seconds of a collective in a target, and their source.
@@ -90,7 +106,7 @@ class Forecaster:
         if not isinstance(item, Collective):
             return 0.0, MEASURED
         there = self.settings.layout(item.axis, target)
-        here = self.run.settings.layout(item.axis, self.run.target)
+        here = self.settings.layout(item.axis, self.run.target)
         if item.transfer_s is not None and there == here:
             return item.transfer_s, MEASURED
         new = collective_time(self.machine, item.kind, self._size_in(target, item), there)
@@ -104,7 +120,7 @@ class Forecaster:
         size = item.bytes or 0
         if item.axis != "replicate" or item.transfer_s is None:
             return size
-        shard_here = self.run.settings.layout("shard", self.run.target).ranks
+        shard_here = self.settings.layout("shard", self.run.target).ranks
         return size * shard_here // self.settings.layout("shard", target).ranks
 
     def forecast(self, target: Target, calibration: Calibration) -> Forecast:
@@ -129,15 +145,28 @@ class Forecaster:
             found.step.hidden_s,
             beyond=describe_distance(run, target, found.sources),
             limit=describe_limit(parts, found.largest),
-            notes=_notes(found.sources, self.machine, target),
+            notes=(*_notes(found.sources, self.machine, target), *self._notes_on_old_profile(target)),
         )
+
+    def _notes_on_old_profile(self, target: Target) -> Iterator[str]:
+        """Yield what the forecast does not know, because an earlier version wrote the profile."""
+        model, shards = self.run.model, self._optimizer_shards(target)
+        if not model.group_elements and shards[0] != shards[1]:
+            yield (
+                "an earlier version wrote this profile without the parameters of the optimizer (group_elements), so "
+                f"each worker is taken to update as many weights as one of {shards[0]}: profile the run again"
+            )
+        if not model.modules and self.settings.zero_stage == 3 and target.workers > model.workers == 1:
+            yield (
+                "an earlier version wrote this profile without the modules of the model, so ZeRO-3 is taken to gather "
+                "whole blocks: profile the run again"
+            )
 
 
 def forecast_steps(
     run_dir: Path,
     targets: Sequence[Target],
     machine: MachineCurves | None = None,
-    config: Mapping[str, Any] | None = None,
 ) -> list[Forecast]:
     """Return the forecast of the step time of each target.
 
@@ -147,21 +176,17 @@ def forecast_steps(
         run_dir: Directory of a run that was profiled (``profile=true``).
         targets: Sizes to forecast.
         machine: Curves and links. None: those that preflights stored for the type of device of the run.
-        config: Resolved configuration of the targets, for their strategy. None: that of the run.
 
     Raises:
         ConfigError: The run was not profiled, or its record cannot be read.
     """
     run = read_measured_step(run_dir)
-    machine = machine or machine_of(run.record.environment)
-    own = Forecaster(run, run.settings, machine)
+    forecaster = Forecaster(run, machine or machine_of(run.record.environment))
     calibration = calibrate(
-        lambda scales: own.simulate(run.target, scales).step.step_s,
+        lambda scales: forecaster.simulate(run.target, scales).step.step_s,
         run.median_s - run.own_waiting_s,
         on_gpu=run.model.on_gpu,
     )
-    settings = run.settings if config is None else CommunicationSettings.of(config)
-    forecaster = Forecaster(run, settings, machine)
     return [forecaster.forecast(target, calibration) for target in targets]
 
 

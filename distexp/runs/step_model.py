@@ -7,7 +7,7 @@ device. Times are in seconds and include the overhead of the profiler.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class Collective:
             worker.
         awaited: ``next``: the next segment waits for it. ``optimizer``: the optimizer waits for it.
         ahead: Number of later collectives of this kind and phase that are launched before the segment that waits.
+        segments_ahead: Number of further segments before the one that waits.
         after_compute: Whether it needs the results of the earlier segments.
     """
 
@@ -83,6 +84,7 @@ class Collective:
     transfer_s: float | None = None
     awaited: str = NEXT
     ahead: int = 0
+    segments_ahead: int = 0
     after_compute: bool = True
 
 
@@ -111,6 +113,10 @@ class StepModel:
         items: Segments and collectives, in the order of their launches.
         units: Parameters of the model. Empty: unknown.
         bucket_elements: Elements of the buckets of DDP, in the order of their reduction. Empty: no DDP.
+        group_elements: Elements of each parameter in each group of the optimizer, not divided over workers. Empty:
+            unknown, because an earlier version wrote the file.
+        modules: Positions, in the parameters of all units, of those that each module itself has. In the order of the
+            model. Empty: unknown, because an earlier version wrote the file.
     """
 
     on_gpu: bool
@@ -122,6 +128,8 @@ class StepModel:
     items: tuple[Item, ...]
     units: tuple[Parameters, ...] = ()
     bucket_elements: tuple[int, ...] = ()
+    group_elements: tuple[tuple[int, ...], ...] = ()
+    modules: tuple[tuple[int, ...], ...] = ()
 
 
 def write_step_model(run_dir: Path, model: StepModel) -> None:
@@ -158,9 +166,15 @@ def read_step_model(run_dir: Path) -> StepModel | None:
             items=items,
             units=units,
             bucket_elements=tuple(map(int, content["bucket_elements"])),
+            group_elements=_read_lists(content.get("group_elements", ())),
+            modules=_read_lists(content.get("modules", ())),
         )
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _read_lists(lists: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, each)) for each in lists)
 
 
 def _read_item(entry: Mapping[str, Any]) -> Item:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from distexp.forecast.communication import add_replication, ddp_buckets, deepspeed_buckets, plan_communication
+from distexp.forecast.communication import add_replication, ddp_buckets, plan_communication
 from distexp.forecast.micro_batches import with_micro_batches
 from distexp.forecast.observed import assign_waits, fill_sizes
-from distexp.forecast.settings import CommunicationSettings
+from distexp.forecast.settings import CommunicationSettings, ZeroOptions
 from distexp.forecast.target import Target
+from distexp.forecast.zero_communication import zero_buckets
 from distexp.runs.step_model import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
 
 MIB = 2**20
@@ -51,8 +52,11 @@ def plan(settings: CommunicationSettings, micro_batches: int = 2) -> tuple[Item,
 
 
 def zero(stage: int, **options: Any) -> CommunicationSettings:
-    """Return the settings of a ZeRO stage in 16 bits."""
-    return CommunicationSettings("deepspeed", zero_stage=stage, weight_bytes=2, gradient_bytes=2, **options)
+    """Return the settings of a ZeRO stage in 16 bits, with small buckets."""
+    options = {"reduce_bucket_size": 4 * MIB, **options}
+    return CommunicationSettings(
+        "deepspeed", zero_stage=stage, zero=ZeroOptions(**options), weight_bytes=2, gradient_bytes=2
+    )
 
 
 def places(items: Sequence[Item], kind: str) -> list[tuple[str, int, float, int]]:
@@ -87,34 +91,19 @@ def test_ddp_uses_the_buckets_and_the_places_of_the_profiled_run() -> None:
 
 
 def test_zero_1_reduces_after_the_last_backward_pass_and_gathers_after_the_optimizer() -> None:
-    settings = CommunicationSettings(
-        "deepspeed", zero_stage=1, bucket_elements=4 * MIB, weight_bytes=2, gradient_bytes=2
-    )
-    assert deepspeed_buckets(UNITS, settings) == [8 * MIB, 8 * MIB]
-    found = plan(settings)
+    assert zero_buckets(UNITS, zero(1)) == [4 * MIB, 4 * MIB]
+    found = plan(zero(1))
     assert places(found, "all_reduce") == [(BACKWARD, 1, 8, 8), (BACKWARD, 1, 8, 8)]
     assert places(found, "all_gather") == [(OPTIMIZER, 1, 1, 16)]
 
 
 def test_zero_2_reduces_in_each_micro_batch() -> None:
-    settings = CommunicationSettings(
-        "deepspeed", zero_stage=2, bucket_elements=4 * MIB, weight_bytes=2, gradient_bytes=2
-    )
-    found = plan(settings)
+    found = plan(zero(2))
     # both halves of the parameters are ready after half of the pass and at its end
     assert places(found, "all_reduce") == [(BACKWARD, m, done, 8) for m in (0, 1) for done in (4, 8)]
     assert {item.awaited for item in found if isinstance(item, Collective)} == {NEXT}
-    overlapped = plan(zero(2, overlap=True))
+    overlapped = plan(zero(2, overlap_comm=True))
     assert OPTIMIZER in {item.awaited for item in overlapped if isinstance(item, Collective)}
-
-
-def test_zero_3_gathers_twice_and_reduces_in_each_micro_batch() -> None:
-    found = plan(zero(3))
-    gathers = places(found, "all_gather")
-    assert gathers[:3] == [(FORWARD, 0, 0, 8), (FORWARD, 0, 4, 4), (FORWARD, 0, 6, 4)]
-    assert gathers[3:6] == [(BACKWARD, 0, 0, 4), (BACKWARD, 0, 2, 4), (BACKWARD, 0, 4, 8)]
-    assert len(gathers) == 12
-    assert places(found, "reduce_scatter")[:3] == [(BACKWARD, 0, 2, 4), (BACKWARD, 0, 4, 4), (BACKWARD, 0, 8, 8)]
 
 
 @pytest.mark.parametrize(("sharding", "gathers"), [("full_shard", 12), ("shard_grad_op", 3), ("hybrid_shard", 12)])
@@ -211,13 +200,10 @@ def test_sizes_that_gloo_does_not_record_come_from_the_model() -> None:
 
 
 def test_settings_are_read_from_a_configuration() -> None:
-    config = {
-        "strategy": {"name": "deepspeed"},
-        "precision": {"name": "bf16"},
-        "deepspeed": {"zero_stage": 3, "overlap_comm": True, "reduce_bucket_size": 5},
-    }
+    config = {"strategy": {"name": "deepspeed"}, "precision": {"name": "bf16"}, "deepspeed": {"zero_stage": 3}}
+    config["offload"] = {"enabled": True}
     assert CommunicationSettings.of(config) == CommunicationSettings(
-        "deepspeed", zero_stage=3, overlap=True, bucket_elements=5, weight_bytes=2, gradient_bytes=2
+        "deepspeed", zero_stage=3, weight_bytes=2, gradient_bytes=2, offloads=True
     )
     ddp = {"strategy": {"name": "ddp"}, "precision": {"name": "bf16"}, "ddp": {"communication": "bf16"}}
     assert CommunicationSettings.of(ddp).gradient_bytes == 2

@@ -1,4 +1,4 @@
-"""Sizes of what a distributed model sends: its parameters by unit, FSDP's units, and DDP's buckets."""
+"""Sizes of what a distributed model sends and updates, for a forecast."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distexp.measure.profiling.fsdp_hooks import UnitSize
 from distexp.models.blocks import find_units
 from distexp.runs.step_model import Parameters
+from distexp.strategies.optimizer import parameter_groups
 from distexp.system.torch_internals.distributed import ddp_bucket_sizes, read_fsdp_unit_sizes
 
 
@@ -23,11 +24,15 @@ class ModelSizes:
         units: Parameters of each block, and of what is between the blocks, in the order of the model.
         fsdp: Sizes of FSDP's units by name. Empty: no FSDP.
         buckets: Elements of DDP's buckets. Empty: no DDP.
+        groups: Elements of each parameter in each group of the optimizer.
+        modules: Positions, in the parameters of all units, of those that each module itself has.
     """
 
     units: tuple[Parameters, ...] = ()
     fsdp: dict[str, UnitSize] = field(default_factory=dict)
     buckets: tuple[int, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    modules: tuple[tuple[int, ...], ...] = ()
 
 
 def read_model_sizes(module: nn.Module | None) -> ModelSizes:
@@ -39,7 +44,13 @@ def read_model_sizes(module: nn.Module | None) -> ModelSizes:
         for unit in read_fsdp_unit_sizes(module)
     }
     bare = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "module", module)
-    return ModelSizes(tuple(_units(bare)), fsdp, tuple(_bucket_elements(module)))
+    return ModelSizes(
+        tuple(_units(bare)),
+        fsdp,
+        tuple(_bucket_elements(module)),
+        tuple(tuple(map(_elements, group["params"])) for group in parameter_groups(bare, weight_decay=0.0)),
+        tuple(_positions_by_module(bare)),
+    )
 
 
 def _units(model: nn.Module) -> Iterator[Parameters]:
@@ -51,8 +62,22 @@ def _units(model: nn.Module) -> Iterator[Parameters]:
 
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     for name, members in groupby(trained, key=lambda each: unit(each[0])):
-        # ZeRO-3 leaves an empty tensor and keeps the number of elements in another attribute.
-        yield Parameters(name, tuple(int(getattr(each, "ds_numel", each.numel())) for _, each in members))
+        yield Parameters(name, tuple(_elements(each) for _, each in members))
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Return the elements of a whole parameter. ZeRO-3 leaves an empty tensor, and keeps the number elsewhere."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _positions_by_module(model: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Yield the positions of the trained parameters of each module that has some. Modules may share a parameter."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    positions = {id(each): position for position, each in enumerate(trained)}
+    for module in model.modules():
+        own = tuple(positions[id(each)] for each in module.parameters(recurse=False) if each.requires_grad)
+        if own:
+            yield own
 
 
 def _bucket_elements(module: nn.Module) -> list[int]:

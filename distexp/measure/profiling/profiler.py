@@ -230,6 +230,8 @@ class StepProfiler:
             items=items_of(step),
             units=sizes.units,
             bucket_elements=sizes.buckets,
+            group_elements=sizes.groups,
+            modules=sizes.modules,
         )
 
     def _write_lanes(self, lanes: Sequence[dict[str, Any]], steps: int) -> None:
