@@ -16,6 +16,7 @@ from distexp.forecast.sizes import Size, sizes_of
 from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import Forecast, Target
 from distexp.launch.composition import Cell
+from distexp.runs.forecast import cap_efficiency
 from distexp.runs.forecast_errors import ForecastError, largest_expected, subject_of
 from distexp.runs.record import Predicted
 
@@ -87,15 +88,14 @@ class SizeRow:
     def efficiency_interval(self) -> tuple[float, float] | None:
         """Return both ends of the interval of the efficiency.
 
-        The upper end is at most 100 %, or the forecast if that is more, as with a slower network at the baseline.
-        Only workers with shares of the optimizer states may exceed it: they have less work at larger sizes.
+        The upper end is capped, unless workers share the optimizer states: then they have less work at larger sizes.
         """
         if self.forecast is None or self.baseline is None:
             return None
         samples, ends = self.forecast.target.samples_per_step, (self.forecast.high_s, self.forecast.low_s)
         low, high = (self.baseline.efficiency(self.workers, samples / step_s) for step_s in ends)
         is_limited = self.size == self.baseline.size or _has_constant_work(self.cell.config)
-        return low, min(high, max(self.efficiency or 0.0, 1.0)) if is_limited else high
+        return low, cap_efficiency(high, self.efficiency or 0.0) if is_limited else high
 
     def share(self, part: str) -> float | None:
         """Return a part of the step as a fraction; None if it is unknown."""

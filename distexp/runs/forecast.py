@@ -62,6 +62,14 @@ class StoredForecast:
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
+def cap_efficiency(high: float, efficiency: float) -> float:
+    """Return the upper end of an interval of the efficiency, for workers whose work does not shrink with their number.
+
+    It is at most 100 %, or the forecast efficiency if that is more, as with a slower network at the baseline.
+    """
+    return min(high, max(efficiency, 1.0))
+
+
 def write_forecasts(run_dir: Path, forecasts: Sequence[StoredForecast]) -> None:
     """Add forecasts to those of a run. A new one replaces that of the same size.
 

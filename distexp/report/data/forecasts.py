@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from distexp.config.sharding import keeps_optimizer_states_whole
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.report.data.scaling import ScalingSeries, make_forecast_series
 from distexp.report.data.text_table import TextTable
 from distexp.runs.checked_values import number_of
-from distexp.runs.forecast import StoredForecast, read_forecasts
+from distexp.runs.forecast import StoredForecast, cap_efficiency, read_forecasts
 from distexp.runs.forecast_errors import (
     ForecastError,
     compare_with_run,
@@ -157,9 +159,23 @@ class ForecastCurve:
         base = self.series.baseline
         return self.speed(forecast, step_s) / forecast.workers / (base.speed / base.workers)
 
-    def speedup(self, forecast: StoredForecast, step_s: float) -> float:
-        """Return the speed relative to the baseline for a median duration of the step."""
-        return self.speed(forecast, step_s) / self.series.baseline.speed
+    def highest_efficiency(self, forecast: StoredForecast) -> float:
+        """Return the upper end of the interval of the efficiency, as the table of ``distexp forecast`` does.
+
+        It is capped, unless workers have shares of the optimizer states: they have less work at larger sizes.
+        """
+        high = self.efficiency(forecast, forecast.low_s)
+        if forecast.workers > self.series.baseline.workers and not _keeps_work(self.row.record.config):
+            return high
+        return cap_efficiency(high, self.efficiency(forecast, forecast.step_time_s))
+
+
+def _keeps_work(config: Mapping[str, Any]) -> bool:
+    """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
+    strategy, fsdp, deepspeed = (config.get(name) or {} for name in ("strategy", "fsdp", "deepspeed"))
+    return keeps_optimizer_states_whole(
+        strategy.get("name", ""), sharding=fsdp.get("sharding"), zero_stage=deepspeed.get("zero_stage")
+    )
 
 
 def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[ForecastCurve]:

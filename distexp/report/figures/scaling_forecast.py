@@ -17,14 +17,17 @@ def forecast_rows(curve: ForecastCurve) -> list[dict[str, Any]]:
     """Return the data of a curve. Each metric has its value and both ends of its interval."""
     rows = []
     for forecast in curve.forecasts:
-        steps = {"": forecast.step_time_s, "_low": forecast.high_s, "_high": forecast.low_s}
+        ends = {
+            "": curve.efficiency(forecast, forecast.step_time_s),
+            "_low": curve.efficiency(forecast, forecast.high_s),
+            "_high": curve.highest_efficiency(forecast),
+        }
         row: dict[str, Any] = {
             "series": curve.series.name or "all", "run": curve.row.label, "workers": forecast.workers,
             "nodes": forecast.nodes, "speed": round(curve.speed(forecast, forecast.step_time_s), 2),
         }  # fmt: skip
-        for end, step_s in steps.items():
-            efficiency = curve.efficiency(forecast, step_s)
-            row[f"speedup{end}"] = round(curve.speedup(forecast, step_s), 4)
+        for end, efficiency in ends.items():
+            row[f"speedup{end}"] = round(efficiency * forecast.workers / curve.series.baseline.workers, 4)
             row[f"efficiency{end}"] = round(100 * efficiency, 2)
             row[f"relative_time{end}"] = round(1 / efficiency, 4)
         rows.append(row)
