@@ -150,15 +150,16 @@ class CachingAllocator:
     def _new_segment(self, size: int, pool: Pool) -> Block:
         wanted = segment_size(size)
         if self.limit is not None and self.reserved + wanted > self.limit:
-            self._release_free_segments()
+            self.retries += 1
+            self.release_free_segments()
             if self.reserved + wanted > self.limit:
                 raise OutOfMemoryError
         self.reserved += wanted
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return Block(wanted, pool, self._addresses.take(wanted))
 
-    def _release_free_segments(self) -> None:
-        self.retries += 1
+    def release_free_segments(self) -> None:
+        """Return all segments without a used block to the GPU."""
         for pool in self._pools.values():
             for block in [each for each in pool.blocks.values() if each.before is None and each.after is None]:
                 pool.remove(block)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from distexp.plan.accumulation import Accumulation
 from distexp.plan.kernel_buffers import KernelBuffers, is_matrix_product
-from distexp.plan.step_trace import StepWork
+from distexp.plan.step_trace import EMPTY_CACHE, StepWork
 from distexp.plan.storage_resizes import on_storage_resize
 from distexp.plan.work_counter import WorkCounter
 from distexp.system.torch_internals.modes import FakeMode, is_fake_of
@@ -197,6 +197,11 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record during the block."""
         with on_storage_resize(self._resize), self:
             yield
+
+    def empty_cache(self) -> None:
+        """Record that the allocator of the GPU returns its free segments."""
+        block = Block(EMPTY_CACHE, 0, "gpu", self.phase, 1, "", in_backward=False)
+        self.changes.append(Change(block, self.phase, is_free=True))
 
     def start(self) -> None:
         """Start with a new list of changes. Blocks that are alive become allocations of the phase ``setup``."""

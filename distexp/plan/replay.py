@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distexp.plan.allocator import Block, CachingAllocator, OutOfMemoryError
-from distexp.plan.step_trace import PARTS, Event
+from distexp.plan.step_trace import EMPTY_CACHE, PARTS, Event
 from distexp.system.units import MIB
 
 CURVE_POINTS = 160
@@ -54,7 +54,9 @@ class _Recorder:
     blocks: dict[int, tuple[Block, str]] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
-        if event.bytes >= 0:
+        if event.block == EMPTY_CACHE:
+            self.allocator.release_free_segments()
+        elif event.bytes >= 0:
             block = self.allocator.allocate(event.bytes, event.stream)
             self.blocks[event.block] = block, event.part
             self.used[event.part] += block.size

@@ -26,6 +26,10 @@ PHASES = ("setup", "forward", "backward", "optimizer", "evaluation")
 """Parts of a step, and the evaluation. ``setup`` is what is in memory before the step."""
 
 
+EMPTY_CACHE = -3
+"""Block of an event of no bytes: the allocator returns its free segments, as ``torch.cuda.empty_cache`` does."""
+
+
 class PlanError(Exception):
     """A configuration whose memory cannot be predicted; the message has the reason and a hint."""
 
@@ -36,7 +40,7 @@ class Event:
 
     Attributes:
         bytes: requested size; negative for a free. Allocators round it up.
-        block: number of the allocation; its free has the same.
+        block: number of the allocation; its free has the same. Or EMPTY_CACHE.
         part: one of PARTS.
         phase: one of PHASES, in which the event happens.
         device: ``gpu`` or ``host``.

@@ -5,7 +5,6 @@ DeepSpeed itself reads values and needs its compiled operators, so it cannot run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
+from distexp.plan.recorder import StorageRecorder
 from distexp.plan.zero3 import ZeroThree
 from distexp.plan.zero12 import ZeroOneTwo
 from distexp.plan.zero_buffers import Buffers
@@ -23,8 +23,6 @@ from distexp.plan.zero_stage0 import ZeroStage0
 from distexp.strategies.ds_config import effective_config, fit_buckets, uses_autocast
 from distexp.strategies.ds_model import in_16_bits
 from distexp.strategies.torch_model import DTYPES
-
-Assign = Callable[[str, Iterable[Tensor]], None]
 
 
 class TracedDeepSpeed:
@@ -34,18 +32,20 @@ class TracedDeepSpeed:
         blueprint: the model without values.
         config: the configuration.
         context: rank 0, and the device that the recorder counts as the GPU.
-        assign: sets the part of tensors.
+        recorder: records what is allocated.
     """
 
-    def __init__(self, blueprint: Blueprint, config: Config, context: Context, assign: Assign) -> None:
+    def __init__(self, blueprint: Blueprint, config: Config, context: Context, recorder: StorageRecorder) -> None:
         self.module = blueprint.model
         self.task, self.world_size = config.model.task, config.cluster.world_size
-        blueprint.materialize(self.module)
-        if in_16_bits(config):
-            convert(self.module, DTYPES[config.precision.name])
-        assign("parameters", [*self.module.parameters(), *self.module.buffers()])
+        is_converted = in_16_bits(config)
+        initialize_weights(blueprint, DTYPES[config.precision.name] if is_converted else torch.float32)
         self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=uses_autocast(config))
-        self.zero = build_zero(self.module, config, Buffers.of(config, context.device, assign))
+        buffers = Buffers.of(config, context.device, recorder.assign, recorder.empty_cache)
+        self.zero = build_zero(self.module, config, buffers)
+        if is_converted:
+            restore_masters(self.module, context.device)
+        recorder.assign("parameters", [*self.module.parameters(), *self.module.buffers()])
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Run one micro-batch, as ``DeepSpeedModel.forward_backward`` does."""
@@ -80,15 +80,20 @@ def build_zero(module: nn.Module, config: Config, buffers: Buffers) -> ZeroStage
     return (ZeroThree if stage == 3 else ZeroOneTwo)(module, config, settings, buffers)
 
 
-def convert(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace parameters and buffers as ``module.to`` does, which fake tensors do not support."""
-    converted: dict[int, Tensor] = {}
-    for owner in module.modules():
-        for tensors in (owner._parameters, owner._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-                    if id(tensor) not in converted:
-                        copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        converted[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
-                    setattr(owner, name, converted[id(tensor)])
+@torch.no_grad()
+def initialize_weights(blueprint: Blueprint, dtype: torch.dtype) -> None:
+    """Materialize and convert one module after the other, as ``ds_model.initialize_weights`` does."""
+    for module in reversed(list(blueprint.model.modules())):
+        blueprint.materialize(module, recurse=False)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+                tensor.data = tensor.to(dtype)
+
+
+@torch.no_grad()
+def restore_masters(module: nn.Module, device: torch.device) -> None:
+    """Allocate what ``ds_model.restore_masters`` allocates: a weight in fp32, while the one before is there."""
+    value = None
+    for parameter in module.parameters():
+        value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+    del value

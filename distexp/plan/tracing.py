@@ -29,6 +29,7 @@ from distexp.models.introspection import find_embeddings
 from distexp.models.objective import evaluation_sums
 from distexp.plan.batches import evaluation_batch, largest_batch
 from distexp.plan.compiled import traced_compilation
+from distexp.plan.cuda_optimizer import use_cuda_kernels
 from distexp.plan.cuda_semantics import CudaFunctions, cuda_autocast
 from distexp.plan.kernel_buffers import KernelBuffers
 from distexp.plan.recorder import GPU, StorageRecorder, tensors_in
@@ -240,7 +241,7 @@ class TracedStep:
         """Let a model use the kernels of CUDA, and label its parameters."""
         module, optimizer = model.module, model.optimizer
         if self.on_gpu:
-            _use_cuda_optimizer(config, optimizer)
+            use_cuda_kernels(config, optimizer)
         model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
         self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
         self.recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
@@ -282,8 +283,8 @@ def _set_up(
     config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder
 ) -> TorchModel | TracedDeepSpeed:
     if _is_deepspeed(config):
-        recorder.collectives_stream = "collectives"
-        return TracedDeepSpeed(blueprint, config, context, recorder.assign)
+        recorder.collectives_stream = "collectives" if config.deepspeed.zero_stage == 3 else ""
+        return TracedDeepSpeed(blueprint, config, context, recorder)
     with _mesh_outside_of_fake_mode(), traced_ddp(recorder.assign):
         model = load_strategy(config).setup(blueprint, config, context)
     if not isinstance(model, TorchModel):
@@ -307,14 +308,3 @@ def _mesh_outside_of_fake_mode() -> Iterator[None]:
         yield
     finally:
         device_mesh.init_device_mesh = original
-
-
-def _use_cuda_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer of tensors on the GPU use the kernels that it uses on CUDA."""
-    if config.offload.enabled:
-        return
-    for group in optimizer.param_groups:
-        if config.train.optimizer == "adamw":
-            group["fused"], group["foreach"] = True, False
-        else:
-            group["foreach"] = True

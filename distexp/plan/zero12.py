@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import Config
+from distexp.plan.cuda_optimizer import make_optimizer
 from distexp.plan.predicted_memory import MOMENTS
+from distexp.plan.recorder import tensors_in
 from distexp.plan.zero_base import ShardedOptimizer
 from distexp.plan.zero_buffers import Buffers, read_zero
-from distexp.plan.zero_partition import fullest_rank, owners, partition_group
+from distexp.plan.zero_partition import Slice, cut_into_slices, fullest_rank, partition_group, reduced_at_once
 
 
 @dataclass
@@ -27,7 +29,7 @@ class _Bucket:
 
     params: list[nn.Parameter] = field(default_factory=list)
     elements: int = 0
-    oversized: Tensor | None = None  # the copy of a gradient that is larger than the bucket
+    oversized: Tensor | None = None  # a gradient that is larger than the bucket, or its copy
 
 
 class ZeroOneTwo(ShardedOptimizer):
@@ -39,18 +41,16 @@ class ZeroOneTwo(ShardedOptimizer):
         self.stage: int = settings["zero_optimization"]["stage"]
         self.num_buckets = 2 if read_zero(settings, "overlap_comm", False) else 1
         self._partition(self.groups, config.cluster.world_size)
-        self.masters = [buffers.with_states(size, torch.float32, "optimizer_states") for size in self.shares]
-        moments = MOMENTS[config.train.optimizer]
-        self.moments = [
-            buffers.with_states(size, torch.float32, "optimizer_states", can_pin=False)
-            for size in self.shares
-            for _ in range(moments)
-        ]
+        self.optimizer = make_optimizer(module, config)
+        self.masters = [self._flatten(*each) for each in zip(self.groups, self.shares, strict=True)]
         self.host_buffers: list[Tensor] = []
         if self.offloads:
-            self._allocate_offload_buffers()
+            self._allocate_offload_buffers(MOMENTS[config.train.optimizer])
+        else:
+            self._initialize_optimizer_states()
         self.bucket = _Bucket()
         self.bucket_memory: list[Tensor] = []
+        self.held: list[Tensor] = []  # oversized gradients of other ranks, which stage 1 keeps until the end
         self.new_gradients: Tensor | None = None  # grads_in_partition
         self.gradients: Tensor | None = None  # all_grad_tensors, averaged_gradients
 
@@ -60,19 +60,50 @@ class ZeroOneTwo(ShardedOptimizer):
         rank = fullest_rank(sizes, world_size)
         shares = [partition_group(each, world_size, rank) for each in sizes]
         self.shares = [share.size for share in shares]
+        self.rank = rank
         self.owned: dict[nn.Parameter, int] = {}
-        self.owners: dict[nn.Parameter, range] = {}
+        self.slices: dict[nn.Parameter, list[Slice]] = {}
         for group, numbers, share in zip(groups, sizes, shares, strict=True):
             offsets = [0, *accumulate(numbers)]
             for param, owned, offset in zip(group, share.owned, offsets, strict=False):
                 self.owned[param] = owned
-                self.owners[param] = owners(offset, param.numel(), share.size)
+                self.slices[param] = cut_into_slices(offset, param.numel(), share.size)
 
-    def _allocate_offload_buffers(self) -> None:
+    @torch.no_grad()
+    def _flatten(self, group: list[nn.Parameter], share: int) -> nn.Parameter:
+        """Let the parameters of a group be views of one tensor, and return the fp32 copy of this rank's share of it."""
+        buffers = self.buffers
+        buffers.empty_cache()
+        missing = share * self.world_size - sum(param.numel() for param in group)
+        padding = [torch.zeros(missing, dtype=self.dtype, device=group[0].device)] if missing else []
+        pieces = [each.detach().flatten() for each in (*group, *padding)]
+        flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        buffers.assign("parameters", [flat])
+        offset = 0
+        for param in group:
+            param.data = flat.narrow(0, offset, param.numel()).view(param.shape)
+            offset += param.numel()
+        copied = flat.narrow(0, self.rank * share, share).clone()
+        if not self.offloads and self.dtype == torch.float32:
+            buffers.assign("optimizer_states", [copied])
+            return nn.Parameter(copied)
+        return nn.Parameter(buffers.with_states(share, torch.float32, "optimizer_states"))
+
+    @torch.no_grad()
+    def _initialize_optimizer_states(self) -> None:
+        """Allocate and free gradients in fp32, and give the shares to the optimizer."""
+        zeros = [torch.zeros_like(master) for master in self.masters]
+        del zeros
+        for group, master in zip(self.optimizer.param_groups, self.masters, strict=True):
+            group["params"] = [master]
+
+    def _allocate_offload_buffers(self, moments: int) -> None:
         largest = max(param.numel() for param in self.params)
         self.gpu_buffer = self.buffers.on_gpu(largest, self.dtype, "gradients")  # temp_grad_buffer_for_gpu_offload
         on_host = self.host_buffers
         for share in self.shares:
+            for _ in range(moments):
+                on_host.append(self.buffers.with_states(share, torch.float32, "optimizer_states", can_pin=False))
             on_host.append(self.buffers.with_states(share, torch.float32, "gradients"))
             on_host.append(self.buffers.with_states(share, self.dtype, "parameters"))  # param_buffer_of_bit16
         if self.buffers.pinned:  # temp_grad_buffer_for_cpu_offload; nothing writes to it, so only locked pages exist
@@ -109,13 +140,15 @@ class ZeroOneTwo(ShardedOptimizer):
         bucket, self.bucket = self.bucket, _Bucket()
         if not bucket.params:
             return
-        if len({rank for param in bucket.params for rank in self.owners[param]}) > 1:
-            # Slices of several ranks are flattened into a copy.
-            flat = self.buffers.on_gpu(bucket.elements, self.dtype, "communication")
-            del flat
+        for slices in reduced_at_once([self.slices[param] for param in bucket.params], self.bucket_size):
+            if len(slices) > 1:  # They are flattened into a copy.
+                flat = self.buffers.on_gpu(sum(each.size for each in slices), self.dtype, "communication")
+                del flat
         for param in bucket.params:
             if self.owned[param]:
                 self._keep(param)
+            elif self.stage == 1 and bucket.oversized is not None:
+                self.held.append(bucket.oversized)
 
     def _keep(self, param: nn.Parameter) -> None:
         """Keep the gradient of a parameter of this rank (``copy_grads_in_partition``)."""
@@ -143,7 +176,7 @@ class ZeroOneTwo(ShardedOptimizer):
         if self.gradients is None:
             self.gradients = self.new_gradients
         self.new_gradients = None
-        self.bucket_memory = []
+        self.bucket_memory, self.held = [], []
         for param in self.params:
             param.grad = None
 
@@ -152,12 +185,29 @@ class ZeroOneTwo(ShardedOptimizer):
         """Update the weights, one parameter group after the other."""
         if self.offloads:
             return
-        norm = self.buffers.on_gpu(max(self.owned.values()), torch.float64, "temporaries")
-        del norm
-        for share in self.shares:
-            flat = self.buffers.on_gpu(share, self.dtype, "temporaries")
-            gradient = flat if self.dtype == torch.float32 else self.buffers.on_gpu(share, torch.float32, "gradients")
-            del flat
-            if share == self.shares[-1]:
+        for param in self.params:
+            if self.owned[param]:  # get_grad_norm_direct
+                wide = self.buffers.on_gpu(self.owned[param], torch.float64, "temporaries")
+                del wide
+        groups = self.optimizer.param_groups
+        for number, (group, master) in enumerate(zip(self.groups, self.masters, strict=True)):
+            master.grad = self._flat_gradient(group, master)
+            if number == len(groups) - 1:
                 self.gradients = None
-            del gradient
+            self.optimizer.param_groups = [groups[number]]
+            self.optimizer.step()
+            self.buffers.assign("optimizer_states", tensors_in(self.optimizer.state[master]))
+            master.grad = None
+        self.optimizer.param_groups = groups
+
+    def _flat_gradient(self, group: list[nn.Parameter], master: nn.Parameter) -> Tensor:
+        """Return the gradients of a share, flattened and then in fp32. A single one is not copied to flatten it."""
+        owned = [self.owned[param] for param in group if self.owned[param]]
+        if len(owned) > 1 or sum(owned) < master.numel():
+            flat = self.buffers.on_gpu(master.numel(), self.dtype, "gradients")
+        else:
+            assert self.gradients is not None
+            flat = self.gradients.narrow(0, 0, master.numel())
+        gradient = flat.float()
+        self.buffers.assign("gradients", [gradient])
+        return gradient

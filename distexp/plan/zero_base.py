@@ -27,6 +27,7 @@ class ShardedOptimizer(ABC):
 
     def __init__(self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers) -> None:
         self.buffers, self.offloads, self.is_last = buffers, config.offload.enabled, False
+        self.world_size = config.cluster.world_size
         self.bucket_size = int(read_zero(settings, "reduce_bucket_size", DEFAULT_BUCKET))
         self.groups: list[list[nn.Parameter]] = [
             group["params"] for group in parameter_groups(module, config.train.weight_decay)

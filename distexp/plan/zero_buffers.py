@@ -24,18 +24,21 @@ class Buffers:
         states: where the optimizer states are; ``cpu`` if they are offloaded.
         pinned: whether offloaded tensors are page-locked. The host allocator rounds these to a power of two.
         assign: sets the part of a tensor.
+        empty_cache: returns the free segments of the GPU's allocator.
     """
 
     gpu: torch.device
     states: torch.device
     pinned: bool
     assign: Assign
+    empty_cache: Callable[[], None]
 
     @classmethod
-    def of(cls, config: Config, gpu: torch.device, assign: Assign) -> Buffers:
+    def of(cls, config: Config, gpu: torch.device, assign: Assign, empty_cache: Callable[[], None]) -> Buffers:
         """Return the buffers of a configuration."""
         offload = config.offload
-        return cls(gpu, torch.device("cpu") if offload.enabled else gpu, offload.enabled and offload.pin_memory, assign)
+        states = torch.device("cpu") if offload.enabled else gpu
+        return cls(gpu, states, offload.enabled and offload.pin_memory, assign, empty_cache)
 
     def on_gpu(self, elements: int, dtype: torch.dtype, part: str) -> Tensor:
         """Return a tensor on the GPU."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 ALIGNMENT = 2
 """Elements to which stages 1 and 2 align a partition (``nccl_start_alignment_factor``)."""
@@ -54,6 +55,31 @@ def _overlapping(sizes: Sequence[int], share: Partition) -> list[int]:
     return [size for size, owned in zip(sizes, share.owned, strict=True) if owned]
 
 
-def owners(offset: int, size: int, share: int) -> range:
-    """Return the ranks that have a part of a parameter that starts at ``offset`` of its group."""
-    return range(offset // share, (offset + size - 1) // share + 1)
+@dataclass(frozen=True)
+class Slice:
+    """Elements of a gradient that one rank keeps."""
+
+    rank: int
+    size: int
+
+
+def cut_into_slices(offset: int, size: int, share: int) -> list[Slice]:
+    """Return the slices of a parameter that starts at ``offset`` of its group."""
+    ends = [*range((offset // share + 1) * share, offset + size, share), offset + size]
+    starts = [offset, *ends[:-1]]
+    return [Slice(start // share, end - start) for start, end in zip(starts, ends, strict=True)]
+
+
+def reduced_at_once(gradients: Sequence[Sequence[Slice]], bucket_size: int) -> list[list[Slice]]:
+    """Return the slices of a bucket that are reduced together (``allreduce_and_scatter``).
+
+    Neighbors of one rank are one slice. A reduction ends when it has more elements than a bucket.
+    """
+    slices = [each for gradient in gradients for each in gradient]
+    merged = [Slice(rank, sum(each.size for each in found)) for rank, found in groupby(slices, lambda each: each.rank)]
+    reductions: list[list[Slice]] = [[]]
+    for each in merged:
+        reductions[-1].append(each)
+        if sum(one.size for one in reductions[-1]) > bucket_size:
+            reductions.append([])
+    return [slices for slices in reductions if slices]

@@ -6,7 +6,7 @@ import pytest
 
 from distexp.plan.allocator import Addresses, CachingAllocator, OutOfMemoryError, round_size, segment_size
 from distexp.plan.replay import CURVE_POINTS, host_peak, repeated_blocks, replay
-from distexp.plan.step_trace import Event
+from distexp.plan.step_trace import EMPTY_CACHE, Event
 from distexp.system.units import MIB
 
 
@@ -64,6 +64,19 @@ def test_of_equal_blocks_the_one_with_the_lowest_address_is_used() -> None:
     for block in (other, blocks[3], blocks[1]):
         allocator.free(block)
     assert allocator.allocate(5 * MIB) is blocks[1]
+
+
+def test_an_emptied_cache_keeps_the_segments_with_a_used_block() -> None:
+    events = [
+        *(Event(size * MIB, block, "parameters", "setup", "gpu") for block, size in enumerate((40, 5, 5))),
+        *(Event(-size * MIB, block, "parameters", "setup", "gpu") for block, size in ((0, 40), (1, 5))),
+        Event(0, EMPTY_CACHE, "temporaries", "setup", "gpu"),
+        Event(30 * MIB, 3, "parameters", "setup", "gpu"),
+        Event(5 * MIB, 4, "parameters", "setup", "gpu"),
+    ]
+    assert replay(events).peak_reserved == (40 + 20) * MIB
+    larger = [*events[:-2], Event(60 * MIB, 3, "parameters", "setup", "gpu")]
+    assert replay(larger).peak_reserved == (20 + 60) * MIB
 
 
 def test_of_equal_segments_the_newest_one_is_used_because_linux_maps_memory_from_the_top_down() -> None:

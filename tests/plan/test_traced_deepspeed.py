@@ -6,10 +6,10 @@ import pytest
 
 from distexp.config import Config
 from distexp.plan.replay import replay
-from distexp.plan.step_trace import StepTrace
+from distexp.plan.step_trace import EMPTY_CACHE, StepTrace
 from distexp.plan.tracing import trace_step
 from distexp.plan.zero_buffers import round_to_power_of_two
-from distexp.plan.zero_partition import fullest_rank, owners, partition_group
+from distexp.plan.zero_partition import Slice, cut_into_slices, fullest_rank, partition_group, reduced_at_once
 from distexp.system.units import MIB
 from tests.helpers.gpu_records import gpu_records
 from tests.helpers.runs import resolve_cell
@@ -24,7 +24,13 @@ def test_a_group_is_cut_into_equal_shares() -> None:
 
 def test_the_fullest_rank_keeps_the_whole_gradient_of_a_parameter_that_is_cut() -> None:
     assert fullest_rank([[10, 2, 2, 2]], world_size=2) == 1  # 10 + 2 + 2 + 2, against 10
-    assert list(owners(6, 5, share=4)) == [1, 2]
+    assert cut_into_slices(6, 5, share=4) == [Slice(1, 2), Slice(2, 3)]
+
+
+def test_slices_of_one_rank_are_reduced_as_one() -> None:
+    first, second, other = [Slice(0, 2)], [Slice(0, 3)], [Slice(1, 4)]
+    assert reduced_at_once([first, second, other], bucket_size=9) == [[Slice(0, 5), Slice(1, 4)]]
+    assert reduced_at_once([[Slice(0, 20), Slice(1, 20)]], bucket_size=9) == [[Slice(0, 20)], [Slice(1, 20)]]
 
 
 def test_locked_host_memory_is_a_power_of_two() -> None:
@@ -60,6 +66,11 @@ def test_stage_2_has_16_bit_weights_and_a_share_of_fp32_states() -> None:
     assert held["optimizer_states"] == pytest.approx(12 * parameters(trace) / 2, rel=0.001)
     assert "gradients" not in held
     assert {event.part for event in trace.events if event.phase == "backward"} >= {"gradients", "communication"}
+
+
+def test_the_free_segments_are_released_before_each_group_is_flattened() -> None:
+    history = traced("zero_stage=2", "cluster.workers_per_node=2").history
+    assert [event.phase for event in history if event.block == EMPTY_CACHE] == ["setup", "setup"]
 
 
 def test_offloaded_states_are_on_the_host() -> None:
