@@ -85,7 +85,6 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase: the current phase, which the caller sets.
         changes: allocations and frees since ``start``.
         history: allocations and frees before it.
-        collectives_stream: stream of the communication buffers whose library does not select one on a CPU.
         first_products: how many changes there were before ``start`` after the first matrix product of each phase.
         work: counts of the operations since ``start``.
     """
@@ -101,7 +100,6 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = "setup"
         self.changes: list[Change] = []
         self.history: list[Change] = []
-        self.collectives_stream = ""
         self.first_products: dict[str, int] = {}
         self.work = WorkCounter()
         self._kernels = kernels

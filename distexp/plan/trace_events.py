@@ -20,7 +20,6 @@ class Recorded:
         history: construction of the model, and the first step.
         changes: what was in memory before the second step, and this step.
         evaluation: a batch of the evaluation after it; empty if it was not recorded.
-        collectives_stream: stream of the communication buffers whose library does not select one on a CPU.
         vocabulary: size of the vocabulary; None for image models.
         workspace: bytes of a workspace of cuBLAS.
         first_products: position in ``history`` after the first matrix product of a phase.
@@ -31,7 +30,6 @@ class Recorded:
     history: tuple[Change, ...]
     changes: tuple[Change, ...]
     evaluation: tuple[Change, ...]
-    collectives_stream: str
     vocabulary: int | None
     workspace: int
     first_products: Mapping[str, int] = field(default_factory=dict)
@@ -74,7 +72,7 @@ def _event(change: Change, recorded: Recorded) -> Event:
         _part(block, recorded.vocabulary),
         change.phase,
         block.device,
-        recorded.collectives_stream if block.part == "communication" and not block.stream else block.stream,
+        block.stream,
     )
 
 

@@ -16,7 +16,7 @@ from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.plan.recorder import StorageRecorder
-from distexp.plan.zero3 import ZeroThree
+from distexp.plan.zero3 import Partitions, ZeroThree
 from distexp.plan.zero12 import ZeroOneTwo
 from distexp.plan.zero_buffers import Buffers
 from distexp.plan.zero_stage0 import ZeroStage0
@@ -39,10 +39,12 @@ class TracedDeepSpeed:
         self.module = blueprint.model
         self.task, self.world_size = config.model.task, config.cluster.world_size
         is_converted = in_16_bits(config)
-        initialize_weights(blueprint, DTYPES[config.precision.name] if is_converted else torch.float32)
+        dtype = DTYPES[config.precision.name] if is_converted else torch.float32
+        partitions = Partitions(config) if config.deepspeed.zero_stage == 3 else None
+        initialize_weights(blueprint, dtype, partitions)
         self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=uses_autocast(config))
         buffers = Buffers.of(config, context.device, recorder.assign, recorder.empty_cache)
-        self.zero = build_zero(self.module, config, buffers)
+        self.zero = build_zero(self.module, config, buffers, partitions)
         if is_converted:
             restore_masters(self.module, context.device)
         recorder.assign("parameters", [*self.module.parameters(), *self.module.buffers()])
@@ -69,7 +71,9 @@ class TracedDeepSpeed:
         self.zero.step()
 
 
-def build_zero(module: nn.Module, config: Config, buffers: Buffers) -> ZeroStage0 | ZeroOneTwo | ZeroThree:
+def build_zero(
+    module: nn.Module, config: Config, buffers: Buffers, partitions: Partitions | None
+) -> ZeroStage0 | ZeroOneTwo | ZeroThree:
     """Return the gradients and states of the stage of a configuration."""
     settings: dict[str, Any] = effective_config(config, config.cluster.world_size)
     sizes = [parameter.numel() for parameter in module.parameters()]
@@ -77,17 +81,21 @@ def build_zero(module: nn.Module, config: Config, buffers: Buffers) -> ZeroStage
     stage = settings["zero_optimization"]["stage"]
     if stage == 0:
         return ZeroStage0(module, config, settings, buffers)
-    return (ZeroThree if stage == 3 else ZeroOneTwo)(module, config, settings, buffers)
+    if partitions is None:
+        return ZeroOneTwo(module, config, settings, buffers)
+    return ZeroThree(module, config, settings, buffers, partitions)
 
 
 @torch.no_grad()
-def initialize_weights(blueprint: Blueprint, dtype: torch.dtype) -> None:
-    """Materialize and convert one module after the other, as ``ds_model.initialize_weights`` does."""
+def initialize_weights(blueprint: Blueprint, dtype: torch.dtype, partitions: Partitions | None) -> None:
+    """Materialize, convert and partition one module after the other, as ``ds_model.initialize_weights`` does."""
     for module in reversed(list(blueprint.model.modules())):
         blueprint.materialize(module, recurse=False)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
                 tensor.data = tensor.to(dtype)
+        if partitions is not None:
+            partitions.add(module.parameters(recurse=False))
 
 
 @torch.no_grad()

@@ -177,7 +177,6 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
             tuple(recorder.history),
             tuple(recorder.changes[:end]),
             tuple(recorder.changes[end:]),
-            recorder.collectives_stream,
             vocabulary,
             cublas_workspace(config.plan.gpu) if on_gpu else 0,
             recorder.first_products,
@@ -283,7 +282,6 @@ def _set_up(
     config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder
 ) -> TorchModel | TracedDeepSpeed:
     if _is_deepspeed(config):
-        recorder.collectives_stream = "collectives" if config.deepspeed.zero_stage == 3 else ""
         return TracedDeepSpeed(blueprint, config, context, recorder)
     with _mesh_outside_of_fake_mode(), traced_ddp(recorder.assign):
         model = load_strategy(config).setup(blueprint, config, context)
