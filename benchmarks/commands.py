@@ -18,7 +18,7 @@ from benchmarks.measurement import REPOSITORY, end, visible_devices
 from distexp.runs.existing import DONE
 
 Record = dict[str, Any]
-"""Content of ``record.json``."""
+"""Content of ``record.json``, and the run directory under ``directory``."""
 
 PACKAGES = "trusted_packages=[benchmarks,tests]"
 """Packages of this repository with models and strategies of the benchmarks."""
@@ -103,6 +103,7 @@ class Commands:
         return list({each.partition("=")[0]: each for each in (*run.overrides, *given)}.values())
 
     def _records(self, sweep: Path, runs: Sequence[Run], only: Sequence[str] | None = None) -> dict[str, Record]:
-        records = [json.loads(path.read_text()) for path in sorted(sweep.glob("*/record.json"))]
+        paths = sorted(sweep.glob("*/record.json"))
+        records = [json.loads(path.read_text()) | {"directory": str(path.parent)} for path in paths]
         kept = [record for record in records if only is None or record["status"] in only]
         return {runs[record["run"]["number"]].name: record for record in kept}

@@ -1,4 +1,4 @@
-"""Checks of ``distexp explain`` on real runs: parts, collectives, slow ranks, causes, and energy.
+"""Checks of ``distexp explain`` on real runs: parts, collectives, slow ranks, the cost of watching, causes, energy.
 
 Usage: ``python benchmarks/explain.py --gpus 2 dataset.train_path=T.json dataset.eval_path=E.json``.
 See ``benchmarks/README.md``.
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.commands import Commands, Record, Run, select, sweep_name
 from benchmarks.tables import markdown
+from benchmarks.watching import estimate_shift, read_differences
 from distexp.runs.step_parts import PARTS
 
 TEXT = ("model=bloom_560m", "model.init=random", "dataset=squad", "dataset.padding=max_length", "precision=bf16")
@@ -33,9 +34,9 @@ SLOW = ("model._target_=tests.helpers.slow_rank.build",)
 NO_LINKS = "cluster.environment={NCCL_P2P_DISABLE:'1',NCCL_SHM_DISABLE:'1'}"
 """NCCL over sockets, which makes a run communication-bound."""
 
-SUM_BOUND, COMMUNICATION_BOUND, ENERGY_BOUND = 0.02, 3.0, 0.02
-"""Bounds: of the sum of the parts, relative; of exposed communication in percentage points; of twice the energy."""
-
+SUM_BOUND, COMMUNICATION_BOUND, ENERGY_BOUND, WATCHING_BOUND = 0.02, 3.0, 0.02, 0.01
+"""Bounds: of the sum of the parts, relative; of exposed communication in percentage points; of twice the energy; of
+what a watched step takes longer, relative."""
 
 ENERGY_STEPS = (1000, 2000)
 """Steps of the runs on one GPU whose energy is compared."""
@@ -128,6 +129,28 @@ def straggler_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
         yield run.name, f"named {found}", str(found) == run.expected
 
 
+def watching_runs() -> Iterator[Run]:
+    """Yield a run for each strategy. In each of them one step of each pair is watched."""
+    watching = ("engine._target_=benchmarks.watching.PairedWatching", "train.measure_after_step=8")
+    for name, chosen in strategies().items():
+        batch = ("train.micro_batch_size=4", "train.gradient_accumulation_steps=1", "train.max_steps=1000")
+        yield Run(name, (*TEXT, *batch, *chosen, *watching), 2)
+
+
+def watching_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
+    """Compare the watched steps with the unwatched ones; None if the interval has the bound in it."""
+    for run in runs:
+        record = records[run.name]
+        differences = read_differences(Path(record["directory"]), run.workers)
+        shift, median = estimate_shift(differences), 1000 * record["metrics"]["step_time_s"]["p50"]
+        text = (
+            f"step {median:.1f} ms, watched {shift.median:+.2%} (95 % interval {shift.low:+.2%} to {shift.high:+.2%}, "
+            f"{len(differences):,} pairs)"
+        )
+        decided = shift.high <= WATCHING_BOUND or shift.low > WATCHING_BOUND
+        yield run.name, text, shift.high <= WATCHING_BOUND if decided else None
+
+
 def cause_runs() -> Iterator[Run]:
     """Yield runs that were built to be bound by something."""
     yield Run("launches", (*TEXT, *SHORT, "strategy=single", "train.micro_batch_size=1"), 1, "launch_idle")
@@ -188,6 +211,7 @@ CHECKS = {
     "parts": Check(tuple(parts_runs()), parts_rows),
     "collectives": Check(tuple(silent_runs()), silent_rows),
     "stragglers": Check(tuple(straggler_runs()), straggler_rows),
+    "watching": Check(tuple(watching_runs()), watching_rows),
     "causes": Check(tuple(cause_runs()), cause_rows),
     "energy": Check(tuple(energy_runs()), energy_rows),
 }
@@ -212,7 +236,7 @@ def check_rows(name: str, check: Check, commands: Commands) -> Iterator[list[str
     for run in runs:
         if run.name not in records:
             yield [name, run.name, found[run.name]["status"] if run.name in found else "not run", ""]
-    if len(records) == len(runs) or name in ("parts", "stragglers", "causes"):
+    if len(records) == len(runs) or name in ("parts", "stragglers", "watching", "causes"):
         for title, text, good in check.rows(records, [run for run in runs if run.name in records]):
             yield [name, title, text, {True: "yes", False: "NO", None: ""}[good]]
 

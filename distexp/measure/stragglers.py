@@ -55,6 +55,8 @@ class RankTimes:
         durations_s: Durations of the watched steps, in seconds.
         data_wait_s: Time that it waited for its data in the same steps.
         without_core_s: Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
+        watched_p50_s: Median duration of its watched ordinary steps; None if there is none.
+        unwatched_p50_s: Median duration of its other ordinary steps; None if there is none.
         median_data_wait_s: Median time that it waited for its data, over all measured steps.
         on_cpu: Whether it trains on a CPU.
         includes_cpu_work: Whether the own time is at least the work of the CPU. It is on a CPU, and with a profile.
@@ -66,6 +68,8 @@ class RankTimes:
     durations_s: Sequence[float] = ()
     data_wait_s: Sequence[float] = ()
     without_core_s: Sequence[float] = ()
+    watched_p50_s: float | None = None
+    unwatched_p50_s: float | None = None
     median_data_wait_s: float = 0.0
     on_cpu: bool = False
     includes_cpu_work: bool = False
@@ -98,6 +102,8 @@ def step_times(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
         {
             "rank": each.rank,
             **{f"{name}_s": value for name, value in each.quantiles.items()},
+            "watched_p50_s": each.watched_p50_s,
+            "unwatched_p50_s": each.unwatched_p50_s,
             "own_ms": 1000 * statistics.median(each.own_s) if each.own_s else None,
         }
         for each in ranks

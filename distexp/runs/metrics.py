@@ -102,6 +102,9 @@ class Metrics:
             "[].p50_s": "Median, in seconds.",
             "[].p90_s": "90th percentile, in seconds.",
             "[].max_s": "Longest step, in seconds.",
+            "[].watched_p50_s": "Median of the ordinary steps that were watched for slow ranks, in seconds. Ordinary "
+            "steps follow another measured step directly. `step_times/` has all. Null: none.",
+            "[].unwatched_p50_s": "Median of the other ordinary steps, in seconds. Null: none.",
             "[].own_ms": "Median time without waiting for other ranks, in ms. On a GPU without a profile it does not "
             "contain the work of the CPU, and may be too short. Null: unknown.",
         },

@@ -38,13 +38,14 @@ MEMORY = "memory"
 MODEL = "model"
 CHECKPOINTS = "checkpoints"
 PROFILE = "profile"
+STEP_TIMES = "step_times"
 TENSORBOARD = "tensorboard"
 ATTEMPTS = "attempts"
 """``attempts/<k>/`` contains the files of attempt k. The files of the latest attempt are in the run directory."""
 
 ATTEMPT_FILES = (
     *(RESULT, LOGS, MEMORY, MODEL, METRICS, EVENTS, PREDICTIONS, PREFLIGHT, MICRO_BATCH),
-    *(HEARTBEAT, OPERATORS, OWNER, RENDEZVOUS, STOP_REQUEST, OOM_KILLS),
+    *(HEARTBEAT, OPERATORS, OWNER, RENDEZVOUS, STOP_REQUEST, OOM_KILLS, STEP_TIMES),
 )
 """Files and folders of one attempt. The record is one too, but gets another name in ``attempts/<k>/``."""
 
@@ -211,3 +212,8 @@ def profile_summary_path(run_dir: Path) -> Path:
 def step_model_path(run_dir: Path) -> Path:
     """Return the median profiled step of rank 0, for a forecast."""
     return run_dir / PROFILE / "step_model.json"
+
+
+def step_times_path(run_dir: Path, rank: int) -> Path:
+    """Return the durations of a rank's ordinary steps."""
+    return run_dir / STEP_TIMES / f"rank{rank}.csv"

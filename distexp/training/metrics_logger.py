@@ -23,6 +23,7 @@ from distexp.measure.memory.allocator import AllocatorWatch
 from distexp.measure.memory.oom import FirstStepStacks
 from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.memory.step_recording import StepRecording, has_history
+from distexp.measure.ordinary_steps import OrdinarySteps, median_duration_s, save_step_times
 from distexp.measure.profiling.overhead import remove_overhead
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
 from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
@@ -77,13 +78,15 @@ class MetricsLogger:
         eager_on_cpu = context.device.type == "cpu" and not plan.train.compile
         self.parts = PartsWatch(context.rank, counts_activations=eager_on_cpu)
         self.waits = WaitWatch(context, enabled=watch_slow_ranks)
+        self.ordinary_steps = OrdinarySteps()
         self.compilation = CompileWatch(enabled=bool(plan.train.compile))
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.profiler = StepProfiler(context, plan.train.profile_steps)
         self.profiler.micro_batches = plan.train.gradient_accumulation_steps
         unmeasured = plan.train.profile_steps > 0 and plan.train.measure_after_step > 1
         self.first_stacks = FirstStepStacks(context.device, enabled=unmeasured)
-        self.path = context.run_dir / METRICS
+        self.run_dir = context.run_dir
+        self.path = self.run_dir / METRICS
         self._file = self.path.open("w") if context.rank == 0 else None
 
     def state(self) -> dict[str, Any]:
@@ -131,6 +134,7 @@ class MetricsLogger:
     def start_steps(self) -> None:
         """Start the step clock; call it before steps that follow anything else."""
         self.clock.restart()
+        self.ordinary_steps.restart()
         self.profiler.mark_interrupted("a checkpoint was written")
         self._set_phase("profile" if self.profiler.running else "train" if self._warmed_up() else "warmup")
         self.waits.start_step(measured=self._is_measured())
@@ -150,7 +154,7 @@ class MetricsLogger:
             rate: the learning rate.
         """
         self.first_stacks.stop()
-        measured = self._is_measured()
+        measured, watched = self._is_measured(), self.waits.watching
         self.waits.end_step(measured=measured)
         self.clock.mark()
         self.waits.start_step(measured=self._is_measured(1) and not self._ends_epoch(1))
@@ -160,6 +164,8 @@ class MetricsLogger:
         self.profiler.step()
         self.heartbeat.beat()
         self.allocator.sample()
+        if measured:
+            self.ordinary_steps.end_step(self.counts.measured_steps, watched=watched)
         self.counts.add(step, warmed_up=self._warmed_up(), measured=measured)
         self.steps += 1
         self.events.advance(self.steps)
@@ -294,9 +300,12 @@ class MetricsLogger:
         return step % self.plan.steps_per_epoch == 0 or step >= self.plan.total_steps
 
     def _rank_times(self, durations: list[float]) -> list[RankTimes]:
-        """Return the step times of all ranks; a collective."""
+        """Return the step times of all ranks, and write those of this rank. A collective."""
         waits = {step: wait_s for step, wait_s in self.waits.waits_s().items() if step < len(durations)}
         own = [durations[step] - wait_s for step, wait_s in waits.items()]
+        ordinary = self.ordinary_steps.times(durations)
+        if self.waits.enabled:
+            save_step_times(self.run_dir, self.rank, ordinary)
         data_waits = [self.counts.data_waits_s[step] for step in waits]
         without_core = [self.waits.without_core_s(step) for step in waits]
         times = RankTimes(
@@ -306,6 +315,8 @@ class MetricsLogger:
             durations_s=[durations[step] for step in waits],
             data_wait_s=data_waits,
             without_core_s=without_core,
+            watched_p50_s=median_duration_s(ordinary, watched=True),
+            unwatched_p50_s=median_duration_s(ordinary, watched=False),
             median_data_wait_s=statistics.median(self.counts.data_waits_s),
             on_cpu=self.device.type == "cpu",
             includes_cpu_work=self.device.type == "cpu",

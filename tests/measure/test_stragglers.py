@@ -115,9 +115,11 @@ def test_too_few_steps_or_one_rank_cannot_be_compared() -> None:
 
 
 def test_step_times_of_each_rank() -> None:
-    assert step_times([rank_times(0, [0.02, 0.03, 0.05]), rank_times(1, [])]) == [
-        {"rank": 0, "p50_s": 0.1, "p90_s": 0.12, "max_s": 0.2, "own_ms": pytest.approx(30)},
-        {"rank": 1, "p50_s": 0.1, "p90_s": 0.12, "max_s": 0.2, "own_ms": None},
+    compared = replace(rank_times(0, [0.02, 0.03, 0.05]), watched_p50_s=0.11, unwatched_p50_s=0.1)
+    quantiles = {"p50_s": 0.1, "p90_s": 0.12, "max_s": 0.2}
+    assert step_times([compared, rank_times(1, [])]) == [
+        {"rank": 0, **quantiles, "watched_p50_s": 0.11, "unwatched_p50_s": 0.1, "own_ms": pytest.approx(30)},
+        {"rank": 1, **quantiles, "watched_p50_s": None, "unwatched_p50_s": None, "own_ms": None},
     ]
 
 
