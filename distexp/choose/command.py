@@ -15,10 +15,11 @@ from distexp.choose.candidate import Candidate, Status
 from distexp.choose.dry_run import print_plan
 from distexp.choose.halving import search
 from distexp.choose.loss_check import LossChecker
+from distexp.choose.outcome import Outcome, Rejected
+from distexp.choose.print_outcome import print_outcome
 from distexp.choose.pruning import prune_by_plan
 from distexp.choose.ranking import ranked
 from distexp.choose.rough_forecast import set_forecasts
-from distexp.choose.search_output import Outcome, best_completed, print_outcome
 from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles
 from distexp.choose.space import base_config, make_space
@@ -33,7 +34,7 @@ from distexp.runs.files import nan_to_none
 from distexp.runs.text import suggest_command
 from distexp.system.hardware import visible_gpus
 
-MOST_CHECKED = 3
+MAX_CHECKED = 3
 """Most candidates whose losses are checked before the search ends without a winner."""
 
 
@@ -100,22 +101,20 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
     settings = outcome.settings
     waiting = [each for each in outcome.candidates if each.status is Status.WAITING]
     most = max((each.workers for each in waiting), default=1)
-    outcome.result = None
-    result = search(outcome.candidates, trials.try_all, settings.objective, settings.budget_gpu_s(most))
-    outcome.result = result
+    outcome.result = search(outcome.candidates, trials.try_all, settings.objective, settings.budget_gpu_s(most))
     checker = LossChecker(outcome.candidates, trials, singles)
-    for candidate in best_completed(outcome)[:MOST_CHECKED]:
+    for candidate in ranked(outcome.candidates, settings.objective)[:MAX_CHECKED]:
         check = checker.check(candidate)
         if check.equal is not False:
             outcome.winner, outcome.check = candidate, check
             _prefer_reference(outcome)
             return
-        outcome.rejected.append((candidate, check))
+        outcome.rejected.append(Rejected(candidate, check))
 
 
 def _prefer_reference(outcome: Outcome) -> None:
     """Take the reference of the losses as the winner, if it is a candidate whose trial was better."""
-    rejected = [each for each, _ in outcome.rejected]
+    rejected = [each.candidate for each in outcome.rejected]
     best = next(each for each in ranked(outcome.candidates, outcome.settings.objective) if each not in rejected)
     if outcome.winner is not best and outcome.winner is not None and outcome.check is not None and outcome.check.equal:
         outcome.winner, outcome.check = best, outcome.check.of_reference(outcome.winner)

@@ -10,7 +10,7 @@ from rich.console import Console
 from distexp.choose.candidate import Status
 from distexp.choose.halving import first_trials
 from distexp.choose.no_winner import describe_no_winner
-from distexp.choose.search_output import Outcome, candidate_json, typed_overrides
+from distexp.choose.outcome import Outcome, candidate_json, typed_overrides
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.table import PLAN_LEGEND, others_table, planned_table
 from distexp.choose.trial_overrides import EXCLUDED_STEPS

@@ -16,10 +16,10 @@ from distexp.plan.verdict import FITS
 from distexp.resolve.run_id import run_id
 
 STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
-"""Strategies, the one with the least own arithmetic first."""
+"""Strategies in the order of how much they change the arithmetic of a step."""
 
 NO_DROPOUT = "model.dropout=0"
-MOST_REFERENCES = 3
+MAX_REFERENCES = 3
 """Most references to try. One that fails, as out of memory, is followed by the next."""
 
 
@@ -81,16 +81,16 @@ class LossChecker:
     def check(self, winner: Candidate) -> LossCheck:
         """Compare the losses of a candidate with those of the reference, and run the trials that are missing."""
         assert winner.config is not None
-        done, without = _completed(winner), dropout_overrides(winner.config)
+        without_dropout = dropout_overrides(winner.config)
         references = list(self._references(winner))
         if not references:
             return LossCheck(reason="no other configuration can run")
-        steps = min(trial.steps for trial in done)
-        own = done
-        if without:  # Each strategy draws other random numbers.
-            own = _only_completed(self.trials.try_all([PlannedTrial(winner, steps)], without))
-        for reference in references[:MOST_REFERENCES]:
-            found = self._compare(own, reference, steps, without, winner.config.precision.name)
+        own: Sequence[Trial] = winner.completed
+        steps = min(trial.steps for trial in own)
+        if without_dropout:  # Each strategy draws other random numbers.
+            own = _only_completed(self.trials.try_all([PlannedTrial(winner, steps)], without_dropout))
+        for reference in references[:MAX_REFERENCES]:
+            found = self._compare(own, reference, steps, without_dropout, winner.config.precision.name)
             if found is not None:
                 return LossCheck(label(reference), found, _why_not_single(reference))
         tried = [f"{label(each)}: {self._errors[each]}" for each in references if each in self._errors]
@@ -100,19 +100,19 @@ class LossChecker:
     def _compare(
         self, own: Sequence[Trial], reference: Candidate, steps: int, further: Sequence[str], precision: str
     ) -> LossComparison | None:
-        """Compare with an earlier trial of equal steps; else run one."""
-        earlier = [] if further else _completed(reference)
-        for trial, other in ((trial, other) for trial in own for other in earlier if trial.steps == other.steps):
-            if (found := _compare_trials(trial, other, precision)) is not None:
-                return found
-        all_ran = self.trials.try_all([PlannedTrial(reference, steps)], further)
-        for each in (each for each in all_ran if each.status != COMPLETED):
-            self._errors[reference] = each.error or each.status
-        ran = _only_completed(all_ran)
-        if ran and not further and reference in self.candidates:
-            reference.trials, reference.status, reference.reason = (*reference.trials, *ran), Status.TRIED, ""
-        pairs = ((trial, other) for trial in own for other in ran if trial.steps == other.steps)
-        return next((found for pair in pairs if (found := _compare_trials(*pair, precision)) is not None), None)
+        """Compare with an earlier trial of equal steps; else run one. Return None if nothing can be compared."""
+        found = None if further else _compare_trials(own, reference.completed, precision)
+        return found or _compare_trials(own, self._run_reference(reference, steps, further), precision)
+
+    def _run_reference(self, reference: Candidate, steps: int, further: Sequence[str]) -> list[Trial]:
+        """Run a trial of a reference; return it if it completed. Without further overrides it counts in the search."""
+        trials = self.trials.try_all([PlannedTrial(reference, steps)], further)
+        completed = _only_completed(trials)
+        if not completed:
+            self._errors[reference] = trials[0].error or trials[0].status
+        elif not further and reference in self.candidates:
+            reference.trials, reference.status, reference.reason = (*reference.trials, *completed), Status.TRIED, ""
+        return completed
 
     def _references(self, winner: Candidate) -> Iterator[Candidate]:
         """Yield the configurations to compare with, the simplest first."""
@@ -120,7 +120,7 @@ class LossChecker:
         own = run_id(winner.config)
         runnable = [each for each in self.candidates if each.config is not None and _can_run(each)]
         others = [each for each in (*runnable, *self.singles) if each.config and run_id(each.config) != own]
-        yield from sorted(others, key=lambda each: (_simplicity(each), not _completed(each)))
+        yield from sorted(others, key=lambda each: (_simplicity(each), not each.completed))
 
 
 def dropout_overrides(config: Config) -> tuple[str, ...]:
@@ -128,14 +128,16 @@ def dropout_overrides(config: Config) -> tuple[str, ...]:
     return (NO_DROPOUT,) if config.model.dropout != 0 and "dropout" in config.model.keys else ()
 
 
-def _compare_trials(trial: Trial, other: Trial, precision: str) -> LossComparison | None:
-    if trial.directory is None or other.directory is None:
-        return None
-    return compare_losses(read_losses(trial.directory), read_losses(other.directory), precision)
-
-
-def _completed(candidate: Candidate) -> list[Trial]:
-    return list(candidate.completed)
+def _compare_trials(own: Sequence[Trial], others: Sequence[Trial], precision: str) -> LossComparison | None:
+    """Return the first comparison of two trials with equal steps; None if there are no such trials with losses."""
+    pairs = ((trial, other) for trial in own for other in others if trial.steps == other.steps)
+    for trial, other in pairs:
+        if trial.directory is None or other.directory is None:
+            continue
+        found = compare_losses(read_losses(trial.directory), read_losses(other.directory), precision)
+        if found is not None:
+            return found
+    return None
 
 
 def _only_completed(trials: Sequence[Trial]) -> list[Trial]:
@@ -155,7 +157,7 @@ def _why_not_single(reference: Candidate) -> str:
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
-    """Return a key that is smaller for a configuration with less own arithmetic."""
+    """Return a key that is smaller for a configuration that changes the arithmetic of a step less."""
     config = candidate.config
     assert config is not None
     name = config.strategy.name

@@ -1,4 +1,4 @@
-"""Speeds of a machine for the order of the candidates: measured ones where a preflight stored them, else rough ones."""
+"""Speeds of a machine for the order of the candidates: measured ones if a preflight stored them, else rough ones."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ MEMORY_GB_PER_S: Mapping[str, float] = {
 
 UNKNOWN_GPU_GB_PER_S, CPU_GB_PER_S = 1000.0, 20.0
 
-SWITCHED = ("B200", "GH200", "H200", "H100", "A100", "V100")
+NVLINK_GPUS = ("B200", "GH200", "H200", "H100", "A100", "V100")
 """GPUs that are mostly connected by NVLink."""
 
 NVLINK_GB_PER_S, PCIE_GB_PER_S, NETWORK_GB_PER_S, SHARED_MEMORY_GB_PER_S = 200.0, 12.0, 20.0, 4.0
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSpeeds:
     """Speeds of one worker.
 
     Attributes:
         tflops: TFLOP/s of a large matrix product.
-        memory: GB/s of its memory.
-        link: GB/s between the workers of a node.
-        network: GB/s between nodes.
-        host_link: GB/s between GPU and CPU.
+        memory_gb_per_s: Bandwidth of its memory.
+        link_gb_per_s: Bandwidth between the workers of a node.
+        network_gb_per_s: Bandwidth between nodes.
+        host_link_gb_per_s: Bandwidth between GPU and CPU.
         launch_s: Time until the CPU has launched a kernel.
     """
 
     tflops: float
-    memory: float
-    link: float
-    network: float = NETWORK_GB_PER_S
-    host_link: float = PCIE_GB_PER_S
+    memory_gb_per_s: float
+    link_gb_per_s: float
+    network_gb_per_s: float = NETWORK_GB_PER_S
+    host_link_gb_per_s: float = PCIE_GB_PER_S
     launch_s: float = 7e-6
 
 
-def read_machine(config: Config) -> Machine:
+def read_machine_speeds(config: Config) -> MachineSpeeds:
     """Return the speeds of the machine of a run."""
     precision = config.precision.name
     if config.cluster.device == "cpu":
         cores = config.cluster.cpus_per_worker or 1
         stored = stored_tflops(f"cpu of {platform.node()} {cores} threads", precision)
-        return Machine(stored or CPU_TFLOPS_PER_CORE * cores, CPU_GB_PER_S, SHARED_MEMORY_GB_PER_S)
+        return MachineSpeeds(stored or CPU_TFLOPS_PER_CORE * cores, CPU_GB_PER_S, SHARED_MEMORY_GB_PER_S)
     name = planned_gpu(config) or ""
     peak = peak_tflops(name, precision)
     parts = set(re.split(r"[^A-Z0-9]+", name.upper()))
     bandwidth = next((each for part, each in MEMORY_GB_PER_S.items() if part in parts), UNKNOWN_GPU_GB_PER_S)
     tflops = stored_tflops(name, precision) or (REACHED_SHARE * peak if peak else UNKNOWN_GPU_TFLOPS)
-    return Machine(tflops, bandwidth, NVLINK_GB_PER_S if parts & set(SWITCHED) else PCIE_GB_PER_S)
+    return MachineSpeeds(tflops, bandwidth, NVLINK_GB_PER_S if parts & set(NVLINK_GPUS) else PCIE_GB_PER_S)
 
 
 def stored_tflops(device: str, precision: str) -> float | None:

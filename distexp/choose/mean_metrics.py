@@ -13,7 +13,7 @@ SAME = 0.02
 
 
 @dataclass(frozen=True)
-class Values:
+class MeanMetrics:
     """Means over the trials of a candidate, weighted by their steps. None: not measured."""
 
     samples_per_second: float | None = None
@@ -22,7 +22,7 @@ class Values:
     j_per_sample: float | None = None
     price_per_sample: float | None = None
 
-    def dominates(self, other: Values) -> bool:
+    def dominates(self, other: MeanMetrics) -> bool:
         """Return whether these values are nowhere worse than others, and somewhere better."""
         pairs = [(own, theirs) for own, theirs in zip(self._costs(), other._costs(), strict=True) if own and theirs]
         return all(own <= theirs for own, theirs in pairs) and any(own < theirs for own, theirs in pairs)
@@ -32,7 +32,7 @@ class Values:
         speed = self.samples_per_second
         return (1 / speed if speed else None, self.peak_allocated_mib, self.j_per_sample, self.price_per_sample)
 
-    def changes_from(self, other: Values) -> Iterator[str]:
+    def changes_from(self, other: MeanMetrics) -> Iterator[str]:
         """Yield how these values differ from others: ``3 % slower``, ``40 % less memory``."""
         pairs = (
             (self.samples_per_second, other.samples_per_second, "faster", "slower"),
@@ -45,10 +45,10 @@ class Values:
                 yield f"{100 * abs(own / theirs - 1):.0f} % {more if own > theirs else less}"
 
 
-def values_of(candidate: Candidate) -> Values:
+def mean_metrics(candidate: Candidate) -> MeanMetrics:
     """Return the means of the completed trials of a candidate."""
     trials = candidate.completed
-    return Values(
+    return MeanMetrics(
         _mean(trials, "samples_per_second"),
         _mean(trials, "step_s"),
         max((trial.peak_allocated_mib for trial in trials if trial.peak_allocated_mib is not None), default=None),
@@ -68,11 +68,11 @@ def _mean(trials: Sequence[Trial], name: str) -> float | None:
     return float(sum(value * count for value, count in known) / steps)
 
 
-def to_json(candidate: Candidate) -> dict[str, Any] | None:
+def measured_json(candidate: Candidate) -> dict[str, Any] | None:
     """Return what the trials of a candidate measured; None if it was not tried."""
     if not candidate.trials:
         return None
-    values = values_of(candidate)
+    values = mean_metrics(candidate)
     return {
         "samples_per_second": values.samples_per_second,
         "step_s": values.step_s,

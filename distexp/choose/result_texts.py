@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.labels import BETTER, format_gb, format_share, label
 from distexp.choose.loss_check import LossCheck
-from distexp.choose.mean_metrics import Values, values_of
+from distexp.choose.mean_metrics import MeanMetrics, mean_metrics
 from distexp.choose.ranking import margin_between, ranked
 from distexp.plan.cells import replace_overrides
 from distexp.runs.text import format_override
@@ -22,12 +22,12 @@ SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "name=choos
 
 def winner_sentence(winner: Candidate, second: Candidate | None, margin: str) -> str:
     """Return the winner with its evidence and its margin."""
-    values = values_of(winner)
+    values = mean_metrics(winner)
     than = f", {margin} {label(second)}" if second is not None and margin else ""
     return f"{label(winner)}: {describe_values(values)}{than}"
 
 
-def describe_values(values: Values) -> str:
+def describe_values(values: MeanMetrics) -> str:
     """Return the measured values: ``812.0 samples/s at 31.2 GB, 0.52 J/sample``."""
     speed = "-" if values.samples_per_second is None else f"{values.samples_per_second:,.1f} samples/s"
     parts = [f"{speed} at {format_gb(values.peak_allocated_mib)}"]
@@ -84,8 +84,8 @@ def loss_sentence(check: LossCheck) -> str:
 
 def trade_offs(candidates: Sequence[Candidate], winner: Candidate) -> Iterator[str]:
     """Yield the candidates that no other one beats in everything, with what they cost and give."""
-    best = values_of(winner)
-    measured = [(each, values_of(each)) for each in candidates if each.completed]
+    best = mean_metrics(winner)
+    measured = [(each, mean_metrics(each)) for each in candidates if each.completed]
     for candidate, values in measured:
         others = [other for each, other in measured if each is not candidate]
         if candidate is winner or any(other.dominates(values) for other in others):

@@ -1,6 +1,6 @@
 """The order in which candidates are tried: a rough forecast of the step time from the traced step.
 
-``prior_step_s`` is only for the order. The search scales the forecasts to the measured times, and learns their error.
+``rough_step_s`` is only for the order. The search scales the forecasts to the measured times, and learns their error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distexp.choose.candidate import Candidate, Status
-from distexp.choose.machine_speeds import Machine, read_machine
+from distexp.choose.machine_speeds import MachineSpeeds, read_machine_speeds
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
 from distexp.resolve.parameter_count import parameter_count
@@ -44,32 +44,44 @@ class Work:
 
     Attributes:
         flops: Floating point operations.
-        operations: Kernels to launch.
-        written: Bytes of the tensors that it allocates.
+        operations: Number of kernels to launch.
+        written_bytes: Size of the tensors that it allocates.
         parameters: Number of parameters of the whole model.
     """
 
     flops: float
     operations: float
-    written: float
+    written_bytes: float
     parameters: float
 
 
-def set_forecasts(candidates: Sequence[Candidate], machine_of: Callable[[Config], Machine] = read_machine) -> None:
+def set_forecasts(
+    candidates: Sequence[Candidate], speeds_of: Callable[[Config], MachineSpeeds] = read_machine_speeds
+) -> None:
     """Set the forecast of each candidate whose family has an estimate."""
     families: dict[tuple[str, ...], list[Candidate]] = {}
     for each in candidates:
         families.setdefault(each.family, []).append(each)
     for members in families.values():
-        known = [each for each in members if each.estimate is not None and each.estimate.flops is not None]
-        for each in members if known else ():
-            if each.status is Status.WAITING and each.config is not None:
-                nearest = min(known, key=lambda other: abs(other.micro_batch - each.micro_batch))
-                work = scaled_work(nearest, each.config)
-                each.forecast_s = None if work is None else prior_step_s(each.config, work, machine_of(each.config))
+        estimated = [each for each in members if each.estimate is not None and each.estimate.flops is not None]
+        if estimated:
+            for each in (each for each in members if each.status is Status.WAITING):
+                each.forecast_s = _forecast_s(each, estimated, speeds_of)
 
 
-def scaled_work(known: Candidate, config: Config) -> Work | None:
+def _forecast_s(
+    candidate: Candidate, estimated: Sequence[Candidate], speeds_of: Callable[[Config], MachineSpeeds]
+) -> float | None:
+    """Return the forecast of a candidate, from the estimated member of its family with the nearest micro-batch."""
+    config = candidate.config
+    if config is None:
+        return None
+    nearest = min(estimated, key=lambda other: abs(other.micro_batch - candidate.micro_batch))
+    work = _scaled_work(nearest, config)
+    return None if work is None else rough_step_s(config, work, speeds_of(config))
+
+
+def _scaled_work(known: Candidate, config: Config) -> Work | None:
     """Return the work of another member of a candidate's family. The samples of a step are the same.
 
     Args:
@@ -85,24 +97,24 @@ def scaled_work(known: Candidate, config: Config) -> Work | None:
         estimate.flops,
         fixed + per_micro_batch * config.train.gradient_accumulation_steps,
         (estimate.written_mib or 0.0) * MIB,
-        parameters_of(known.config, estimate),
+        _parameter_count_of(known.config, estimate),
     )
 
 
-def parameters_of(config: Config, estimate: Estimate) -> float:
+def _parameter_count_of(config: Config, estimate: Estimate) -> float:
     """Return the number of parameters of the whole model. If it is unknown, that of the worker's share of fp32 ones."""
     return parameter_count(config.model) or estimate.parts.get("parameters", 0.0) * MIB / 4
 
 
-def prior_step_s(config: Config, work: Work, machine: Machine) -> float:
+def rough_step_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     """Return a rough forecast of the time of a step: computation or launches, optimizer, and exposed communication."""
     steps = config.train.gradient_accumulation_steps
-    moved = (1 + READS_PER_WRITE) * work.written + PASSES * steps * work.parameters * _compute_bytes(config)
-    computation = work.flops / (machine.tflops * TERA) + moved / (machine.memory * GB)
+    moved = (1 + READS_PER_WRITE) * work.written_bytes + PASSES * steps * work.parameters * _compute_bytes(config)
+    computation = work.flops / (speeds.tflops * TERA) + moved / (speeds.memory_gb_per_s * GB)
     is_zero3 = config.strategy.name == "deepspeed" and config.deepspeed.zero_stage == 3
-    launches = work.operations * machine.launch_s * (ZERO3_LAUNCHES if is_zero3 else 1.0)
+    launches = work.operations * speeds.launch_s * (ZERO3_LAUNCHES if is_zero3 else 1.0)
     body = max(computation, launches)
-    return body + _optimizer_s(config, work, machine) + _exposed_s(config, work, machine, body)
+    return body + _optimizer_s(config, work, speeds) + _exposed_s(config, work, speeds, body)
 
 
 def _compute_bytes(config: Config) -> int:
@@ -120,26 +132,26 @@ def _shards(config: Config) -> int:
     return max(1, workers // replicas)
 
 
-def _optimizer_s(config: Config, work: Work, machine: Machine) -> float:
+def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     values = work.parameters / _shards(config)
     if not config.offload.enabled:
-        return values * ADAMW_BYTES / (machine.memory * GB)
-    moved = values * (4 + _compute_bytes(config)) / (machine.host_link * GB)
+        return values * ADAMW_BYTES / (speeds.memory_gb_per_s * GB)
+    moved = values * (4 + _compute_bytes(config)) / (speeds.host_link_gb_per_s * GB)
     return moved + values * ADAMW_BYTES / (CPU_OPTIMIZER_GB_PER_S * GB)
 
 
-def _exposed_s(config: Config, work: Work, machine: Machine, body: float) -> float:
+def _exposed_s(config: Config, work: Work, speeds: MachineSpeeds, body: float) -> float:
     """Return the communication that the computation does not hide."""
     workers = config.cluster.world_size
     if workers == 1:
         return 0.0
-    link = machine.link if config.cluster.nodes == 1 else min(machine.link, machine.network)
-    total = _sent_models(config) * work.parameters * (workers - 1) / workers / (link * GB)
+    link = speeds.link_gb_per_s if config.cluster.nodes == 1 else min(speeds.link_gb_per_s, speeds.network_gb_per_s)
+    total = _sent_bytes_per_parameter(config) * work.parameters * (workers - 1) / workers / (link * GB)
     overlaps = config.strategy.name != "deepspeed" or config.deepspeed.overlap_comm
     return max(LEAST_EXPOSED * total, total - HIDDEN_SHARE * body) if overlaps else total
 
 
-def _sent_models(config: Config) -> float:
+def _sent_bytes_per_parameter(config: Config) -> float:
     """Return the bytes per parameter that a worker sends in a step. An all-reduce sends each value twice."""
     steps, half = config.train.gradient_accumulation_steps, _compute_bytes(config)
     if config.strategy.name == "fsdp" and config.fsdp.sharding != "no_shard":

@@ -11,14 +11,14 @@ from rich.text import Text
 
 from distexp.choose.candidate import COMPLETED, Candidate, Objective, Status
 from distexp.choose.labels import row_label
-from distexp.choose.mean_metrics import values_of
+from distexp.choose.mean_metrics import mean_metrics
 from distexp.choose.ranking import ranked
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.untried import NOT_TRIED
 from distexp.runs.text import format_count
 from distexp.system.units import MIB_PER_GB
 
-MOST_LISTED = 6
+MAX_LISTED = 6
 """Most candidates without a trial that a table lists. More are counted by their reason."""
 
 NUMBER = re.compile(r"\d[\d,.]*")
@@ -43,7 +43,7 @@ def result_table(
 
 def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None) -> Table:
     """Return the table of the candidates that were tried."""
-    values = [values_of(each) for each in candidates]
+    values = [mean_metrics(each) for each in candidates]
     energy, price = any(each.j_per_sample for each in values), any(each.price_per_sample for each in values)
     table = _table("candidate", "workers", "samples/s", "peak GB", "predicted")
     for title, shown in (("J/sample", energy), ("price/10⁶", price)):
@@ -71,7 +71,7 @@ def others_table(candidates: Sequence[Candidate]) -> Iterator[RenderableType]:
     if not candidates:
         return
     yield Text(f"\nNot tried: {format_count(len(candidates), 'configuration')}", style="dim")
-    if len(candidates) > MOST_LISTED:
+    if len(candidates) > MAX_LISTED:
         for reason, count in count_reasons(candidates):
             yield Text(f"{count:6}  {reason}", style="dim")
         return

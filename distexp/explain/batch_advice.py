@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from distexp.explain.memory_headroom import fits
 from distexp.explain.step_profile import StepProfile
 
-MOST_FACTOR = 8
+MAX_FACTOR = 8
 """Largest factor of a proposed micro-batch."""
 
 
@@ -20,7 +20,7 @@ def larger_micro_batch(profile: StepProfile, needed: float) -> Iterator[str]:
     """
     micro_batch = profile.number("train.micro_batch_size", 1)
     accumulation = profile.number("train.gradient_accumulation_steps", 1)
-    wanted = min(MOST_FACTOR, 2 ** max(1, math.ceil(math.log2(needed))))
+    wanted = min(MAX_FACTOR, 2 ** max(1, math.ceil(math.log2(needed))))
     fitting = [factor for factor in (8, 4, 2) if factor <= wanted and fits(profile, batch_factor=factor)]
     same_training = next((factor for factor in fitting if accumulation % factor == 0), None)
     if same_training is not None:

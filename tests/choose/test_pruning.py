@@ -9,10 +9,10 @@ import pytest
 
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Objective, Status
-from distexp.choose.machine_speeds import Machine
+from distexp.choose.machine_speeds import MachineSpeeds
 from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.pruning import prune_by_plan
-from distexp.choose.rough_forecast import Work, prior_step_s, set_forecasts
+from distexp.choose.rough_forecast import Work, rough_step_s, set_forecasts
 from distexp.choose.space import make_space
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
@@ -149,7 +149,10 @@ def test_what_cannot_be_predicted_or_is_late_stays(space_of: SpaceOf) -> None:
 def test_members_without_an_estimate_get_the_forecast_of_their_family(space_of: SpaceOf) -> None:
     candidates = space_of(80.0)
     prune(candidates, Counted())
-    set_forecasts(candidates, lambda config: Machine(tflops=100.0, memory=1000.0, link=100.0, launch_s=1e-3))
+    set_forecasts(
+        candidates,
+        lambda config: MachineSpeeds(tflops=100.0, memory_gb_per_s=1000.0, link_gb_per_s=100.0, launch_s=1e-3),
+    )
     family = [each for each in candidates if each.family[0] == "strategy=ddp" and each.forecast_s is not None]
     times = {each.micro_batch: each.forecast_s or 0.0 for each in family if each.status is Status.WAITING}
     assert sorted(times) == [1, 2, 4, 8, 16]
@@ -157,14 +160,14 @@ def test_members_without_an_estimate_get_the_forecast_of_their_family(space_of: 
     assert times[1] - times[2] == pytest.approx(8 * 100 * 1e-3, rel=0.1)
 
 
-WORK = Work(flops=1e13, operations=1000, written=1e9, parameters=1e9)
-FAST, SLOW_LINK = Machine(100.0, 2000.0, 200.0), Machine(100.0, 2000.0, 5.0)
-LAUNCHES = Machine(1000.0, 2000.0, 200.0, launch_s=1e-3)
+WORK = Work(flops=1e13, operations=1000, written_bytes=1e9, parameters=1e9)
+FAST, SLOW_LINK = MachineSpeeds(100.0, 2000.0, 200.0), MachineSpeeds(100.0, 2000.0, 5.0)
+LAUNCHES = MachineSpeeds(1000.0, 2000.0, 200.0, launch_s=1e-3)
 TWO = ("cluster.workers_per_node=2", "cluster.device=cpu", "precision=bf16")
 
 
 @pytest.mark.parametrize(
-    ("better", "worse", "machine"),
+    ("better", "worse", "speeds"),
     [
         (("strategy=ddp",), ("sharding=full_shard", "train.gradient_accumulation_steps=8"), SLOW_LINK),
         (("sharding=shard_grad_op",), ("sharding=full_shard",), SLOW_LINK),
@@ -175,7 +178,7 @@ TWO = ("cluster.workers_per_node=2", "cluster.device=cpu", "precision=bf16")
     ],
 )
 def test_the_forecast_orders_what_the_strategies_send(
-    better: Sequence[str], worse: Sequence[str], machine: Machine
+    better: Sequence[str], worse: Sequence[str], speeds: MachineSpeeds
 ) -> None:
-    first, second = (prior_step_s(resolve_cell(*TWO, *each), WORK, machine) for each in (better, worse))
+    first, second = (rough_step_s(resolve_cell(*TWO, *each), WORK, speeds) for each in (better, worse))
     assert first < second

@@ -1,0 +1,52 @@
+"""What is printed at the end of a search: the table, the winner, and what was given up for what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from distexp.choose.labels import label
+from distexp.choose.outcome import Outcome
+from distexp.choose.result_texts import command_line, loss_sentence, trade_offs
+from distexp.choose.state import SearchState
+from distexp.choose.table import result_table
+from distexp.runs.text import suggest_command
+
+MAX_TRADE_OFFS = 5
+
+
+def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: Console) -> None:
+    """Print the table, the winner, and what was given up for what."""
+
+    def line(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    objective, result = outcome.settings.objective, outcome.result
+    line("")
+    for part in result_table(outcome.candidates, objective, outcome.winner):
+        console.print(part)
+    line("")
+    if result is not None and result.stopped:
+        line(f"{result.stopped}: there may be a better one. For more trials, raise choose.budget_min")
+    for each in outcome.rejected:
+        line(f"not chosen: {label(each.candidate)}: {loss_sentence(each.check)}", "red")
+    if outcome.winner is None:
+        line(outcome.statement or "no candidate completed a trial")
+    else:
+        line(f"best {objective}: {outcome.sentence}", "bold")
+        if outcome.check is not None:
+            line(loss_sentence(outcome.check))
+        for text in list(trade_offs(outcome.usable, outcome.winner))[:MAX_TRADE_OFFS]:
+            line(f"or: {text}")
+    line(describe_cost(state), "dim")
+    line(f"trials: {folder}; to look at them: {suggest_command('report', folder)}", "dim")
+    if outcome.winner is not None:
+        line("\nto train with it:")
+        line(f"  {command_line(outcome.settings.command, outcome.winner)}")
+
+
+def describe_cost(state: SearchState) -> str:
+    """Return the cost of the trials, with the part that was start-up."""
+    total, startup = state.gpu_seconds, state.startup_gpu_seconds
+    return f"cost of {len(state.trials)} trials: {total:,.0f} GPU-seconds, of which {startup:,.0f} for starting them"
