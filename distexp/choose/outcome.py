@@ -11,7 +11,6 @@ from distexp.choose.loss_check import LossCheck
 from distexp.choose.mean_metrics import mean_metrics, measured_json
 from distexp.choose.result_texts import (
     command_line,
-    describe_margin,
     training_overrides,
     winner_sentence,
 )
@@ -91,8 +90,7 @@ class Outcome:
         """Return the winner with its evidence; empty if there is none."""
         if self.winner is None or self.result is None:
             return ""
-        second, margin = describe_margin(self.usable, self.winner, self.settings.objective)
-        return winner_sentence(self.winner, second, margin)
+        return winner_sentence(self.usable, self.winner, self.settings.objective)
 
     @property
     def usable(self) -> list[Candidate]:

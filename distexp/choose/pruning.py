@@ -72,6 +72,15 @@ def prune_by_plan(
 
 @dataclass
 class _Pruning:
+    """A pruning that runs. The attributes without a text are the arguments of ``prune_by_plan``.
+
+    Attributes:
+        families: What is known of each family, by its overrides.
+        deadline: Time of ``clock`` after which nothing more is predicted.
+        done: Number of predictions.
+        late: Whether the deadline has passed.
+    """
+
     families: Families
     estimate_all: EstimateAll
     objective: Objective
@@ -86,9 +95,10 @@ class _Pruning:
         """Predict the families of a stage, in the order of their memory."""
         names = [name for name, each in self.families.items() if _stage(each.config) == (offload, checkpoints)]
         for level in range(len(LIGHTER)):
-            for name in (name for name in names if _level(name) == level):
+            of_level = [name for name in names if _level(name) == level]
+            for name in of_level:
                 self._prune_without_prediction(name, offload=offload, checkpoints=checkpoints)
-            self._predict([self.families[name] for name in names if _level(name) == level])
+            self._predict([self.families[name] for name in of_level])
 
     def predict_smallest(self) -> None:
         """Predict the smallest member of the families with the least memory, to name the nearest one that would fit."""
@@ -157,24 +167,22 @@ class _Pruning:
             for (family, member), outcome in zip(batch, self.estimate_all(configs), strict=True):
                 family.add(member, outcome)
             self.done += len(batch)
-            self.report(f"predicted {self.done} configurations")
+            self.report(f"predicted the memory of {self.done} configurations")
         return True
 
 
 def _stage(config: Config) -> tuple[bool, bool]:
+    """Return the entry of STAGES to which a configuration belongs."""
     return config.offload.enabled, config.train.activation_checkpointing
 
 
 def _level(name: Sequence[str]) -> int:
-    """Return how many strategies need less memory than that of a family."""
-    return max((_steps_down(text) for text in name), default=0)
+    """Return how many strategies of LIGHTER need less memory than that of a family."""
+    return max((sum(1 for _ in _lighter_strategies(text)) for text in name), default=0)
 
 
-def _steps_down(text: str) -> int:
-    return sum(1 for _ in _chain(text))
-
-
-def _chain(text: str) -> Iterator[str]:
-    while text in LIGHTER:
-        text = LIGHTER[text]
-        yield text
+def _lighter_strategies(strategy: str) -> Iterator[str]:
+    """Yield the strategies that need less memory, each less than the one before."""
+    while strategy in LIGHTER:
+        strategy = LIGHTER[strategy]
+        yield strategy

@@ -9,7 +9,7 @@ from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.labels import BETTER, format_gb, format_share, label
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.mean_metrics import MeanMetrics, mean_metrics
-from distexp.choose.ranking import margin_between, ranked
+from distexp.choose.ranking import Margin, margin_between, ranked
 from distexp.plan.cells import replace_overrides
 from distexp.runs.text import format_override
 
@@ -20,11 +20,20 @@ SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "name=choos
 """Overrides that are not part of the real training."""
 
 
-def winner_sentence(winner: Candidate, second: Candidate | None, margin: str) -> str:
-    """Return the winner with its evidence and its margin."""
-    values = mean_metrics(winner)
-    than = f", {margin} {label(second)}" if second is not None and margin else ""
-    return f"{label(winner)}: {describe_values(values)}{than}"
+def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> str:
+    """Return the winner with its evidence, and its margin to the second best candidate.
+
+    Args:
+        candidates: The candidates that may be taken, without those whose losses differ.
+        winner: The best one of them.
+        objective: What it has least of.
+    """
+    evidence = f"{label(winner)}: {describe_values(mean_metrics(winner))}"
+    second = next((each for each in ranked(candidates, objective) if each is not winner), None)
+    margin = None if second is None else margin_between(winner, second, objective)
+    if second is None or margin is None:
+        return evidence
+    return f"{evidence}, {describe_margin(margin, objective, label(second))}"
 
 
 def describe_values(values: MeanMetrics) -> str:
@@ -38,27 +47,15 @@ def describe_values(values: MeanMetrics) -> str:
     return ", ".join(parts)
 
 
-def describe_margin(
-    candidates: Sequence[Candidate], winner: Candidate, objective: Objective
-) -> tuple[Candidate | None, str]:
-    """Return the second best candidate and the margin to it: ``6.0 % (±2.0 %) faster than``.
-
-    Args:
-        candidates: The candidates that may be taken, without those whose losses differ.
-        winner: The best one of them.
-        objective: What it has least of.
-    """
-    second = next((each for each in ranked(candidates, objective) if each is not winner), None)
-    found = None if second is None else margin_between(winner, second, objective)
-    if second is None or found is None:
-        return second, ""
-    margin, error = found.value, found.error
+def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
+    """Return the margin to the second best: ``6.0 % (±2.0 %) faster than ddp``, or that both are equal."""
+    share, error = margin.value, margin.error
     if objective is not Objective.THROUGHPUT:  # A saving is a share of what the second best needs.
-        margin, error = margin / (1 + margin), None if error is None else error / (1 + margin) ** 2
-    if error is not None and abs(margin) <= error:
-        return second, f"equal within the noise of {format_share(error)} to"
+        share, error = share / (1 + share), None if error is None else error / (1 + share) ** 2
+    if error is not None and abs(share) <= error:
+        return f"equal within the noise of ±{format_share(error)} to {second}"
     noise = "" if error is None else f" (±{format_share(error)})"
-    return second, f"{format_share(margin)}{noise} {BETTER[objective]}"
+    return f"{format_share(share)}{noise} {BETTER[objective]} {second}"
 
 
 def command_line(command: Sequence[str], candidate: Candidate) -> str:

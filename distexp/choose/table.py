@@ -24,7 +24,7 @@ MAX_LISTED = 6
 NUMBER = re.compile(r"\d[\d,.]*")
 
 BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
-RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured, predicted: by plan. steps: measured steps of each trial."
+RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured memory. predicted: before the trials. steps: of each trial."
 PLAN_LEGEND = f"{BATCH_LEGEND} steps: measured steps. s/step: forecast. GPU-s: cost with the start-up."
 
 

@@ -47,7 +47,7 @@ def _reason_of_family(best_member: Candidate, ratio: float, near: float, stopped
         stopped: As for ``prune_untried``.
     """
     if ratio > 1 + near:
-        return f"micro-batch {best_member.micro_batch} of this family scored {ratio:.1f} times the best"
+        return f"micro-batch {best_member.micro_batch} of this family is {ratio:.1f} times worse than the best"
     return "" if stopped else f"micro-batch {best_member.micro_batch} is measured or forecast to be better"
 
 
@@ -60,4 +60,4 @@ def _reason_of_forecast(ratio: float | None, stopped: str) -> str:
     """
     if stopped or ratio is None:
         return stopped or "the search ended"
-    return f"its forecast is {ratio:.1f} times the best score"
+    return f"its forecast is {ratio:.1f} times worse than the best"

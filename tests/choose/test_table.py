@@ -31,12 +31,12 @@ def test_reasons_of_candidates_without_a_trial_are_not_repeated() -> None:
 
 
 def test_many_candidates_without_a_trial_are_counted_by_reason() -> None:
-    ratios = [pruned(size, f"not tried: its forecast is 1.{size} times the best score") for size in range(1, 5)]
+    ratios = [pruned(size, f"not tried: its forecast is 1.{size} times worse than the best") for size in range(1, 5)]
     others = [pruned(5, "invalid: no multiple"), *(pruned(size, "not tried: 240 GPU-seconds") for size in (6, 7))]
     lines = printed([*others, *ratios]).splitlines()
     assert [line.split() for line in lines[-4:]] == [
         ["Not", "tried:", "7", "configurations"],
-        ["4", "its", "forecast", "is", "N", "times", "the", "best", "score"],
+        ["4", *["its", "forecast", "is", "N", "times", "worse", "than", "the", "best"]],
         ["2", "240", "GPU-seconds"],
         ["1", "invalid"],
     ]
