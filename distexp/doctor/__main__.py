@@ -27,7 +27,7 @@ from distexp.doctor.machine import (
     check_shm,
 )
 from distexp.doctor.operators import build, check_operators
-from distexp.doctor.software import check_conf, check_libraries, check_python, check_torch, probe_torch
+from distexp.doctor.software import check_bytecode, check_conf, check_libraries, check_python, check_torch, probe_torch
 from distexp.doctor.tools import check_compiler, check_ninja, check_slurm, check_toolkit
 from distexp.doctor.verdict import Verdict, format_verdict, make_verdict
 from distexp.exceptions import run_until_pipe_closes
@@ -53,7 +53,7 @@ def run_checks(report: Report = lambda _: None) -> tuple[list[CheckResult], Verd
         libraries = pool.submit(check_libraries)
         collectives = [pool.submit(check_collective, backend) for backend in backends]
         report("libraries, which are imported")
-        results = [check_python(), check_conf(), check_torch(torch, gpus), *libraries.result()]
+        results = [check_python(), check_bytecode(), check_conf(), check_torch(torch, gpus), *libraries.result()]
         report("GPUs, and communication between processes")
         results += [check_gpus(), check_nccl(torch, gpus), check_port(), *(each.result() for each in collectives)]
         report("memory, disks, limits and compilers")

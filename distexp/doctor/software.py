@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
 
 from distexp.config import ConfigError
 from distexp.config.paths import conf_dir
@@ -16,6 +19,7 @@ from distexp.doctor.check_result import CheckResult, missing, ok, warning
 from distexp.doctor.commands import CommandResult, run_command
 
 IMPORT_TIMEOUT_S = 180.0  # a cold network file system is slow
+SLOW_IMPORTS = ("torch", "transformers", "deepspeed")
 LIBRARIES = ("torchvision", "transformers", "accelerate", "datasets", "deepspeed")
 REINSTALL = "pip install --force-reinstall"
 
@@ -40,6 +44,23 @@ def check_python() -> CheckResult:
     if (3, 11) <= sys.version_info[:2] <= (3, 12):
         return ok("Python", found)
     return warning("Python", found, "distexp supports Python 3.11 and 3.12: use one of them")
+
+
+def check_bytecode() -> CheckResult:
+    """Check that each start of a run can use Python files that were compiled before."""
+    name, variable = "Python bytecode", "PYTHONDONTWRITEBYTECODE"
+    if not os.environ.get(variable):
+        return ok(name, "kept between starts")
+    if lacking := [package for package in SLOW_IMPORTS if not _is_compiled(package)]:
+        found = f"{variable} is set, and {', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not compiled"
+        return warning(name, found, f"unset {variable}: else each start compiles thousands of files again")
+    return ok(name, f"{variable} is set, but the libraries are compiled")
+
+
+def _is_compiled(package: str) -> bool:
+    """Return whether Python has a compiled file of a package; also if the package is not installed."""
+    spec = find_spec(package)
+    return spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists()
 
 
 def check_conf() -> CheckResult:

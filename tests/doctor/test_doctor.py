@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from distexp.doctor.check_result import CheckResult
 from distexp.doctor.software import TorchInfo
 from distexp.doctor.verdict import REQUIRED_CHECKS, Verdict, make_verdict, strategy_requirements
 from distexp.system.units import GIB
-from tests.helpers.runs import TIMEOUT_S
+from tests.helpers.runs import REPOSITORY, TIMEOUT_S
 
 
 def write_script(folder: Path, name: str, body: str) -> Path:
@@ -250,3 +251,25 @@ def test_verdict_covers_every_strategy_of_the_config_group() -> None:
 
 def test_this_python_is_supported() -> None:
     assert software.check_python().state == "ok"
+
+
+def test_a_start_that_compiles_all_files_again_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in software.SLOW_IMPORTS:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    command = "from distexp.doctor.software import check_bytecode as c; r = c(); print(r.state, r.hint)"
+
+    def check(**environment: str) -> str:
+        paths = os.pathsep.join((str(tmp_path), str(REPOSITORY)))
+        variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": paths, **environment}
+        done = subprocess.run(
+            [sys.executable, "-c", command], check=True, env=variables, capture_output=True, text=True
+        )
+        return done.stdout
+
+    hint = "unset PYTHONDONTWRITEBYTECODE: else each start compiles thousands of files again"
+    assert check(PYTHONDONTWRITEBYTECODE="1") == f"warning {hint}\n"
+    assert check() == "ok None\n"
+    for package in software.SLOW_IMPORTS:
+        py_compile.compile(str(tmp_path / package / "__init__.py"))
+    assert check(PYTHONDONTWRITEBYTECODE="1") == "ok None\n"
