@@ -69,7 +69,7 @@ def _run_hydra(arguments: Sequence[str]) -> int:
         print(f"distexp: {interruption}; no further run is started", file=sys.stderr)
         return 128 + interruption.number
     except (SweepInterrupted, KeyboardInterrupt) as interruption:
-        print(f"distexp: {interruption or 'interrupted'}", file=sys.stderr)
+        print(f"distexp: {str(interruption) or 'interrupted'}", file=sys.stderr)
         return 128 + signal.SIGINT
     except MonitoringInterrupted:
         return 128 + signal.SIGINT

@@ -476,17 +476,6 @@ def test_renamed_option_is_accepted_with_a_warning() -> None:
     assert done.stderr == "distexp: warning: weak_model_seed is deprecated: use weak_model_workshop\n"
 
 
-def test_ctrl_c_ends_any_command_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("distexp.status.read_folder", interrupt)
-    assert main(["status", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "distexp: interrupted\n"
-
-
 @pytest.mark.parametrize("added", ["cluster.environment.NCCL_DEBUG=INFO", "cluster.environment={NCCL_DEBUG:INFO,A:1}"])
 def test_keys_are_added_to_open_sections_one_by_one_or_together(added: str, tmp_path: Path) -> None:
     done = run_forked(added, "--cfg", "job", cwd=tmp_path)
