@@ -15,10 +15,8 @@ two CUDA events, which are read when the GPU has passed them.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
+from distexp.measure.scheduler_delay import SchedulerDelay
 from distexp.system.torch_internals.autograd import queue_backward_callback
 
 GPU_STRIDES = ((32, 2), (math.inf, 8))
@@ -36,9 +35,6 @@ GPU_STRIDES = ((32, 2), (math.inf, 8))
 
 FSDP waits 50 times a step, and each time costs some microseconds of the CPU.
 """
-
-SCHEDSTAT = "/proc/thread-self/schedstat"
-"""Statistics of the scheduler about the thread that opens the file."""
 
 COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"),
@@ -211,44 +207,6 @@ class WaitWatch:
                 oldest = next(iter(self._waits_s))
                 del self._waits_s[oldest]
                 self._without_core_s.pop(oldest, None)
-
-
-class SchedulerDelay:
-    """Time that a thread was ready to run without a core. It is that of the thread of the first reading.
-
-    Other programs cause it, so on a CPU it is not part of the own time. The file stays open: it is read twice in each
-    wait.
-    """
-
-    def __init__(self, path: str = SCHEDSTAT) -> None:
-        self._path = path
-        self._file: int | None = None
-        self._delay_s = 0.0
-        self._readable = True
-
-    def read_s(self) -> float:
-        """Return the seconds so far; 0 if the kernel does not count them, which is printed once."""
-        if self._readable:
-            try:
-                self._delay_s = self._read_ns() / 1e9
-            except (OSError, ValueError) as error:
-                self._readable = False
-                print(
-                    f"note: {self._path} has no times ({error}), so the own time of this rank contains the time in "
-                    "which other programs have its core",
-                    flush=True,
-                )
-        return self._delay_s
-
-    def _read_ns(self) -> int:
-        if self._file is None:
-            self._file = os.open(self._path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
-        content = os.pread(self._file, 128, 0)
-        times = [int(each) for each in content.split()]  # on a core, ready without a core (both ns), times on a core
-        if len(times) != 3 or not any(times):  # A kernel without these statistics writes zeros.
-            raise ValueError(f"content {content!r}")
-        return times[1]
 
 
 def _is_due_on_cpu(step: int) -> bool:
