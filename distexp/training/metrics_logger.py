@@ -26,8 +26,8 @@ from distexp.measure.memory.step_recording import StepRecording, has_history
 from distexp.measure.ordinary_steps import OrdinarySteps, median_duration_s, save_step_times
 from distexp.measure.profiling.overhead import remove_overhead
 from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
+from distexp.measure.slow_rank_watch import SlowRankWatch
 from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
-from distexp.measure.waiting import WaitWatch
 from distexp.runs.events import Events
 from distexp.runs.heartbeat import Heartbeat
 from distexp.runs.jsonl import append_line
@@ -77,7 +77,7 @@ class MetricsLogger:
         # On a GPU, counting would keep the parameters that ZeRO-3 and FSDP gather until the backward pass.
         eager_on_cpu = context.device.type == "cpu" and not plan.train.compile
         self.parts = PartsWatch(context.rank, counts_activations=eager_on_cpu)
-        self.waits = WaitWatch(context, enabled=watch_slow_ranks)
+        self.waits = SlowRankWatch(context, enabled=watch_slow_ranks)
         self.ordinary_steps = OrdinarySteps()
         self.compilation = CompileWatch(enabled=bool(plan.train.compile))
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)

@@ -15,8 +15,8 @@ from typing import Any
 
 from distexp.measure.profiling.categories import MATMUL, OTHER_KERNEL
 from distexp.measure.profiling.chrome_trace import COPY, Kernel, Trace
+from distexp.measure.profiling.collective_waits import Transfer
 from distexp.measure.profiling.intervals import Interval, clip, intersect, merge, subtract, total_length
-from distexp.measure.profiling.waiting import Transfer
 from distexp.runs.step_parts import PARTS
 
 LONG_GAP_S = 1e-3

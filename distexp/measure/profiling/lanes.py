@@ -8,8 +8,8 @@ from typing import Any
 from distexp.measure.profiling.breakdown import StepParts
 from distexp.measure.profiling.categories import MATMUL, OTHER_KERNEL
 from distexp.measure.profiling.chrome_trace import Trace
+from distexp.measure.profiling.collective_waits import Transfer
 from distexp.measure.profiling.intervals import Interval, clip, intersect, merge, subtract
-from distexp.measure.profiling.waiting import Transfer
 
 MOST_SPANS = 400
 """Most spans of a lane. With more, the step is divided into so many cells, each with its longest label."""

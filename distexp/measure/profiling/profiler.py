@@ -26,12 +26,12 @@ from distexp.measure.clock import synchronize
 from distexp.measure.profiling.annotations import activate_annotations
 from distexp.measure.profiling.breakdown import split_step, step_windows
 from distexp.measure.profiling.chrome_trace import Trace, read_trace, timeline_of
+from distexp.measure.profiling.collective_waits import Durations, durations_of, split_collectives
 from distexp.measure.profiling.communication import CommunicationShares, communication_shares
 from distexp.measure.profiling.cpu_waits import cpu_busy_ms
 from distexp.measure.profiling.lanes import lanes_of
 from distexp.measure.profiling.model_sizes import read_model_sizes
 from distexp.measure.profiling.step_segments import ProfiledStep, items_of
-from distexp.measure.profiling.waiting import Durations, durations_of, split_collectives
 from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.profile_summary import write_profile_summary
 from distexp.runs.run_dir import profile_trace_path

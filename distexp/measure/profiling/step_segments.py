@@ -10,11 +10,11 @@ from itertools import pairwise
 from distexp.measure.profiling.breakdown import StepParts
 from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Kernel, Trace
 from distexp.measure.profiling.chrome_trace import Collective as TraceCollective
+from distexp.measure.profiling.collective_waits import Transfer
 from distexp.measure.profiling.cpu_waits import waits_for_gpu
 from distexp.measure.profiling.fsdp_hooks import HookCollective, UnitSize, collectives_of_hooks
 from distexp.measure.profiling.intervals import Interval, clip, merge, total_length
 from distexp.measure.profiling.phases import StepPhases, find_phases
-from distexp.measure.profiling.waiting import Transfer
 from distexp.runs.step_model import FORWARD, OPTIMIZER, Collective, Item, Segment
 
 CHUNKS = 24

@@ -13,9 +13,9 @@ from distexp.measure.profiling.annotations import DATA, OPTIMIZER, activate_anno
 from distexp.measure.profiling.breakdown import split_step, step_windows
 from distexp.measure.profiling.categories import kernel_category, nccl_kind, operator_category
 from distexp.measure.profiling.chrome_trace import Collective, Trace, read_trace
+from distexp.measure.profiling.collective_waits import durations_of, split_collectives
 from distexp.measure.profiling.intervals import Interval
 from distexp.measure.profiling.lanes import MOST_SPANS, lanes_of
-from distexp.measure.profiling.waiting import durations_of, split_collectives
 from distexp.runs.profile_summary import read_profile_summary, write_profile_summary
 from distexp.runs.step_parts import PARTS
 from tests.helpers.gpu_traces import ADAM, ALL_REDUCE, GEMM, POINTWISE, GPUTrace, event

@@ -12,11 +12,11 @@ from distexp.measure.profiling.annotations import OPTIMIZER as OPTIMIZER_MARK
 from distexp.measure.profiling.breakdown import split_step, step_windows
 from distexp.measure.profiling.categories import BACKWARD as BACKWARD_MARK
 from distexp.measure.profiling.chrome_trace import read_trace
+from distexp.measure.profiling.collective_waits import durations_of, split_collectives
 from distexp.measure.profiling.cpu_waits import cpu_busy_ms
 from distexp.measure.profiling.fsdp_hooks import UnitSize, collectives_of_hooks
 from distexp.measure.profiling.phases import find_phases
 from distexp.measure.profiling.step_segments import ProfiledStep, items_of
-from distexp.measure.profiling.waiting import durations_of, split_collectives
 from distexp.runs.step_model import (
     BACKWARD,
     FORWARD,

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
-from distexp.measure import waiting
-from distexp.measure.waiting import MOST_STEPS, WaitWatch
+from distexp.measure import slow_rank_watch
+from distexp.measure.slow_rank_watch import MOST_STEPS, SlowRankWatch
 from distexp.system.torch_internals.autograd import queue_backward_callback
 
 ONE = Context(0, 1, 0, 1, 1, torch.device("cpu"), Path())
@@ -41,8 +41,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(waiting, "time", clock)
-    monkeypatch.setattr(waiting.SchedulerDelay, "read_s", lambda _: clock.delay_s)
+    monkeypatch.setattr(slow_rank_watch, "time", clock)
+    monkeypatch.setattr(slow_rank_watch.SchedulerDelay, "read_s", lambda _: clock.delay_s)
     return clock
 
 
@@ -63,7 +63,7 @@ def _process_group(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 @pytest.mark.usefixtures("_process_group")
 def test_waits_of_measured_steps_only(clock: Clock) -> None:
-    watch = WaitWatch(TWO)
+    watch = SlowRankWatch(TWO)
     watch.start_step(measured=False)
     dist.all_reduce(torch.ones(1))  # warm-up
     watch.end_step(measured=False)
@@ -90,7 +90,7 @@ def test_the_reducer_of_ddp_waits_after_the_last_gradient(clock: Clock, last_mic
     model[0].weight.register_hook(lambda _: clock.advance(7))
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(lambda: queue_backward_callback(lambda: clock.advance(5)), at_last_bucket)
-    watch = WaitWatch(TWO)
+    watch = SlowRankWatch(TWO)
     watch.follow(wrapped)
     watch.start_step(measured=True)
     with nullcontext() if last_micro else wrapped.no_sync():
@@ -121,7 +121,7 @@ def test_time_without_a_core_counts_as_waiting_once(clock: Clock, monkeypatch: p
         return bool(wait(work, *arguments))
 
     monkeypatch.setattr(dist.Work, "wait", wait_without_a_core)
-    watch = WaitWatch(TWO)
+    watch = SlowRankWatch(TWO)
     watch.start_step(measured=True)
     clock.delay_s += 4
     dist.all_reduce(torch.ones(1))
@@ -133,7 +133,7 @@ def test_time_without_a_core_counts_as_waiting_once(clock: Clock, monkeypatch: p
 @pytest.mark.usefixtures("_process_group")
 def test_one_worker_is_not_watched_and_nothing_stays_replaced() -> None:
     before = dist.Work.wait
-    alone, watch = WaitWatch(ONE), WaitWatch(TWO)
+    alone, watch = SlowRankWatch(ONE), SlowRankWatch(TWO)
     alone.start_step(measured=True)
     assert dist.Work.wait is before
     watch.start_step(measured=True)
@@ -147,7 +147,7 @@ def test_one_worker_is_not_watched_and_nothing_stays_replaced() -> None:
 
 
 def test_a_long_training_keeps_the_latest_steps(clock: Clock) -> None:
-    watch = WaitWatch(TWO)
+    watch = SlowRankWatch(TWO)
     watch.start_step(measured=True)
     for _ in range(MOST_STEPS + 10):
         watch.end_step(measured=True)
@@ -211,7 +211,7 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
 def test_gpu_waits_of_the_computation_are_read_when_the_gpu_has_passed_them(compute: FakeStream) -> None:
     """Of the first 32 measured steps every second one is watched, then one of eight."""
     original = FakeStream.wait_event
-    watch = WaitWatch(replace(TWO, device=torch.device("cuda", 0)))
+    watch = SlowRankWatch(replace(TWO, device=torch.device("cuda", 0)))
     watch.start_step(measured=True)
     watched = []
     for step in range(50):
@@ -237,7 +237,7 @@ def test_synchronous_collectives_of_the_computation_wait_and_all_work_afterwards
 
     monkeypatch.setattr(dist.ProcessGroup, "gather", gather)
     before = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
-    watch = WaitWatch(replace(TWO, device=torch.device("cuda", 0)))
+    watch = SlowRankWatch(replace(TWO, device=torch.device("cuda", 0)))
     watch.start_step(measured=True)
     dist.group.WORLD.gather()  # type: ignore[union-attr]
     watch.end_step(measured=True)

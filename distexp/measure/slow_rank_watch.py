@@ -48,7 +48,7 @@ MOST_STEPS = 256
 """The latest steps that are kept."""
 
 
-class WaitWatch:
+class SlowRankWatch:
     """Waiting time of the measured steps of one rank. With one worker it does nothing.
 
     Args:
