@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -40,8 +41,11 @@ def select(runs: Sequence[Run], only: str) -> list[Run]:
 
 
 def sweep_name(name: str, only: str) -> str:
-    """Return the name of the sweep of chosen runs. Other runs need other sweeps."""
-    return "_".join([name, *only.replace(",", " ").split()])
+    """Return the name of the sweep of chosen runs, for a folder. Other runs need other sweeps.
+
+    Hydra reads some characters of a path as its own, such as ``=`` and spaces.
+    """
+    return "_".join([name, *(re.sub(r"[^\w.-]+", "-", text.strip()) for text in only.split(",") if text.strip())])
 
 
 class Commands:

@@ -1,7 +1,13 @@
 """Errors of ``distexp forecast``: a profiled run on one GPU, its forecast for two, and a run on two.
 
-Usage: ``python benchmarks/forecast.py --gpus 2 dataset.train_path=T.json dataset.eval_path=E.json``.
-See ``benchmarks/README.md``.
+    python benchmarks/forecast.py --gpus 2 dataset.train_path=T.json dataset.eval_path=E.json
+    python benchmarks/forecast.py --gpus 2 --only zero_stage=3 --json docs/results/forecast_h200.json ...
+    python benchmarks/forecast.py table docs/results/forecast_h200.json
+
+The rows are added to the JSON file, so several commands with other ``--only`` extend it. ``table`` prints it.
+
+Runs with kernels=fast compile, except with ZeRO-3. Each first runs for a few steps on one GPU, so that the profiled run finds the compiled
+code in the cache: a process that compiles is slower for some time afterwards.
 """
 
 from __future__ import annotations
@@ -15,8 +21,8 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +31,35 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.commands import PACKAGES, Commands, Record, Run, select, sweep_name
 from benchmarks.measurement import REPOSITORY
 from benchmarks.tables import markdown
+from distexp.runs.files import read_json, write_json
 
 TEXT = ("model=bloom_560m", "model.init=random", "dataset=squad", "dataset.padding=max_length", "precision=bf16")
+WARM = ("train.max_steps=4", "train.measure_after_step=2", "train.gradient_accumulation_steps=1", "profile=false")
+"""A run that compiles before the profiled one."""
 SHORT = ("train.max_steps=32", "train.measure_after_step=8", "train.gradient_accumulation_steps=1")
 STRATEGIES = ("strategy=ddp", "sharding=full_shard", "zero_stage=2", "zero_stage=3")
 MICRO_BATCHES = (4, 16, 32)
 KERNELS = ("reference", "fast")
+PROFILED = "train.profile_steps=3"
 MEDIAN_BOUND, WORST_BOUND, INSIDE_BOUND = 0.05, 0.15, 0.9
 """Bounds: of the median and the worst error, and of the share of runs inside of the interval."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Step times of one configuration on two GPUs, in ms."""
+    """Step times of one configuration, in ms.
+
+    Attributes:
+        name: Name of the configuration.
+        one: Median on one GPU, without profiled steps.
+        measured: Median on two GPUs.
+        forecast: Forecast for two GPUs.
+        low: Lower end of its interval.
+        high: Upper end of its interval.
+    """
 
     name: str
+    one: float
     measured: float
     forecast: float
     low: float
@@ -59,26 +79,68 @@ class Row:
 def runs(workers: int) -> Iterator[Run]:
     """Yield all configurations on a number of workers; those on one are profiled."""
     for strategy, kernels, size in itertools.product(STRATEGIES, KERNELS, MICRO_BATCHES):
-        place = (f"cluster.workers_per_node={workers}", "train.profile_steps=3" if workers == 1 else "profile=false")
-        overrides = (*TEXT, *SHORT, strategy, f"kernels={kernels}", f"train.micro_batch_size={size}", *place)
-        name = strategy if "zero" in strategy else strategy.partition("=")[2]
-        yield Run(f"{name} {kernels} {size}", overrides, workers)
+        yield _run(strategy, kernels, size, workers, (*SHORT, PROFILED if workers == 1 else "profile=false"))
+
+
+def warm_runs() -> Iterator[Run]:
+    """Yield the configurations that compile, with a few steps on one worker. ZeRO-3 does not compile."""
+    for strategy, size in itertools.product(STRATEGIES[:-1], MICRO_BATCHES):
+        yield _run(strategy, "fast", size, 1, WARM)
+
+
+def _run(strategy: str, kernels: str, size: int, workers: int, steps: Sequence[str]) -> Run:
+    place = (f"cluster.workers_per_node={workers}", f"kernels={kernels}", f"train.micro_batch_size={size}")
+    name = strategy if "zero" in strategy else strategy.partition("=")[2]
+    return Run(f"{name} {kernels} {size}", (*TEXT, *steps, strategy, *place), workers)
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    """Run, forecast and compare; print a table and write it to ``table.md``. The same command continues."""
-    options = parse(arguments)
+    """Run, forecast and compare, or print the table of a file. The same command continues."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["table"]:
+        if len(given) != 2:
+            sys.exit(f"table has {len(given) - 1} arguments: give one file, as table docs/results/forecast_h200.json")
+        rows = read_rows(Path(given[1]))
+        print(table(rows, len(list(runs(1)))))
+        return rows
+    return measure(parse(given))
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    """Run what is chosen, add its rows to the JSON file, and print the table of the file."""
+    one, two = (select(list(runs(workers)), options.only) for workers in (1, 2))
+    if not one:
+        sys.exit(f"--only {options.only!r} is in no name: use a part of {', '.join(run.name for run in runs(1))}")
     commands = Commands(options)
     commands.run_all("preflight", [preflight_run()])
-    one, two = (select(list(runs(workers)), options.only) for workers in (1, 2))
     name = sweep_name("runs", options.only)
+    if warm := select(list(warm_runs()), options.only):
+        commands.run_all(f"{name}_warm", warm)
     commands.run_all(name, [*one, *two])
     sweeps = [commands.folder / f"{name}_{workers}" for workers in (1, 2)]
-    rows = list(compare(one, *sweeps, commands.folder / "preflight_2" / "0"))
-    text = table(rows, len(one))
-    (commands.folder / "table.md").write_text(text)
-    print(f"\n{text}")
+    path = Path(options.json) if options.json else commands.folder / "forecast.json"
+    rows = add_rows(path, compare(one, *sweeps, commands.folder / "preflight_2" / "0"))
+    print(f"\n{table(rows, len(list(runs(1))))}\n{len(rows)} rows in {path}")
     return rows
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a file; exit if it cannot be read."""
+    try:
+        return [Row(**each) for each in read_json(path)]
+    except (OSError, ValueError, TypeError) as error:
+        sys.exit(f"{path} has no rows of forecasts ({error}): write one with --json {path}")
+
+
+def add_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
+    """Add rows to a file, which may not exist. A new row replaces that of the same configuration."""
+    known = {row.name: row for row in (read_rows(path) if path.exists() else [])}
+    known |= {row.name: row for row in rows}
+    order = [run.name for run in runs(1)]
+    found = sorted(known.values(), key=lambda row: order.index(row.name) if row.name in order else len(order))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, [asdict(row) for row in found])
+    return found
 
 
 def preflight_run() -> Run:
@@ -94,8 +156,9 @@ def compare(planned: Sequence[Run], one: Path, two: Path, preflight: Path) -> It
             continue
         forecast = forecast_of(one / str(number), preflight)
         if forecast is not None:
-            milliseconds = (1000 * forecast[name] for name in ("step_time_s", "low_s", "high_s"))
-            yield Row(run.name, 1000 * pair["metrics"]["step_time_s"]["p50"], *milliseconds)
+            measured = [record["metrics"]["step_time_s"]["p50"] for record in (single, pair)]
+            expected = [forecast[name] for name in ("step_time_s", "low_s", "high_s")]
+            yield Row(run.name, *(round(1000 * seconds, 3) for seconds in (*measured, *expected)))
 
 
 def read_record(directory: Path) -> Record | None:
@@ -124,6 +187,7 @@ def table(rows: Sequence[Row], planned: int) -> str:
     cells = [
         [
             row.name,
+            f"{row.one:.1f}",
             f"{row.measured:.1f}",
             f"{row.forecast:.1f}",
             f"{row.error:+.1%}",
@@ -132,7 +196,8 @@ def table(rows: Sequence[Row], planned: int) -> str:
         ]
         for row in rows
     ]
-    text = markdown(["run", "measured ms", "forecast ms", "error", "interval", "inside"], cells, text=(0, 4, 5))
+    header = ["run", "one GPU ms", "two GPUs ms", "forecast ms", "error", "interval", "inside"]
+    text = markdown(header, cells, text=(0, 5, 6))
     if not rows:
         return f"{text}\n0 of {planned} configurations were run\n"
     errors = [abs(row.error) for row in rows]
@@ -143,7 +208,7 @@ def table(rows: Sequence[Row], planned: int) -> str:
     )
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -151,6 +216,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--only", default="", help="texts in the names of the runs, such as 'ddp,full_shard fast'; default: all")
     add("--gpus", type=int, default=2, help="GPUs to use")
     add("--budget-s", type=float, default=math.inf, help="time after which the runs stop")
+    add("--json", default="", help="file to which the rows are added; default: forecast.json in the folder of the runs")
     add("--results", default="benchmark_results/forecast", help="folder of the runs")
     return parser.parse_args(arguments)
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.forecast import Row, runs, table
+from pathlib import Path
+
+import pytest
+
+from benchmarks.commands import select, sweep_name
+from benchmarks.forecast import Row, add_rows, main, runs, table, warm_runs
+from tests.helpers.runs import resolve_cell
 
 
 def test_the_configurations_on_one_gpu_and_on_two_are_the_same() -> None:
@@ -11,8 +17,53 @@ def test_the_configurations_on_one_gpu_and_on_two_are_the_same() -> None:
     assert [run.name for run in one] == [run.name for run in two]
 
 
+def test_configurations_that_compile_run_once_before_they_are_profiled() -> None:
+    compiled = {run.name for run in runs(1) if resolve_cell(*run.overrides, "cluster.device=cpu").train.compiled}
+    assert {run.name for run in warm_runs()} == compiled
+    assert len(compiled) == 9
+    for run in select(list(warm_runs()), "ddp fast 4"):
+        assert resolve_cell(*run.overrides).train.profile_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("only", "name"),
+    [
+        ("", "runs"),
+        ("zero_stage=3 fast", "runs_zero_stage-3-fast"),
+        ("ddp reference 4, full_shard", "runs_ddp-reference-4_full_shard"),
+    ],
+)
+def test_the_folder_of_a_sweep_has_no_character_of_hydra(only: str, name: str) -> None:
+    assert sweep_name("runs", only) == name
+
+
+A, B = Row("a", 90.0, 100.0, 104.0, 95.0, 110.0), Row("b", 50.0, 100.0, 80.0, 70.0, 90.0)
+
+
 def test_the_table_has_the_errors_and_the_share_inside_of_the_interval() -> None:
-    rows = [Row("a", 100.0, 104.0, 95.0, 110.0), Row("b", 100.0, 80.0, 70.0, 90.0)]
-    text = table(rows, 3)
-    assert "| a | 100.0 | 104.0 | +4.0% | 95.0 to 110.0 | yes |" in text
+    text = table([A, B], 3)
+    assert "| a | 90.0 | 100.0 | 104.0 | +4.0% | 95.0 to 110.0 | yes |" in text
     assert "2 of 3 configurations. Median error 12.0% (bound 5%), worst 20.0% (15%), inside 50% (90%)." in text
+
+
+def test_several_commands_extend_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results" / "rows.json"
+    zero = Row("zero_stage=3 fast 4", *[1.0] * 5)
+    add_rows(path, [zero])
+    add_rows(path, [A, B])
+    ddp = Row("ddp reference 4", 90.0, 100.0, 100.0, 95.0, 110.0)
+    assert add_rows(path, [ddp, Row("a", *[2.0] * 5)]) == [ddp, zero, Row("a", *[2.0] * 5), B]
+    assert main(["table", str(path)]) == [ddp, zero, Row("a", *[2.0] * 5), B]
+    assert "4 of 24 configurations. Median error 0.0% (bound 5%), worst 20.0%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [("table",), ("table", "none.json")])
+def test_a_table_needs_a_file(arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"give one file|write one with --json none\.json"):
+        main(list(arguments))
+
+
+def test_a_text_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--only 'ddpp' is in no name: use a part of ddp reference 4, "):
+        main(["--only", "ddpp", "--gpus", "0", "--results", str(tmp_path)])
