@@ -6,8 +6,8 @@
 
 The rows are added to the JSON file, so several commands with other ``--only`` extend it. ``table`` prints it.
 
-Runs with kernels=fast compile, except with ZeRO-3. Each first runs for a few steps on one GPU, so that the profiled run finds the compiled
-code in the cache: a process that compiles is slower for some time afterwards.
+Runs with kernels=fast compile, except with ZeRO-3. Each first runs for a few steps on one GPU, so that the profiled run
+finds the compiled code in the cache: a process that compiles is slower for some time afterwards.
 """
 
 from __future__ import annotations

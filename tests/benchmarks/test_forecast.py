@@ -18,7 +18,7 @@ def test_the_configurations_on_one_gpu_and_on_two_are_the_same() -> None:
 
 
 def test_configurations_that_compile_run_once_before_they_are_profiled() -> None:
-    compiled = {run.name for run in runs(1) if resolve_cell(*run.overrides, "cluster.device=cpu").train.compiled}
+    compiled = {run.name for run in runs(1) if "kernels=fast" in run.overrides and "zero_stage=3" not in run.overrides}
     assert {run.name for run in warm_runs()} == compiled
     assert len(compiled) == 9
     for run in select(list(warm_runs()), "ddp fast 4"):
