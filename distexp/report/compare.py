@@ -64,6 +64,15 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class Matching:
+    """Pairs of equal trainings of two sweeps, and the trainings without a partner."""
+
+    pairs: tuple[Pair, ...]
+    only_before: tuple[RunGroup, ...]
+    only_after: tuple[RunGroup, ...]
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Sweep A (before) and sweep B (after).
 
@@ -82,14 +91,17 @@ class Comparison:
     @classmethod
     def of(cls, before: Sequence[Row], after: Sequence[Row]) -> Comparison:
         """Match equal trainings first, then those with equal varying settings."""
-        pairs, left, right = _match_by_training(before, after)
+        matching = _match_by_training(before, after)
         names = dict.fromkeys([*_varying(before), *_varying(after)])
         varied = tuple(name for name in names if name != SEED)
-        for each in (varied, _varying(before), _varying(after)):
-            matched, left, right = _match_by_settings(left, right, each)
-            pairs += matched
+        for settings in (varied, _varying(before), _varying(after)):
+            matching = _match_by_settings(matching, settings)
         return cls(
-            tuple(_share_deviations(pairs)), tuple(left), tuple(right), varied, tuple(_changed(before, after, varied))
+            pairs=tuple(_share_deviations(matching.pairs)),
+            only_before=matching.only_before,
+            only_after=matching.only_after,
+            varied=varied,
+            changed=tuple(_changed(before, after, varied)),
         )
 
     def regressions(self) -> Iterator[str]:
@@ -121,33 +133,33 @@ def _varying(rows: Sequence[Row]) -> list[str]:
     return varying_settings([row.record for row in rows], [row.settings for row in rows])
 
 
-def _match_by_training(
-    before: Sequence[Row], after: Sequence[Row]
-) -> tuple[list[Pair], list[RunGroup], list[RunGroup]]:
-    pairs, left, right = [], [], []
+def _match_by_training(before: Sequence[Row], after: Sequence[Row]) -> Matching:
+    """Match the groups of both sweeps that repeat the same training."""
+    pairs, only_before, only_after = [], [], []
     ids_before = {id(row) for row in before}
     for group in group_repeats([*before, *after]):
-        ours = tuple(row for row in group.rows if id(row) in ids_before)
-        theirs = tuple(row for row in group.rows if id(row) not in ids_before)
-        if ours and theirs:
-            pairs.append(Pair(RunGroup(ours), RunGroup(theirs)))
-        elif ours:
-            left.append(group)
+        rows_before = tuple(row for row in group.rows if id(row) in ids_before)
+        rows_after = tuple(row for row in group.rows if id(row) not in ids_before)
+        if rows_before and rows_after:
+            pairs.append(Pair(RunGroup(rows_before), RunGroup(rows_after)))
+        elif rows_before:
+            only_before.append(group)
         else:
-            right.append(group)
-    return pairs, left, right
+            only_after.append(group)
+    return Matching(tuple(pairs), tuple(only_before), tuple(only_after))
 
 
-def _match_by_settings(
-    left: list[RunGroup], right: list[RunGroup], names: Sequence[str]
-) -> tuple[list[Pair], list[RunGroup], list[RunGroup]]:
-    """Return the pairs with equal settings that are unique on each side, and the rest."""
-    ours, theirs = _by_settings(left, names), _by_settings(right, names)
-    shared = [key for key in ours if len(ours[key]) == 1 and len(theirs.get(key, ())) == 1]
-    pairs = [Pair(ours[key][0], theirs[key][0]) for key in shared]
+def _match_by_settings(matching: Matching, names: Sequence[str]) -> Matching:
+    """Match further groups with equal settings, if no other group of their sweep has these settings."""
+    before, after = _by_settings(matching.only_before, names), _by_settings(matching.only_after, names)
+    shared = [key for key in before if len(before[key]) == 1 and len(after.get(key, ())) == 1]
+    pairs = [Pair(before[key][0], after[key][0]) for key in shared]
     matched = {id(group) for pair in pairs for group in (pair.before, pair.after)}
-    left, right = ([group for group in side if id(group) not in matched] for side in (left, right))
-    return pairs, left, right
+    return Matching(
+        pairs=(*matching.pairs, *pairs),
+        only_before=tuple(group for group in matching.only_before if id(group) not in matched),
+        only_after=tuple(group for group in matching.only_after if id(group) not in matched),
+    )
 
 
 def _by_settings(groups: Sequence[RunGroup], names: Sequence[str]) -> dict[str, list[RunGroup]]:
@@ -159,10 +171,10 @@ def _by_settings(groups: Sequence[RunGroup], names: Sequence[str]) -> dict[str, 
 
 def _changed(before: Sequence[Row], after: Sequence[Row], varied: Sequence[str]) -> Iterator[str]:
     for name in _varying([*before, *after]):
-        ours = {format_setting(row.settings.get(name)) for row in before}
-        theirs = {format_setting(row.settings.get(name)) for row in after}
-        if name not in varied and ours != theirs and len(ours) == len(theirs) == 1:
-            yield f"{name} {ours.pop()} -> {theirs.pop()}"
+        values_before = {format_setting(row.settings.get(name)) for row in before}
+        values_after = {format_setting(row.settings.get(name)) for row in after}
+        if name not in varied and values_before != values_after and len(values_before) == len(values_after) == 1:
+            yield f"{name} {values_before.pop()} -> {values_after.pop()}"
 
 
 def _regressions(pair: Pair) -> Iterator[str]:
