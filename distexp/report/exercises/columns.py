@@ -32,7 +32,7 @@ MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")
 
 
 @dataclass(frozen=True)
-class Column:
+class ExerciseColumn:
     """A column of a table; ``workshop.yaml`` documents the fields."""
 
     title: str
@@ -116,7 +116,7 @@ class Reasons:
 
 
 def format_row(
-    columns: Sequence[Column], group: RunGroup | None, baseline: RunGroup | None, reasons: Reasons
+    columns: Sequence[ExerciseColumn], group: RunGroup | None, baseline: RunGroup | None, reasons: Reasons
 ) -> tuple[str, ...]:
     """Return the cells of a row. The first cell of a failed run has its status and refers to the reason."""
     if group is None:
@@ -128,7 +128,7 @@ def format_row(
     return (f"{cells[0] or group.status} {reference}", *(cell or "-" for cell in cells[1:]))
 
 
-def _format_cell(column: Column, group: RunGroup, baseline: RunGroup | None) -> str:
+def _format_cell(column: ExerciseColumn, group: RunGroup, baseline: RunGroup | None) -> str:
     if column.setting:
         return format_setting(group.setting(column.setting))
     values = column.read(group, baseline)
@@ -137,13 +137,13 @@ def _format_cell(column: Column, group: RunGroup, baseline: RunGroup | None) -> 
     return "no GPU" if column.needs_gpu and group.setting("device") == "cpu" else "not measured"
 
 
-def _format_failed_cell(column: Column, group: RunGroup) -> str:
+def _format_failed_cell(column: ExerciseColumn, group: RunGroup) -> str:
     """Return the value that was measured until the failure, with the status; empty if there is none."""
     values = column.read(group, None) if column.survives_failure else []
     return f"{_format_values(column, values)} ({group.status})" if values else ""
 
 
-def _format_values(column: Column, values: Sequence[float]) -> str:
+def _format_values(column: ExerciseColumn, values: Sequence[float]) -> str:
     """Return the mean, and the sample standard deviation of several values."""
     digits, suffix = column.digits, column.suffix
     if column.unit in SMALLER_UNITS and statistics.fmean(values) < LEAST_GB:

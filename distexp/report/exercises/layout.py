@@ -13,9 +13,9 @@ import yaml
 
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import format_setting
-from distexp.report.exercises.columns import Column
+from distexp.report.exercises.columns import ExerciseColumn
 
-Key = tuple[Any, ...]
+RowKey = tuple[Any, ...]
 """Values of the settings that identify a row."""
 
 
@@ -26,7 +26,7 @@ class Layout:
     title: str
     rows: Mapping[str, list[Any]]
     label: list[str]
-    columns: list[Column]
+    columns: list[ExerciseColumn]
     header: list[str] = field(default_factory=lambda: [""])
     first_label: list[str] | None = None
     texts: Mapping[str, Mapping[Any, str]] = field(default_factory=dict)
@@ -36,15 +36,15 @@ class Layout:
     quiz: list[str] = field(default_factory=list)
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[RowKey]:
         """The keys of the workshop's rows, in their order."""
         return list(product(*self.rows.values()))
 
-    def key_of(self, group: RunGroup) -> Key:
+    def key_of(self, group: RunGroup) -> RowKey:
         """Return the key of the row that shows a group."""
         return tuple(group.setting(name) for name in self.rows)
 
-    def labels_of(self, key: Key) -> tuple[str, ...]:
+    def labels_of(self, key: RowKey) -> tuple[str, ...]:
         """Return the labels of a row, one for each column of the header."""
         if self.first_label is not None and key == self.keys[0]:
             return tuple(self.first_label)
@@ -60,7 +60,7 @@ def load_layouts() -> dict[str, Layout]:
     """Read all layouts by the name of their exercise."""
     content = yaml.safe_load((files("distexp.report.exercises") / "workshop.yaml").read_text())
     return {
-        name: Layout(**{**table, "columns": [Column(**column) for column in _flatten(table["columns"])]})
+        name: Layout(**{**table, "columns": [ExerciseColumn(**column) for column in _flatten(table["columns"])]})
         for name, table in content["tables"].items()
     }
 
