@@ -9,8 +9,8 @@ from distexp.report.data.energy_totals import energy_totals
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP
 from distexp.report.data.noise import SINGLE_CPU_RUN, distinct_ratio
 from distexp.report.data.overview import NOISE_MARK, Overview
-from distexp.report.data.ranking import equal_to_best, group_by_task, memory_metric, rank_by_metric
-from distexp.report.data.repeats import RunGroup, Spread, difference_noise
+from distexp.report.data.ranking import RankedGroup, Ranking, group_by_task, memory_metric, rank_by_metric
+from distexp.report.data.repeats import RunGroup, difference_noise
 from distexp.report.data.rows import Row
 from distexp.report.data.scaling_remarks import remark_on_scaling
 from distexp.report.data.settings import global_batch
@@ -107,35 +107,35 @@ def _smallest(overview: Overview) -> Iterator[str]:
         yield from _best(overview, name, f"Lowest {MEMORIES[name]}", "{:,.0f} MiB", largest=False)
 
 
-def _best(overview: Overview, name: str, what: str, form: str, *, largest: bool) -> Iterator[str]:
+def _best(overview: Overview, name: str, what: str, number_format: str, *, largest: bool) -> Iterator[str]:
     """Yield the best group of each task, or that several are equal within the noise."""
-    ranked = list(rank_by_metric(overview, name, largest=largest))[:MAX_TASKS]
-    for task, groups in ranked:
-        if len(groups) < 2:
-            continue
-        start = f"{what} ({task}): " if len(ranked) > 1 else f"{what}: "
-        equal = equal_to_best(groups)
-        first, other = (_describe_value(overview, *each, form) for each in (groups[0], (equal or groups[1:])[0]))
-        best, second = groups[0][1], (equal or groups[1:])[0][1]
-        noise = difference_noise(best, second)
-        if equal and noise is not None:
-            yield f"{start}{first}, and {other}, are equal within the noise of {format_noise(noise, best.mean)}."
-            yield from _others_equal(equal[1:])
-            continue
-        yield f"{start}{first}."
-        if noise is not None:
-            yield f"The next is {other}, beyond the noise of {format_noise(noise, best.mean)}."
-        elif abs(best.mean - second.mean) < SAME * best.mean:
-            yield f"Equal within {SAME:.1%}: {other}."
+    rankings = list(rank_by_metric(overview, name, largest=largest))[:MAX_TASKS]
+    for ranking in rankings:
+        if len(ranking.ranked) > 1:
+            start = f"{what} ({ranking.task}): " if len(rankings) > 1 else f"{what}: "
+            yield from _compare_best(overview, ranking, start, number_format)
 
 
-def _describe_value(overview: Overview, group: RunGroup, value: Spread, form: str) -> str:
-    return f"{overview.describe(group)}, {form.format(value.mean)}"
+def _compare_best(overview: Overview, ranking: Ranking, start: str, number_format: str) -> Iterator[str]:
+    """Yield the best group and the next one. The next one is the first that is equal to the best, if there is one."""
+    best, equal = ranking.best, ranking.equal_to_best
+    following = equal[0] if equal else ranking.ranked[1]
+    first, other = (_describe_value(overview, each, number_format) for each in (best, following))
+    noise = difference_noise(best.value, following.value)
+    if equal and noise is not None:
+        yield f"{start}{first}, and {other}, are equal within the noise of {format_noise(noise, best.value.mean)}."
+        if len(equal) > 1:
+            yield f"Also equal within the noise: {name_runs(each.group.label for each in equal[1:])}."
+        return
+    yield f"{start}{first}."
+    if noise is not None:
+        yield f"The next is {other}, beyond the noise of {format_noise(noise, best.value.mean)}."
+    elif abs(best.value.mean - following.value.mean) < SAME * best.value.mean:
+        yield f"Equal within {SAME:.1%}: {other}."
 
 
-def _others_equal(groups: Sequence[tuple[RunGroup, Spread]]) -> Iterator[str]:
-    if groups:
-        yield f"Also equal within the noise: {name_runs(group.label for group, _ in groups)}."
+def _describe_value(overview: Overview, ranked: RankedGroup, number_format: str) -> str:
+    return f"{overview.describe(ranked.group)}, {number_format.format(ranked.value.mean)}"
 
 
 def _setup_peaks(overview: Overview) -> Iterator[str]:

@@ -4,10 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, Spread, is_within_noise
+
+
+@dataclass(frozen=True)
+class RankedGroup:
+    """A training with the value of the metric by which it is ranked."""
+
+    group: RunGroup
+    value: Spread
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The trainings of a task, the best first."""
+
+    task: str
+    ranked: tuple[RankedGroup, ...]
+
+    @property
+    def best(self) -> RankedGroup:
+        """The first training."""
+        return self.ranked[0]
+
+    @property
+    def equal_to_best(self) -> tuple[RankedGroup, ...]:
+        """The trainings after the best one that differ from it by less than the noise."""
+        return tuple(other for other in self.ranked[1:] if is_within_noise(self.best.value, other.value))
 
 
 def memory_metric(overview: Overview) -> str | None:
@@ -24,20 +51,18 @@ def group_by_task(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
     return tasks
 
 
-def rank_by_metric(
-    overview: Overview, name: str, *, largest: bool
-) -> Iterator[tuple[str, list[tuple[RunGroup, Spread]]]]:
-    """Yield each task with its completed groups that have the metric, the best first."""
+def rank_by_metric(overview: Overview, name: str, *, largest: bool) -> Iterator[Ranking]:
+    """Yield a ranking of each task: its completed groups that have the metric.
+
+    Args:
+        overview: The runs.
+        name: Name of the metric.
+        largest: Whether the largest value is the best.
+    """
     known = [group for group in overview.groups if group.completed and group.metric(name)]
     for task, groups in group_by_task(known).items():
-        pairs = [(group, value) for group in groups if (value := group.metric(name))]
-        yield task, sorted(pairs, key=lambda pair: pair[1].mean, reverse=largest)
-
-
-def equal_to_best(ranked: Sequence[tuple[RunGroup, Spread]]) -> list[tuple[RunGroup, Spread]]:
-    """Return the groups after the best one that differ from it by less than the noise."""
-    _, best = ranked[0]
-    return [(group, value) for group, value in ranked[1:] if is_within_noise(best, value)]
+        ranked = [RankedGroup(group, value) for group in groups if (value := group.metric(name))]
+        yield Ranking(task, tuple(sorted(ranked, key=lambda one: one.value.mean, reverse=largest)))
 
 
 def pareto_fronts(overview: Overview, cost: str) -> list[list[RunGroup]]:
@@ -50,28 +75,31 @@ def pareto_fronts(overview: Overview, cost: str) -> list[list[RunGroup]]:
     return [_pareto_front(groups, cost) for groups in group_by_task(known).values()]
 
 
+@dataclass(frozen=True)
+class _Point:
+    group: RunGroup
+    cost: Spread
+    speed: Spread
+
+    def dominates(self, other: _Point) -> bool:
+        """Return whether this point is better in cost or speed, and not worse in the other one."""
+        cheaper, faster = _order(other.cost, self.cost), _order(self.speed, other.speed)
+        return cheaper >= 0 and faster >= 0 and cheaper + faster > 0
+
+
 def _pareto_front(groups: Sequence[RunGroup], cost: str) -> list[RunGroup]:
     points = [
-        (size, speed, group) for group in groups
+        _Point(group, size, speed) for group in groups
         if (size := group.metric(cost)) and (speed := group.metric(SPEED))
     ]  # fmt: skip
-    points.sort(key=lambda point: (point[0].mean, -point[1].mean))
-    front: list[tuple[Spread, Spread, RunGroup]] = []
+    points.sort(key=lambda point: (point.cost.mean, -point.speed.mean))
+    front: list[_Point] = []
     best = -math.inf
-    for size, speed, group in points:
-        if speed.mean > best:
-            best = speed.mean
-            front.append((size, speed, group))
-    return [
-        group for size, speed, group in front
-        if not any(_dominates(other, (size, speed)) for *other, _ in front)
-    ]  # fmt: skip
-
-
-def _dominates(one: Sequence[Spread], other: Sequence[Spread]) -> bool:
-    """Return whether a point is better than another in cost or speed, and not worse in the other one."""
-    size, speed = _order(other[0], one[0]), _order(one[1], other[1])
-    return size >= 0 and speed >= 0 and size + speed > 0
+    for point in points:
+        if point.speed.mean > best:
+            best = point.speed.mean
+            front.append(point)
+    return [point.group for point in front if not any(other.dominates(point) for other in front)]
 
 
 def _order(one: Spread, other: Spread) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from distexp.report.data.energy_totals import energy_totals
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.ranking import equal_to_best, memory_metric, rank_by_metric
+from distexp.report.data.ranking import memory_metric, rank_by_metric
 from distexp.report.data.repeats import difference_noise
 from distexp.report.data.scaling import ScalingSeries
 from distexp.report.data.scaling_remarks import explain_doubt
@@ -86,15 +86,14 @@ def _completed_tile(overview: Overview) -> Tile:
 
 def _best_tile(overview: Overview, metric: str, name: str, unit: str, *, largest: bool) -> Iterator[Tile]:
     """Yield the best run; nothing if there is one run only, or several tasks, which are not comparable."""
-    tasks = list(rank_by_metric(overview, metric, largest=largest))
-    if len(tasks) != 1 or len(tasks[0][1]) < 2:
+    rankings = list(rank_by_metric(overview, metric, largest=largest))
+    if len(rankings) != 1 or len(rankings[0].ranked) < 2:
         return
-    ranked = tasks[0][1]
-    best, value = ranked[0]
-    detail = overview.describe(best)
-    if equal := equal_to_best(ranked):
-        noise = max(difference_noise(value, other) or 0.0 for _, other in equal)
-        labels = name_runs([best.label, *(group.label for group, _ in equal)])
+    best, equal = rankings[0].best, rankings[0].equal_to_best
+    value = best.value
+    if equal:
+        noise = max(difference_noise(value, other.value) or 0.0 for other in equal)
+        labels = name_runs([best.group.label, *(other.group.label for other in equal)])
         yield Tile(name, "not decided", f"{labels}: equal within the noise of {format_noise(noise, value.mean)}")
         return
-    yield Tile(name, f"{METRICS_BY_NAME[metric].format_value(value.mean)} {unit}", detail)
+    yield Tile(name, f"{METRICS_BY_NAME[metric].format_value(value.mean)} {unit}", overview.describe(best.group))
