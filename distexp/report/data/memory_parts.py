@@ -9,7 +9,6 @@ from distexp.report.data.metrics import METRICS_BY_NAME, NOT_OFFLOADED, PARTS_TO
 from distexp.report.data.overview import Overview
 from distexp.report.data.ranking import memory_metric
 from distexp.report.data.repeats import RunGroup, format_metric
-from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.report.data.text_table import TextTable
 
 TITLE = "Memory of one worker by part (MiB)"
@@ -22,6 +21,13 @@ OFFLOAD_NOTE = (
 )
 SMALL = 0.5  # of the process memory
 
+PEAK_TITLES = {
+    "gpu_peak_mib": "GPU peak",
+    "torch_peak_allocated_mib": "GPU peak (torch)",
+    "cpu_peak_mib": "peak of all processes",
+}
+"""Titles of the metrics in ``MEMORIES``."""
+
 
 def measured_groups(overview: Overview) -> list[RunGroup]:
     """Return the completed groups whose parts were measured."""
@@ -31,11 +37,12 @@ def measured_groups(overview: Overview) -> list[RunGroup]:
 def has_small_parts(overview: Overview) -> bool:
     """Return whether the parts of a run are less than half of its peak: then the peak hides them."""
     name = memory_metric(overview)
-    return any(
-        (peak := group.metric(name)) is not None and (parts := group.metric(PARTS_TOTAL)) and
-        parts.mean < SMALL * peak.mean
-        for group in measured_groups(overview) if name
-    )  # fmt: skip
+    return name is not None and any(_has_small_parts(group, name) for group in measured_groups(overview))
+
+
+def _has_small_parts(group: RunGroup, peak_metric: str) -> bool:
+    parts, peak = group.metric(PARTS_TOTAL), group.metric(peak_metric)
+    return parts is not None and peak is not None and parts.mean < SMALL * peak.mean
 
 
 def build_parts_table(overview: Overview) -> TextTable | None:
@@ -43,35 +50,22 @@ def build_parts_table(overview: Overview) -> TextTable | None:
     groups = measured_groups(overview)
     if not groups:
         return None
-    names = _columns(overview, groups)
-    metrics = [METRICS_BY_NAME[name] for name in names.values()]
-    columns = [format_metric(groups, metric) for metric in metrics]
-    labels = _labels(overview, groups)
+    metrics = _metrics_by_title(overview, groups)
+    labels = overview.label_columns([group.label for group in groups], groups)
+    columns = [format_metric(groups, METRICS_BY_NAME[name]) for name in metrics.values()]
     rows = tuple(zip(*labels.values(), *columns, strict=True))
-    note = f"{NOTE} {OFFLOAD_NOTE}" if NOT_OFFLOADED in names.values() else NOTE
-    return TextTable(TITLE, (*labels, *names), rows, note, num_labels=len(labels))
+    note = f"{NOTE} {OFFLOAD_NOTE}" if NOT_OFFLOADED in metrics.values() else NOTE
+    return TextTable(TITLE, (*labels, *metrics), rows, note, num_labels=len(labels))
 
 
-def _labels(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, tuple[str, ...]]:
-    """Return the columns that name the rows: the run and its settings."""
-    settings = {
-        name: tuple(format_setting(group.setting(name), MAX_LENGTH) for group in groups) for name in overview.varied
-    }
-    return {"run": tuple(group.label for group in groups), **settings}
-
-
-def _columns(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, str]:
+def _metrics_by_title(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, str]:
     """Return the metric of each column, by its title."""
-    columns = {**{title: name for name, title in PARTS.items()}, "sum": PARTS_TOTAL}
-    if any(row.record.built and row.record.built.offload != "none" for group in groups for row in group.counted_rows):
-        columns["not offloaded"] = NOT_OFFLOADED
+    metrics = {**{title: name for name, title in PARTS.items()}, "sum": PARTS_TOTAL}
+    if any(_is_offloaded(group) for group in groups):
+        metrics["not offloaded"] = NOT_OFFLOADED
     peak = memory_metric(overview)
-    return columns if peak is None else {**columns, PEAK_TITLES[peak]: peak}
+    return metrics if peak is None else {**metrics, PEAK_TITLES[peak]: peak}
 
 
-PEAK_TITLES = {
-    "gpu_peak_mib": "GPU peak",
-    "torch_peak_allocated_mib": "GPU peak (torch)",
-    "cpu_peak_mib": "peak of all processes",
-}
-"""Titles of the metrics in ``MEMORIES``."""
+def _is_offloaded(group: RunGroup) -> bool:
+    return any(row.record.built and row.record.built.offload != "none" for row in group.counted_rows)

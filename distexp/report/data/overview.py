@@ -11,7 +11,7 @@ from distexp.report.data.repeats import RunGroup, group_repeats, is_within_noise
 from distexp.report.data.rows import Row, rows_from_records
 from distexp.report.data.scaling import ScalingSeries, add_efficiency, find_scaling_series
 from distexp.report.data.setting_names import SEED
-from distexp.report.data.settings import format_settings, run_label
+from distexp.report.data.settings import MAX_LENGTH, format_setting, format_settings, run_label
 from distexp.report.data.speedup import add_speedup
 from distexp.report.data.varying import varying_settings
 from distexp.runs.record import RunRecord
@@ -75,6 +75,16 @@ class Overview:
             return False
         speed, other = group.metric(SPEED), self.baseline.metric(SPEED)
         return bool(group.completed and speed and other and is_within_noise(speed, other))
+
+    def label_columns(self, labels: Sequence[str], groups: Sequence[RunGroup]) -> dict[str, list[str]]:
+        """Return the first columns of a table: the runs, and their settings that vary.
+
+        Args:
+            labels: Label of the run of each row.
+            groups: Training of each row.
+        """
+        settings = {name: [format_setting(group.setting(name), MAX_LENGTH) for group in groups] for name in self.varied}
+        return {"run": list(labels), **settings}
 
     def noise_mark(self, group: RunGroup) -> str:
         """Return the mark behind a speedup, if it equals that of the baseline within the noise."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
-from distexp.report.data.settings import MAX_LENGTH, format_setting
-from distexp.report.data.text_table import TextTable
+from distexp.report.data.text_table import NOT_MEASURED, TextTable
 from distexp.runs.checked_values import number_of, texts_of
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak
 from distexp.runs.record import RunRecord
@@ -90,15 +89,12 @@ def _predicted_parts(record: RunRecord) -> dict[str, float]:
 def build_peaks_table(overview: Overview, found: Sequence[GroupPeaks]) -> TextTable:
     """Build the table with a row for each measured and each predicted peak."""
     shown = [(each, peak) for each in found[:MAX_RUNS] for peak in each.peaks]
-    columns = {"run": [each.row.label for each, _ in shown]}
-    for name in overview.varied:
-        columns[name] = [format_setting(each.group.setting(name), MAX_LENGTH) for each, _ in shown]
+    columns = overview.label_columns([each.row.label for each, _ in shown], [each.group for each, _ in shown])
     columns["peak"] = [peak.kind for _, peak in shown]
     num_labels = len(columns)
-    columns["phase"] = [peak.phase or "-" for _, peak in shown]
+    columns["phase"] = [peak.phase or NOT_MEASURED for _, peak in shown]
     for name, title in TITLES.items():
-        columns[title] = [f"{peak.parts[name]:,.0f}" if name in peak.parts else "-" for _, peak in shown]
+        columns[title] = [f"{peak.parts[name]:,.0f}" if name in peak.parts else NOT_MEASURED for _, peak in shown]
     columns["sum"] = [f"{sum(peak.parts.values()):,.0f}" for _, peak in shown]
-    known = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
     more = f" {len(found) - MAX_RUNS} more runs are in the records." if len(found) > MAX_RUNS else ""
-    return TextTable(TITLE, tuple(known), tuple(zip(*known.values(), strict=True)), NOTE + more, num_labels=num_labels)
+    return TextTable.from_columns(TITLE, columns, NOTE + more, num_labels=num_labels)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
-from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.report.data.text_table import TextTable
 
 TITLE = "Predicted and measured memory (MiB)"
@@ -37,10 +36,5 @@ def build_predictions_table(overview: Overview) -> TextTable | None:
     if not groups:
         return None
     columns = {title: format_metric(groups, METRICS_BY_NAME[name]) for title, name in COLUMNS.items()}
-    shown = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
-    labels = {
-        "run": tuple(group.label for group in groups),
-        **{name: tuple(format_setting(each.setting(name), MAX_LENGTH) for each in groups) for name in overview.varied},
-    }
-    rows = tuple(zip(*labels.values(), *shown.values(), strict=True))
-    return TextTable(TITLE, (*labels, *shown), rows, NOTE, num_labels=len(labels))
+    labels = overview.label_columns([group.label for group in groups], groups)
+    return TextTable.from_columns(TITLE, {**labels, **columns}, NOTE, num_labels=len(labels))

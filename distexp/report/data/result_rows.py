@@ -9,36 +9,46 @@ from typing import Any
 from distexp.config.flatten import flatten
 from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import WORKERS
+from distexp.runs.record import RunRecord
 
 ResultRow = dict[str, Any]
 
 
 def result_row(row: Row) -> ResultRow:
     """Return all values of a run by column; lists are JSON, None is not measured."""
-    record, built, environment = row.record, row.record.built, row.record.environment
-    error = record.error
+    record = row.record
     found: ResultRow = {
         "run": row.label,
-        "run_id": record.run.id,
-        "name": record.run.name,
-        "number": record.run.number,
-        "overrides": " ".join(record.run.overrides),
-        "status": record.status,
-        "error_type": error.type if error else None,
-        "error_message": error.message if error else None,
-        "error_phase": error.phase if error else None,
-        "error_rank": error.rank if error else None,
-        "started_at": record.run.started_at,
-        "hosts": " ".join(record.run.hosts),
-        "git_sha": record.run.git_sha,
+        **_run_values(record),
         "world_size": row.settings[WORKERS],
         **row.metrics,
         **{f"config.{key}": value for key, value in flatten(record.config)},
-        **{f"built.{key}": value for key, value in (vars(built) if built else {}).items()},
-        **{f"environment.{key}": value for key, value in (vars(environment) if environment else {}).items()},
+        **_section("built", record.built),
+        **_section("environment", record.environment),
         "record": str(row.path) if row.path else None,
     }
     return {name: json.dumps(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _run_values(record: RunRecord) -> ResultRow:
+    """Return what identifies a run, and how it ended."""
+    run, error = record.run, record.error
+    return {
+        "run_id": run.id,
+        "name": run.name,
+        "number": run.number,
+        "overrides": " ".join(run.overrides),
+        "status": record.status,
+        **{f"error_{key}": getattr(error, key, None) for key in ("type", "message", "phase", "rank")},
+        "started_at": run.started_at,
+        "hosts": " ".join(run.hosts),
+        "git_sha": run.git_sha,
+    }
+
+
+def _section(name: str, section: object | None) -> ResultRow:
+    """Return the fields of a section of a record; none if the record lacks it."""
+    return {} if section is None else {f"{name}.{key}": value for key, value in vars(section).items()}
 
 
 def column_names(rows: Sequence[ResultRow]) -> list[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
-from distexp.report.data.settings import MAX_LENGTH, format_setting, global_batch
-from distexp.report.data.text_table import TextTable
+from distexp.report.data.settings import global_batch
+from distexp.report.data.text_table import NOT_MEASURED, TextTable
 from distexp.runs.checked_values import number_of, texts_of
 from distexp.runs.step_parts import PARTS
 
@@ -118,6 +118,10 @@ def read_ranks(row: Row) -> Iterator[RankStep]:
             yield RankStep(int(rank), step, parts, number_of(entry, HIDDEN))
 
 
+ShownStep = tuple[ProfiledRun, RankStep]
+"""A row of the table."""
+
+
 @dataclass(frozen=True)
 class StepUnit:
     """What the steps of some runs are divided by, so that a comparison is fair.
@@ -147,41 +151,47 @@ def fair_unit(runs: Sequence[ProfiledRun]) -> StepUnit:
 
 def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTable:
     """Build the table: the slowest rank of each run, or all ranks of the only one."""
-    unit = fair_unit(runs)
     shown = [(run, step) for run in runs for step in (run.ranks if len(runs) == 1 else (run.slowest,))]
-    columns: dict[str, list[str]] = {"run": [run.row.label for run, _ in shown]}
-    for name in overview.varied:
-        columns[name] = [format_setting(run.group.setting(name), MAX_LENGTH) for run, _ in shown]
-    num_labels = len(columns) + 1
-    columns["rank"] = [str(step.rank) for _, step in shown]
-    columns["step (ms)"] = [f"{step.step_ms:,.2f}" for _, step in shown]
+    labels = overview.label_columns([run.row.label for run, _ in shown], [run.group for run, _ in shown])
+    labels["rank"] = [str(step.rank) for _, step in shown]
+    more = f"{len(shown) - MAX_ROWS} more rows are in the records." if len(shown) > MAX_ROWS else ""
+    note = " ".join(filter(None, (NOTE, SLOWEST_NOTE if len(runs) > 1 else "", more)))
+    columns = {**labels, **_time_columns(runs, shown), **_part_columns(shown)}
+    table = TextTable.from_columns(TITLE, columns, note, num_labels=len(labels))
+    return replace(table, rows=table.rows[:MAX_ROWS])
+
+
+def _time_columns(runs: Sequence[ProfiledRun], shown: Sequence[ShownStep]) -> dict[str, list[str]]:
+    """Return the durations of the steps; of other steps and of a sample only if they are needed."""
+    unit = fair_unit(runs)
+    columns = {"step (ms)": [f"{step.step_ms:,.2f}" for _, step in shown]}
     if any(run.differs for run in runs):
         columns["median of the other steps (ms)"] = [_time(run.median_ms) for run, _ in shown]
     if unit.per_sample:
         columns[unit.title] = [f"{unit.convert(run, step.step_ms):,.3f}" for run, step in shown]
-    for name, title in STEP_PARTS.items():
-        columns[title] = [_percent(step.parts.get(name), step) for _, step in shown]
+    return columns
+
+
+def _part_columns(shown: Sequence[ShownStep]) -> dict[str, list[str]]:
+    """Return the parts of the steps in percent, and the largest loss."""
+    columns = {title: [_percent(step.parts.get(name), step) for _, step in shown] for name, title in STEP_PARTS.items()}
     columns["hidden communication"] = [_percent(step.hidden_ms, step) for _, step in shown]
     columns["largest loss"] = [_largest_loss(run) for run, _ in shown]
-    known = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
-    rows = tuple(zip(*known.values(), strict=True))
-    more = f"{len(rows) - MAX_ROWS} more rows are in the records." if len(rows) > MAX_ROWS else ""
-    note = " ".join(filter(None, (NOTE, SLOWEST_NOTE if len(runs) > 1 else "", more)))
-    return TextTable(TITLE, tuple(known), rows[:MAX_ROWS], note, num_labels=num_labels)
+    return columns
 
 
 def _time(milliseconds: float | None) -> str:
-    return "-" if milliseconds is None else f"{milliseconds:,.2f}"
+    return NOT_MEASURED if milliseconds is None else f"{milliseconds:,.2f}"
 
 
 def _percent(value: float | None, step: RankStep) -> str:
-    return "-" if value is None else f"{100 * value / step.step_ms:.1f}"
+    return NOT_MEASURED if value is None else f"{100 * value / step.step_ms:.1f}"
 
 
 def _largest_loss(run: ProfiledRun) -> str:
     loss, share = texts_of(run.explanation, "loss"), number_of(run.explanation, "share")
     if not loss:
-        return "-"
+        return NOT_MEASURED
     if loss == ["compute"]:
         return "none: compute"
     return PARTS.get(loss[0], loss[0].replace("_", " ")) + ("" if share is None else f", {share:.0%}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from distexp.report.data.metrics import COMMUNICATION, EXPOSED, MEMORIES, SPEED
 from distexp.report.data.overview import Overview
@@ -23,10 +24,9 @@ def build_scaling_table(overview: Overview) -> TextTable | None:
     if not points:
         return None
     columns = {title: [read(*each) for each in points] for title, read in _columns(overview).items()}
-    known = {title: cells for title, cells in columns.items() if any(cell != "-" for cell in cells)}
-    rows = tuple(zip(*known.values(), strict=True))
-    more = f"{len(rows) - MAX_ROWS} more rows are in results.csv." if len(rows) > MAX_ROWS else ""
-    return TextTable("Work, efficiency and memory", tuple(known), rows[:MAX_ROWS], more)
+    more = f"{len(points) - MAX_ROWS} more rows are in results.csv." if len(points) > MAX_ROWS else ""
+    table = TextTable.from_columns("Work, efficiency and memory", columns, more)
+    return replace(table, rows=table.rows[:MAX_ROWS])
 
 
 def _columns(overview: Overview) -> dict[str, Read]:
