@@ -30,7 +30,23 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         ConfigError: a value is invalid for BLOOM, or the weights cannot be read.
     """
     validate_model(model)
-    from transformers.models.bloom import BloomConfig, BloomForCausalLM
+    from transformers.models.bloom import BloomForCausalLM
+
+    config = _make_config(model, num_classes)
+    bloom: nn.Module
+    if model.init == "pretrained" and model.path is not None and not on_meta_device():
+        bloom = read_weights(BloomForCausalLM, "model.path", model.path, config)
+    else:
+        bloom = BloomForCausalLM(config)
+    if model.attention in ("sdpa", "flex"):
+        from distexp.models.bloom_attention import use_attention
+
+        use_attention(bloom, model.attention)
+    return bloom
+
+
+def _make_config(model: ModelConfig, num_classes: int) -> Any:
+    from transformers.models.bloom import BloomConfig
 
     if model.init == "pretrained":
         config = _read_pretrained_config(model, num_classes)
@@ -44,20 +60,11 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     config.use_cache = False  # training never uses cached keys and values, which take memory
     if model.dropout is not None:
         config.hidden_dropout = config.attention_dropout = model.dropout
-    bloom: nn.Module
-    if model.init == "pretrained" and model.path is not None and not on_meta_device():
-        bloom = read_weights(BloomForCausalLM, "model.path", model.path, config)
-    else:
-        bloom = BloomForCausalLM(config)
-    if model.attention in ("sdpa", "flex"):
-        from distexp.models.bloom_attention import use_attention
-
-        use_attention(bloom, model.attention)
-    return bloom
+    return config
 
 
 def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
-    """Read the configuration of the weights, and compare its sizes with ``model``."""
+    """Read the configuration of the weights, and check that ``model`` and the tokenizer agree with it."""
     assert model.path is not None, "validate_model checks this"
     config = read_config("model.path", model.path)
     if config.model_type != "bloom":
@@ -65,6 +72,13 @@ def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
             f"model.path={model.path} has a model of type {config.model_type}, but model={model.name} is a "
             f"BLOOM: use model=hf model.name={model.path}"
         )
+    _check_sizes(model, config)
+    resolve_vocab_size(replace(model, vocab_size=config.vocab_size), num_classes)
+    return config
+
+
+def _check_sizes(model: ModelConfig, config: Any) -> None:
+    """Raise ConfigError if a size in ``model`` differs from that of the weights."""
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -79,5 +93,3 @@ def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
     ]
     if errors:
         raise ConfigError(errors)
-    resolve_vocab_size(replace(model, vocab_size=config.vocab_size), num_classes)
-    return config

@@ -48,10 +48,7 @@ def save_model(
         run_dir: directory of the run.
         rank: rank of this worker.
     """
-    state: StateDict = {}
-    for name, tensor in weights:
-        if rank == 0:
-            state[name] = tensor.detach().cpu()
+    state = _collect(weights, rank)
     if rank != 0:
         return
     from transformers.utils import logging
@@ -66,6 +63,15 @@ def save_model(
         model.save_pretrained(folder, state_dict=state)
         if data.tokenizer is not None:
             data.tokenizer.save(folder)
+
+
+def _collect(weights: Iterator[tuple[str, Tensor]], rank: int) -> StateDict:
+    """Return the weights in CPU memory on rank 0; the other ranks only take part in gathering them."""
+    state: StateDict = {}
+    for name, tensor in weights:
+        if rank == 0:
+            state[name] = tensor.detach().cpu()
+    return state
 
 
 def _set_generation_config(model: Any, data: TaskData) -> None:

@@ -88,7 +88,18 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A causal language model that returns the logits of each next token.
 
+    The architecture is that of GPT-2 (Radford et al., Language Models are Unsupervised Multitask Learners, 2019), with
+    an exact GELU.
+
     Args:
+        vocab: entries of the vocabulary.
+        hidden: size of the hidden states.
+        layers: number of blocks.
+        heads: attention heads of a block.
+        inner: hidden size of the MLP.
+        length: most tokens of a sequence.
+        dropout: dropout rate of embeddings, attention weights and residual branches.
+        tie: whether the output head has the weight of the token embedding.
         attention: auto: SDPA with a mask, which allows padding on the left. sdpa: SDPA without a mask, unless rows
             have several documents. flex: flex attention.
     """

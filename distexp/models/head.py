@@ -159,22 +159,32 @@ def _with_request(model: nn.Module, adapted: HeadForward) -> Callable[..., Any]:
         request.positions = request.labels = None
         if positions is None and labels is None:
             return outputs
-        calls = request.counts["calls"]
-        if calls != 1:
-            raise ConfigError(
-                f"{adapted.settings}: {type(model).__name__} calls its output head {calls} times in a forward "
-                f"pass, not once: {adapted.hint}"
-            )
+        _check_calls(model, adapted)
         if labels is not None:
             return {LOSS_SUM: read_loss(get_logits(outputs))}
-        if tuple(get_logits(outputs).shape[:-1]) != (1, len(positions)):
-            raise ConfigError(
-                f"{adapted.settings}: {type(model).__name__} changes the shape of the logits of its output head: "
-                f"{adapted.hint}"
-            )
+        _check_shape(model, adapted, get_logits(outputs), len(positions))
         return outputs
 
     return forward
+
+
+def _check_calls(model: nn.Module, adapted: HeadForward) -> None:
+    """Raise ConfigError if the model did not call its head once: then its selected tokens are not its outputs."""
+    calls = adapted.request.counts["calls"]
+    if calls != 1:
+        raise ConfigError(
+            f"{adapted.settings}: {type(model).__name__} calls its output head {calls} times in a forward "
+            f"pass, not once: {adapted.hint}"
+        )
+
+
+def _check_shape(model: nn.Module, adapted: HeadForward, logits: Tensor, kept: int) -> None:
+    """Raise ConfigError if the model changed the shape (1, kept, vocabulary) of the selected logits."""
+    if tuple(logits.shape[:-1]) != (1, kept):
+        raise ConfigError(
+            f"{adapted.settings}: {type(model).__name__} changes the shape of the logits of its output head: "
+            f"{adapted.hint}"
+        )
 
 
 def _batch_shape(*inputs: Any) -> tuple[int, ...]:

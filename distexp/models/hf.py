@@ -14,7 +14,6 @@ from distexp.models.pretrained import on_meta_device, read_config, read_weights
 PRELOAD = ("transformers",)
 """Imported once for all workers of a node."""
 
-
 IMPLEMENTATIONS = {"flex": "flex_attention", "flash": "flash_attention_2"}
 """Names in transformers of the values of ``model.attention``, if they differ."""
 
@@ -42,20 +41,8 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     """
     validate_model(model)
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = read_config("model.name", model.name)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(_not_causal_message(model, config))
-    rows = config.get_text_config().vocab_size
-    if num_classes > rows:
-        raise ConfigError(
-            f"the tokenizer has {num_classes} entries, more than the {rows} embeddings of "
-            f"model.name={model.name}: use a smaller tokenizer, or model.tokenizer=auto for the model's own"
-        )
-    config.use_cache = False  # training never uses cached keys and values, which take memory
-    if model.dropout is not None:
-        _set_dropout(config, model)
+    config = _read_config(model, num_classes)
     replaces_attention = config.model_type == "bloom" and model.attention in ("sdpa", "flex")
     if model.attention != "auto" and not replaces_attention:
         _set_attention(config, model)
@@ -72,6 +59,25 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     return built
 
 
+def _read_config(model: ModelConfig, num_classes: int) -> Any:
+    """Read the configuration of a causal LM with room for the tokenizer, and set its dropout."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = read_config("model.name", model.name)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(_not_causal_message(model, config))
+    rows = config.get_text_config().vocab_size
+    if num_classes > rows:
+        raise ConfigError(
+            f"the tokenizer has {num_classes} entries, more than the {rows} embeddings of "
+            f"model.name={model.name}: use a smaller tokenizer, or model.tokenizer=auto for the model's own"
+        )
+    config.use_cache = False  # training never uses cached keys and values, which take memory
+    if model.dropout is not None:
+        _set_dropout(config, model)
+    return config
+
+
 def _set_attention(config: Any, model: ModelConfig) -> None:
     """Set the implementation of the attention, after a model without weights was built with it.
 
@@ -80,14 +86,8 @@ def _set_attention(config: Any, model: ModelConfig) -> None:
     """
     from transformers import AutoModelForCausalLM
 
-    text = config.get_text_config()
-    dropout = {name: value for name in ATTENTION_DROPOUTS if (value := getattr(text, name, 0))}
-    if model.attention == "flex" and dropout:
-        name, value = next(iter(dropout.items()))
-        raise ConfigError(
-            f"model.attention=flex has no dropout, but {name}={value} in model.name={model.name}: set model.dropout=0, "
-            "or use model.attention=sdpa"
-        )
+    if model.attention == "flex":
+        _check_no_attention_dropout(config, model)
     implementation = IMPLEMENTATIONS.get(model.attention, model.attention)
     try:
         config._attn_implementation = implementation
@@ -99,6 +99,16 @@ def _set_attention(config: Any, model: ModelConfig) -> None:
             f"model.attention={model.attention} is not supported by model.name={model.name} ({reason}): use "
             "model.attention=auto"
         ) from error
+
+
+def _check_no_attention_dropout(config: Any, model: ModelConfig) -> None:
+    text = config.get_text_config()
+    for name in ATTENTION_DROPOUTS:
+        if value := getattr(text, name, 0):
+            raise ConfigError(
+                f"model.attention=flex has no dropout, but {name}={value} in model.name={model.name}: set "
+                "model.dropout=0, or use model.attention=sdpa"
+            )
 
 
 def _set_dropout(config: Any, model: ModelConfig) -> None:

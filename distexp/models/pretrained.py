@@ -59,11 +59,7 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
     # transformers would initialize these at random and continue.
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ConfigError(
-            f"{key}={source} lacks weights of {type(model).__name__}, or they have another shape: "
-            f"{', '.join(missing[:3])}{more}: use the complete weights of a causal LM, or model.init=random"
-        )
+        raise ConfigError(_missing_weights_error(key, source, type(model).__name__, missing))
     built: nn.Module = model.train()  # from_pretrained leaves it in evaluation mode
     return built
 
@@ -71,6 +67,14 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
 def on_meta_device() -> bool:
     """Return whether torch's default device is meta, so that weights need not be read."""
     return torch.empty(0).device.type == "meta"
+
+
+def _missing_weights_error(key: str, source: str, model_class: str, missing: list[str]) -> str:
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return (
+        f"{key}={source} lacks weights of {model_class}, or they have another shape: "
+        f"{', '.join(missing[:3])}{more}: use the complete weights of a causal LM, or model.init=random"
+    )
 
 
 def _read_error(key: str, source: str, what: str, error: Exception) -> str:

@@ -56,7 +56,7 @@ def _read(file: int, key: str, before: Any) -> dict[str, Any] | None:
     """Return the weights, and set the generator to its state after them; None: the file has others or none."""
     import torch
 
-    if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
+    if not _has_weights(file):
         return None
     try:
         content: Mapping[str, Any] = torch.load(f"/proc/self/fd/{file}", mmap=True, weights_only=True)
@@ -74,8 +74,6 @@ def _read(file: int, key: str, before: Any) -> dict[str, Any] | None:
 
 def _keep(file: int, content: dict[str, Any]) -> None:
     """Write the file, unless it has weights, another worker writes it, or the machine has little memory."""
-    import torch
-
     from distexp.system.cgroups import available_memory
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in content["weights"].values())
@@ -86,15 +84,26 @@ def _keep(file: int, content: dict[str, Any]) -> None:
     except OSError:
         return
     try:
-        if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
-            os.ftruncate(file, 0)
-            os.lseek(file, 0, os.SEEK_SET)
-            with open(file, "wb", closefd=False) as stream:  # to close any descriptor of the file would unlock it
-                torch.save(content, stream)
-            fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+        if not _has_weights(file):
+            _write_and_seal(file, content)
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             os.ftruncate(file, 0)  # A later run may try again.
         print(f"note: random weights are not kept for other runs: {error}", flush=True)
     finally:
         fcntl.lockf(file, fcntl.LOCK_UN)
+
+
+def _has_weights(file: int) -> bool:
+    """Return whether the file is complete: only then it is sealed."""
+    return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
+
+
+def _write_and_seal(file: int, content: dict[str, Any]) -> None:
+    import torch
+
+    os.ftruncate(file, 0)
+    os.lseek(file, 0, os.SEEK_SET)
+    with open(file, "wb", closefd=False) as stream:  # to close any descriptor of the file would unlock it
+        torch.save(content, stream)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
