@@ -55,7 +55,7 @@ class DecodeJob:
     offset: int  # bytes
 
 
-def decode_once(files: ImageFiles) -> Tensor:
+def decode_once(images: ImageFiles) -> Tensor:
     """Return all images of a dataset without augmentation, decoded at the first use.
 
     Returns:
@@ -66,16 +66,16 @@ def decode_once(files: ImageFiles) -> Tensor:
         ConfigError: the cache directory has not enough space.
         DataError: an image is missing, damaged or not an image.
     """
-    path = build_once(cache_dir() / f"{FORMAT}-{_fingerprint(files)}.npy", partial(_build, files))
+    path = build_once(cache_dir() / f"{FORMAT}-{_fingerprint(images)}.npy", partial(_build, images))
     # Copy-on-write, because torch warns about arrays that cannot be written to.
     return torch.from_numpy(np.load(path, mmap_mode="c"))
 
 
-def decoded_bytes(files: ImageFiles) -> int:
+def decoded_bytes(images: ImageFiles) -> int:
     """Return the size of what ``decode_once`` returns, if all images are as large as the first one."""
-    height, width, _ = decode_image(files.root / files.files[0], None).shape
-    size = files.size if height != width or height > files.size else height
-    return len(files) * CHANNELS * size**2
+    height, width, _ = decode_image(images.root / images.files[0], None).shape
+    size = images.size if height != width or height > images.size else height
+    return len(images) * CHANNELS * size**2
 
 
 def read_ahead(pixels: Tensor) -> None:
@@ -85,57 +85,57 @@ def read_ahead(pixels: Tensor) -> None:
         flat[start : start + READ_BYTES].max()
 
 
-def _fingerprint(files: ImageFiles) -> str:
+def _fingerprint(images: ImageFiles) -> str:
     """Return a hash of the names, sizes and times of the files."""
-    digest = hashlib.sha256(f"{files.root.absolute()} {files.size}\n".encode())
-    for name in files.files:
+    digest = hashlib.sha256(f"{images.root.absolute()} {images.size}\n".encode())
+    for name in images.files:
         try:
-            found = (files.root / name).stat()
+            found = (images.root / name).stat()
         except OSError:
             continue  # decode_image raises the error with the path
         digest.update(f"{name}:{found.st_size}:{found.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:24]
 
 
-def _build(files: ImageFiles, file: Path) -> None:
+def _build(images: ImageFiles, file: Path) -> None:
     """Decode all images to a file; at their own size, if all have the same and it is not larger than requested."""
-    height, width, _ = decode_image(files.root / files.files[0], None).shape
+    height, width, _ = decode_image(images.root / images.files[0], None).shape
     try:
         try:
-            if height != width or height > files.size:
+            if height != width or height > images.size:
                 raise OtherSizeError
-            _write(files, height, file, resize=False)
+            _write(images, height, file, resize=False)
         except OtherSizeError:
-            _write(files, files.size, file, resize=True)
+            _write(images, images.size, file, resize=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot write {len(files)} decoded images to {file.parent} ({error.strerror or error}): free some space, "
+            f"cannot write {len(images)} decoded images to {file.parent} ({error.strerror or error}): free some space, "
             "set the environment variable DISTEXP_CACHE to another directory, or use dataset.cache=none"
         ) from error
 
 
-def _write(files: ImageFiles, size: int, file: Path, *, resize: bool) -> None:
+def _write(images: ImageFiles, size: int, file: Path, *, resize: bool) -> None:
     """Decode all images in parallel, and print the progress."""
-    shape = (len(files), CHANNELS, size, size)
+    shape = (len(images), CHANNELS, size, size)
     with file.open("wb") as opened:
         header = {"descr": "|u1", "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(opened, header)
-    jobs = list(_split(files, size, file, file.stat().st_size, resize=resize))
-    print(f"note: decoding {len(files):,} images to {math.prod(shape) / 1e6:,.0f} MB in {file.parent}", flush=True)
+    jobs = list(_split(images, size, file, file.stat().st_size, resize=resize))
+    print(f"note: decoding {len(images):,} images to {math.prod(shape) / 1e6:,.0f} MB in {file.parent}", flush=True)
     started = last = time.monotonic()
     done = 0
     for count in _run(jobs):
         done += count
         if time.monotonic() - last > PROGRESS_S:
             last = time.monotonic()
-            print(f"note: {done:,} of {len(files):,} images are decoded", flush=True)
+            print(f"note: {done:,} of {len(images):,} images are decoded", flush=True)
     print(f"note: decoded {done:,} images in {time.monotonic() - started:.1f} s", flush=True)
 
 
-def _split(files: ImageFiles, size: int, file: Path, start: int, *, resize: bool) -> Iterator[DecodeJob]:
-    for first in range(0, len(files), IMAGES_PER_JOB):
-        names = files.files[first : first + IMAGES_PER_JOB]
-        yield DecodeJob(files.root, names, size, resize, file, start + first * CHANNELS * size**2)
+def _split(images: ImageFiles, size: int, file: Path, start: int, *, resize: bool) -> Iterator[DecodeJob]:
+    for first in range(0, len(images), IMAGES_PER_JOB):
+        names = images.files[first : first + IMAGES_PER_JOB]
+        yield DecodeJob(images.root, names, size, resize, file, start + first * CHANNELS * size**2)
 
 
 def _run(jobs: list[DecodeJob]) -> Iterator[int]:

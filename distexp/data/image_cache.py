@@ -32,7 +32,7 @@ PIXELS, INDEX, WINDOWS = "images", "index", "windows"
 class CachedImages:
     """Decoded images with their classes.
 
-    A sample has ``labels`` and its ``windows``: top, left and flip, see ``ImageFiles.draw_window``. With a cache in CPU
+    A sample has ``labels`` and its ``windows``: the ``Window`` of its augmentation as a tensor. With a cache in CPU
     memory it also has its pixels, otherwise its index.
 
     Attributes:

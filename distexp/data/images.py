@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,14 @@ def _shared_zero() -> Tensor:
 
 class DataError(RuntimeError):
     """Data that cannot be read during training."""
+
+
+class Window(NamedTuple):
+    """A crop of a padded image: its top and left edge in pixels, and whether to flip it left to right."""
+
+    top: int
+    left: int
+    flip: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,19 +90,14 @@ class ImageFiles:
         """Pixels of padding on every side before the random crop."""
         return self.size // CROP_PADDING_DIVISOR
 
-    def draw_window(self, index: int) -> tuple[int, int, bool]:
-        """Return the augmentation of an image in this epoch.
-
-        Returns:
-            Top and left edge of the crop in the padded image, and whether to flip the crop. Without augmentation it is
-            the image itself.
-        """
+    def draw_window(self, index: int) -> Window:
+        """Return the augmentation of an image in this epoch. Without augmentation it is the image itself."""
         if not self.augment:
-            return self.margin, self.margin, False
+            return Window(self.margin, self.margin, flip=False)
         seed = (self.seed * 100_003 + int(self.epoch)) * 1_000_003 + index
         generator = Generator().manual_seed(seed % 2**63)
         top, left = torch.randint(2 * self.margin + 1, (2,), generator=generator).tolist()
-        return top, left, bool(torch.randint(2, (), generator=generator))
+        return Window(top, left, flip=bool(torch.randint(2, (), generator=generator)))
 
     def _crop_and_flip(self, pixels: Tensor, index: int) -> Tensor:
         top, left, flip = self.draw_window(index)
@@ -159,13 +163,13 @@ def normalize_pixels(pixels: Tensor) -> Tensor:
         float32 images of the same shape in the channels-last memory format, which makes convolutions
         on GPUs fastest. The activations of the model then have this format too.
     """
-    mean, std = statistics(pixels.device)
+    mean, std = channel_statistics(pixels.device)
     images = pixels.to(torch.float32, memory_format=torch.channels_last)
     return images.div_(255).sub_(mean).div_(std)
 
 
 @cache
-def statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+def channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return MEAN and STD on a device, shape (3, 1, 1).
 
     They are cached because each copy would block the host.

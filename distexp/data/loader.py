@@ -47,11 +47,9 @@ class StopRequestedError(Exception):
 
 
 class StopFlag:
-    """A stop request, exchanged between the ranks in the reduction of each step.
+    """A stop request, which the ranks exchange together with each step's number of targets.
 
-    It is summed together with the step's number of targets.
-
-    The sum is copied to the host in the background and read before the next step. So no step waits for
+    The sum over the ranks is copied to the host in the background and read before the next step. So no step waits for
     it, and all ranks read the same value at the same step.
     """
 
@@ -74,8 +72,27 @@ class StopFlag:
             raise StopRequestedError
 
 
+@dataclass(frozen=True)
+class _Prefetched:
+    """Batches that the loader's workers are reading already."""
+
+    epoch: int
+    steps: range
+    batches: Iterator[Batch]
+
+
 class ShardedLoader:
     """Loader of optimizer steps for one rank, on its device.
+
+    Args:
+        samples: the data set to read.
+        data: data of the task; its ``collate`` makes the batches.
+        sharding: division of the batches over the ranks.
+        device: device of the batches.
+        seed: seed of the order of samples.
+        shuffle: whether to shuffle the samples.
+        num_workers: loader processes of this rank; 0: this process reads the samples.
+        lengths: tokens of each sample, see ShardedBatchSampler.
 
     Attributes:
         stop_requested: whether this rank has a request to stop; called once a step.
@@ -100,7 +117,7 @@ class ShardedLoader:
         self.samples, self.sharding, self.device, self.task = samples, sharding, device, data.task
         self.stop_requested = lambda: False
         self.on_batch = lambda: None
-        self._prefetched: tuple[int, range, Iterator[Batch]] | None = None
+        self._prefetched: _Prefetched | None = None
         # DataLoader draws the seeds of its workers from this generator, so the global RNG state is untouched.
         self._generator = torch.Generator()
         self.sampler = ShardedBatchSampler(len(samples), sharding, seed=seed, shuffle=shuffle, lengths=lengths)
@@ -129,7 +146,7 @@ class ShardedLoader:
         set_epoch = getattr(self.samples, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        self._prefetched = epoch, steps, iter(self._loader)
+        self._prefetched = _Prefetched(epoch, steps, iter(self._loader))
 
     def iter_steps(self, epoch: int, steps: range | None = None) -> Iterator[StepData]:
         """Yield the steps of an epoch, or a range of them.
@@ -141,13 +158,10 @@ class ShardedLoader:
         """
         started = time.perf_counter()
         wanted = range(self.steps_per_epoch) if steps is None else steps
-        if self._prefetched is None or self._prefetched[:2] != (epoch, wanted):
-            self.prefetch(epoch, wanted)
-        assert self._prefetched is not None
-        (_, _, batches), self._prefetched = self._prefetched, None
-        micro_batches: list[Batch] = []
+        batches = self._take_prefetched(epoch, wanted)
         num_samples = iter(self._count_samples(epoch, wanted))
         stop = StopFlag(self.device)
+        micro_batches: list[Batch] = []
         for batch in annotate_items(DATA, batches):
             self.on_batch()
             check_returned(batch, Batch, COLLATE)
@@ -162,6 +176,14 @@ class ShardedLoader:
                 workload = measure_workload(micro_batches)
                 yield StepData(placed, normalizer, next(num_samples), wait_s, workload)
                 micro_batches, started = [], time.perf_counter()
+
+    def _take_prefetched(self, epoch: int, steps: range) -> Iterator[Batch]:
+        """Return the batches of some steps, which may have been prefetched."""
+        if self._prefetched is None or (self._prefetched.epoch, self._prefetched.steps) != (epoch, steps):
+            self.prefetch(epoch, steps)
+        assert self._prefetched is not None
+        batches, self._prefetched = self._prefetched.batches, None
+        return batches
 
     def _count_samples(self, epoch: int, steps: range) -> list[int]:
         """Return the samples of each step over all ranks, without padding samples. A packed row has several."""

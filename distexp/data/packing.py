@@ -82,28 +82,54 @@ def pack_training_set(data: TaskData, length: int, seed: int) -> TaskData:
 def assign_rows(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
     """Assign samples to rows: the longest first, each to the fullest row that has room.
 
+    This is best-fit decreasing bin packing (Johnson, *Near-Optimal Bin Packing Algorithms*, MIT 1973).
+
     Args:
         lengths: tokens of each sample, at most ``capacity``.
         capacity: most tokens of a row.
         seed: seed of the order of samples of the same length.
+
+    Returns:
+        Indices of the samples in each row.
     """
     shuffled = np.random.default_rng(seed).permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # rows by their free tokens
-    free_tokens = 0  # bit f is set if a row has f free tokens
+    open_rows = _OpenRows()
     for index in order.tolist():
         length = int(lengths[index])
-        fitting = free_tokens >> length
-        if fitting:
-            free = length + (fitting & -fitting).bit_length() - 1
-            row = with_room[free].pop()
-            if not with_room[free]:
-                free_tokens &= ~(1 << free)
-        else:
+        free = open_rows.least_free(length)
+        if free is None:
             free, row = capacity, len(rows)
             rows.append([])
+        else:
+            row = open_rows.pop(free)
         rows[row].append(index)
-        with_room.setdefault(free - length, []).append(row)
-        free_tokens |= 1 << (free - length)
+        open_rows.add(row, free - length)
     return rows
+
+
+class _OpenRows:
+    """Rows by their free tokens. Finding the fullest row with room takes the same time for any number of rows."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[int]] = {}
+        self._free_tokens = 0  # bit f is set if a row has f free tokens
+
+    def least_free(self, length: int) -> int | None:
+        """Return the free tokens of the fullest row with room for ``length`` tokens; None if no row has room."""
+        fitting = self._free_tokens >> length
+        lowest_bit = fitting & -fitting
+        return length + lowest_bit.bit_length() - 1 if fitting else None
+
+    def add(self, row: int, free: int) -> None:
+        """Add a row with ``free`` free tokens."""
+        self._rows.setdefault(free, []).append(row)
+        self._free_tokens |= 1 << free
+
+    def pop(self, free: int) -> int:
+        """Remove and return a row with exactly ``free`` free tokens."""
+        row = self._rows[free].pop()
+        if not self._rows[free]:
+            self._free_tokens &= ~(1 << free)
+        return row

@@ -173,14 +173,26 @@ def _write_tokens(folder: Path, *, examples: Sequence[Example], tokenizer: Token
     (folder / "counts.json").write_text(json.dumps(asdict(encoder.counts())))
 
 
+def _question_text(example: Example) -> str:
+    return f"Question: {example.question} Context:"
+
+
+def _context_text(example: Example) -> str:
+    return f" {example.context}"
+
+
+def _answer_text(example: Example) -> str:
+    return f" {example.answers[0]}"
+
+
 class _ExampleEncoder:
     """An encoder that tokenizes each distinct part of the examples only once."""
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._questions = self._encode(f"Question: {example.question} Context:" for example in examples)
-        self._contexts = self._encode(f" {example.context}" for example in examples)
-        self._answers = self._encode(f" {example.answers[0]}" for example in examples if example.answers)
+        self._questions = self._encode(_question_text(example) for example in examples)
+        self._contexts = self._encode(_context_text(example) for example in examples)
+        self._answers = self._encode(_answer_text(example) for example in examples if example.answers)
         self._answer_mark = tokenizer.encode_batch([" Answer:"])[0]
         self._end = np.asarray([tokenizer.eos_id], dtype=np.int32)
         self._counts = dict.fromkeys(("cut", "lost", "left_out", "unanswered"), 0)
@@ -191,9 +203,9 @@ class _ExampleEncoder:
         if not example.answers:
             self._counts["unanswered"] += 1
             return None
-        question = self._questions[f"Question: {example.question} Context:"]
-        context = self._contexts[f" {example.context}"]
-        answer = np.concatenate([self._answers[f" {example.answers[0]}"], self._end])
+        question = self._questions[_question_text(example)]
+        context = self._contexts[_context_text(example)]
+        answer = np.concatenate([self._answers[_answer_text(example)], self._end])
         room = self._max_length - len(question) - len(self._answer_mark) - len(answer)
         if room < 0:
             self._counts["left_out"] += 1

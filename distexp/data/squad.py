@@ -156,6 +156,11 @@ def _load_splits(path: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"dataset.path={path} must have the splits train and validation: save a DatasetDict with both"
         )
+    _check_columns(path, splits)
+    return dict(splits)
+
+
+def _check_columns(path: str, splits: Mapping[str, Any]) -> None:
     columns = set(splits["train"].column_names) & set(splits["validation"].column_names)
     missing = {"id", "question", "context", "answers"} - columns
     if missing:
@@ -163,7 +168,6 @@ def _load_splits(path: str) -> Mapping[str, Any]:
             f"dataset.path={path} lacks the columns {', '.join(sorted(missing))} of SQuAD: use a data set with "
             "id, question, context and answers"
         )
-    return dict(splits)
 
 
 def _load_error(path: str, local: Path, error: Exception) -> str:

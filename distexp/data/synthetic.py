@@ -74,15 +74,27 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     train_size = _require("dataset.train_size", dataset.train_size)
     eval_size = _require("dataset.eval_size", dataset.eval_size)
     if model.task == "causal_lm":
-        vocab_size = _require("model.vocab_size", model.vocab_size)
-        length = sequence_length(dataset, model)
-        return TaskData(
-            task=model.task,
-            train=RandomTokens(train_size, length, vocab_size, seed),
-            evaluation=RandomTokens(eval_size, length, vocab_size, seed + 1),
-            collate=TextCollate(pad_id=0, length=length),
-            num_classes=vocab_size,
-        )
+        return _make_token_data(train_size, eval_size, dataset, model, seed)
+    return _make_image_data(train_size, eval_size, dataset, model, seed)
+
+
+def _make_token_data(
+    train_size: int, eval_size: int, dataset: DatasetConfig, model: ModelConfig, seed: int
+) -> TaskData:
+    vocab_size = _require("model.vocab_size", model.vocab_size)
+    length = sequence_length(dataset, model)
+    return TaskData(
+        task=model.task,
+        train=RandomTokens(train_size, length, vocab_size, seed),
+        evaluation=RandomTokens(eval_size, length, vocab_size, seed + 1),
+        collate=TextCollate(pad_id=0, length=length),
+        num_classes=vocab_size,
+    )
+
+
+def _make_image_data(
+    train_size: int, eval_size: int, dataset: DatasetConfig, model: ModelConfig, seed: int
+) -> TaskData:
     classes = _require("dataset.num_classes", dataset.num_classes)
     size = _require("dataset.image_size", dataset.image_size)
     return TaskData(

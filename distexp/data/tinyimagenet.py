@@ -97,15 +97,15 @@ def read_val(root: Path, classes: dict[str, int]) -> LabeledFiles:
         if not line.strip():
             continue
         name, _, rest = line.partition("\t")
-        wnid = rest.partition("\t")[0]
-        if wnid not in classes:
+        label = classes.get(rest.partition("\t")[0])
+        if label is None:
             raise ConfigError(
                 f"{path}, line {number}: {line!r} must be a file name, a class in wnids.txt and a bounding box, "
                 "separated by tabs: restore the official file"
             )
         if name not in names:
             raise ConfigError(f"{images / name} is missing, but {path} lists it in line {number}: restore the image")
-        found.append((f"val/images/{name}", classes[wnid]))
+        found.append((f"val/images/{name}", label))
     return found
 
 

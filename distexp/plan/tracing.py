@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from distexp.config import Config, ConfigError
 from distexp.data.base import Batch, Samples
 from distexp.data.decoded_images import decoded_bytes
-from distexp.data.images import ImageFiles, statistics
+from distexp.data.images import ImageFiles, channel_statistics
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.introspection import find_embeddings
@@ -146,7 +146,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
         if on_gpu:
             stack.enter_context(cuda_autocast())
         stack.enter_context(fsdp_device(GPU))
-        stack.callback(statistics.cache_clear)  # it would keep fake tensors
+        stack.callback(channel_statistics.cache_clear)  # it would keep fake tensors
         if config.train.compiled != "none":
             stack.enter_context(traced_compilation(fake_mode, lambda: recorder))
         blueprint = build_model(config, data, context, EmptyBlueprint)
