@@ -50,6 +50,14 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True)
+class MemoryTrace:
+    """Memory of a run over time: the curves of all nodes, and the phases of the first node."""
+
+    curves: tuple[MemoryCurve, ...] = ()
+    phases: tuple[PhaseInterval, ...] = ()
+
+
+@dataclass(frozen=True)
 class RunTrace:
     """Traces of a training: those of one of its runs.
 
@@ -121,12 +129,18 @@ def _read_trace(group: RunGroup, chosen: Sequence[str], settings: str) -> RunTra
     row = next((row for row in preferred if row.path), group.rows[0])
     assert row.path is not None
     directory = row.path.parent
-    memory, phases = read_memory(directory / MEMORY)
-    steps = tuple(read_steps(directory / METRICS))
+    memory = read_memory(directory / MEMORY)
     return RunTrace(
-        group, row, settings, steps, tuple(memory), tuple(phases), read_curve(directory), read_lanes(directory),
-        tuple(_find_profiles(directory)),
-    )  # fmt: skip
+        group=group,
+        row=row,
+        settings=settings,
+        steps=tuple(read_steps(directory / METRICS)),
+        memory=memory.curves,
+        phases=memory.phases,
+        predicted=read_curve(directory),
+        lanes=read_lanes(directory),
+        profiles=tuple(_find_profiles(directory)),
+    )
 
 
 def _find_profiles(directory: Path) -> list[Path]:
@@ -147,19 +161,21 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     return [step for n, step in enumerate(found) if n % stride == 0 or n == len(found) - 1]
 
 
-def read_memory(directory: Path) -> tuple[list[MemoryCurve], list[PhaseInterval]]:
-    """Return the memory curves of all nodes and the phases of the first node."""
-    paths = sorted(directory.glob("node*.csv"), key=lambda path: (len(path.name), path.name))
-    nodes = [
-        (int(number), samples)
-        for path in paths
-        if (number := path.stem.removeprefix("node")).isdigit() and (samples := _read_samples(path))
-    ]
+def read_memory(directory: Path) -> MemoryTrace:
+    """Read the samples of all nodes; files that are missing or damaged are left out."""
+    nodes = _read_nodes(directory)
     if not nodes:
-        return [], []
-    start = min(samples[0].unix_time_s for _, samples in nodes)
-    curves = [curve for node, samples in nodes for curve in _memory_curves(node, samples, start)]
-    return curves, list(_phase_intervals(nodes[0][1], start))
+        return MemoryTrace()
+    start = min(samples[0].unix_time_s for samples in nodes.values())
+    curves = [curve for node, samples in nodes.items() for curve in _memory_curves(node, samples, start)]
+    return MemoryTrace(tuple(curves), tuple(_phase_intervals(nodes[min(nodes)], start)))
+
+
+def _read_nodes(directory: Path) -> dict[int, list[MemorySample]]:
+    """Return the samples of each node that has any, in the order of the nodes."""
+    numbers = [path.stem.removeprefix("node") for path in directory.glob("node*.csv")]
+    samples = {int(each): _read_samples(directory / f"node{each}.csv") for each in numbers if each.isdigit()}
+    return {node: samples[node] for node in sorted(samples) if samples[node]}
 
 
 def _read_samples(path: Path) -> list[MemorySample]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distexp.report.traces import MAX_POINTS, PhaseInterval, read_memory
+from distexp.report.traces import MAX_POINTS, MemoryTrace, PhaseInterval, read_memory
 from tests.helpers.records import record
 from tests.helpers.report_sweeps import write_traces
 
@@ -12,7 +12,7 @@ from tests.helpers.report_sweeps import write_traces
 def test_thinned_curves_keep_the_peaks_of_the_gpu_that_uses_most(tmp_path: Path) -> None:
     run = record(0, cluster__nodes=2, peak=1000.0)
     write_traces(tmp_path, run, samples=3000)
-    curves, _ = read_memory(tmp_path / "memory")
+    curves = read_memory(tmp_path / "memory").curves
     assert [(curve.node, curve.kind) for curve in curves] == [(0, "gpu"), (0, "cpu"), (1, "gpu"), (1, "cpu")]
     for curve in curves:
         assert len(curve.points) <= MAX_POINTS + 1
@@ -24,24 +24,24 @@ def test_thinned_curves_keep_the_peaks_of_the_gpu_that_uses_most(tmp_path: Path)
 
 def test_short_curves_are_not_thinned(tmp_path: Path) -> None:
     write_traces(tmp_path, record(0, peak=1000.0), samples=60)
-    curves, _ = read_memory(tmp_path / "memory")
+    curves = read_memory(tmp_path / "memory").curves
     assert {len(curve.points) for curve in curves} == {60}
 
 
 def test_a_phase_ends_when_the_next_begins(tmp_path: Path) -> None:
     write_traces(tmp_path, record(0, peak=1000.0), samples=60)
-    _, phases = read_memory(tmp_path / "memory")
-    assert phases == [
+    phases = read_memory(tmp_path / "memory").phases
+    assert phases == (
         PhaseInterval("setup", 0.0, 6.0),
         PhaseInterval("warmup", 6.0, 8.0),
         PhaseInterval("train", 8.0, 26.0),
         PhaseInterval("eval", 26.0, 29.5),
-    ]
+    )
 
 
 def test_missing_and_unreadable_traces_are_empty(tmp_path: Path) -> None:
-    assert read_memory(tmp_path / "memory") == ([], [])
+    assert read_memory(tmp_path / "memory") == MemoryTrace()
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "node0.csv").write_bytes(b"\x00\xff")
     (tmp_path / "memory" / "nodes.csv").write_text("other")
-    assert read_memory(tmp_path / "memory") == ([], [])
+    assert read_memory(tmp_path / "memory") == MemoryTrace()

@@ -33,34 +33,41 @@ class Deviation:
     """Relative standard deviation of a single run, and the degrees of freedom of this estimate."""
 
     relative: float
-    freedom: int
+    degrees_of_freedom: int
 
     def noise_of_mean(self, count: int) -> float:
         """Return the relative noise of the mean of some runs."""
-        return t_quantile(self.freedom) * self.relative / math.sqrt(count)
+        return t_quantile(self.degrees_of_freedom) * self.relative / math.sqrt(count)
 
 
-def t_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution, to 1 %."""
-    if freedom <= len(T_95):
-        return T_95[freedom - 1]
-    return NORMAL_95 * (1 + (1 + NORMAL_95**2) / (4 * freedom))
+def t_quantile(degrees_of_freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution, to 1 %.
+
+    Source of the formula for many degrees of freedom: Abramowitz and Stegun, *Handbook of Mathematical Functions*,
+    26.7.5, up to the first order.
+    """
+    if degrees_of_freedom <= len(T_95):
+        return T_95[degrees_of_freedom - 1]
+    return NORMAL_95 * (1 + (1 + NORMAL_95**2) / (4 * degrees_of_freedom))
 
 
 def distinct_ratio(noise: float) -> float:
-    """Return the ratio from which two values with this relative noise differ beyond it."""
+    """Return the ratio from which two values with this relative noise differ beyond it.
+
+    It is the q for which q - 1 equals noise * sqrt(q**2 + 1), the noise of the difference.
+    """
     return (1 + noise * math.sqrt(2 - noise**2)) / (1 - noise**2)
 
 
 def pool_deviations(repeats: Iterable[Sequence[float]]) -> Deviation | None:
     """Return the relative deviation within sets of equal runs; None if nothing was repeated."""
-    squares, freedom = 0.0, 0
+    squares, degrees_of_freedom = 0.0, 0
     for values in repeats:
         mean = statistics.fmean(values) if len(values) > 1 else 0.0
         if mean:
             squares += sum((value / mean - 1) ** 2 for value in values)
-            freedom += len(values) - 1
-    return Deviation(math.sqrt(squares / freedom), freedom) if freedom else None
+            degrees_of_freedom += len(values) - 1
+    return Deviation(math.sqrt(squares / degrees_of_freedom), degrees_of_freedom) if degrees_of_freedom else None
 
 
 def step_noise(error: dict[str, float] | None) -> float | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from distexp.report.data.metrics import NOT_OFFLOADED
 from distexp.report.data.repeats import RunGroup
@@ -47,21 +49,27 @@ def _lowest_memory_by_model(groups: Groups) -> str:
     Without a GPU these are the parts of a worker's memory that are not offloaded.
     """
     if best := _lowest_by_model(groups, "gpu_peak_mib"):
-        found = [f"stage {stage} on {model} ({peak:,.0f} MiB)" for model, (peak, stage) in best.items()]
+        found = [f"stage {lowest.zero_stage} on {model} ({lowest.mib:,.0f} MiB)" for model, lowest in best.items()]
         return f"Lowest peak GPU memory: {', '.join(found)}."
     if best := _lowest_by_model(groups, NOT_OFFLOADED):
-        found = [f"stage {stage} on {model} ({size:,.3f} MiB)" for model, (size, stage) in best.items()]
+        found = [f"stage {lowest.zero_stage} on {model} ({lowest.mib:,.3f} MiB)" for model, lowest in best.items()]
         return f"Lowest memory that a GPU would hold: {', '.join(found)}."
     return ""
 
 
-def _lowest_by_model(groups: Groups, metric: str) -> dict[str, tuple[float, object]]:
-    """Return the lowest value of a metric for each model, with its ZeRO stage."""
-    best: dict[str, tuple[float, object]] = {}
+@dataclass(frozen=True)
+class _LowestMemory:
+    mib: float
+    zero_stage: Any
+
+
+def _lowest_by_model(groups: Groups, metric: str) -> dict[str, _LowestMemory]:
+    """Return the lowest value of a memory metric for each model, with its ZeRO stage."""
+    best: dict[str, _LowestMemory] = {}
     for group in groups:
         size, model = group.metric(metric), str(group.setting("model"))
-        if group.completed and size and (model not in best or size.mean < best[model][0]):
-            best[model] = size.mean, group.setting("zero_stage")
+        if group.completed and size and (model not in best or size.mean < best[model].mib):
+            best[model] = _LowestMemory(size.mean, group.setting("zero_stage"))
     return best
 
 

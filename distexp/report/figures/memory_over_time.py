@@ -28,13 +28,15 @@ def build_cpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
 
 
 def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure | None:
-    sampled = [each for each in traces if each.curves(kind)]
+    sampled = [trace for trace in traces if trace.curves(kind)]
     if not sampled:
         return None
-    nodes = sorted({curve.node for each in sampled for curve in each.curves(kind)})
-    phases = [phase for phase in PHASES if any(phase == each.phase for run in sampled for each in run.phases)]
-    highest = max(mib for each in sampled for curve in each.curves(kind) for _, mib in curve.points)
-    panels = tuple(Panel(_title(each), _draw(each, kind, highest, nodes, phases)) for each in sampled)
+    nodes = sorted({curve.node for trace in sampled for curve in trace.curves(kind)})
+    phases = [
+        phase for phase in PHASES if any(phase == interval.phase for trace in sampled for interval in trace.phases)
+    ]
+    highest = max(mib for trace in sampled for curve in trace.curves(kind) for _, mib in curve.points)
+    panels = tuple(Panel(_title(trace), _draw(trace, kind, highest, nodes, phases)) for trace in sampled)
     shades = "Shades: phases of the run. White: its processes start or end."
     caption = f"Line: {LINES[kind]}. {shades} {describe_selection(overview, traces)}".strip()
     sentences = (_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
@@ -74,7 +76,9 @@ def _draw(trace: RunTrace, kind: str, highest: float, nodes: Sequence[int], phas
 
 def _shades(trace: RunTrace, phases: Sequence[str]) -> alt.Chart:
     rows = [
-        {"phase": each.phase, "begin": each.begin_s, "end": each.end_s} for each in trace.phases if each.phase in phases
+        {"phase": interval.phase, "begin": interval.begin_s, "end": interval.end_s}
+        for interval in trace.phases
+        if interval.phase in phases
     ]
     scale = alt.Scale(domain=list(phases), range=[color(f"phase-{phase}") for phase in phases])
     areas = alt.Chart(inline_data(rows)).mark_rect(opacity=0.17)
@@ -89,18 +93,19 @@ def _highest_peak(traces: Sequence[RunTrace], kind: str) -> str:
     """Describe the highest peak of all runs: when and in which phase it was first reached."""
     peaks = [
         (mib, -second, n)
-        for n, each in enumerate(traces) for curve in each.curves(kind) for second, mib in curve.points
+        for n, trace in enumerate(traces) for curve in trace.curves(kind) for second, mib in curve.points
     ]  # fmt: skip
     mib, negative_second, n = max(peaks)
-    phase = next((each.phase for each in traces[n].phases if each.begin_s <= -negative_second < each.end_s), None)
+    intervals = (each for each in traces[n].phases if each.begin_s <= -negative_second < each.end_s)
+    phase = next((interval.phase for interval in intervals), None)
     during = f" in phase {phase}" if phase else ""
     return f"Highest peak: {mib:,.0f} MiB{during}, {traces[n].name}."
 
 
 def _uneven_nodes(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
-    for each in traces:
-        peaks = {curve.node: max(mib for _, mib in curve.points) for curve in each.curves(kind)}
+    for trace in traces:
+        peaks = {curve.node: max(mib for _, mib in curve.points) for curve in trace.curves(kind)}
         full, empty = max(peaks, key=peaks.__getitem__), min(peaks, key=peaks.__getitem__)
         if peaks[full] > UNEVEN * peaks[empty] > 0:
             values = f"{peaks[full]:,.0f} MiB on node {full}, {peaks[empty]:,.0f} MiB on node {empty}"
-            yield f"The nodes of {each.name} have different peaks: {values}."
+            yield f"The nodes of {trace.name} have different peaks: {values}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
@@ -25,7 +26,15 @@ from distexp.report.traces import RunTrace
 MAX_BARS = 24
 MAX_SENTENCES = 8
 ROOM = 1.16  # of the axis, relative to the longest bar: for its label
-Bars = Sequence[tuple[str, ProfiledRun, RankStep]]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar with its label: the step of a rank."""
+
+    label: str
+    run: ProfiledRun
+    step: RankStep
 
 
 def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -66,19 +75,19 @@ def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
         yield f"{len(explained) - MAX_SENTENCES} more are in the records (metrics.explanation)."
 
 
-def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[tuple[str, ProfiledRun, RankStep]]:
-    """Return the bars with their labels: the ranks of the only run, or a run each."""
+def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[Bar]:
+    """Return the bars: the ranks of the only run, or a run each."""
     if len(runs) == 1:
-        return [(f"rank {step.rank}", runs[0], step) for step in runs[0].ranks]
+        return [Bar(f"rank {step.rank}", runs[0], step) for step in runs[0].ranks]
     if len(runs) > FEW_BARS:
-        return [(run_label(run.row.label), run, run.slowest) for run in runs]
-    return [(overview.describe(run.group, run.row.label), run, run.slowest) for run in runs]
+        return [Bar(run_label(run.row.label), run, run.slowest) for run in runs]
+    return [Bar(overview.describe(run.group, run.row.label), run, run.slowest) for run in runs]
 
 
-def _draw(overview: Overview, runs: Sequence[ProfiledRun], bars: Bars) -> alt.LayerChart:
+def _draw(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) -> alt.LayerChart:
     unit = fair_unit(runs)
-    names = [name for name, *_ in bars]
-    lengths = [unit.convert(run, step.step_ms) for _, run, step in bars]
+    names = [bar.label for bar in bars]
+    lengths = [unit.convert(bar.run, bar.step.step_ms) for bar in bars]
     y = alt.Y("bar:N", sort=names, title=None, axis=label_axis(names), scale=alt.Scale(paddingInner=0.25))
     x = alt.X("ms:Q", title=unit.title, stack="zero", axis=alt.Axis(tickCount=6),
               scale=alt.Scale(domain=[0, ROOM * max(lengths)], nice=False))  # fmt: skip
@@ -93,27 +102,27 @@ def _draw(overview: Overview, runs: Sequence[ProfiledRun], bars: Bars) -> alt.La
     return alt.layer(parts, labels).properties(height=bar_height(names, 30) * len(bars))
 
 
-def _colors(bars: Bars) -> dict[str, str]:
+def _colors(bars: Sequence[Bar]) -> dict[str, str]:
     """Return the color of each part that any bar has, by its title."""
     return {
         title: f"c{n}" for n, (name, title) in enumerate(STEP_PARTS.items(), start=1)
-        if any(step.parts.get(name) for *_, step in bars)
+        if any(bar.step.parts.get(name) for bar in bars)
     }  # fmt: skip
 
 
-def _part_color(bars: Bars) -> alt.Color:
+def _part_color(bars: Sequence[Bar]) -> alt.Color:
     colors = _colors(bars)
     scale = alt.Scale(domain=list(colors), range=list(map(color, colors.values())))
     return alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4))
 
 
-def _parts(overview: Overview, runs: Sequence[ProfiledRun], bars: Bars) -> Iterator[dict[str, Any]]:
+def _parts(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
     unit = fair_unit(runs)
-    for name, run, step in bars:
-        for order, (part, milliseconds) in enumerate(step.parts.items()):
+    for bar in bars:
+        for order, (part, milliseconds) in enumerate(bar.step.parts.items()):
             yield {
-                "bar": name, "run": run.row.label, "rank": step.rank,
-                "settings": overview.format_settings(run.group), "part": STEP_PARTS[part], "order": order,
-                "ms": float(f"{unit.convert(run, milliseconds):.5g}"),
-                "share": round(milliseconds / step.step_ms, 4),
+                "bar": bar.label, "run": bar.run.row.label, "rank": bar.step.rank,
+                "settings": overview.format_settings(bar.run.group), "part": STEP_PARTS[part], "order": order,
+                "ms": float(f"{unit.convert(bar.run, milliseconds):.5g}"),
+                "share": round(milliseconds / bar.step.step_ms, 4),
             }  # fmt: skip

@@ -20,12 +20,12 @@ Rows = list[dict[str, Any]]
 def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no step time was measured."""
     ticks = [
-        {"run": each.name, "ms": round(1000 * entry["step_time_s"], 3)}
-        for each in traces for entry in _measured(each) if entry.get("step_time_s") is not None
+        {"run": trace.name, "ms": round(1000 * entry["step_time_s"], 3)}
+        for trace in traces for entry in _measured(trace) if entry.get("step_time_s") is not None
     ]  # fmt: skip
     quantiles = [
-        {"run": each.name, **{key: 1000 * value for key, value in times.items()}}
-        for each in traces if (times := each.row.record.metrics.step_time_s)
+        {"run": trace.name, **{key: 1000 * value for key, value in times.items()}}
+        for trace in traces if (times := trace.row.record.metrics.step_time_s)
     ]  # fmt: skip
     if not ticks and not quantiles:
         return None
@@ -35,7 +35,7 @@ def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
 
 
 def _describe_marks(traces: Sequence[RunTrace]) -> str:
-    counts = sorted({each.row.settings.get("log_every") or 1 for each in traces})
+    counts = sorted({trace.row.settings.get("log_every") or 1 for trace in traces})
     thin = "one step" if counts == [1] else f"mean of {join_first(map(str, counts))} steps (train.log_every)"
     return f"Dot: median. Bar: up to the 90th percentile. Thin line: {thin}."
 
@@ -48,7 +48,7 @@ def _measured(trace: RunTrace) -> list[dict[str, Any]]:
 
 
 def _draw(traces: Sequence[RunTrace], ticks: Rows, quantiles: Rows) -> alt.LayerChart:
-    names = [each.name for each in traces]
+    names = [trace.name for trace in traces]
     # One line per setting: a phone has no room for them in one line.
     labels = alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=190, ticks=False, domain=False, grid=False)
     lines = max(name.count(", ") + 1 for name in names)
@@ -76,10 +76,10 @@ def _quantile_marks(quantiles: Rows, y: alt.Y) -> list[alt.Chart]:
 def _data_wait(traces: Sequence[RunTrace]) -> Iterator[str]:
     """Name the run that waited longest for data, relative to its runtime."""
     waits = []
-    for each in traces:
-        metrics = each.row.record.metrics
+    for trace in traces:
+        metrics = trace.row.record.metrics
         if metrics.data_wait_s is not None and metrics.train_runtime:
-            waits.append((metrics.data_wait_s / metrics.train_runtime, each))
+            waits.append((metrics.data_wait_s / metrics.train_runtime, trace))
     if waits:
         share, slowest = max(waits, key=lambda pair: pair[0])
         yield f"Longest wait for data: {share:.1%} of the runtime, run {slowest.row.label}."
