@@ -1,119 +1,10 @@
-"""Blocks, embeddings and FLOPs of models of distexp and of transformers."""
+"""Properties of custom models."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-import torch
 from torch import nn
 
-from distexp.config import ConfigError
-from distexp.models import bloom, gpt, resnet
-from distexp.models.blocks import find_units
-from distexp.models.flop_counting import count_forward_flops
 from distexp.models.introspection import max_positions, read_attention
-from distexp.models.transforms import transform_blocks
-from tests.helpers.runs import resolve_cell
-
-SAMPLES, LENGTH = 3, 10
-
-
-class Experts(nn.Module):
-    """A block that contains repeated smaller modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(8))
-        self.wide = nn.Linear(4, 400)
-
-
-class Nested(nn.Module):
-    """A model with two Experts blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        self.layers = nn.ModuleList(Experts() for _ in range(2))
-
-
-def test_the_blocks_are_the_largest_repeated_modules() -> None:
-    assert [name for name, _ in find_units(Nested())] == ["layers.0", "layers.1"]
-
-
-def test_blocks_declared_by_transformers_take_precedence() -> None:
-    model = Nested()
-    model._no_split_modules = {"Linear"}  # type: ignore[assignment]
-    assert len(find_units(model)) == 2 + 2 * 9
-    model._no_split_modules = []  # type: ignore[assignment]
-    assert len(find_units(model)) == 2
-
-
-def test_blocks_of_other_hugging_face_models() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=3, n_head=2, n_positions=16)
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config)
-    assert [name for name, _ in find_units(model)] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
-    model._no_split_modules = None
-    assert [name for name, _ in find_units(model)] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
-
-
-def test_blocks_can_be_selected_by_class() -> None:
-    model = gpt.build(resolve_cell("model=gpt_tiny").model, 300)
-    assert [name for name, _ in find_units(model, "Block")] == ["blocks.0", "blocks.1"]
-    named = [name for name, _ in find_units(model, "MLP, Embedding")]
-    assert named == ["tokens", "positions", "blocks.0.mlp", "blocks.1.mlp"]
-
-
-@pytest.mark.parametrize(
-    ("wrap", "problem"),
-    [
-        ("BloomBlock", "no modules of class BloomBlock"),
-        ("Block,Nope", "no modules of class Nope"),
-        (",", "no class is given"),
-    ],
-)
-def test_an_unknown_class_is_refused(wrap: str, problem: str) -> None:
-    model = gpt.build(resolve_cell("model=gpt_tiny").model, 300)
-    message = f"{problem}. Use auto, or some of Attention, Block"
-    with pytest.raises(ConfigError, match=message):
-        find_units(model, wrap)
-
-
-def test_a_model_without_blocks_cannot_be_checkpointed() -> None:
-    config = resolve_cell("model=gpt_tiny", "train.activation_checkpointing=true")
-    message = (
-        "train.activation_checkpointing=true needs a model with repeated blocks, which Linear lacks: "
-        "set train.activation_checkpointing=false, or fsdp.wrap to class names of its modules"
-    )
-    with pytest.raises(ConfigError, match=message):
-        transform_blocks(nn.Linear(2, 2), config)
-
-
-def test_a_model_without_blocks_is_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
-    config = resolve_cell("model=gpt_tiny", "train.compile=true")
-    flat, nested = nn.Linear(2, 2), Nested()
-    expected = [flat.forward, *(layer.forward for layer in nested.layers)]
-    transform_blocks(flat, config)
-    transform_blocks(nested, config)
-    assert compiled == expected
-
-
-@pytest.mark.parametrize("name", ["gpt_tiny", "bloom_tiny"])
-def test_flops_of_a_transformer_are_those_of_its_matrix_products(name: str) -> None:
-    config = resolve_cell(f"model={name}").model
-    build = {"gpt_tiny": gpt.build, "bloom_tiny": bloom.build}[name]
-    with torch.device("meta"):
-        model = build(config, 1024)
-    ids = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
-    hidden, tokens = 64, SAMPLES * LENGTH
-    layer = 2 * tokens * (4 * hidden * hidden + 2 * hidden * 256) + 2 * (2 * tokens * LENGTH * hidden)
-    expected = 2 * layer + 2 * tokens * hidden * 1024
-    assert count_forward_flops(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}) == expected
 
 
 def test_a_custom_model_may_have_a_config_of_any_class() -> None:
@@ -121,19 +12,3 @@ def test_a_custom_model_may_have_a_config_of_any_class() -> None:
     model.config = {"max_position_embeddings": 8}  # type: ignore[assignment]
     assert read_attention(model) is None
     assert max_positions(model) is None
-
-
-def test_flops_of_a_resnet_are_those_of_its_convolutions() -> None:
-    with torch.device("meta"):
-        model = resnet.build(resolve_cell("model=resnet_tiny").model, 10)
-
-    def convolution(channels: int, outputs: int, kernel: int, side: int) -> int:
-        return 2 * channels * outputs * kernel * kernel * side * side
-
-    expected = convolution(3, 16, 7, 16) + 2 * convolution(16, 16, 3, 8)
-    for width, side in ((16, 4), (32, 2), (64, 1)):
-        first, second = convolution(width, 2 * width, 3, side), convolution(2 * width, 2 * width, 3, side)
-        expected += first + second + convolution(width, 2 * width, 1, side)
-    expected += 2 * 128 * 10
-    images = torch.zeros(SAMPLES, 3, 32, 32)
-    assert count_forward_flops(model, {"images": images}) == SAMPLES * expected

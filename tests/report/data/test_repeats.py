@@ -1,0 +1,145 @@
+"""Tests of repeats: which runs are repeats of each other, and their noise."""
+
+from __future__ import annotations
+
+from distexp.runs.record import RunError, RunRecord
+from tests.helpers.printed_tables import header, printed, unwrapped
+from tests.helpers.records import invalid, record
+
+
+def test_repeats_with_different_seeds_show_mean_and_deviation() -> None:
+    records = [
+        record(3 * cell + n, strategy=strategy, train__seed=n, speed=speed + n)
+        for cell, (strategy, speed) in enumerate((("ddp", 100.0), ("fsdp", 100.5), ("single", 50.0)))
+        for n in range(3)
+    ]
+    text = unwrapped(printed(records))
+    assert "101.0 ± 1.0" in text
+    assert "seed" not in header(printed(records))
+    assert "Speeds on CPU vary with other programs: equal runs differed by ±1.4% here (standard deviation)." in text
+    fsdp, ddp = "run 3 +2 (strategy=fsdp), 101.5 samples/s", "run 0 +2 (strategy=ddp), 101.0 samples/s"
+    assert f"Fastest: {fsdp}, and {ddp}, are equal within the noise of ±2.8%." in text
+    assert "1.00 ± 0.01~" in text
+    assert "0.50 ± 0.01 " in text
+    apart = [r for r in records if r.config["strategy"]["name"] != "fsdp"]
+    single = "run 6 +2 (strategy=single), 51.0 samples/s"
+    assert f"Fastest: {ddp}. The next is {single}, beyond the noise of ±2.8%." in unwrapped(printed(apart))
+
+
+def test_speeds_of_single_runs_on_cpu_are_not_ranked() -> None:
+    """Equal runs on two busy cores had 169.5 and 289.1 samples/s."""
+    cells = zip(("ddp", "fsdp", "single", "deepspeed"), (289.1, 275.0, 169.5, 50.0), strict=True)
+    text = unwrapped(printed([record(n, strategy=name, speed=speed) for n, (name, speed) in enumerate(cells)]))
+    assert "compare only those that differ by more than 1.8x, or use repeats=3." in text
+    assert "run 0 (strategy=ddp), 289.1 samples/s, and run 1 (strategy=fsdp), 275.0 samples/s, are equal" in text
+    assert "Also equal within the noise: run 2." in text
+    assert "0.95~" in text
+    assert "0.17 " in text
+    assert "~: equal to this run within the noise." in text
+
+
+def test_noise_of_repeats_holds_for_runs_without_repeats() -> None:
+    twice = [record(n, run_id="a", speed=speed) for n, speed in enumerate((169.5, 289.1))]
+    text = unwrapped(printed([*twice, record(2, strategy="fsdp", speed=240.0)]))
+    assert "equal runs differed by ±37% here" in text
+    assert "are equal within the noise of more than ±100%" in text
+
+
+def test_without_repeats_the_noise_on_gpus_is_that_of_the_steps() -> None:
+    runs = [record(0, speed=100.0, peak=9.0), record(1, strategy="fsdp", speed=105.0, peak=9.0)]
+    text = unwrapped(printed(runs))
+    assert "noise of ±" not in text
+    assert "Fastest: run 1" in text
+    assert "Repeat with repeats=3 to measure the noise." in text
+    assert "CPU" not in text
+    for run, error in zip(runs, (0.001, 0.04), strict=True):
+        run.metrics.speed_error = {"relative": error, "blocks": 10.0}
+    assert "are equal within the noise of ±9%." in unwrapped(printed(runs))
+    runs[1].metrics.speed_error = {"relative": 0.001, "blocks": 10.0}
+    assert "Fastest: run 1 (strategy=fsdp), 105.0 samples/s. The next is run 0" in unwrapped(printed(runs))
+
+
+def test_a_failed_repeat_is_not_in_the_mean() -> None:
+    error = RunError("ValueError", "no", "train")
+    records = [
+        record(0, run_id="a"),
+        record(1, run_id="a", status="failed", error=error),
+        record(2, strategy="fsdp"),
+    ]
+    text = unwrapped(printed(records))
+    assert "1 of 2 completed" in text
+    assert "run 1 failed: ValueError" in text
+
+
+def test_a_run_that_failed_without_recording_its_gpu_is_a_repeat() -> None:
+    error = RunError("WorkerDied", "gone", "setup")
+    failed = record(0, run_id="a", status="failed", error=error)
+    records = [failed, record(1, run_id="a", peak=9.0), record(2, strategy="fsdp", peak=9.0)]
+    text = printed(records)
+    assert "gpu" not in header(text)
+    assert "1 of 2 completed" in text
+    records[2].environment.gpu_name = "Tesla V100"  # type: ignore[union-attr]
+    assert "gpu" in header(printed(records))
+
+
+def test_runs_with_different_environment_settings_are_not_repeats() -> None:
+    """Their run.id is equal, but the environment may be why their metrics differ."""
+
+    def sweep_of(key: str, *values: object) -> list[RunRecord]:
+        section, name = key.split("__")
+        overrides = [(f"{section}.{name}={value}",) for value in values]
+        return [record(n, run_id="a", overrides=overrides[n], **{key: value}) for n, value in enumerate(values)]
+
+    for key, values in {
+        "cluster__cpus_per_worker": (1, 4),
+        "cluster__srun": (["--cpu-bind=none"], []),
+        "measure__enabled": (True, False),
+        "train__checkpoint_every": (None, "epoch"),
+    }.items():
+        text = printed(sweep_of(key, *values))
+        assert " ± " not in text, key
+        assert text.count("completed") == 2, key
+    assert "cpus_" in header(printed(sweep_of("cluster__cpus_per_worker", 1, 4)))
+    assert " ± " in printed(sweep_of("cluster__timeout_min", 10.0, 20.0)), "a time limit changes no metric"
+    unset = [record(n, run_id="a", cluster__cpus_per_worker=n) for n in (1, 2)]
+    assert " ± " in printed(unset), "the default share of the cores is not a choice"
+
+
+def test_invalid_cells_are_not_repeats_of_each_other() -> None:
+    """Their settings may be equal, because they are never resolved."""
+    cells = [invalid(n, "no", overrides=("strategy=ddp", f"zero_stage={n}")) for n in (1, 2)]
+    assert printed([*cells, record(0)]).count(" invalid") == 4, "two rows, a note and a summary"
+    seeds = [invalid(n, "no", overrides=("strategy=ddp", f"train.seed={n}")) for n in (1, 2)]
+    assert "1 +1" in printed([*seeds, record(0)])
+
+
+def test_a_failed_run_keeps_the_variables_of_its_configuration() -> None:
+    error = RunError("WorkerDied", "gone", "setup")
+    passive = {"cluster__environment": {"OMP_WAIT_POLICY": "passive"}, "run_id": "a"}
+    runs = [
+        record(0, run_id="a", cluster__environment={"OMP_WAIT_POLICY": "active"}),
+        record(1, status="failed", error=error, **passive),
+    ]
+    rows = [line.split()[:3] for line in printed(runs).splitlines() if line.startswith(("  0", "  1"))]
+    assert rows == [["0", "active", "completed"], ["1", "passive", "failed"]]
+
+
+def test_an_environment_variable_distinguishes_runs() -> None:
+    records = [record(n, run_id="a", peak=9.0) for n in range(4)]
+    for each in records[1:]:
+        assert each.environment is not None
+        each.environment.variables = {"NCCL_ALGO": "Ring", "NCCL_VERSION": f"2.{each.run.number}"}
+    text = printed(records)
+    assert "NCCL_" in header(text)
+    rows = [line.split()[:4] for line in text.splitlines() if "completed" in line]
+    assert rows == [["0", "1", "-", "completed"], ["1", "+2", "3", "Ring"]]
+
+
+def test_variables_set_by_torchrun_do_not_distinguish_runs() -> None:
+    records = [record(n, run_id="a", peak=9.0) for n in range(2)]
+    set_by_torchrun = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_RUN_ID": "none", "NCCL_DEBUG": "WARN"}
+    assert records[1].environment is not None
+    records[1].environment.variables = set_by_torchrun
+    text = printed(records)
+    assert "0 +1" in text
+    assert "TORCH" not in text

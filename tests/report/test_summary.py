@@ -1,0 +1,74 @@
+"""Tests of the sentences below the table of runs."""
+
+from __future__ import annotations
+
+from tests.helpers.printed_tables import printed, unwrapped
+from tests.helpers.records import record
+
+
+def test_memory_peaks_during_setup_and_few_measured_steps_are_reported() -> None:
+    runs = [record(n, strategy=name, train__measure_after_step=5) for n, name in enumerate(("ddp", "deepspeed"))]
+    for run, setup in zip(runs, (900.0, 4300.0), strict=True):
+        run.memory["cpu"] = [{"node": 0, "peak_mib": setup, "phases": {"setup": setup, "train": 1400.0}}]
+        run.metrics.total_steps = 30
+    text = unwrapped(printed(runs))
+    assert "Run 1 had its memory peak during setup. After setup its peak was 1,400 MiB. DeepSpeed compiles" in text
+    assert "Run 0 had" not in text
+    assert "Fewer than 5 steps" not in text
+    runs[1].metrics.total_steps = 6
+    assert "Fewer than 5 steps were measured in run 1." in unwrapped(printed(runs))
+
+
+def test_the_summary_keeps_models_apart() -> None:
+    runs = [
+        record(2 * n + m, model__name=name, strategy=strategy, train__micro_batch_size=4 + 4 * m)
+        for n, name in enumerate(("gpt_tiny", "bloom_tiny"))
+        for m, strategy in enumerate(("ddp", "fsdp"))
+    ]
+    text = unwrapped(printed(runs))
+    assert "Global batch sizes differ (gpt_tiny on squad_sample): " in text
+    assert "Global batch sizes differ (bloom_tiny on squad_sample): " in text
+    assert "Only runs of gpt_tiny on squad_sample have one." in text
+
+
+def test_small_models_are_named_as_stand_ins() -> None:
+    runs = [
+        record(n, model__name="bloom_560m", scale__name="tiny", strategy=name) for n, name in enumerate(("ddp", "fsdp"))
+    ]
+    assert "Model: tiny stand-in for bloom_560m, 1,000 parameters." in unwrapped(printed(runs))
+    assert "stand-in" not in printed([record(n, train__seed=n) for n in range(2)])
+    assert "stand-in" not in printed([record(n, scale__name="tiny") for n in range(2)]), "bloom_tiny is tiny anyway"
+
+
+def test_the_summary_follows_the_metrics() -> None:
+    def summary(first: float, second: float) -> str:
+        return unwrapped(
+            printed([record(0, peak=first, speed=first), record(1, strategy="fsdp", peak=second, speed=second)])
+        )
+
+    assert "Fastest: run 1 (strategy=fsdp), 2,000.0 samples/s." in summary(1000, 2000)
+    assert "Lowest peak GPU memory: run 0 (strategy=ddp), 1,000 MiB." in summary(1000, 2000)
+    assert "Fastest: run 0 (strategy=ddp)" in summary(2000, 1000)
+    assert "Lowest peak GPU memory: run 1 (strategy=fsdp), 1,000 MiB." in summary(2000, 1000)
+
+
+def test_different_tasks_are_ranked_separately() -> None:
+    records = [record(0, speed=10), record(1, strategy="fsdp", speed=20)]
+    records += [record(2, model__name="gpt", speed=900), record(3, model__name="gpt", strategy="fsdp", speed=300)]
+    text = unwrapped(printed(records))
+    assert "Fastest (bloom_tiny on squad_sample): run 1 (" in text
+    assert "Fastest (gpt on squad_sample): run 2 (" in text
+    assert "90.00" not in text, "a speedup is relative to a run of the same task"
+
+
+def test_nearly_equal_metrics_are_called_equal() -> None:
+    text = unwrapped(printed([record(0, speed=100.0, peak=1000), record(1, strategy="fsdp", speed=100.2, peak=1003)]))
+    assert "100.2 samples/s. Equal within 0.5%: run 0 (strategy=ddp), 100.0 samples/s." in text
+    assert "run 0 (strategy=ddp), 1,000 MiB. Equal within 0.5%: run 1 (strategy=fsdp), 1,003 MiB." in text
+
+
+def test_different_global_batches_are_reported() -> None:
+    records = [record(0, strategy="single", train__micro_batch_size=8), record(1, train__micro_batch_size=16)]
+    text = unwrapped(printed(records))
+    assert "Global batch sizes differ: 16 in run 0, 32 in run 1. Their losses are not comparable." in text
+    assert "Global batch" not in printed([record(0), record(1, strategy="fsdp")])
