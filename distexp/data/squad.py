@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,20 @@ START = "answer_start"
 """Key of the position of an answer in the context, in characters. Positions are optional, and checked if present."""
 
 
+@dataclass(frozen=True)
+class Split:
+    """The training or the evaluation examples.
+
+    Attributes:
+        key: start of the keys in ``dataset``: train or eval.
+        name: name in messages.
+    """
+
+    key: str
+    name: str
+    examples: Sequence[Example]
+
+
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """Load questions with answers as training data for a causal LM.
 
@@ -46,8 +61,8 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     max_length = sequence_length(dataset, model)
     training, evaluation = read_examples(dataset)
     tokenizer = load_tokenizer(model, tokenizer_corpus(training))
-    train, train_counts = _tokenize_split("train", training, dataset, tokenizer, max_length)
-    held_out, eval_counts = _tokenize_split("eval", evaluation, dataset, tokenizer, max_length)
+    train, train_counts = _tokenize_split(Split("train", "training", training), dataset, tokenizer, max_length)
+    held_out, eval_counts = _tokenize_split(Split("eval", "evaluation", evaluation), dataset, tokenizer, max_length)
     return TaskData(
         task="causal_lm",
         train=train,
@@ -208,28 +223,38 @@ def _check_positions(examples: Sequence[Example], name: str, source: str) -> Non
         )
 
 
+def _select(split: Split, dataset: DatasetConfig) -> Sequence[Example]:
+    """Return the first examples of a split, as many as its size in ``dataset``, with checked positions."""
+    count, size = len(split.examples), getattr(dataset, f"{split.key}_size")
+    if not count:
+        raise ConfigError(f"the data has no {split.name} examples: use data with at least one question")
+    if size is not None and size > count:
+        raise ConfigError(
+            f"dataset.{split.key}_size={size} is more than the {count} {split.name} examples of the data: "
+            f"set at most {count}, or null for all"
+        )
+    selected = split.examples[:size]
+    source = getattr(dataset, f"{split.key}_path") or dataset.path
+    _check_positions(selected, f"{split.name} examples", str(source))
+    return selected
+
+
 def _tokenize_split(
-    kind: str, examples: list[Example], dataset: DatasetConfig, tokenizer: Tokenizer, max_length: int
+    split: Split, dataset: DatasetConfig, tokenizer: Tokenizer, max_length: int
 ) -> tuple[QASamples, TokenizationCounts]:
-    """Tokenize the first examples of a split, as many as its size in ``dataset``.
+    """Tokenize the selected examples of a split.
 
     Returns:
         The samples, and the numbers of examples that were cut or left out.
+
+    Raises:
+        ConfigError: the split has fewer examples than requested, or none is usable.
     """
-    name, size = "training" if kind == "train" else "evaluation", getattr(dataset, f"{kind}_size")
-    if not examples:
-        raise ConfigError(f"the data has no {name} examples: use data with at least one question")
-    if size is not None and size > len(examples):
-        raise ConfigError(
-            f"dataset.{kind}_size={size} is more than the {len(examples)} {name} examples of the data: "
-            f"set at most {len(examples)}, or null for all"
-        )
-    selected = examples[:size]
-    _check_positions(selected, f"{name} examples", str(getattr(dataset, f"{kind}_path") or dataset.path))
-    samples, counts = tokenize_examples(selected, tokenizer, max_length, keep_references=kind == "eval")
+    selected = _select(split, dataset)
+    samples, counts = tokenize_examples(selected, tokenizer, max_length, keep_references=split.key == "eval")
     if not len(samples):
         raise ConfigError(
-            f"none of {len(selected)} {name} examples is usable with dataset.max_length={max_length}: "
+            f"none of {len(selected)} {split.name} examples is usable with dataset.max_length={max_length}: "
             "raise it, or use examples with answers"
         )
     return samples, counts

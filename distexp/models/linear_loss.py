@@ -81,6 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Return the loss and keep the gradients, multiplied by ``ctx.scale`` and ``ctx.weight_scale``."""
         ctx.dtypes = hidden.dtype, weight.dtype
         ctx.scale, ctx.weight_scale = _scales(dtype, chunk_tokens)
+        ratio = ctx.weight_scale / ctx.scale
         matrix, vector = _cast(weight, bias, dtype)
         loss = hidden.new_zeros((), dtype=torch.float32)
         hidden_gradients: list[Tensor] = []
@@ -95,10 +96,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 hidden_gradients.append((gradient @ matrix).masked_fill_(ignored[:, None], 0))
             if ctx.needs_input_grad[1]:
-                factors = inputs if ctx.scale == ctx.weight_scale else inputs * (ctx.weight_scale / ctx.scale)
+                factors = inputs if ctx.scale == ctx.weight_scale else inputs * ratio
                 weight_gradient = _add_product(weight_gradient, gradient.t(), factors)
             if bias is not None and ctx.needs_input_grad[2]:
-                product = (gradient.t() @ ((~ignored).to(dtype) * (ctx.weight_scale / ctx.scale))).float()
+                product = (gradient.t() @ ((~ignored).to(dtype) * ratio)).float()
                 bias_gradient = product if bias_gradient is None else bias_gradient + product
         ctx.save_for_backward(torch.cat(hidden_gradients) if hidden_gradients else None, weight_gradient, bias_gradient)
         return loss

@@ -2,8 +2,8 @@
 
 Random weights of a large model take longer than a short training. With ``sweep.shared_start=true`` all workers of a
 node are forked from one process. It offers a file in memory, which the workers inherit. The file is written once, and
-then sealed. It holds the state of the random number generator before and after the weights were made, so a run that
-reads them is equal to one that makes them.
+then sealed. It also holds the state of the random number generator before and after the weights were made. So a
+run that reads them is equal to one that makes them.
 """
 
 from __future__ import annotations

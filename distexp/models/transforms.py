@@ -51,8 +51,8 @@ def compile_forward(forward: Callable[..., Any], **options: Any) -> Callable[...
 def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
     """Compile ``forward`` of a model, which also works if DDP wraps the model later.
 
-    Inside of DDP, dynamo splits the graph at the ends of DDP's buckets, so that the reduction of a bucket overlaps with
-    the backward pass of the next graph. Compiling the DDP module instead would give the same graphs, because dynamo
+    Inside of DDP, dynamo splits the graph at the ends of DDP's buckets. So the reduction of a bucket overlaps with the
+    backward pass of the next graph. Compiling the DDP module instead would give the same graphs, because dynamo
     skips the code of DDP.
     """
     options: dict[str, Any] = {"mode": "reduce-overhead"} if cuda_graphs and BACKEND == "inductor" else {}
