@@ -84,28 +84,27 @@ def read_train(root: Path, classes: dict[str, int]) -> LabeledFiles:
 
 def read_val(root: Path, classes: dict[str, int]) -> LabeledFiles:
     """List the validation images in the order of val_annotations.txt."""
-    path = root / "val" / "val_annotations.txt"
+    path, images = root / "val" / "val_annotations.txt", root / "val" / "images"
     if not path.is_file():
         raise ConfigError(
             f"{path} is missing: the official layout has all validation images in val/images, and their classes in "
             "this file (a val folder with one folder per class is not supported)"
         )
-    images = root / "val" / "images"
     names = {file.name for file in images.iterdir()} if images.is_dir() else set()
     found: LabeledFiles = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if not line.strip():
             continue
         name, _, rest = line.partition("\t")
-        label = classes.get(rest.partition("\t")[0])
-        if label is None:
+        wnid = rest.partition("\t")[0]
+        if wnid not in classes:
             raise ConfigError(
                 f"{path}, line {number}: {line!r} must be a file name, a class in wnids.txt and a bounding box, "
                 "separated by tabs: restore the official file"
             )
         if name not in names:
             raise ConfigError(f"{images / name} is missing, but {path} lists it in line {number}: restore the image")
-        found.append((f"val/images/{name}", label))
+        found.append((f"val/images/{name}", classes[wnid]))
     return found
 
 

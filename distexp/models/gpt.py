@@ -158,12 +158,7 @@ class GPT(nn.Module):
         Raises:
             ValueError: the sequence is longer than the model's positions.
         """
-        length = input_ids.shape[1]
-        if length > self.positions.num_embeddings:
-            raise ValueError(
-                f"a sequence of {length} tokens exceeds the {self.positions.num_embeddings} positions of "
-                "this model: raise model.seq_length"
-            )
+        self._check_length(input_ids.shape[1])
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         documents = None if position_ids is None else number_documents(position_ids)
@@ -176,6 +171,13 @@ class GPT(nn.Module):
             hidden = hidden[:, logits_to_keep]
         logits: Tensor = self.head(self.norm(hidden))
         return logits
+
+    def _check_length(self, length: int) -> None:
+        if length > self.positions.num_embeddings:
+            raise ValueError(
+                f"a sequence of {length} tokens exceeds the {self.positions.num_embeddings} positions of "
+                "this model: raise model.seq_length"
+            )
 
     def _mask(self, attention_mask: Tensor, documents: Tensor | None) -> Mask:
         length, device = attention_mask.shape[1], attention_mask.device

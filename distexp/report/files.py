@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.result_rows import column_names, result_row
 from distexp.report.result_files import write_csv, write_parquet
 from distexp.runs.files import replace_atomically
-
-if TYPE_CHECKING:
-    pass
 
 PAGE = "report.html"
 
@@ -46,20 +41,22 @@ def write_files(
     rows = [result_row(row) for row in overview.rows]
     names = column_names(rows)
     figures = build_figures(overview, load_traces(overview, traced_runs))
-    images = list(render_files(figures, directory / "plots"))
-    for path, content in images:
-        path.parent.mkdir(exist_ok=True)
-        _replace(path, partial(_write_bytes, content))
+    images = [_write_image(path, content) for path, content in list(render_files(figures, directory / "plots"))]
     return [
         _replace(directory / "results.csv", lambda path: write_csv(rows, names, path)),
         _replace(directory / "results.md", lambda path: write_markdown(overview, figures, path)),
         _replace(directory / "results.parquet", lambda path: write_parquet(rows, names, path)),
-        *(path for path, _ in images),
+        *images,
         _replace(directory / PAGE, lambda path: write_page(overview, figures, path, skipped)),
     ]
 
 
-def _write_bytes(content: bytes, path: Path) -> None:
+def _write_image(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    return _replace(path, lambda temporary: _write_bytes(temporary, content))
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 

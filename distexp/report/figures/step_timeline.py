@@ -80,18 +80,21 @@ def _draw(ranks: Sequence[RankLanes], colors: dict[str, str], zoom_name: str) ->
     end = max(rank.step_ms for rank in ranks)
     zoom = alt.selection_interval(name=zoom_name, bind="scales", encodings=["x"], zoom=ZOOM)
     data = inline_table(("lane", "begin", "end", "label"), rows)
+    x = alt.X("begin:Q", title="time in the step (ms)", scale=alt.Scale(domain=[0, end], nice=False),
+              axis=alt.Axis(tickCount=8))  # fmt: skip
+    y = alt.Y("lane:N", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, grid=False),
+              scale=alt.Scale(domain=names, paddingInner=0.2))  # fmt: skip
     spans = alt.Chart(data).transform_calculate(ms="datum.end - datum.begin").mark_bar(clip=True).encode(
-        x=alt.X("begin:Q", title="time in the step (ms)", scale=alt.Scale(domain=[0, end], nice=False),
-                axis=alt.Axis(tickCount=8)),
-        x2="end:Q",
-        y=alt.Y("lane:N", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, grid=False),
-                scale=alt.Scale(domain=names, paddingInner=0.2)),
-        color=alt.Color("label:N", scale=alt.Scale(domain=list(colors), range=list(map(color, colors.values()))),
-                        legend=alt.Legend(title=None, direction="horizontal", columns=4)),
+        x=x, x2="end:Q", y=y, color=_label_color(colors),
         tooltip=["lane:N", "label:N", alt.Tooltip("begin:Q", title="start (ms)", format=",.3f"),
                  alt.Tooltip("ms:Q", title="duration (ms)", format=",.3f")],
     ).add_params(zoom)  # fmt: skip
     return alt.layer(spans).properties(height=LANE_HEIGHT * len(names))
+
+
+def _label_color(colors: dict[str, str]) -> alt.Color:
+    scale = alt.Scale(domain=list(colors), range=list(map(color, colors.values())))
+    return alt.Color("label:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4))
 
 
 def _with_gaps(ranks: Sequence[RankLanes]) -> Iterator[str]:

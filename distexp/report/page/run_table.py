@@ -34,17 +34,17 @@ def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
         *(_metric_column(overview, metric) for metric in metrics),
         {"title": "files", "kind": "files"},
     ]
-    rows = [
-        [
+
+    def cells(row: Row) -> list[Any]:
+        return [
             int(row.label) if numbered else row.label,
             *(_setting_cell(row.settings.get(name)) for name in names),
             [row.record.status, "" if row.completed else failure_reason(row)],
             *(_metric_cell(row.metrics[metric.name], metric) for metric in metrics),
             _links(row, directory),
         ]
-        for row in overview.rows
-    ]
-    return {"columns": columns, "rows": rows}
+
+    return {"columns": columns, "rows": [cells(row) for row in overview.rows]}
 
 
 def _setting_column(overview: Overview, name: str) -> dict[str, Any]:
