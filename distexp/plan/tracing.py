@@ -43,6 +43,7 @@ from distexp.strategies.deepspeed import DeepSpeed
 from distexp.strategies.torch_model import TorchModel
 from distexp.system.gpu_models import cublas_workspace, multiprocessors
 from distexp.system.torch_internals.distributed import fake_process_group, fsdp_device
+from distexp.system.torch_internals.grouped_products import grouped_products_of_any_precision
 from distexp.system.torch_internals.modes import FakeMode, make_fake_mode, without_fake_mode
 from distexp.worker.build import build_model, load_data
 
@@ -146,6 +147,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
         if on_gpu:
             stack.enter_context(cuda_autocast())
         stack.enter_context(fsdp_device(GPU))
+        stack.enter_context(grouped_products_of_any_precision())
         stack.callback(channel_statistics.cache_clear)  # it would keep fake tensors
         if config.train.compiled != "none":
             stack.enter_context(traced_compilation(fake_mode, lambda: recorder))
