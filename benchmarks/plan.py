@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measurement import visible_devices
 from distexp.plan.estimate import Estimate
-from distexp.plan.gpu_errors import DEEPSPEED, GPU_ERROR_BOUND
 from distexp.plan.search import last_of_each_key
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, verdict_of
 from distexp.runs.files import remove
@@ -241,8 +240,7 @@ def verdict_table(predicted: dict[str, Any], folder: Path) -> Iterator[str]:
         for limit in expected["limits_mib"]:
             path = result_path(folder, text, limit)
             status = json.loads(path.read_text())["status"] if path.exists() else "not run"
-            too_low = DEEPSPEED if "zero_stage=" in text else GPU_ERROR_BOUND  # All of them are on one GPU.
-            estimate = Estimate(required_mib=expected["required_mib"], too_low=too_low)
+            estimate = Estimate(required_mib=expected["required_mib"])
             verdict = VERDICTS[verdict_of(estimate, limit) or TOO_CLOSE]
             yield f"| {text} | {limit:,} | {expected['required_mib']:,.0f} | {verdict} | {status} |"
 

@@ -9,7 +9,7 @@ from typing import Any
 from distexp.config import Config
 from distexp.plan.arithmetic import expected_states_mib
 from distexp.plan.cpu_memory import error_bound, node_peak_mib, reason_not_measured, simulated_nodes
-from distexp.plan.gpu_errors import GPU_ERROR_BOUND, too_high_bound, too_low_bound
+from distexp.plan.gpu_errors import GPU_ERROR_BOUND, gpu_error_bound
 from distexp.plan.host_memory import host_peak_mib
 from distexp.plan.replay import Point, Replay, host_peak, replay
 from distexp.plan.step_trace import Event, PlanError, StepTrace, StepWork
@@ -45,8 +45,6 @@ class Estimate:
         curve: The phase and the parts at some points of the step.
         seconds: Time of the prediction.
         error_bound: Largest relative error of ``required_mib``; None if it is not known.
-        too_low: Largest error if the prediction is too low; None: that is ``error_bound``.
-        too_high: Largest error if the prediction is too high; None: that is ``error_bound``.
         on_cpu: Whether the run is on CPUs. Then ``required_mib`` is the memory of all processes on a machine.
         notes: What was assumed, or why the training could not be traced.
         flops: Floating point operations of a step of one worker; None if they were not counted.
@@ -65,8 +63,6 @@ class Estimate:
     curve: dict[str, list[Any]] = field(default_factory=dict)
     seconds: float = 0.0
     error_bound: float | None = GPU_ERROR_BOUND
-    too_low: float | None = None
-    too_high: float | None = None
     on_cpu: bool = False
     notes: list[str] = field(default_factory=list)
     flops: float | None = None
@@ -87,16 +83,15 @@ class Estimate:
     @property
     def most_mib(self) -> float | None:
         """Return the most memory that the training may need; None if it is not known."""
-        bound = self.error_bound if self.too_low is None else self.too_low
+        bound = self.error_bound
         return None if self.needed_mib is None or bound is None else self.needed_mib * (1 + bound)
 
     @property
     def least_mib(self) -> float | None:
         """Return the memory that the training needs at least; None if it is not known."""
-        bound = self.error_bound if self.too_high is None else self.too_high
-        if self.needed_mib is None or bound is None:
+        if self.needed_mib is None or self.error_bound is None:
             return None
-        reserved = self.needed_mib * (1 - bound)
+        reserved = self.needed_mib * (1 - self.error_bound)
         if self.on_cpu or self.peak_allocated_mib is None:
             return reserved
         return max(reserved, self.peak_allocated_mib * (1 - ALLOCATED_ERROR) + self.overhead_mib)
@@ -133,10 +128,8 @@ def make_estimate(config: Config) -> Estimate:
             "compared on a GPU for strategy=single in bf16 only, where they need the same"
         )
         trace = replace(trace, notes=(*trace.notes, note))
-    too_low, too_high = too_low_bound(config), too_high_bound(config)
     found = estimate_of(trace, overhead_mib(config), host_mib)
-    found = replace(found, error_bound=max(too_low, too_high), too_low=too_low, too_high=too_high)
-    return _with_work(found, trace.work)
+    return _with_work(replace(found, error_bound=gpu_error_bound(config)), trace.work)
 
 
 def _with_work(estimate: Estimate, work: StepWork | None) -> Estimate:
