@@ -19,6 +19,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from distexp.console.invalid_cells import InvalidCells
 from distexp.console.operator_build import build_message
 from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
 from distexp.console.sweep_progress import SweepProgress
@@ -121,10 +122,18 @@ class Screen:
         sweep: What is done, and how long the other runs will take.
     """
 
-    def __init__(self, total: int, sweep_dir: Path, *, invalid: int = 0) -> None:
+    def __init__(self, total: int, sweep_dir: Path, *, invalid: Sequence[str] = ()) -> None:
+        """Create the screen of a command.
+
+        Args:
+            total: Number of cells.
+            sweep_dir: Directory of the sweep.
+            invalid: The reason of each invalid cell.
+        """
         self.console = Console()
         self.total, self.sweep_dir = total, sweep_dir
-        self.sweep = SweepProgress(total, total - invalid)
+        self.sweep = SweepProgress(total, total - len(invalid))
+        self.invalid = InvalidCells(invalid)
         self.shown = 0
         self.records: list[RunRecord] = []
 
@@ -196,13 +205,15 @@ class Screen:
         self.print(f"run {number}: skipped, because {owner} runs it: wait for it, or stop that process")
 
     def show_invalid(self, record: RunRecord) -> None:
-        """Print why a cell is invalid; refer to an earlier run with the same error."""
+        """Print why a cell is invalid, once for all cells with the same reason.
+
+        Print nothing if no cell is valid, because the table with the reasons follows at once.
+        """
+        self.shown += 1
         reason = failure_text(record)
-        same = [each.run.number for each in self.records if failure_text(each) == reason]
-        text = f"same error as run {same[0]}" if same else _plain(reason)
-        self.console.print(
-            f"run {record.run.number}: [yellow]invalid[/yellow]: {text}", highlight=False, soft_wrap=True
-        )
+        label = self.invalid.label(record.run.number, reason) if self.sweep.runs else None
+        if label is not None:
+            self.console.print(f"{label}: [yellow]invalid[/yellow]: {_plain(reason)}", highlight=False, soft_wrap=True)
         self._add(record)
 
     def show_result(self, record: RunRecord, directory: Path, messages: Sequence[str] = ()) -> None:

@@ -33,6 +33,7 @@ from distexp.runs.prediction import read_prediction
 from distexp.runs.record import RunError, RunInfo, RunRecord
 from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
 from distexp.runs.spec import RunSpec
+from distexp.runs.text import join_errors
 from distexp.system.environment_variables import select_variables
 
 DISK_RESERVE_BYTES = 256 * 1024
@@ -142,7 +143,7 @@ def invalid_record(run: RunInfo, config: dict[str, Any], errors: list[str]) -> R
         status="invalid",
         run=run,
         config=config,
-        error=RunError("ConfigError", " | ".join(errors), errors=errors),
+        error=RunError("ConfigError", join_errors(errors), errors=errors),
         environment=make_environment(on_gpu=True),
     )
 

@@ -15,7 +15,7 @@ from distexp.plan.planner import Planner
 from distexp.plan.search import Change, Search
 from distexp.plan.verdict import describe_verdict, memory_to_fit_mib, predict
 from distexp.runs.record import Predicted
-from distexp.runs.text import format_override
+from distexp.runs.text import format_override, join_errors
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _planned(cell: Cell, outcome: Estimate | str) -> PlannedCell:
 
 
 def _invalid(cell: Cell) -> PlannedCell:
-    return PlannedCell(cell, error="invalid: " + " | ".join(cell.errors))
+    return PlannedCell(cell, error="invalid: " + join_errors(cell.errors))
 
 
 def search_of(cell: Cell, config: Config, make: MakeCell, planner: Planner) -> Search | None:
@@ -75,7 +75,7 @@ def search_of(cell: Cell, config: Config, make: MakeCell, planner: Planner) -> S
     def compose(overrides: Sequence[str]) -> Config | str:
         quoted = [quote_choice(text, config_groups()) for text in overrides]
         variant = make(replace_overrides(cell.overrides, quoted))
-        return variant.config or " | ".join(variant.errors)
+        return variant.config or join_errors(variant.errors)
 
     return None if memory is None else Search(config, compose, planner.estimate, memory)
 

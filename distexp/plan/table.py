@@ -14,11 +14,14 @@ from distexp.plan.search import Change
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, describe_verdict, predict
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.record import Predicted
-from distexp.runs.text import format_override
+from distexp.runs.text import format_override, join_first
 from distexp.system.units import format_memory
 
 STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
 NOT_TRACED = "not traced:"
+MOST_NAMED = 3
+"""Most cells with the same error that are named."""
+
 LABELS = {"optimizer_states": "optimizer states"}
 
 
@@ -32,11 +35,24 @@ def cells_table(cells: Sequence[PlannedCell], width: int) -> list[Table | Text]:
         found.append(table)
         if hidden:
             found.append(hidden_columns_note(hidden, "Print them with --json."))
+    return [*found, *(Text(line, style="yellow") for line in _error_lines(cells))]
+
+
+def _error_lines(cells: Sequence[PlannedCell]) -> Iterator[str]:
+    """Yield each error once, with the cells that it concerns."""
+    by_error: dict[str, list[PlannedCell]] = {}
     for cell in cells:
         if cell.error:
-            label = f"{' '.join(_varied(cell))}: " if len(cells) > 1 else ""
-            found.append(Text(f"{label}{cell.error}", style="yellow"))
-    return found
+            by_error.setdefault(cell.error, []).append(cell)
+    for error, same in by_error.items():
+        if len(cells) == 1:
+            yield error
+        elif len(same) == 1:
+            yield f"{' '.join(_varied(same[0]))}: {error}"
+        elif len(same) == len(cells):
+            yield f"all {len(cells)} cells: {error}"
+        else:
+            yield f"{len(same)} cells ({join_first((' '.join(_varied(cell)) for cell in same), MOST_NAMED)}): {error}"
 
 
 def _columns(cells: Sequence[PlannedCell]) -> list[Column]:

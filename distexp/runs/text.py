@@ -42,6 +42,11 @@ def join_first(items: Iterable[str], limit: int = MAX_ITEMS) -> str:
     return ", ".join(known[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def join_errors(errors: Iterable[str]) -> str:
+    """Join the errors of an invalid cell."""
+    return " | ".join(errors)
+
+
 def format_ids(numbers: Sequence[int]) -> str:
     """Join run numbers: ``0-5, 8, 9``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_the_traceback_is_in_the_log_and_not_on_the_screen(tmp_path: Path) -> No
     assert "Traceback" not in shown.getvalue()
 
 
-def plain_screen(total: int, invalid: int = 0) -> tuple[Screen, io.StringIO]:
+def plain_screen(total: int, invalid: Sequence[str] = ()) -> tuple[Screen, io.StringIO]:
     """Return a screen that writes plain text into a buffer."""
     screen, shown = Screen(total, Path("/sweep"), invalid=invalid), io.StringIO()
     screen.console = Console(file=shown, width=100, color_system=None)
@@ -121,15 +122,19 @@ def test_a_single_run_has_no_header() -> None:
 
 
 def test_the_same_error_of_invalid_runs_is_printed_once() -> None:
-    screen, shown = plain_screen(total=2)
-    for number in (0, 1):
+    reasons = ["strategy=single has one worker", "offload=true", "strategy=single has one worker"]
+    screen, shown = plain_screen(total=4, invalid=reasons)
+    for number, reason in enumerate(reasons):
         run = record(number)
-        run.status, run.error = "invalid", RunError("ConfigError", "strategy=single has one worker")
+        run.status, run.error = "invalid", RunError("ConfigError", reason)
         screen.show_invalid(run)
     assert shown.getvalue().splitlines() == [
-        "run 0: invalid: strategy=single has one worker",
-        "run 1: invalid: same error as run 0",
+        "run 0 and 1 more: invalid: strategy=single has one worker",
+        "run 1: invalid: offload=true",
     ]
+    assert [each.run.number for each in screen.records] == [0, 1, 2]
+    screen.run_header(3, "")
+    assert shown.getvalue().splitlines()[-1].startswith("run 3 (4 of 4)")
 
 
 def test_the_compilation_of_operators_is_announced_with_its_steps(tmp_path: Path) -> None:
@@ -155,7 +160,7 @@ def test_the_compilation_of_operators_is_announced_with_its_steps(tmp_path: Path
 
 
 def test_a_sweep_prints_what_is_done_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, shown = plain_screen(total=5, invalid=1)
+    screen, shown = plain_screen(total=5, invalid=["offload=true"])
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
 

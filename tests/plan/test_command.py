@@ -11,6 +11,7 @@ import pytest
 
 from distexp.config import Config
 from distexp.config.batch_sizes import with_micro_batch
+from distexp.exceptions import SweepFailedError
 from distexp.plan.cache import store_estimate
 from distexp.plan.cells import replace_overrides
 from distexp.plan.command import run_plan
@@ -76,6 +77,17 @@ def test_sweep_shows_every_cell_and_the_reason_of_an_invalid_one(capsys: pytest.
     assert "fits, 89 % to spare" in zero
     assert "invalid: " in text
     assert "offload=true" in text
+
+
+def test_the_same_error_of_many_cells_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = [("strategy=single", "offload=true", f"train.seed={seed}") for seed in range(5)]
+    text = printed(capsys, ("plan.gpu_memory_gb=75",), ("zero_stage=3",), *refused)
+    (line,) = [line for line in text.splitlines() if "invalid: " in line]
+    assert line.startswith("5 cells (strategy=single offload=true train.seed=0, ")
+    assert "train.seed=2 and 2 more): invalid: offload=true" in line
+    with pytest.raises(SweepFailedError):
+        printed(capsys, ("strategy=single", "offload=true"), ("train.seed=1",), ("train.seed=2",))
+    assert capsys.readouterr().out.startswith("all 2 cells: invalid: offload=true")
 
 
 def test_a_narrow_terminal_shows_which_cell_a_row_is(

@@ -28,7 +28,7 @@ from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.run_lock import run_lock
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import format_override
+from distexp.runs.text import format_override, join_errors
 
 
 def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
@@ -52,7 +52,8 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
 
 
 def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell], sweep_dir: Path) -> list[JobReturn]:
-    screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=sum(cell.config is None for cell in cells))
+    invalid = [join_errors(cell.errors) for cell in cells if cell.config is None]
+    screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=invalid)
     code, resume = git_state(git_root(PACKAGE)), master.sweep.resume
     runs = assign_run_dirs(
         cells,
@@ -108,7 +109,8 @@ def _as_job(context: HydraContext, run: AssignedRun, screen: Screen, warm: WarmS
     failures: list[OSError] = []
 
     def task(_: Any) -> str | None:
-        screen.run_header(run.info.number, " ".join(map(format_override, run.cell.varied)))
+        if run.cell.config is not None:
+            screen.run_header(run.info.number, " ".join(map(format_override, run.cell.varied)))
         try:
             return _run(run, screen, warm).status
         except OSError as error:  # Hydra would print a line about it.

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from distexp.config import Config, ConfigError
+from distexp.console.invalid_cells import InvalidCells
 from distexp.console.progress import show_progress
 from distexp.exceptions import SweepInterrupted
 from distexp.launch.composition import Cell, cell_maker, compose_cells
@@ -29,7 +30,7 @@ from distexp.launch.sweep import assign_run_dirs, locked_sweep_dir
 from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import SNAPSHOT
-from distexp.runs.text import failure_text, format_runs, suggest_command
+from distexp.runs.text import failure_text, format_runs, join_errors, suggest_command
 
 NOT_CONFIGURED = "configuration source"
 """Part of the error message of Slurm's commands if Slurm is installed but not configured."""
@@ -142,22 +143,34 @@ def prepare_runs(
         snapshot=str(snapshot.relative_to(sweep_dir)),
         active=active,
     )
+    invalid = _invalid_cells(cells)
     with show_progress("preparing", len(cells)) as advance:
         for run in runs:
             prepared = prepare_run(run)
             advance()
             if isinstance(prepared, RunRecord):
-                _print(console, f"run {run.info.number}: invalid: {failure_text(prepared)}")
+                _print_invalid(console, invalid, run.info.number, failure_text(prepared))
             else:
                 yield prepared
+
+
+def _invalid_cells(cells: Sequence[Cell]) -> InvalidCells:
+    return InvalidCells(join_errors(cell.errors) for cell in cells if cell.config is None)
+
+
+def _print_invalid(console: Console, cells: InvalidCells, number: int, reason: str, prefix: str = "") -> None:
+    """Print why a cell is invalid, once for all cells with the same reason."""
+    if label := cells.label(number, reason):
+        _print(console, f"{prefix}{label}: invalid: {reason}")
 
 
 def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
     """Print the sbatch files of a sweep without writing or submitting anything."""
     valid: list[tuple[int, Config]] = []
+    invalid = _invalid_cells(cells)
     for number, cell in enumerate(cells):
         if cell.config is None:
-            _print(console, f"# run {number}: invalid: {' | '.join(cell.errors)}")
+            _print_invalid(console, invalid, number, join_errors(cell.errors), prefix="# ")
         else:
             valid.append((number, cell.config))
     for index, members in enumerate(group_by_resources(valid, lambda member: member[1])):
