@@ -53,9 +53,9 @@ class FamilyMemory:
         fitting = [each for each in self.members if self._verdicts.get(each.micro_batch) == FITS]
         return fitting[-1] if fitting else None
 
-    def fails(self, size: int) -> bool:
+    def is_too_large(self, micro_batch: int) -> bool:
         """Return whether a micro-batch is known not to fit."""
-        return self._verdicts.get(size) == DOES_NOT_FIT
+        return self._verdicts.get(micro_batch) == DOES_NOT_FIT
 
     def waiting(self) -> list[Candidate]:
         """Return the members that are not pruned."""
@@ -65,10 +65,10 @@ class FamilyMemory:
         """Return the member to predict next: the largest one that may fit; None if all are known."""
         if self.unknown:
             return None
-        open_ = [each for each in self.waiting() if each.micro_batch not in self._verdicts]
-        return open_[-1] if open_ else None
+        without_verdict = [each for each in self.waiting() if each.micro_batch not in self._verdicts]
+        return without_verdict[-1] if without_verdict else None
 
-    def add(self, member: Candidate, outcome: Estimate | str) -> None:
+    def add_estimate(self, member: Candidate, outcome: Estimate | str) -> None:
         """Keep the estimate of a member, and infer what follows for the others."""
         if isinstance(outcome, str):
             self.unknown = outcome
@@ -81,11 +81,11 @@ class FamilyMemory:
             return
         self._verdicts[member.micro_batch] = verdict
         if verdict == FITS:
-            self._infer_smaller(member, outcome)
+            self._infer_fitting(member, outcome)
         else:
             self._infer_too_large(member, outcome)
 
-    def _infer_smaller(self, member: Candidate, estimate: Estimate) -> None:
+    def _infer_fitting(self, member: Candidate, estimate: Estimate) -> None:
         """Infer that smaller members fit. Those that accumulate gradients may need another copy of them."""
         extra = 0.0 if _accumulates(member) else self._gradients_mib()
         if extra is not None and (estimate.most_mib or 0.0) + extra <= (self.memory_mib or 0.0):
@@ -100,15 +100,16 @@ class FamilyMemory:
     def _infer_too_large(self, member: Candidate, estimate: Estimate) -> None:
         """Infer which smaller members do not fit either, because what does not shrink with them is too much."""
         needed, least = estimate.needed_mib, estimate.least_mib
-        if self._verdicts[member.micro_batch] == DOES_NOT_FIT and needed is None:  # The states alone are too large.
+        does_not_fit = self._verdicts[member.micro_batch] == DOES_NOT_FIT
+        if does_not_fit and needed is None:  # The states alone are too large.
             for each in self.members:
                 self._verdicts.setdefault(each.micro_batch, DOES_NOT_FIT)
         if not needed or least is None or self.memory_mib is None:
             return
-        for each in self.members:
-            share = 1 - each.micro_batch / member.micro_batch
-            shrunk = sum(estimate.parts.get(part, 0.0) for part in (*PER_SAMPLE, "temporaries")) * share
-            if each.micro_batch < member.micro_batch and (needed - shrunk) * least / needed > self.memory_mib:
+        shrinking = sum(estimate.parts.get(part, 0.0) for part in (*PER_SAMPLE, "temporaries"))
+        for each in (each for each in self.members if each.micro_batch < member.micro_batch):
+            saved = shrinking * (1 - each.micro_batch / member.micro_batch)
+            if (needed - saved) * least / needed > self.memory_mib:
                 self._verdicts.setdefault(each.micro_batch, DOES_NOT_FIT)
 
     def decide(self) -> None:
@@ -137,6 +138,7 @@ class FamilyMemory:
         return nearest.expected_mib - shrunk * (1 - member.micro_batch / nearest.micro_batch)
 
     def _reason(self, member: Candidate) -> str:
+        """Return why a member does not fit."""
         nearest = self._nearest(member)
         assert nearest is not None, "its verdict follows from a prediction"
         assert nearest.predicted is not None

@@ -119,7 +119,7 @@ class _Pruning:
         if lighter is None:
             return
         for each in family.waiting():
-            if lighter.fails(each.micro_batch):
+            if lighter.is_too_large(each.micro_batch):
                 each.prune(f"needs more memory than {lighter.label}, which does not fit")
 
     def _prune_offloaded(self, family: FamilyMemory) -> None:
@@ -165,7 +165,7 @@ class _Pruning:
             batch = wanted[start : start + self.at_a_time]
             configs = [member.config for _, member in batch if member.config is not None]
             for (family, member), outcome in zip(batch, self.estimate_all(configs), strict=True):
-                family.add(member, outcome)
+                family.add_estimate(member, outcome)
             self.done += len(batch)
             self.report(f"predicted the memory of {self.done} configurations")
         return True

@@ -64,6 +64,11 @@ class ProfileComparison:
         if abs(b - a) <= SAME * a:
             return f"A and B are equally fast: {times}."
         ratio = f"{b / a:.2f} times slower" if b > a else f"{a / b:.2f} times faster"
+        if (self.totals.change > 0) != (b > a):
+            return (
+                f"B is {ratio} than A, {times}. The profiled steps do not show this: they take {self.totals.b:,.3f} ms "
+                f"instead of {self.totals.a:,.3f} ms. Profile more steps, for example with train.profile_steps=10."
+            )
         return f"B is {ratio} than A, {times}. Largest changes: {', '.join(self._changes())}."
 
     def _changes(self) -> Iterator[str]:

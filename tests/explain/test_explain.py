@@ -360,6 +360,20 @@ def test_comparison_uses_the_steps_that_were_not_profiled(tmp_path: Path, capsys
     assert found["median_ms_per_sample"]["b"] == pytest.approx(2 * found["median_ms_per_sample"]["a"])
 
 
+def test_parts_that_change_in_the_other_direction_explain_nothing() -> None:
+    """B is slower by the median of its other steps, but its profiled steps are faster."""
+    runs = [profiled({"matmul": length}, peak=None) for length in (100.0, 50.0)]
+    for run, median_s in zip(runs, (0.1, 0.2), strict=True):
+        run.metrics.step_time_s = {"p50": median_s}
+    a, b = (StepProfile.of(run) for run in runs)
+    assert a is not None
+    assert b is not None
+    sentence = ProfileComparison(a, b).sentence()
+    assert sentence.startswith("B is 2.00 times slower than A")
+    assert "The profiled steps do not show this: they take" in sentence
+    assert "Largest changes" not in sentence
+
+
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     first = profiled(COMPUTE_BOUND, COMPUTE_BOUND, **GPU)
