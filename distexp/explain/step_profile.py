@@ -14,7 +14,7 @@ COMPUTE = ("matmul", "other_kernels")
 """Parts in which kernels run."""
 
 OVERHEADS = ("exposed_communication", "waiting", "launch_idle", "data_wait", "optimizer", "host")
-"""All other parts. The largest one is the bottleneck."""
+"""All other parts. The largest one is the bottleneck, if it is large enough."""
 
 DIFFERENT = 0.05
 """Relative difference from which a profiled step differs from the median step."""
