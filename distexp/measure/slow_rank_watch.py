@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
+from distexp.measure.method_replacements import Method, MethodReplacements
 from distexp.measure.scheduler_delay import SchedulerDelay
 from distexp.system.torch_internals.autograd import queue_backward_callback
 
@@ -76,8 +77,7 @@ class SlowRankWatch:
         self._nested = False  # inside another wait
         self._scheduler = SchedulerDelay()
         self._delay_s = 0.0  # of the scheduler, at the start of the step and then outside of the waits
-        # What the classes themselves have. The attribute of a class in C++ is another object, which gets no self.
-        self._originals: list[tuple[type[Any], str, Any]] = []
+        self._replacements = MethodReplacements()
 
     def follow(self, module: nn.Module) -> None:
         """Follow the backward passes of a module, if it is DDP. Call it once, before the training."""
@@ -124,27 +124,22 @@ class SlowRankWatch:
     def stop(self) -> None:
         """Stop watching, and restore the methods of torch."""
         self.watching = False
-        while self._originals:
-            owner, name, own = self._originals.pop()
-            if own is None:
-                delattr(owner, name)  # The owner inherits it.
-            else:
-                setattr(owner, name, own)
+        self._replacements.restore()
 
     def _replace_waits(self) -> None:
-        self._replace(dist.Work, "wait", self._computes_here)
+        replace = self._replacements.replace
+        replace(dist.Work, "wait", partial(self._timed, counts=self._computes_here))
         if self.on_gpu:
-            self._replace(torch.cuda.Stream, "wait_event", lambda stream: stream == self._stream)
-            self._replace(torch.cuda.Stream, "synchronize", lambda _: True)
+            on_stream = partial(self._timed, counts=lambda stream: stream == self._stream)
+            replace(torch.cuda.Stream, "wait_event", on_stream)
+            replace(torch.cuda.Stream, "synchronize", partial(self._timed, counts=lambda _: True))
             for name in COLLECTIVES:
                 if hasattr(dist.ProcessGroup, name):
-                    self._replace(dist.ProcessGroup, name, self._computes_here)
+                    replace(dist.ProcessGroup, name, partial(self._timed, counts=self._computes_here))
 
-    def _replace(self, owner: type[Any], name: str, counts: Callable[[Any], bool]) -> None:
-        """Replace a method by one that measures its time if ``counts`` returns true."""
-        original = getattr(owner, name)
+    def _timed(self, original: Method, *, counts: Callable[[Any], bool]) -> Method:
+        """Return a method that also measures its time if ``counts`` returns true for its object."""
 
-        @wraps(original)
         def measure(this: Any, *arguments: Any, **keywords: Any) -> Any:
             if self._nested or not counts(this):
                 return original(this, *arguments, **keywords)
@@ -154,8 +149,7 @@ class SlowRankWatch:
             finally:
                 self._leave(start)
 
-        self._originals.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, measure)
+        return measure
 
     def _computes_here(self, _: Any) -> bool:
         """Return whether the caller is the stream of the computation, or on a CPU its thread."""
