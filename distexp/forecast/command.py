@@ -20,7 +20,8 @@ from distexp.forecast.json_output import row_to_json
 from distexp.forecast.measured import add_measured
 from distexp.forecast.memory import add_memory
 from distexp.forecast.profiled_run import ProfiledRun, read_profiled_run
-from distexp.forecast.rows import SizeRow, forecast_sizes
+from distexp.forecast.rows import forecast_sizes
+from distexp.forecast.size_row import SizeRow
 from distexp.forecast.table import answer, notes, sizes_table
 from distexp.forecast.what_if import what_if
 from distexp.launch.composition import Cell

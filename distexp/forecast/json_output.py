@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from distexp.forecast.rows import SizeRow
+from distexp.forecast.size_row import SizeRow
 from distexp.forecast.table import EXPOSED
 
 

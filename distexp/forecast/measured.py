@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distexp.forecast.profiled_run import ProfiledRun
-from distexp.forecast.rows import SizeRow
+from distexp.forecast.size_row import SizeRow
 from distexp.runs.forecast import StoredForecast
 from distexp.runs.forecast_errors import ForecastError, compare_with_run, store_error
 from distexp.runs.record import RunRecord, load_all

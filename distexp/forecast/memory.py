@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distexp.forecast.rows import SizeRow
+from distexp.forecast.size_row import SizeRow
 from distexp.plan.cells import PlannedCell, plan_cells
 from distexp.plan.command import show_predictions
 from distexp.plan.planner import Planner, with_gpu

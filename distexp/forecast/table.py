@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from distexp.forecast.rows import SizeRow
+from distexp.forecast.size_row import SizeRow
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.record import Predicted
 from distexp.runs.step_parts import PARTS
