@@ -122,33 +122,36 @@ def model(*, tied: bool) -> nn.Module:
     return nn.Sequential(embedding, Block(width), Block(width), nn.LayerNorm(width), head)
 
 
-def gathers_of_hooks(module: nn.Module, options: ZeroOptions) -> list[list[int]]:
-    """Return the elements of the gathers of the memory model in each of three micro-batches."""
+def gathers_of_hooks(module: nn.Module, options: ZeroOptions) -> list[int]:
+    """Return the elements of the gathers of the memory model in the third micro-batch. The first one has no order."""
     parameters = list(module.parameters())
-    buffers = SimpleNamespace(on_gpu=lambda elements, dtype, part: torch.empty(elements, dtype=dtype))
     threshold = options.stage3_param_persistence_threshold
     zero: Any = SimpleNamespace(
-        params=parameters, persistent={each for each in parameters if each.numel() <= threshold}, world_size=2,
-        offloads=False, buffers=buffers, dtype=torch.float32, _share=lambda each: -(-each.numel() // 2),
+        params=parameters, order={each: number for number, each in enumerate(parameters)}, world_size=2,
+        persistent=[each for each in parameters if each.numel() <= threshold], offloads=False, dtype=torch.float32,
+        buffers=SimpleNamespace(on_gpu=lambda elements, dtype, part: torch.empty(elements, dtype=dtype)),
+        gather_stream=torch.cpu.Stream(), _share=lambda each: -(-each.numel() // 2),
     )  # fmt: skip
     names = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
-    found: list[list[int]] = []
+    found: list[int] = []
 
     class Recorder(_Fetcher):
         def _gather(self, needed: Iterable[nn.Parameter]) -> None:
             chosen = list(needed)
             if chosen:
-                found[-1].append(sum(each.numel() for each in chosen))
+                found.append(sum(each.numel() for each in chosen))
             super()._gather(chosen)
 
     fetcher = Recorder(zero, {"zero_optimization": {name: getattr(options, name) for name in names}})
     fetcher.hook(module)
-    for _ in range(3):
-        found.append([])
+    for micro_batch in range(3):
+        found.clear()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of the embedding
             module(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
-        fetcher.finish()
+        if micro_batch == 0:  # an update
+            fetcher.release_all()
+            fetcher.gather_persistent()
     return found
 
 
@@ -167,7 +170,7 @@ def test_gathers_are_those_of_the_memory_model(tied: bool, prefetch: int, live: 
     positions = {parameter: position for position, parameter in enumerate(module.parameters())}
     modules = [[positions[each] for each in one.parameters(recurse=False)] for one in module.modules()]
     elements = [parameter.numel() for parameter in positions]
-    expected = gathers_of_hooks(module, options)[-1]
+    expected = gathers_of_hooks(module, options)
     found = gathers_of_micro_batch([params for params in modules if params], elements, options)
     assert [each.elements for each in found] == expected
     assert expected
