@@ -42,7 +42,7 @@ def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool)
         as_json: Whether the output is JSON.
 
     Raises:
-        ConfigError: an override changes what the workers compute, or the run is somebody else's and may run code.
+        ConfigError: an override changes what the workers compute, or another user's run may run code.
     """
     errors = [_refused(run, text) for text in typed if not _may_be_set(run, text)]
     if errors:
@@ -51,19 +51,19 @@ def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool)
     stored = run.record.run.overrides
     if not run.is_own:
         check_stored_command(run.directory / RECORD, stored, typed)
-    decided, added = list(_decided(run, typed)), [text for text in typed if _key(text) not in SIZE_KEYS]
-    replaced = {*NOT_REPEATED_KEYS, *map(_key, [*decided, *added])}
+    fixed, added = list(_fixed_values(run, typed)), [text for text in typed if _key(text) not in SIZE_KEYS]
+    replaced = {*NOT_REPEATED_KEYS, *map(_key, [*fixed, *added])}
     kept = [text for text in stored if _key(text) not in replaced and _section(text) not in NOT_REPEATED]
     cells = json.dumps([as_cell(size) for size in choose_sizes(run, typed)], separators=(",", ":"))
     output = ["plan.output=json", "forecast.output=json"] if as_json else []
     return [
-        *kept, *decided, *map(_absolute, added), *output, f"sweep.cells={cells}",
+        *kept, *fixed, *map(_absolute, added), *output, f"sweep.cells={cells}",
         "plan.only=true", "forecast.only=true", f'forecast.run="{run.directory}"',
     ]  # fmt: skip
 
 
-def _decided(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
-    """Yield what the profiled run has decided on its machine, and what is no limit of a forecast."""
+def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
+    """Yield the values that the profiled run found on its machine, and those that would restrict other sizes."""
     yield _device(run)
     if not isinstance(run.setting("train", "micro_batch_size"), int) and run.micro_batch_size is not None:
         yield f"train.micro_batch_size={run.micro_batch_size}"

@@ -107,14 +107,12 @@ class Network:
 
     Attributes:
         name: A key of NETWORKS.
-        cards_per_node: Network cards of a node. None: one per worker, or that of the machine.
         rail_optimized: Whether GPUs of the same index share a switch. Then a slower upper level matters only with more
             than NODES_PER_LEAF nodes.
         oversubscription: By how much the upper level of the network is slower than the lower one.
     """
 
     name: str = "infiniband-hdr-200g"
-    cards_per_node: int | None = None
     rail_optimized: bool = True
     oversubscription: float = 1.0
 
@@ -128,12 +126,10 @@ class Network:
             raise ConfigError(f"forecast.network={self.name} is unknown: use one of {', '.join(NETWORKS)}")
         if self.oversubscription < 1:
             raise ConfigError(f"forecast.oversubscription={self.oversubscription:g} is impossible: use at least 1")
-        if self.cards_per_node is not None and self.cards_per_node < 1:
-            raise ConfigError(f"a node cannot have {self.cards_per_node} network cards: use at least 1")
 
     def link(self, nodes: int, workers_per_node: int) -> Link:
         """Return the link of each worker to other nodes, if all workers use it at the same time."""
-        cards = self.cards_per_node or CARDS_PER_NODE.get(self.name, workers_per_node)
+        cards = CARDS_PER_NODE.get(self.name, workers_per_node)
         bandwidth = EFFICIENCY_NETWORK * NETWORKS[self.name] * 1e9 * cards / workers_per_node
         crosses = not self.rail_optimized or nodes > NODES_PER_LEAF
         return Link(self.name, bandwidth / (self.oversubscription if crosses else 1.0), NETWORK)

@@ -1,8 +1,8 @@
 """Simulation of a training step with a clock for the CPU, one for computation, and one for communication.
 
-The CPU launches the items in order. The device executes segments one after the other, and so it does with collectives,
-next to the segments. A segment waits for collectives whose results it needs, and a collective waits for the segments
-whose results it sends. Steps are repeated until their duration is constant, because the CPU may run ahead.
+The CPU launches the items in order. The device executes the segments one after the other. At the same time it executes
+the collectives, also one after the other. A segment waits for collectives whose results it needs. A collective waits
+for segments whose results it sends. Steps are repeated until their duration is constant, because the CPU may run ahead.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class SimulatedStep:
     """
 
     step_s: float = 0.0
-    compute_s: float = 0.0  # segments run
-    exposed_s: float = 0.0  # a segment, or the next step, waits for a collective
-    launch_s: float = 0.0  # the device waits for the CPU
+    compute_s: float = 0.0  # time of the segments
+    exposed_s: float = 0.0  # time that a segment, or the next step, waits for a collective
+    launch_s: float = 0.0  # time that the device waits for the CPU
     communication_s: float = 0.0  # sum of all collectives
 
     @property
@@ -99,7 +99,7 @@ def dependencies(items: Sequence[Item]) -> dict[int, list[int]]:
 
 
 def _next_segment(items: Sequence[Item], position: int) -> int | None:
-    """Return the segment that waits for a collective: the next one after those that its result does not matter to."""
+    """Return the segment that waits for a collective: the next one, or a later one if it was launched ahead."""
     one = items[position]
     assert isinstance(one, Collective)
     place = one.kind, one.axis, one.phase, one.micro_batch

@@ -24,7 +24,7 @@ DOUBLING_UNCERTAINTY = 0.01
 def interval_of(
     seconds: float, step: SimulatedStep, sources: Set[str], run: MeasuredStep, target: Target
 ) -> tuple[float, float]:
-    """Return the ends of the interval: independent errors are added as squares.
+    """Return the ends of the interval. The errors are independent, so their squares are added.
 
     Args:
         seconds: The forecast.
@@ -42,8 +42,8 @@ def interval_of(
         worst * step.exposed_s,
         (run.waiting_s(target.workers) - run.own_waiting_s) / 2,
     )
-    both = math.hypot(*errors)
-    return max(seconds - both, 0.0), seconds + math.hypot(both, HIDDEN_UNCERTAINTY * step.hidden_s)
+    combined = math.hypot(*errors)
+    return max(seconds - combined, 0.0), seconds + math.hypot(combined, HIDDEN_UNCERTAINTY * step.hidden_s)
 
 
 def describe_distance(run: MeasuredStep, target: Target, sources: Set[str]) -> str:

@@ -1,4 +1,4 @@
-"""Assumptions of a forecast that a later run may not share, so that its error is none of the forecast's."""
+"""Assumptions of a forecast that a later run may not share. Then the difference is no error of the forecast."""
 
 from __future__ import annotations
 

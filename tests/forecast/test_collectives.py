@@ -119,8 +119,8 @@ def test_gpus_without_nvlink_use_pcie(name: str) -> None:
 
 
 def test_network_cards_are_shared_by_the_workers_of_a_node() -> None:
-    one_card = Network("infiniband-hdr-200g", cards_per_node=1).link(2, 4).bandwidth
-    assert Network("infiniband-hdr-200g").link(2, 4).bandwidth == pytest.approx(4 * one_card)
+    one_card_per_worker = Network("infiniband-hdr-200g").link(2, 4).bandwidth
+    assert one_card_per_worker == Network("infiniband-hdr-200g").link(2, 8).bandwidth == pytest.approx(0.9 * 25e9)
     assert Network("efa-p5").link(2, 8).bandwidth == pytest.approx(4 * 0.9 * 12.5e9)
 
 
@@ -129,7 +129,6 @@ def test_network_cards_are_shared_by_the_workers_of_a_node() -> None:
     [
         ({"name": "token-ring"}, r"forecast.network=token-ring is unknown: use one of .*infiniband-ndr-400g"),
         ({"oversubscription": 0.5}, r"oversubscription=0.5 is impossible: use at least 1"),
-        ({"cards_per_node": 0}, r"cannot have 0 network cards: use at least 1"),
     ],
 )
 def test_an_impossible_network_is_refused(values: dict[str, object], message: str) -> None:
