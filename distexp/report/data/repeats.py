@@ -163,14 +163,13 @@ def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tu
 
     A run that failed before it recorded its hardware is taken to have had that of the first run that did.
     """
-    witness = next((row for row in rows if knows_hardware(row.record)), None)
+    known = next((row.settings for row in rows if knows_hardware(row.record)), {})
     for row in rows:
-        lacks_hardware = witness is not None and not knows_hardware(row.record)
-        values = {**row.settings}
-        for name in names:
-            if lacks_hardware and witness is not None and is_hardware(name) and values.get(name) is None:
-                values[name] = witness.settings.get(name)
-        yield row, [format_setting(values.get(name)) for name in names]
+        values = {name: row.settings.get(name) for name in names}
+        if not knows_hardware(row.record):
+            missing = [name for name in names if is_hardware(name) and values[name] is None]
+            values |= {name: known.get(name) for name in missing}
+        yield row, [format_setting(values[name]) for name in names]
 
 
 def share_deviations(groups: Sequence[RunGroup]) -> list[RunGroup]:

@@ -58,11 +58,11 @@ def _leading_settings(name: str, known: Sequence[Settings]) -> tuple[str, ...]:
 def _follows(known: Sequence[Settings], name: str, leaders: Sequence[str]) -> bool:
     """Return whether equal values of the leading settings imply equal values."""
     values: dict[str, str] = {}
-    return all(
-        values.setdefault(value_key([each.get(leader) for leader in leaders]), value_key(each.get(name)))
-        == value_key(each.get(name))
-        for each in known
-    )
+    for settings in known:
+        leading, value = value_key([settings.get(leader) for leader in leaders]), value_key(settings.get(name))
+        if values.setdefault(leading, value) != value:
+            return False
+    return True
 
 
 def _is_known(record: RunRecord, name: str, settings: Settings) -> bool:

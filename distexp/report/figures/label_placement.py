@@ -35,8 +35,14 @@ class Frame:
 
     def pixels(self, row: Row) -> tuple[float, float]:
         """Return the position of a row, from the upper left corner."""
-        across, up = ((row[name] - low) / (high - low) for name, (low, high) in (("cost", self.x), ("speed", self.y)))
+        across, up = _fraction(row["cost"], self.x), _fraction(row["speed"], self.y)
         return self.width * across, self.height * (1 - up)
+
+
+def _fraction(value: float, ends: Range) -> float:
+    """Return the position of a value in a range, from 0 to 1."""
+    low, high = ends
+    return (value - low) / (high - low)
 
 
 @dataclass(frozen=True)
