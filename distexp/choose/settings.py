@@ -65,19 +65,23 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
             "a sweep, swept values and repeats. To try several values of a key, use choose.space"
         )
     cell = cells[0]
-    section, config = OmegaConf.to_object(cell.composed.choose), cell.config or cell.decided
+    section = OmegaConf.to_object(cell.composed.choose)
     assert isinstance(section, ChooseConfig)
-    errors = list(_errors(section, cell, config, master))
-    if errors:
+    if errors := _errors(section, cell, master):
         raise ConfigError(errors)
     command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
+    config = cell.config or cell.decided
+    return Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
+
+
+def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config) -> Settings:
+    """Return the settings of a command whose global batch is the same for all candidates."""
     notes = []
-    if config is not None and not _sets(command, BATCH) and config.train.global_batch_size is None:
+    if not _sets(command, BATCH) and config.train.global_batch_size is None:
         samples = global_batch(config)
-        command = [text for text in command if not _sets([text], ACCUMULATION)]
-        command.append(f"{BATCH}={samples}")
-        notes.append(f"the global batch is {samples} samples, as these arguments have it: set {BATCH} for another one")
-    if config is not None and config.scale.name != "full":
+        command = [*(text for text in command if not _sets([text], ACCUMULATION)), f"{BATCH}={samples}"]
+        notes.append(f"the global batch is {samples} samples, from these arguments: set {BATCH} for another one")
+    if config.scale.name != "full":
         command = _without_batch_limits(command, config)
     return Settings(section, command, notes)
 
@@ -101,7 +105,7 @@ def global_batch(config: Config) -> int:
     return train.micro_batch_size * train.gradient_accumulation_steps * config.cluster.world_size
 
 
-def _errors(section: ChooseConfig, cell: Cell, config: Config | None, master: DictConfig) -> list[str]:
+def _errors(section: ChooseConfig, cell: Cell, master: DictConfig) -> list[str]:
     """Return what is wrong with a command, apart from sizes that no configuration could have."""
     found = []
     sweep = OmegaConf.to_container(master.hydra.sweep)

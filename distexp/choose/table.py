@@ -67,12 +67,12 @@ def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None) -
 
 
 def others_table(candidates: Sequence[Candidate]) -> Iterator[RenderableType]:
-    """Yield the candidates without a trial: a table if there are few, else their reasons with the numbers of them."""
+    """Yield the candidates without a trial: a table if there are few, else a line for each reason."""
     if not candidates:
         return
     yield Text(f"\nNot tried: {format_count(len(candidates), 'configuration')}", style="dim")
     if len(candidates) > MAX_LISTED:
-        for reason, count in count_reasons(candidates):
+        for reason, count in count_reasons(candidates).items():
             yield Text(f"{count:6}  {reason}", style="dim")
         return
     table = _table("not tried", "predicted GB")
@@ -82,8 +82,8 @@ def others_table(candidates: Sequence[Candidate]) -> Iterator[RenderableType]:
     yield table
 
 
-def count_reasons(candidates: Sequence[Candidate]) -> list[tuple[str, int]]:
-    """Return the reasons of candidates with their numbers, the most frequent first.
+def count_reasons(candidates: Sequence[Candidate]) -> dict[str, int]:
+    """Return how many candidates have each reason, the most frequent first.
 
     Reasons that differ only in their numbers or details count as one. Their numbers are then shown as N.
     """
@@ -91,8 +91,8 @@ def count_reasons(candidates: Sequence[Candidate]) -> list[tuple[str, int]]:
     for each in candidates:
         short = _reason(each).partition(":")[0].partition(" (")[0].partition(" by ")[0]
         groups.setdefault(NUMBER.sub("N", short), []).append(short)
-    counts = [(found[0] if len(set(found)) == 1 else general, len(found)) for general, found in groups.items()]
-    return sorted(counts, key=lambda pair: -pair[1])
+    by_frequency = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return {found[0] if len(set(found)) == 1 else general: len(found) for general, found in by_frequency}
 
 
 def _reason(candidate: Candidate) -> str:
