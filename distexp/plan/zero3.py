@@ -30,12 +30,12 @@ class Partitions:
 
     Attributes:
         order: numbers of the parameters in the order in which they were partitioned (``ds_id``).
-        shares: the shares on the GPU, which exist until the optimizer is built.
+        shares: the shares on the GPU. Those of trained parameters exist until the optimizer is built.
     """
 
     def __init__(self, config: Config) -> None:
         self.order: dict[nn.Parameter, int] = {}
-        self.shares: list[Tensor] = []
+        self.shares: dict[nn.Parameter, Tensor] = {}
         self._on_gpu, self._world_size = not config.offload.enabled, config.cluster.world_size
 
     def add(self, params: Iterable[nn.Parameter]) -> None:
@@ -45,7 +45,7 @@ class Partitions:
                 self.order[param] = len(self.order)
                 if self._on_gpu:
                     share = -(-param.numel() // self._world_size)
-                    self.shares.append(torch.empty(share, dtype=param.dtype, device=param.device))
+                    self.shares[param] = torch.empty(share, dtype=param.dtype, device=param.device)
                 _resize(param, 0)
 
 
@@ -76,6 +76,7 @@ class ZeroThree(ShardedOptimizer):
         self.gather_stream, self.reduce_stream = (_stream(is_new=overlaps) for _ in range(2))
         self.optimizer = make_optimizer(module, config)
         self.flat = self._defragment(partitions.shares)
+        self.frozen = partitions.shares
         self._allocate_states(MOMENTS[config.train.optimizer])
         self.fetcher = _Fetcher(self, settings)
         self.fetcher.hook(module)
@@ -86,11 +87,13 @@ class ZeroThree(ShardedOptimizer):
         return -(-param.numel() // self.world_size)
 
     @torch.no_grad()
-    def _defragment(self, shares: list[Tensor]) -> Tensor | None:
-        """Replace the shares of the parameters by one tensor; None if they are on the host."""
+    def _defragment(self, shares: dict[nn.Parameter, Tensor]) -> Tensor | None:
+        """Replace the shares of the trained parameters by one tensor; None if they are on the host."""
         if self.offloads:
             return None
-        shares.clear()
+        for param in self.params:
+            del shares[param]
+        self.buffers.assign("parameters", shares.values())
         self.buffers.empty_cache()
         flat = self.buffers.on_gpu(sum(size for _, size in self.sub_groups), self.dtype, "parameters")
         if self.world_size == 1:  # A parameter is its share.
@@ -98,6 +101,8 @@ class ZeroThree(ShardedOptimizer):
             for param in self.params:
                 param.data = flat.narrow(0, offset, param.numel()).view(param.shape)
                 offset += param.numel()
+            for param, share in shares.items():
+                param.data = share.view(param.shape)
         return flat
 
     @torch.no_grad()

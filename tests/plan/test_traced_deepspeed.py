@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from distexp.config import Config
@@ -87,6 +89,31 @@ def test_stage_3_gathers_parameters_for_their_use() -> None:
     gathered = [event for event in trace.events if event.part == "communication" and event.phase == "forward"]
     assert any(event.bytes > 0 for event in gathered)
     assert any(event.bytes < 0 for event in gathered)
+
+
+FROZEN = """
+import torch
+from distexp.models.gpt import build as build_gpt
+
+def build(model, num_classes):
+    gpt = build_gpt(model, num_classes)
+    next(gpt.parameters()).requires_grad_(False)
+    return gpt
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_stage_3_keeps_the_shares_of_frozen_parameters(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "frozen_gpt.py").write_text(FROZEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = resolve_cell(*TINY, "zero_stage=3", f"cluster.workers_per_node={workers}")
+    trained = before_step(trace_step(config))
+    config.model._target_ = "frozen_gpt.build"
+    frozen = before_step(trace_step(config))
+    assert frozen["optimizer_states"] < trained["optimizer_states"]
+    assert frozen["parameters"] == pytest.approx(trained["parameters"], rel=0.001)
 
 
 def recorded(path: str) -> Config:
