@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distexp.config import ConfigError
 from distexp.forecast.communication import add_replication, ddp_buckets, plan_communication
 from distexp.forecast.micro_batches import with_micro_batches
 from distexp.forecast.observed import assign_waits, fill_sizes
-from distexp.forecast.settings import CommunicationSettings, ZeroOptions
+from distexp.forecast.settings import CommunicationSettings, ZeroOptions, read_zero_options
 from distexp.forecast.target import Target
 from distexp.forecast.zero_communication import zero_buckets
 from distexp.runs.step_model import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
@@ -209,3 +211,15 @@ def test_settings_are_read_from_a_configuration() -> None:
     assert CommunicationSettings.of(ddp).gradient_bytes == 2
     assert CommunicationSettings.of({**ddp, "ddp": {"bucket_cap_mb": 2}}).gradient_bytes == 4
     assert CommunicationSettings.of({**ddp, "ddp": {"bucket_cap_mb": 2}}).bucket_bytes == 2 * MIB
+
+
+def test_options_of_deepspeed_are_those_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": 5, "overlap_comm": false}}')
+    found = read_zero_options(tmp_path)
+    assert found == ZeroOptions(reduce_bucket_size=5, overlap_comm=False)
+    assert [found.overlaps(stage) for stage in (2, 3)] == [False, False]
+    assert [ZeroOptions().overlaps(stage) for stage in (2, 3)] == [False, True], "the defaults of DeepSpeed"
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"has no readable ds_config\.json .*: give the directory that the run has"):
+        read_zero_options(tmp_path)

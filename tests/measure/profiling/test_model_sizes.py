@@ -1,0 +1,19 @@
+"""Tests of the sizes of a model that a profile records."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from distexp.measure.profiling.model_sizes import ModelSizes, read_model_sizes
+from distexp.runs.step_model import Parameters
+
+
+def test_sizes_of_a_model_with_a_shared_and_a_frozen_parameter() -> None:
+    embedding, norm, frozen, head = nn.Embedding(10, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False)
+    head.weight = embedding.weight
+    frozen.requires_grad_(False)
+    found = read_model_sizes(nn.Sequential(embedding, norm, frozen, head))
+    assert found.units == (Parameters("0", (40,)), Parameters("1", (4, 4)))
+    assert found.groups == ((40,), (4, 4)), "weight decay is for matrices only"
+    assert found.modules == ((0,), (1, 2), (0,)), "the head has the parameter of the embedding"
+    assert read_model_sizes(None) == ModelSizes()
