@@ -19,6 +19,7 @@ from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.family_memory import FamilyMemory
 from distexp.config import Config
 from distexp.plan.micro_batches import EstimateAll
+from distexp.runs.text import format_count
 
 LIGHTER = {
     "strategy=ddp": "sharding=shard_grad_op",
@@ -167,7 +168,7 @@ class _Pruning:
             for (family, member), outcome in zip(batch, self.estimate_all(configs), strict=True):
                 family.add_estimate(member, outcome)
             self.done += len(batch)
-            self.report(f"predicted the memory of {self.done} configurations")
+            self.report(f"predicted the memory of {format_count(self.done, 'configuration')}")
         return True
 
 
