@@ -107,7 +107,10 @@ def global_batch(config: Config) -> int:
 
 def _errors(section: ChooseConfig, cell: Cell, master: DictConfig) -> list[str]:
     """Return what is wrong with a command, apart from sizes that no configuration could have."""
-    found = []
+    # A search ignores other errors, because a candidate may be valid.
+    found = [error for error in cell.errors if error.startswith("choose.")]
+    if found:
+        return found
     sweep = OmegaConf.to_container(master.hydra.sweep)
     if isinstance(sweep, dict) and sweep["subdir"] == ".":
         found.append("hydra.run.dir is for a single run, and choose starts several: use hydra.sweep.dir")

@@ -18,6 +18,10 @@ ACTIONS = ("run", "multirun", "cfg", "info")
 """Options of Hydra that exclude each other."""
 
 
+RUN_NAMES = ("train", "start", "launch", "fit", "benchmark")
+"""Commands of other programs that start a training."""
+
+
 def check_arguments(arguments: Sequence[str]) -> None:
     """Check for unknown commands, options and short keys, and for spaces inside overrides.
 
@@ -85,6 +89,9 @@ def _short_key_errors(overrides: Sequence[str]) -> Iterator[str]:
     keys = known_keys()
     for override in overrides:
         name, equals, value = override.partition("=")
+        if name in ("multirun", "m") and equals:
+            yield f"{name} is not a key: write --multirun to start a sweep, or leave it out"
+            continue
         found = _keys_named(name) if equals and name not in keys else []
         if len(found) == 1:
             yield f"{name} is not a key: write {found[0]}={value}"
@@ -97,8 +104,15 @@ def _raise_error(message: str) -> NoReturn:
 def _explain_command(argument: str) -> str:
     """Return the error for a first argument without ``=``, such as ``strategy`` or ``deepspeed/zero_stages``."""
     groups = [group for group in config_groups() if argument in options_of(group)]
-    if argument in config_groups():
+    key, _, value = argument.partition(":")
+    if value and key in known_keys():
+        hint = f": write {key}={value}"
+    elif argument in RUN_NAMES:
+        hint = ": to start a run, type distexp run, or leave the word out"
+    elif argument in config_groups():
         hint = f": write {argument}=OPTION, with one of {', '.join(options_of(argument))}"
+    elif argument in known_keys():
+        hint = f": write {argument}=VALUE"
     elif groups:
         hint = f": write {' or '.join(f'{group}={argument}' for group in groups)}"
     else:

@@ -13,6 +13,7 @@ from distexp.cli.argument_checks import check_arguments, split_options
 from distexp.cli.command_keys import ignored_keys
 from distexp.cli.overrides import add_plus_prefix, parse, quote_choice
 from distexp.config import ConfigError
+from distexp.config.key_info import takes_list
 from distexp.config.paths import config_groups, options_of
 
 HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help")
@@ -79,7 +80,7 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
         errors.append("train.seed and repeats both repeat each cell: set one seed, or leave repeats out")
     if swept and not multirun and "experiment" not in by_key:
         shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
-        errors.append(f"{shown} is a sweep: add --multirun, or set one value")
+        errors.append(f"{shown} is a sweep: {_sweep_hint(swept, shown, by_key)}")
     if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key or _repeats(by_key)):
         errors.append(
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
@@ -94,6 +95,17 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
     ]
     if errors:
         raise ConfigError(errors)
+
+
+def _sweep_hint(swept: Sequence[str], shown: str, by_key: Mapping[str, Override]) -> str:
+    """Return what to type instead of several values without ``--multirun``."""
+    if "choose.only" in by_key:
+        return f"choose is for one training, so set one value, or vary it with choose.space='[\"{shown}\"]'"
+    lists = [key for key in swept if takes_list(key)]
+    if lists:
+        name, _, value = str(by_key[lists[0]].input_line).partition("=")
+        return f"write '{name}=[{value}]' for a list, or add --multirun"
+    return "add --multirun, or set one value"
 
 
 def _model_name_errors(by_key: Mapping[str, Override]) -> list[str]:

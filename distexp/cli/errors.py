@@ -27,6 +27,9 @@ UNQUOTED_OVERRIDE = re.compile(
 )
 """An override inside ``sweep.cells`` without quotes."""
 
+BOOLEAN_NAMES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+"""Other names of true and false."""
+
 IN_FILE = re.compile(r"In '([^']+)': ")
 """Start of Hydra's message about a value in a YAML file."""
 
@@ -82,12 +85,30 @@ def _explain_profile_steps(key: str, value: object) -> str:
 def _explain_syntax(override: str, reason: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
-        return f"{override} is not KEY=VALUE: write for example strategy=fsdp"
+        return (
+            f"{override} is not KEY=VALUE: write for example strategy=fsdp. Separate several values with commas alone, "
+            "as in zero_stage=1,2, and quote a value with spaces"
+        )
     if key == "sweep.cells" and (quoted := _quote_cells(override)):
         return f"{override} needs quotes: write '{quoted}'"
     if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
         return f"{override} needs quotes: write \"{key}='{value}'\""
+    if unclosed := _unclosed(value):
+        return f"{override} cannot be parsed, because {unclosed} is not closed: quote it for the shell: '{key}=...'"
     return f"{override} cannot be parsed: {reason}"
+
+
+def _unclosed(value: str) -> str:
+    """Return the quote or bracket of a value that is not closed, as after a shell has split it; empty if none is."""
+    pairs = (("'", "'"), ('"', '"'), ("[", "]"), ("{", "}"))
+    return next(
+        (
+            first
+            for first, last in pairs
+            if (value.count(first) % 2 if first == last else value.count(first) != value.count(last))
+        ),
+        "",
+    )
 
 
 def _quote_cells(override: str) -> str | None:
@@ -102,10 +123,11 @@ def _quote_cells(override: str) -> str | None:
 
 
 def _explain_missing_option(error: MissingConfigException) -> str:
-    group, _, option = (error.missing_cfg_file or "").partition("/")
-    if not group:
-        return _first_line(error)
+    group, slash, option = (error.missing_cfg_file or "").partition("/")
+    if not slash:
+        return f"{_first_line(error).partition('. ')[0]}: leave --config-name out"
     options = sorted({*options_of(group), *(error.options or [])})
     known = "distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"
-    more = " For other models of transformers: model=hf model.name=ORGANIZATION/MODEL" if group == "model" else ""
-    return f"{group}={option} is not an option{suggest(option, options) or '.'} {known}{more}"
+    more = ". For other models of transformers: model=hf model.name=ORGANIZATION/MODEL" if group == "model" else ""
+    near = suggest(BOOLEAN_NAMES.get(option.lower(), option), options)
+    return f"{group}={option} is not an option{near or '.'} {known}{more}"

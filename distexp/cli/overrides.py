@@ -42,7 +42,7 @@ def quote_choice(text: str, groups: Container[str]) -> str:
     """Return an override with its int, float and bool choices quoted, if its key is a group.
 
     Raises:
-        ConfigError: a list is given, of which Hydra would silently use the last option only.
+        ConfigError: a list is given, of which Hydra would silently use the last option only, or null.
         OverrideParseException: the override does not match the grammar.
     """
     prefix, equals, _ = text.partition("=")
@@ -50,10 +50,12 @@ def quote_choice(text: str, groups: Container[str]) -> str:
     if not equals or key not in groups:
         return text
     override = parse([text])[0]
-    value = override.value()
-    if value is None or isinstance(value, Glob):
-        return text  # Hydra accepts a bare null, which means "not chosen"
-    values = list(override.sweep_iterator()) if override.is_sweep_override() else [value]
+    value: Any = override.value()
+    if isinstance(value, Glob):
+        return text
+    values: list[Any] = list(override.sweep_iterator()) if override.is_sweep_override() else [value]
+    if None in values:
+        raise ConfigError(f"{text} chooses no option of {key}: write {key}=OPTION, or leave it out")
     if any(isinstance(item, list) for item in values):
         _refuse_list(text, key, values)
     return f"{prefix}=" + ",".join(_quote(item) for item in values)
@@ -78,8 +80,6 @@ def _quote(value: Any) -> str:
     value = plain_value(value)
     if isinstance(value, bool):
         value = str(value).lower()
-    if value is None:
-        return "null"
     text = str(value)
     bare = text.replace("_", "").replace("/", "").replace("-", "")
     return text if bare.isalpha() and text not in ("true", "false", "null") else f"'{text}'"

@@ -16,6 +16,9 @@ ALIASES = {
     "workers": "cluster.workers_per_node",
     "nproc_per_node": "cluster.workers_per_node",
     "nnodes": "cluster.nodes",
+    "time": "cluster.timeout_min",
+    "walltime": "cluster.timeout_min",
+    "mem": "cluster.memory_gb",
 }
 """Names of keys in other programs, with the keys of distexp."""
 

@@ -53,6 +53,11 @@ def describe_values(key: str) -> str | None:
     return f"{text} or null" if NoneType in get_args(hint) else text
 
 
+def takes_list(key: str) -> bool:
+    """Return whether the value of a key is a list."""
+    return "a list" in (describe_values(key) or "")
+
+
 def _describe_type(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe_type(each) for each in get_args(hint) if each is not NoneType)
