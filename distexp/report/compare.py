@@ -12,6 +12,7 @@ from distexp.report.data.repeats import (
     Spread,
     difference_noise,
     format_metric,
+    group_by_settings,
     group_repeats,
     is_within_noise,
     share_deviations,
@@ -151,7 +152,7 @@ def _match_by_training(before: Sequence[Row], after: Sequence[Row]) -> Matching:
 
 def _match_by_settings(matching: Matching, names: Sequence[str]) -> Matching:
     """Match further groups with equal settings, if no other group of their sweep has these settings."""
-    before, after = _by_settings(matching.only_before, names), _by_settings(matching.only_after, names)
+    before, after = (group_by_settings(side, names) for side in (matching.only_before, matching.only_after))
     shared = [key for key in before if len(before[key]) == 1 and len(after.get(key, ())) == 1]
     pairs = [Pair(before[key][0], after[key][0]) for key in shared]
     matched = {id(group) for pair in pairs for group in (pair.before, pair.after)}
@@ -160,13 +161,6 @@ def _match_by_settings(matching: Matching, names: Sequence[str]) -> Matching:
         only_before=tuple(group for group in matching.only_before if id(group) not in matched),
         only_after=tuple(group for group in matching.only_after if id(group) not in matched),
     )
-
-
-def _by_settings(groups: Sequence[RunGroup], names: Sequence[str]) -> dict[str, list[RunGroup]]:
-    found: dict[str, list[RunGroup]] = {}
-    for group in groups:
-        found.setdefault(str([group.setting(name) for name in names]), []).append(group)
-    return found
 
 
 def _changed(before: Sequence[Row], after: Sequence[Row], varied: Sequence[str]) -> Iterator[str]:

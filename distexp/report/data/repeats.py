@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -170,6 +171,14 @@ def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tu
             missing = [name for name in names if is_hardware(name) and values[name] is None]
             values |= {name: known.get(name) for name in missing}
         yield row, [format_setting(values[name]) for name in names]
+
+
+def group_by_settings(groups: Sequence[RunGroup], names: Sequence[str]) -> dict[str, list[RunGroup]]:
+    """Collect groups with equal values of some settings, under a text with these values."""
+    members: dict[str, list[RunGroup]] = {}
+    for group in groups:
+        members.setdefault(json.dumps([group.setting(name) for name in names], default=str), []).append(group)
+    return members
 
 
 def share_deviations(groups: Sequence[RunGroup]) -> list[RunGroup]:

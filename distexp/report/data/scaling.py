@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distexp.report.data.metrics import EFFICIENCY, SPEED
-from distexp.report.data.repeats import RunGroup
+from distexp.report.data.repeats import RunGroup, group_by_settings
 from distexp.report.data.scaling_work import is_constant, parameters_of, sample_counts, samples_of, works_of, world_of
 from distexp.report.data.setting_names import SEED, WORKERS, usual_order
 from distexp.report.data.settings import format_settings
@@ -126,7 +126,7 @@ def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> li
     names = _configuration_settings(measured, varied)
     several = [
         each
-        for members in _by_configuration(measured, names)
+        for members in group_by_settings(measured, names).values()
         for each in _by_threads(members)
         if _has_several_worlds(each)
     ]
@@ -145,17 +145,10 @@ def groups_without_baseline(groups: Sequence[RunGroup], varied: Sequence[str]) -
     """Return the groups that would be in a series if all had the same number of threads per worker."""
     measured = [group for group in groups if _is_measured(group)]
     found: list[RunGroup] = []
-    for members in _by_configuration(measured, _configuration_settings(measured, varied)):
+    for members in group_by_settings(measured, _configuration_settings(measured, varied)).values():
         if _has_several_worlds(members):
             found += [group for each in _by_threads(members) if not _has_several_worlds(each) for group in each]
     return found
-
-
-def _by_configuration(groups: Sequence[RunGroup], names: Sequence[str]) -> list[list[RunGroup]]:
-    members: dict[str, list[RunGroup]] = {}
-    for group in groups:
-        members.setdefault(json.dumps([group.setting(name) for name in names], default=str), []).append(group)
-    return list(members.values())
 
 
 def _by_threads(groups: Sequence[RunGroup]) -> list[list[RunGroup]]:

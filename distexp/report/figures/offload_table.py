@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import RunGroup, is_within_noise
+from distexp.report.data.repeats import RunGroup, group_by_settings, is_within_noise
 from distexp.report.data.setting_names import SEED
 from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.report.data.text import format_change
@@ -39,11 +38,8 @@ def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
 
 def _by_offload(groups: Sequence[RunGroup], names: Sequence[str]) -> list[list[RunGroup]]:
     """Collect groups that differ only in ``offload``, the baseline first."""
-    members: dict[str, list[RunGroup]] = {}
-    for group in groups:
-        key = json.dumps([group.setting(name) for name in names], default=str)
-        members.setdefault(key, []).append(group)
-    alike = (sorted(each, key=lambda group: OFFLOADS.index(group.setting("offload"))) for each in members.values())
+    members = group_by_settings(groups, names).values()
+    alike = (sorted(each, key=lambda group: OFFLOADS.index(group.setting("offload"))) for each in members)
     return [each for each in alike if each[0].setting("offload") != each[-1].setting("offload")]
 
 
