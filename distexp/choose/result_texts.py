@@ -16,7 +16,7 @@ from distexp.runs.text import format_override
 BETTER_WORDS = ("faster", "less memory", "less energy", "cheaper")
 """Changes for which another configuration may be preferred to the winner."""
 
-SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "name=choose")
+SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
 
 

@@ -80,7 +80,7 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
         errors.append("train.seed and repeats both repeat each cell: set one seed, or leave repeats out")
     if swept and not multirun and "experiment" not in by_key:
         shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
-        errors.append(f"{shown} is a sweep: {_sweep_hint(swept, shown, by_key)}")
+        errors.append(f"{shown} is a sweep: {_sweep_hint(swept, by_key)}")
     if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key or _repeats(by_key)):
         errors.append(
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
@@ -97,10 +97,13 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
         raise ConfigError(errors)
 
 
-def _sweep_hint(swept: Sequence[str], shown: str, by_key: Mapping[str, Override]) -> str:
+def _sweep_hint(swept: Sequence[str], by_key: Mapping[str, Override]) -> str:
     """Return what to type instead of several values without ``--multirun``."""
     if "choose.only" in by_key:
-        return f"choose is for one training, so set one value, or vary it with choose.space='[\"{shown}\"]'"
+        return (
+            "choose is for one training, so set one value. To vary what keeps the training, use choose.space, for "
+            "example choose.space='[\"strategy=ddp,fsdp\"]'"
+        )
     lists = [key for key in swept if takes_list(key)]
     if lists:
         name, _, value = str(by_key[lists[0]].input_line).partition("=")

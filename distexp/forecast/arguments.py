@@ -72,7 +72,9 @@ def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
     # A preset may sweep the sizes. Values on the command line replace its sweep.
     yield from as_cell(run.size)
     memory_mib = run.record.environment.gpu_total_mib if run.record.environment else None
-    if run.on_gpu and memory_mib and not visible_gpus() and not any(_section(text) == "plan" for text in typed):
+    predicts = not any(_key(text) == "forecast.memory" and _value(text) == "off" for text in typed)
+    is_set = any(_section(text) == "plan" for text in typed)
+    if predicts and not is_set and run.on_gpu and memory_mib and not visible_gpus():
         yield f"plan.gpu_memory_gb={memory_mib / MIB_PER_GB:.1f}"
 
 
@@ -82,6 +84,10 @@ def _device(run: ProfiledRun) -> str:
 
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
+
+
+def _value(override: str) -> str:
+    return override.partition("=")[2].strip("'\"")
 
 
 def _section(override: str) -> str:

@@ -84,7 +84,7 @@ def ignored_plan_keys(cells: Iterable[tuple[Sequence[str], Config | None]]) -> l
     errors: dict[str, str | None] = {}
     for overrides, config in cells:
         for text in overrides:
-            if text.startswith("plan") and errors.get(text, "") is not None:
+            if text.lstrip("+").startswith("plan") and errors.get(text, "") is not None:
                 rule = None if config is None else next(_broken_rules(text, _rules(config)), None)
                 shown = format_override(text)
                 errors[text] = rule and f"{shown} has no effect {rule.reason}: {rule.hint}"
@@ -119,9 +119,4 @@ def _values(text: str) -> dict[str, Any]:
     """Return the keys of the section that an override sets, with their values."""
     override = parse([text])[0]
     section, _, name = str(override.key_or_group).partition(".")
-    value = override.value()
-    if section != "plan":
-        return {}
-    if isinstance(value, dict):
-        return {str(key): plain_value(each) for key, each in value.items()}
-    return {name or "name": plain_value(value)}
+    return {name or "name": plain_value(override.value())} if section == "plan" else {}

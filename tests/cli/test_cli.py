@@ -161,7 +161,7 @@ WRONG = {  # command lines, with a part of their message
     "--config-name foo": "Cannot find primary config 'foo': leave --config-name out\n",
     "cluster.time=10": "cluster.time is not a key. Did you mean cluster.timeout_min?\n",
     "model=bloom_560": "resnet_tiny. For other models of transformers: model=hf model.name=ORGANIZATION/MODEL\n",
-    "choose strategy=ddp,fsdp": "vary it with choose.space='[\"strategy=ddp,fsdp\"]'\n",
+    "choose strategy=ddp,fsdp": "use choose.space, for example choose.space='[\"strategy=ddp,fsdp\"]'\n",
     "choose choose.gpus=0": "choose.gpus=[0] must be numbers, each at least 1\n",
     "choose choose.objective=speed": "choose.objective=speed is not one of throughput, energy, cost, memory\n",
     "choose choose.budget_min=0": "distexp: choose.budget_min=0 must be above 0\n",

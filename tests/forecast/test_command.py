@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distexp.config import Config, ConfigError, ForecastConfig
-from distexp.forecast import rows
+from distexp.forecast import arguments, rows
 from distexp.forecast.__main__ import main
 from distexp.forecast.command import print_forecast
 from distexp.forecast.profiled_run import read_profiled_run
@@ -72,8 +72,8 @@ def changed(cells: Sequence[Cell], change: Callable[[Config], object]) -> list[C
 
 
 def test_the_command_composes_the_run_with_other_sizes(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("cluster.nodes=1,2,3", "cluster.workers_per_node=2", "train.global_batch_size=64")
-    assert main([str(sweep), *arguments, "forecast.memory=off", "--json"]) == 0
+    typed = ("cluster.nodes=1,2,3", "cluster.workers_per_node=2", "train.global_batch_size=64")
+    assert main([str(sweep), *typed, "forecast.memory=off", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     # A global batch of 64 is 4 micro-batches of 8 on each of 2 workers, and 2 on each of 4.
     assert [(row["workers"], row["micro_batches"], row["samples_per_step"]) for row in found] == [
@@ -84,6 +84,19 @@ def test_the_command_composes_the_run_with_other_sizes(sweep: Path, capsys: pyte
     assert [row["efficiency"] for row in found[:2]] == pytest.approx([1.0, 0.34 / 0.2 / 2])
     assert found[2]["step_time_s"] is None
     assert "train.global_batch_size=64 is no multiple" in found[2]["reason"]
+
+
+@pytest.mark.parametrize(("memory", "is_set"), [("off", False), ("predict", True)])
+def test_the_memory_of_the_gpu_is_that_of_the_profiled_run_if_it_is_needed(
+    memory: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "visible_gpus", tuple)
+    profiled = profiled_record(cluster__device="cuda", peak=8192.0)
+    assert profiled.environment is not None
+    profiled.environment.gpu_total_mib = 143_771
+    run = read_profiled_run(write_profiled(tmp_path / "gpu", profiled) / "0")
+    found = arguments.forecast_arguments(run, [f"forecast.memory={memory}"], as_json=False)
+    assert any(text == "plan.gpu_memory_gb=140.4" for text in found) == is_set
 
 
 def test_the_answer_comes_first_and_each_size_has_a_row(

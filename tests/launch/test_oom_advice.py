@@ -69,7 +69,7 @@ def test_overrides_keep_the_types_of_the_configuration() -> None:
 
 def test_the_command_has_the_overrides_of_the_run_and_its_gpu() -> None:
     spec = make_spec(*CELL)
-    spec.run.overrides = ["strategy=fsdp", "plan=check", "train.betas=[0.9, 0.99]"]
+    spec.run.overrides = ["strategy=fsdp", "plan=check", "plan.search_timeout_s=5", "train.betas=[0.9, 0.99]"]
     assert (
         plan_command(spec, 81_920.0, 8)
         == "distexp plan strategy=fsdp 'train.betas=[0.9, 0.99]' plan.gpu_memory_gb=80.0"

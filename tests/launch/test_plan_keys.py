@@ -31,6 +31,7 @@ IGNORED = {
     ("preflight.only=true", "plan=check"): "in distexp preflight, which trains nothing: leave it out",
     ("plan=off", "plan.host_memory_gb=4"): "with plan=off: use plan=warn or plan=check, or leave it out",
     ("plan=off", "plan.timeout_s=5"): "with plan=off: use plan=check, or leave it out",
+    ("++plan.timeout_s=5",): "with plan=warn, which only uses predictions in the cache",
     ("plan.timeout_s=5",): "with plan=warn, which only uses predictions in the cache: add plan=check, or leave it out",
     ("plan.gpu=a100-80gb",): "in a run on cpu: set plan.host_memory_gb, or leave it out",
     ("train.micro_batch_size=auto", "train.global_batch_size=16", "plan.host_memory_gb=4"): (
