@@ -21,7 +21,8 @@ from distexp.system.units import MIB_PER_GB
 MAX_LISTED = 6
 """Most candidates without a trial that a table lists. More are counted by their reason."""
 
-NUMBER = re.compile(r"\d[\d,.]*")
+NUMBER = re.compile(r"(?<![\w=-])\d+(?:[.,]\d+)*")
+"""A number, but not that of a name such as ZeRO-2 or zero_stage=2."""
 
 BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
 RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured memory. predicted: before the trials. steps: of each trial."

@@ -30,6 +30,19 @@ def test_reasons_of_candidates_without_a_trial_are_not_repeated() -> None:
     assert "micro-batch 4 is measured or forecast to be better" in text
 
 
+def test_reasons_with_different_names_are_counted_apart() -> None:
+    memory = [f"micro-batch 8 needs more than {size}, which ran out of memory" for size in (2, 4)]
+    names = ["needs more memory than ZeRO-2", "needs more memory than ZeRO-3", "the same as zero_stage=2"]
+    lines = printed([pruned(8, reason) for reason in (*memory, *names, names[0], "other")]).splitlines()
+    assert [line.strip() for line in lines[-5:]] == [
+        "2  micro-batch N needs more than N, which ran out of memory",
+        "2  needs more memory than ZeRO-2",
+        "1  needs more memory than ZeRO-3",
+        "1  the same as zero_stage=2",
+        "1  other",
+    ]
+
+
 def test_many_candidates_without_a_trial_are_counted_by_reason() -> None:
     ratios = [pruned(size, f"not tried: its forecast is 1.{size} times worse than the best") for size in range(1, 5)]
     others = [pruned(5, "invalid: no multiple"), *(pruned(size, "not tried: 240 GPU-seconds") for size in (6, 7))]
