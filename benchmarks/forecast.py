@@ -1,8 +1,8 @@
 """Errors of ``distexp forecast``: a profiled run on one GPU, its forecast for two, and a run on two.
 
     python benchmarks/forecast.py --gpus 2 dataset.train_path=T.json dataset.eval_path=E.json
-    python benchmarks/forecast.py --gpus 2 --only zero_stage=3 --json docs/results/forecast_h200.json ...
-    python benchmarks/forecast.py table docs/results/forecast_h200.json
+    python benchmarks/forecast.py --gpus 2 --only zero_stage=3 --json forecast.json ...
+    python benchmarks/forecast.py table forecast.json
 
 The rows are added to the JSON file, so several commands with other ``--only`` extend it. ``table`` prints it.
 
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["table"]:
         if len(given) != 2:
-            sys.exit(f"table has {len(given) - 1} arguments: give one file, as table docs/results/forecast_h200.json")
+            sys.exit(f"table has {len(given) - 1} arguments: give one file, as table forecast.json")
         rows = read_rows(Path(given[1]))
         print(table(rows, len(list(runs(1)))))
         return rows
@@ -112,13 +112,15 @@ def measure(options: argparse.Namespace) -> list[Row]:
     if not one:
         sys.exit(f"--only {options.only!r} is in no name: use a part of {', '.join(run.name for run in runs(1))}")
     commands = Commands(options)
+    path = Path(options.json) if options.json else commands.folder / "forecast.json"
+    if path.exists():
+        read_rows(path)  # An unreadable file must end the command before the runs, and not after them.
     commands.run_all("preflight", [preflight_run()])
     name = sweep_name("runs", options.only)
     if warm := select(list(warm_runs()), options.only):
         commands.run_all(f"{name}_warm", warm)
     commands.run_all(name, [*one, *two])
     sweeps = [commands.folder / f"{name}_{workers}" for workers in (1, 2)]
-    path = Path(options.json) if options.json else commands.folder / "forecast.json"
     rows = add_rows(path, compare(one, *sweeps, commands.folder / "preflight_2" / "0"))
     print(f"\n{table(rows, len(list(runs(1))))}\n{len(rows)} rows in {path}")
     return rows
