@@ -26,6 +26,7 @@ from distexp.config.schema import KernelsConfig
 from distexp.console.progress import show_progress
 from distexp.launch.composition import Cell, MakeCell, compose_all
 from distexp.plan.cells import replace_overrides
+from distexp.runs.text import join_errors
 
 PROBE = "strategy=ddp"
 """Strategy for which the size of the cluster is read. Others, such as ``single``, would use one worker."""
@@ -131,7 +132,7 @@ def _set_config(candidate: Candidate, cell: Cell) -> None:
     """Set the configuration of a candidate, or why it is invalid."""
     candidate.config = cell.config
     if cell.config is None:
-        candidate.prune("invalid: " + " | ".join(cell.errors))
+        candidate.prune("invalid: " + join_errors(cell.errors))
 
 
 def _prune_duplicates(candidates: Sequence[Candidate]) -> None:

@@ -21,6 +21,7 @@ from distexp.launch.composition import Cell, MakeCell
 from distexp.launch.sweep import AssignedRun, claim_run_dir, make_run_info, run_dir_for
 from distexp.runs.errors import SUBMISSION_REFUSED
 from distexp.runs.record import RunRecord
+from distexp.runs.text import join_errors
 
 INTERRUPTED = frozenset({"killed", "preempted"})
 """Statuses of trials that run again when a search is resumed."""
@@ -95,7 +96,7 @@ class Trials:
         runs = [self._claim(cell, planned, further) for cell, planned in zip(cells, batch, strict=True)]
         self._run_missing([run for run in runs if run is not None])
         return [
-            Trial(planned.steps, "invalid", error=" | ".join(cell.errors)) if run is None else run.result()
+            Trial(planned.steps, "invalid", error=join_errors(cell.errors)) if run is None else run.result()
             for run, cell, planned in zip(runs, cells, batch, strict=True)
         ]
 

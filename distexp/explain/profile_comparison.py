@@ -67,7 +67,8 @@ class ProfileComparison:
         if (self.totals.change > 0) != (b > a):
             return (
                 f"B is {ratio} than A, {times}. The profiled steps do not show this: they take {self.totals.b:,.3f} ms "
-                f"instead of {self.totals.a:,.3f} ms. Profile more steps, for example with train.profile_steps=10."
+                f"instead of {self.totals.a:,.3f} ms per sample. Profile more steps, for example with "
+                "train.profile_steps=10."
             )
         return f"B is {ratio} than A, {times}. Largest changes: {', '.join(self._changes())}."
 

@@ -17,6 +17,7 @@ from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import Forecast, Target
 from distexp.launch.composition import Cell
 from distexp.runs.forecast_errors import ForecastError, largest_expected, subject_of
+from distexp.runs.text import join_errors
 
 
 def forecast_sizes(
@@ -49,7 +50,7 @@ def forecast_sizes(
 def _make_row(run: ProfiledRun, cell: Cell) -> SizeRow:
     config = cell.config or cell.decided
     size = sizes_of(cell.composed.cluster if config is None else _size_values(config))
-    error = " | ".join(cell.errors) or _other_steps(run, cell.config)
+    error = join_errors(cell.errors) or _other_steps(run, cell.config)
     return SizeRow(size, cell, error=error)
 
 

@@ -1,7 +1,7 @@
 """The all-gathers of a micro-batch with ZeRO-3: which parameters, before which module, and who waits for them.
 
 DeepSpeed gathers the parameters of a module before its forward and its backward pass, and more of them ahead, in the
-order of the micro-batch before. This follows DeepSpeed 0.19.8, ``partitioned_param_coordinator.py``, as
+order of the first micro-batch. This follows DeepSpeed 0.19.8, ``partitioned_param_coordinator.py``, as
 ``distexp.plan.zero3`` does with real modules.
 """
 

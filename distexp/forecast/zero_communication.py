@@ -40,9 +40,9 @@ def _without_transfer(item: Item) -> Item:
     """Return a call of one worker that sends nothing: a sum in the optimizer, else the work of the CPU for the call."""
     if isinstance(item, Segment):
         return item
-    if (
-        item.phase == OPTIMIZER and item.kind == "all_reduce"
-    ):  # the norm of each group, and the check for infinite gradients
+    # The update sums the norm of each group, and checks for infinite gradients.
+    is_sum_of_update = item.phase == OPTIMIZER and item.kind == "all_reduce"
+    if is_sum_of_update:
         return Collective(item.kind, SCALAR_BYTES, 1, "all", OPTIMIZER, item.micro_batch, item.host_s)
     return Segment(item.phase, item.micro_batch, item.host_s, tail_s=item.host_s, tail_half_s=item.host_s / 2)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from distexp.runs.full_disk import print_despite_full_disk, write_despite_full_disk
 from distexp.runs.step_times import StepTime, write_step_times
 
-MOST_STEPS = 4096
+MAX_STEPS = 4096
 """The latest steps that are kept."""
 
 
@@ -21,7 +21,7 @@ class OrdinarySteps:
     """
 
     def __init__(self) -> None:
-        self._watched: deque[tuple[int, bool]] = deque(maxlen=MOST_STEPS)
+        self._watched: deque[tuple[int, bool]] = deque(maxlen=MAX_STEPS)
         self._follows_step = False
 
     def restart(self) -> None:

@@ -218,7 +218,7 @@ class ZeroThree(ShardedOptimizer):
 
 
 class _Fetcher:
-    """Gathers parameters ahead of their use, in the order of the previous micro-batch."""
+    """Gathers parameters ahead of their use, in the order of the first micro-batch."""
 
     def __init__(self, zero: ZeroThree, settings: dict[str, Any]) -> None:
         self.zero, self.persistent = zero, set(zero.persistent)
@@ -229,7 +229,7 @@ class _Fetcher:
         self.available: set[nn.Parameter] = set()
         self.registry: dict[nn.Parameter, _Gather] = {}  # __inflight_param_registry
         self.active: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
-        self.order: Sequence[nn.Module] = []  # of the modules in the previous micro-batch
+        self.order: Sequence[nn.Module] = []  # of the modules in the first micro-batch
         self.recorded: list[nn.Module] = []
         self.queue: deque[tuple[nn.Parameter, int]] = deque()
         self.next_use: dict[nn.Parameter, int] = {}  # __most_recent_step_id_param_fetched_for

@@ -54,7 +54,8 @@ def is_abandoned(baton: Path) -> bool:
     """Return whether the process that created a lock has ended.
 
     PyTorch keeps the lock open. On a local file system, the processes of this user are asked. On a shared one, the
-    process may be on another machine, so only a folder without changes for a long time is abandoned.
+    process may be on another machine, so only a folder without changes for a long time is abandoned. A process in
+    another container is not seen.
     """
     try:
         found = baton.stat()
