@@ -28,12 +28,12 @@ class Ranking:
 
     @property
     def best(self) -> RankedGroup:
-        """The first training."""
+        """Return the first training."""
         return self.ranked[0]
 
     @property
     def equal_to_best(self) -> tuple[RankedGroup, ...]:
-        """The trainings after the best one that differ from it by less than the noise."""
+        """Return the trainings after the best one that differ from it by less than the noise."""
         return tuple(other for other in self.ranked[1:] if is_within_noise(self.best.value, other.value))
 
 
