@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-UNNAMED = ("unknown", "rest")
-"""Parts that are not worth a label."""
+from distexp.runs.checked_values import number_of
 
-MOST_SHOWN = 3
+PARTS_WITHOUT_LABEL = ("unknown", "rest")
+"""Parts that a text about a tensor leaves out: they explain nothing."""
+
+MAX_TENSORS = 3
 """Largest tensors in a text; the record has more."""
 
 
 def memory_lines(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield name and text of each line of a panel."""
     yield "GPU memory", describe_numbers(memory)
-    if parts := _parts(memory):
+    if parts := describe_parts(memory):
         yield "in memory", parts
     if largest := describe_largest(memory):
         yield "largest", largest
@@ -27,7 +29,7 @@ def describe_numbers(memory: Mapping[str, Any]) -> str:
     """Return the numbers: ``2,048 MiB requested at x.py:3 in forward, 500 of 81,559 MiB free, ...``."""
     place = f" at {memory['line']}" if memory.get("line") else ""
     requested, free, total, allocated, reserved = (
-        _mib(memory.get(f"{name}_mib")) for name in ("requested", "free", "total", "allocated", "reserved")
+        _format_mib(memory, f"{name}_mib") for name in ("requested", "free", "total", "allocated", "reserved")
     )
     return (
         f"{requested} MiB requested{place}, {free} of {total} MiB free, {allocated} allocated by torch, "
@@ -35,11 +37,21 @@ def describe_numbers(memory: Mapping[str, Any]) -> str:
     )
 
 
+def describe_parts(memory: Mapping[str, Any]) -> str:
+    """Return what was allocated, largest part first: ``parameters 900, activations and temporaries 800``."""
+    parts = memory.get("parts")
+    if not isinstance(parts, dict):
+        return ""
+    sizes_mib = {key: mib for key in parts if (mib := number_of(parts, key)) is not None}
+    largest_first = sorted(sizes_mib, key=lambda key: -sizes_mib[key])
+    return ", ".join(f"{_part_title(key)} {_format_mib(parts, key)}" for key in largest_first)
+
+
 def describe_largest(memory: Mapping[str, Any]) -> str:
     """Return the largest tensors: ``2 x 960 MiB x.py:3 in forward, 980 MiB lm_head.weight (parameters)``."""
     listed = memory.get("largest")
-    entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
-    return ", ".join(map(_tensor, entries[:MOST_SHOWN]))
+    tensors = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    return ", ".join(map(_describe_tensor, tensors[:MAX_TENSORS]))
 
 
 def describe_advice(memory: Mapping[str, Any]) -> str:
@@ -50,28 +62,19 @@ def describe_advice(memory: Mapping[str, Any]) -> str:
     return f"type {memory['command']}" if memory.get("command") else ""
 
 
-def _tensor(entry: Mapping[str, Any]) -> str:
-    count, part = entry.get("count"), str(entry.get("part") or UNNAMED[0])
+def _describe_tensor(entry: Mapping[str, Any]) -> str:
+    count, part = entry.get("count"), entry.get("part")
     times = f"{count} x " if isinstance(count, int) and count > 1 else ""
-    label = "" if part in UNNAMED else f" ({part.replace('_', ' ')})"
-    return f"{times}{_mib(entry.get('mib'))} MiB {entry.get('line') or 'without a name'}{label}"
+    label = f" ({str(part).replace('_', ' ')})" if part and part not in PARTS_WITHOUT_LABEL else ""
+    return f"{times}{_format_mib(entry, 'mib')} MiB {entry.get('line') or 'without a name'}{label}"
 
 
-def _parts(memory: Mapping[str, Any]) -> str:
-    parts = memory.get("parts")
-    known = {name: size for name, size in parts.items() if _is_number(size)} if isinstance(parts, dict) else {}
-    ordered = sorted(known.items(), key=lambda item: -item[1])
-    return ", ".join(f"{_title(name)} {_mib(size)}" for name, size in ordered)
-
-
-def _title(name: str) -> str:
-    part = name.removesuffix("_mib").replace("_", " ")
+def _part_title(key: str) -> str:
+    """Return the title of a key of ``parts``, as in ``optimizer states`` for ``optimizer_states_mib``."""
+    part = key.removesuffix("_mib").replace("_", " ")
     return "activations and temporaries" if part == "rest" else part
 
 
-def _mib(value: object) -> str:
-    return f"{value:,.0f}" if _is_number(value) else "unknown"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _format_mib(entry: Mapping[str, Any], key: str) -> str:
+    mib = number_of(entry, key)
+    return "unknown" if mib is None else f"{mib:,.0f}"
