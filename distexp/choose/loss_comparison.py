@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf, isnan, nan
 from pathlib import Path
 
-from distexp.runs.jsonl import number_in, read_entries
+from distexp.runs.checked_values import number_of
+from distexp.runs.jsonl import read_entries
 from distexp.runs.run_dir import METRICS
 
 
@@ -61,7 +62,7 @@ def read_losses(run_dir: Path) -> list[float]:
 
     A loss that is not finite is logged as null.
     """
-    losses = [number_in(entry, "loss") for entry in read_entries(run_dir / METRICS) if "loss" in entry]
+    losses = [number_of(entry, "loss") for entry in read_entries(run_dir / METRICS) if "loss" in entry]
     return [nan if loss is None else loss for loss in losses]
 
 

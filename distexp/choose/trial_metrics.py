@@ -6,8 +6,9 @@ from pathlib import Path
 
 from distexp.choose.candidate import COMPLETED, Trial
 from distexp.config import Config
+from distexp.runs.checked_values import number_of
 from distexp.runs.devices import cpu_peak_mib, device_values
-from distexp.runs.jsonl import number_in, read_entries
+from distexp.runs.jsonl import read_entries
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import OPERATORS, RECORD, SPEC
 from distexp.runs.text import failure_text
@@ -70,7 +71,7 @@ def gpu_seconds(record: RunRecord, run_dir: Path, config: Config) -> float:
 
 def _compilation_s(run_dir: Path) -> float:
     """Return how long the nodes of a run compiled DeepSpeed's operators, at the same time; 0 if they did not."""
-    times = (number_in(entry, "compiled_s") for entry in read_entries(run_dir / OPERATORS))
+    times = (number_of(entry, "compiled_s") for entry in read_entries(run_dir / OPERATORS))
     return max((time for time in times if time is not None), default=0.0)
 
 

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.jsonl import append_line, number_in, read_entries
+from distexp.runs.checked_values import number_of
+from distexp.runs.jsonl import append_line, read_entries
 from distexp.runs.rank_progress import ProgressWriter
 from distexp.runs.run_dir import EVENTS
 
@@ -52,7 +53,7 @@ class Events:
 
 def last_value(run_dir: Path, key: str) -> int | None:
     """Return the latest value of a key among the events of a run, or None."""
-    found = [value for entry in read_entries(run_dir / EVENTS) if (value := number_in(entry, key)) is not None]
+    found = [value for entry in read_entries(run_dir / EVENTS) if (value := number_of(entry, key)) is not None]
     return int(found[-1]) if found else None
 
 

@@ -49,12 +49,6 @@ def read_last_entry(path: Path) -> Entry:
     return last[0] if last else {}
 
 
-def number_in(entry: Entry, key: str) -> float | None:
-    """Return the number of a key; None if the entry has none."""
-    value = entry.get(key)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
 class Tail:
     """Reader of the lines that were added to a file since its last call.
 

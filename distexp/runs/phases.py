@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from distexp.runs.jsonl import Entry, Tail, read_entries
 
@@ -17,6 +18,13 @@ class PhaseEvent:
 
     unix_time_s: float
     phase: str
+
+
+class TimeInterval(NamedTuple):
+    """A time from its start up to its end, both in Unix seconds."""
+
+    start_s: float
+    end_s: float
 
 
 class PhaseTail:
@@ -37,7 +45,7 @@ class PhaseTail:
         new = self._tail.read_entries()
         if self._tail.restarts > self._restarts:
             self._restarts, self._events = self._tail.restarts, []
-        self._events = sorted([*self._events, *_phase_events(new)])
+        self._events = sorted([*self._events, *phase_events_of(new)])
         return phase_at(self._events, unix_time_s)
 
 
@@ -47,18 +55,18 @@ def read_phase_events(path: Path) -> list[PhaseEvent]:
     Raises:
         OSError: if the file exists and cannot be read.
     """
-    return sorted(_phase_events(read_entries(path)))
+    return phase_events_of(read_entries(path))
 
 
-def _phase_events(entries: Iterable[Entry]) -> list[PhaseEvent]:
-    """Select the entries that start a phase; others report something else."""
+def phase_events_of(entries: Iterable[Entry]) -> list[PhaseEvent]:
+    """Return the entries that start a phase, in the order of time. Other entries report something else."""
     found = []
     for entry in entries:
         try:
             found.append(PhaseEvent(float(entry["unix_time_s"]), str(entry["phase"])))
         except (ValueError, KeyError, TypeError):
             continue
-    return found
+    return sorted(found)
 
 
 def phase_at(events: Sequence[PhaseEvent], unix_time_s: float) -> str:
@@ -67,7 +75,9 @@ def phase_at(events: Sequence[PhaseEvent], unix_time_s: float) -> str:
     return events[position - 1].phase if position else ""
 
 
-def phase_intervals(events: Sequence[PhaseEvent], phases: Collection[str]) -> list[tuple[float, float]]:
-    """Return the (start, end) of each time in one of some phases, in Unix seconds; an open one ends at infinity."""
+def phase_intervals(events: Sequence[PhaseEvent], phases: Collection[str]) -> list[TimeInterval]:
+    """Return the intervals in which a run was in one of some phases. The last one may end at infinity."""
     ends = [event.unix_time_s for event in events[1:]] + [math.inf]
-    return [(event.unix_time_s, end) for event, end in zip(events, ends, strict=False) if event.phase in phases]
+    return [
+        TimeInterval(event.unix_time_s, end) for event, end in zip(events, ends, strict=False) if event.phase in phases
+    ]

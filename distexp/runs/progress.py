@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from distexp.runs.checked_values import number_of
 from distexp.runs.heartbeat import last_heartbeat
-from distexp.runs.jsonl import Entry, number_in, read_entries, read_last_entry
-from distexp.runs.phases import read_phase_events
+from distexp.runs.jsonl import read_entries, read_last_entry
+from distexp.runs.phases import phase_events_of
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, SPEC, memory_traces
 
 
@@ -36,13 +39,14 @@ def read_progress(directory: Path) -> Progress:
 
 
 def _read_progress(directory: Path) -> Progress:
-    events = read_phase_events(directory / EVENTS)
-    last = read_last_entry(directory / METRICS)
+    events = read_entries(directory / EVENTS)
+    phases = phase_events_of(events)
+    last_step = read_last_entry(directory / METRICS)
     return Progress(
-        phase=events[-1].phase if events else _phase_before_workers(directory),
-        step=_whole(number_in(last, "step")),
-        steps=_total_steps(read_entries(directory / EVENTS)),
-        loss=number_in(last, "loss"),
+        phase=phases[-1].phase if phases else _phase_before_workers(directory),
+        step=_count_of(last_step, "step"),
+        steps=_first_count(events, "total_steps"),
+        loss=number_of(last_step, "loss"),
     )
 
 
@@ -52,16 +56,19 @@ def _phase_before_workers(directory: Path) -> str | None:
     return "compile" if build and "compiled_s" not in build else None
 
 
+def _first_count(entries: Iterable[Mapping[str, Any]], key: str) -> int | None:
+    """Return the whole number of the first entry that has one."""
+    counts = (_count_of(entry, key) for entry in entries)
+    return next((count for count in counts if count is not None), None)
+
+
+def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
+    """Return a number of an entry as a whole number; None if the entry has none."""
+    number = number_of(entry, key)
+    return None if number is None else int(number)
+
+
 def last_activity(directory: Path) -> float:
     """Return the Unix time in seconds at which a run last wrote a file; 0 if it wrote none."""
     paths = (directory / SPEC, *(path for _, path in memory_traces(directory)))
     return max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
-
-
-def _total_steps(events: list[Entry]) -> int | None:
-    found = (_whole(number_in(event, "total_steps")) for event in events)
-    return next((steps for steps in found if steps is not None), None)
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
