@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from distexp.launch.snapshot import GitState
+from distexp.launch.git_state import GitState
 from distexp.launch.sweep import AssignedRun
 
 RunAll = Callable[[Sequence[AssignedRun], Callable[[], None]], None]

@@ -18,9 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 from distexp.config import ConfigError
 from distexp.launch.composition import Cell
 from distexp.launch.foreign_sweep import check_files
+from distexp.launch.git_state import GitState
 from distexp.launch.outcome import invalid_record
 from distexp.launch.own_files import remember_file
-from distexp.launch.snapshot import GitState
 from distexp.resolve import without_hydra
 from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
 from distexp.runs.files import write_json

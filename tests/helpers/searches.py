@@ -13,7 +13,7 @@ from rich.console import Console
 from distexp.choose.command import run_choose
 from distexp.choose.trial_launcher import TrialLauncher, TrialRunner
 from distexp.config import Config
-from distexp.launch.snapshot import GitState
+from distexp.launch.git_state import GitState
 from distexp.launch.sweep import AssignedRun
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunError, RunRecord

@@ -40,7 +40,7 @@ def test_secrets_and_large_files_are_left_out_with_a_note(project: Path, tmp_pat
     notes: list[str] = []
     sweep = tmp_path / "sweep"
     sweep.mkdir()
-    copy, _ = snapshot.take_snapshot(sweep, [], notes.append)
+    copy = snapshot.take_snapshot(sweep, [], notes.append).folder
     copied = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
     assert copied == {*CODE, ".complete.json"}
     (note,) = notes
@@ -51,7 +51,7 @@ def test_secrets_and_large_files_are_left_out_with_a_note(project: Path, tmp_pat
     files = [path for path in sweep.rglob("*") if path.is_file()]
     assert not [path for path in files if SECRET in path.read_text()]
     assert "changed = 1" in (sweep / "snapshot.info" / "uncommitted.diff").read_text()
-    assert snapshot.take_snapshot(sweep, [], notes.append)[0] == copy
+    assert snapshot.take_snapshot(sweep, [], notes.append).folder == copy
     assert len(notes) == 1, "the same code is not copied again"
 
 
@@ -61,11 +61,11 @@ def test_the_snapshot_of_another_user_is_not_used(
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
     sweep = tmp_path / "sweep"
     sweep.mkdir()
-    theirs, _ = snapshot.take_snapshot(sweep, [], print)
+    theirs = snapshot.take_snapshot(sweep, [], print).folder
     (theirs / "distexp" / "keys.py").write_text("changed by a stranger\n")
     marker = json.loads((theirs / ".complete.json").read_text())
     (theirs / ".complete.json").write_text(json.dumps(marker))
-    mine, _ = snapshot.take_snapshot(sweep, [], print)
+    mine = snapshot.take_snapshot(sweep, [], print).folder
     assert mine != theirs
     assert (mine / "distexp" / "keys.py").read_text() == "changed = 1\n"
 
@@ -75,7 +75,7 @@ def test_other_users_can_write_no_copied_file(project: Path, tmp_path: Path) -> 
     before = os.umask(0o022)
     try:
         sweep.mkdir()
-        copy, _ = snapshot.take_snapshot(sweep, [], print)
+        copy = snapshot.take_snapshot(sweep, [], print).folder
     finally:
         os.umask(before)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [copy, *copy.rglob("*")]}

@@ -12,12 +12,11 @@ from rich.console import Console
 
 from distexp.choose.labels import config_label
 from distexp.choose.trial_launcher import TrialLauncher, TrialRunner
-from distexp.config.paths import PACKAGE
 from distexp.console.trial_screen import TrialScreen
+from distexp.launch.git_state import package_git_state
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.sweep import run_if_free
 from distexp.launch.local.warm_start import WarmStart
-from distexp.launch.snapshot import git_root, git_state
 from distexp.launch.sweep import AssignedRun
 
 
@@ -40,4 +39,4 @@ class LocalTrials(TrialLauncher):
                 after_each()
 
         with continue_after_hangup(sweep_dir), WarmStart(screen.log) as warm:
-            yield TrialRunner(run_all, git_state(git_root(PACKAGE)))
+            yield TrialRunner(run_all, package_git_state())

@@ -11,15 +11,14 @@ from hydra.core.utils import JobReturn, run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from distexp.config.paths import PACKAGE
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError
 from distexp.launch.composition import Cell, cell_maker, compose_cells
+from distexp.launch.git_state import package_git_state
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.run import run_locally
 from distexp.launch.local.warm_start import WarmStart
 from distexp.launch.plan_runs import plan_runs
-from distexp.launch.snapshot import git_root, git_state
 from distexp.launch.sweep import AssignedRun, assign_run_dirs, locked_sweep_dir, write_invalid
 from distexp.runs.existing import DONE
 from distexp.runs.full_disk import name_folder, release_reserve
@@ -54,7 +53,7 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
 def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell], sweep_dir: Path) -> list[JobReturn]:
     invalid = [join_errors(cell.errors) for cell in cells if cell.config is None]
     screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=invalid)
-    code, resume = git_state(git_root(PACKAGE)), master.sweep.resume
+    code, resume = package_git_state(), master.sweep.resume
     runs = assign_run_dirs(
         cells,
         sweep_dir,

@@ -37,14 +37,14 @@ class SlurmTrials(TrialLauncher):
     def runner(self, sweep_dir: Path, console: Console) -> Iterator[TrialRunner]:
         """Yield the runner of trials, after the code was copied."""
         warn = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        snapshot, git = take_snapshot(sweep_dir, list(self.trusted), warn)
+        snapshot = take_snapshot(sweep_dir, list(self.trusted), warn)
         printed: dict[int, str] = {}
 
         def run_all(runs: Sequence[AssignedRun], after_each: Callable[[], None]) -> None:
             active = {run.number for run in poll(sweep_dir) if run.is_active}
             new = [run for run in runs if run.info.number not in active]
             prepared = [each for each in map(prepare_run, new) if isinstance(each, PreparedRun)]
-            submit_runs(prepared, sweep_dir, snapshot, self.max_size, console)
+            submit_runs(prepared, sweep_dir, snapshot.folder, self.max_size, console)
             try:
                 poll_until_done(sweep_dir, console, printed)
             except KeyboardInterrupt:
@@ -55,4 +55,4 @@ class SlurmTrials(TrialLauncher):
                 raise MonitoringInterrupted from None
             after_each()
 
-        yield TrialRunner(run_all, git, str(snapshot.relative_to(sweep_dir)))
+        yield TrialRunner(run_all, snapshot.git, snapshot.folder.name)

@@ -25,7 +25,7 @@ from distexp.launch.slurm.script import JobArray
 from distexp.launch.slurm.status import poll
 from distexp.launch.slurm.submission import PreparedRun, group_by_resources, submit_runs
 from distexp.launch.slurm.submitit_keys import apply_submitit_options
-from distexp.launch.snapshot import GitState, take_snapshot
+from distexp.launch.snapshot import Snapshot, take_snapshot
 from distexp.launch.sweep import assign_run_dirs, locked_sweep_dir
 from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.record import RunRecord
@@ -69,12 +69,12 @@ def run_sweep(
     with locked_sweep_dir(master, len(cells)) as claimed:
         sweep_dir = claimed.absolute()
         try:
-            snapshot, git = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages), partial(_print, console))
-            prepared = list(prepare_runs(cells, sweep_dir, snapshot, git, console, resume=master.sweep.resume))
+            snapshot = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages), partial(_print, console))
+            prepared = list(prepare_runs(cells, sweep_dir, snapshot, console, resume=master.sweep.resume))
         except KeyboardInterrupt:
             hint = suggest_command("resume", sweep_dir)
             raise SweepInterrupted(f"interrupted: nothing was submitted; to submit the runs: {hint}") from None
-        submit_runs(prepared, sweep_dir, snapshot, max_size, console)
+        submit_runs(prepared, sweep_dir, snapshot.folder, max_size, console)
     _print(console, f"sweep: {sweep_dir}")
     if cluster.wait:
         follow(sweep_dir, console)
@@ -111,7 +111,7 @@ def _check_slurm() -> int:
 
 
 def prepare_runs(
-    cells: Sequence[Cell], sweep_dir: Path, snapshot: Path, git: GitState, console: Console, *, resume: bool
+    cells: Sequence[Cell], sweep_dir: Path, snapshot: Snapshot, console: Console, *, resume: bool
 ) -> Iterator[PreparedRun]:
     """Give each cell its directory, and write the spec of its run.
 
@@ -120,8 +120,7 @@ def prepare_runs(
     Args:
         cells: All cells of the sweep.
         sweep_dir: Directory of the sweep.
-        snapshot: Folder with the copy of the code.
-        git: State of the checkout that was copied.
+        snapshot: Copy of the code that the runs use.
         console: Where to report runs that are skipped or invalid.
         resume: Whether the directory may hold runs of an earlier command.
     """
@@ -136,11 +135,11 @@ def prepare_runs(
     runs = assign_run_dirs(
         cells,
         sweep_dir,
-        git,
+        snapshot.git,
         resume=resume,
         should_skip=should_skip,
         warn=partial(_print, console),
-        snapshot=str(snapshot.relative_to(sweep_dir)),
+        snapshot=snapshot.folder.name,
         active=active,
     )
     invalid = _invalid_cells(cells)
