@@ -13,8 +13,9 @@ from distexp.launch import ledger
 from distexp.launch.local.cancel import cancel_local
 from distexp.launch.slurm import client
 from distexp.launch.slurm.status import poll
+from distexp.runs.command_text import suggest_command
 from distexp.runs.existing import ExistingRuns, not_a_sweep
-from distexp.runs.text import format_count, suggest_command
+from distexp.runs.listing import format_count
 
 TIMEOUT_S, POLL_S = 60.0, 0.5
 """Slurm's KillWait is 30 s by default, so jobs may need that long to end."""

@@ -16,7 +16,7 @@ from distexp.choose.table import PLAN_LEGEND, others_table, planned_table
 from distexp.choose.trial_overrides import EXCLUDED_STEPS
 from distexp.exceptions import SweepFailedError
 from distexp.runs.files import nan_to_none
-from distexp.runs.text import format_count
+from distexp.runs.listing import format_count
 
 STARTUP_S = 15.0
 """Assumed start of a trial: libraries, data and model. The first trials measure it."""

@@ -6,7 +6,7 @@ from distexp.choose.axis_keys import AXES
 from distexp.choose.candidate import Candidate, Objective
 from distexp.config import Config
 from distexp.console.run_summary import strategy_label
-from distexp.runs.text import format_count
+from distexp.runs.listing import format_count
 from distexp.system.units import MIB_PER_GB
 
 BETTER = {

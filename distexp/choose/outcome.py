@@ -16,7 +16,7 @@ from distexp.choose.result_texts import (
 )
 from distexp.choose.search_result import SearchResult
 from distexp.choose.settings import Settings
-from distexp.runs.text import format_override
+from distexp.runs.command_text import format_override
 
 
 @dataclass(frozen=True)

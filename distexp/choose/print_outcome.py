@@ -11,7 +11,7 @@ from distexp.choose.outcome import Outcome
 from distexp.choose.result_texts import command_line, loss_sentence, trade_offs
 from distexp.choose.state import SearchState
 from distexp.choose.table import result_table
-from distexp.runs.text import suggest_command
+from distexp.runs.command_text import suggest_command
 
 MAX_TRADE_OFFS = 5
 

@@ -19,7 +19,7 @@ from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.family_memory import FamilyMemory
 from distexp.config import Config
 from distexp.plan.micro_batches import EstimateAll
-from distexp.runs.text import format_count
+from distexp.runs.listing import format_count
 
 LIGHTER = {
     "strategy=ddp": "sharding=shard_grad_op",

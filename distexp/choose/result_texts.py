@@ -11,7 +11,7 @@ from distexp.choose.loss_check import LossCheck
 from distexp.choose.mean_metrics import MeanMetrics, mean_metrics
 from distexp.choose.ranking import Margin, margin_between, ranked
 from distexp.plan.cells import replace_overrides
-from distexp.runs.text import format_override
+from distexp.runs.command_text import format_override
 
 BETTER_WORDS = ("faster", "less memory", "less energy", "cheaper")
 """Changes for which another configuration may be preferred to the winner."""

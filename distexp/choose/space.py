@@ -26,7 +26,7 @@ from distexp.config.schema import KernelsConfig
 from distexp.console.progress import show_progress
 from distexp.launch.composition import Cell, MakeCell, compose_all
 from distexp.plan.cells import replace_overrides
-from distexp.runs.text import join_errors
+from distexp.runs.failure_text import join_errors
 
 PROBE = "strategy=ddp"
 """Strategy for which the size of the cluster is read. Others, such as ``single``, would use one worker."""

@@ -15,7 +15,7 @@ from distexp.choose.mean_metrics import mean_metrics
 from distexp.choose.ranking import ranked
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.untried import NOT_TRIED
-from distexp.runs.text import format_count
+from distexp.runs.listing import format_count
 from distexp.system.units import MIB_PER_GB
 
 MAX_LISTED = 6

@@ -8,10 +8,10 @@ from distexp.choose.candidate import COMPLETED, Trial
 from distexp.config import Config
 from distexp.runs.checked_values import number_of
 from distexp.runs.devices import cpu_peak_mib, device_values
+from distexp.runs.failure_text import failure_text
 from distexp.runs.jsonl import read_entries
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import OPERATORS, RECORD, SPEC
-from distexp.runs.text import failure_text
 
 SECONDS_PER_HOUR = 3600.0
 

@@ -20,8 +20,8 @@ from distexp.config import Config
 from distexp.launch.composition import Cell, MakeCell
 from distexp.launch.sweep import AssignedRun, claim_run_dir, make_run_info, run_dir_for
 from distexp.runs.errors import SUBMISSION_REFUSED
+from distexp.runs.failure_text import join_errors
 from distexp.runs.record import RunRecord
-from distexp.runs.text import join_errors
 
 INTERRUPTED = frozenset({"killed", "preempted"})
 """Statuses of trials that run again when a search is resumed."""

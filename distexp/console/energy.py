@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from distexp.runs.text import format_amount, format_kwh
+from distexp.system.units import format_amount, format_kwh
 
 
 def energy_lines(energy: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:

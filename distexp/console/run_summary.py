@@ -10,19 +10,15 @@ from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
 from distexp.console.energy import energy_lines
 from distexp.runs.devices import cpu_peak_mib, device_values, node_peak_mib
+from distexp.runs.failure_text import failure_text
+from distexp.runs.listing import format_count
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, tensor_entries
 from distexp.runs.metrics import Metrics
+from distexp.runs.model_label import STAND_IN, model_label, record_model_label
 from distexp.runs.out_of_memory import memory_lines
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import (
-    STAND_IN,
-    describe_straggler,
-    failure_text,
-    format_count,
-    model_label,
-    record_model_label,
-)
+from distexp.runs.straggler_text import describe_straggler
 from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB, format_tflops
 

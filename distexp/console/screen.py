@@ -25,13 +25,15 @@ from distexp.console.run_summary import format_answer_scores, format_loss, run_t
 from distexp.console.sweep_progress import SweepProgress
 from distexp.report.exercise_tables import build_exercise_tables
 from distexp.report.overview_table import build_overview_table
+from distexp.runs.command_text import suggest_command
 from distexp.runs.errors import ERROR_HEADING
+from distexp.runs.failure_text import failure_text
 from distexp.runs.files import printable
 from distexp.runs.jsonl import Tail
+from distexp.runs.listing import format_count
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, log_path
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import failure_text, format_count, suggest_command
 
 OPERATOR_LOADED = re.compile(r"DeepSpeed \S+_op built successfully")
 """Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log."""

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from distexp.runs.record import RunRecord
-from distexp.runs.text import format_about
+from distexp.system.units import format_about
 
 MIN_SPREAD = 1.5
 """Longest over shortest duration from which both are printed."""

@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from distexp.console.run_summary import status_color
+from distexp.runs.listing import format_runs
 from distexp.runs.progress import read_progress
 from distexp.runs.run_state import RunState
-from distexp.runs.text import format_runs
 
 MIN_DETAIL_WIDTH = 20
 COLUMN_GAP = 2

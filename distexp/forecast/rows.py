@@ -16,8 +16,8 @@ from distexp.forecast.sizes import sizes_of
 from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import Forecast, Target
 from distexp.launch.composition import Cell
+from distexp.runs.failure_text import join_errors
 from distexp.runs.forecast_errors import ForecastError, largest_expected, subject_of
-from distexp.runs.text import join_errors
 
 
 def forecast_sizes(

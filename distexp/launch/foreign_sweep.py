@@ -10,8 +10,8 @@ from pathlib import Path
 
 from distexp.config import ConfigError
 from distexp.launch.own_files import is_own_file
+from distexp.runs.listing import join_first
 from distexp.runs.run_dir import COMMAND
-from distexp.runs.text import join_first
 
 MAX_SHOWN = 3
 

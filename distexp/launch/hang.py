@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 
 from distexp.runs.files import write_json
+from distexp.runs.listing import join_first
 from distexp.runs.rank_progress import RankProgress, ranks_behind, read_rank_progress
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import stopped_ranks_path, stopped_ranks_paths
-from distexp.runs.text import join_first
 from distexp.system.processes import descendants
 
 DUMP_S = 2.0

@@ -27,13 +27,13 @@ from distexp.measure.memory.summary import run_traces, summarize_run
 from distexp.runs import attempts
 from distexp.runs.environment import make_environment
 from distexp.runs.events import last_value, resume_changes
+from distexp.runs.failure_text import join_errors
 from distexp.runs.full_disk import name_folder, release_reserve
 from distexp.runs.micro_batch import add_search
 from distexp.runs.prediction import read_prediction
 from distexp.runs.record import RunError, RunInfo, RunRecord
 from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import join_errors
 from distexp.system.environment_variables import select_variables
 
 DISK_RESERVE_BYTES = 256 * 1024

@@ -22,8 +22,8 @@ from distexp.plan.verdict import (
     memory_to_fit_mib,
     predict,
 )
+from distexp.runs.command_text import format_override
 from distexp.runs.record import Predicted
-from distexp.runs.text import format_override
 from distexp.system.units import format_memory
 
 CHECK, WARN = "check", "warn"

@@ -9,7 +9,7 @@ from distexp.cli.overrides import parse, plain_value
 from distexp.config import Config
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.config.schema import PlanConfig
-from distexp.runs.text import format_override
+from distexp.runs.command_text import format_override
 
 MODE, SEARCH = ("name",), ("search_timeout_s",)
 TIMES = ("timeout_s", *SEARCH)

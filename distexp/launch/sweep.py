@@ -22,13 +22,14 @@ from distexp.launch.git_state import GitState
 from distexp.launch.outcome import invalid_record
 from distexp.launch.own_files import remember_file
 from distexp.resolve import without_hydra
+from distexp.runs.command_text import format_override, suggest_command
 from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
 from distexp.runs.files import write_json
 from distexp.runs.full_disk import name_folder
+from distexp.runs.listing import join_first
 from distexp.runs.record import RunInfo, RunRecord
 from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, MULTIRUN, PREDICTED
 from distexp.runs.run_lock import sweep_lock
-from distexp.runs.text import format_override, join_first, suggest_command
 
 
 @dataclass(frozen=True)

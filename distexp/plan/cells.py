@@ -14,8 +14,9 @@ from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner
 from distexp.plan.search import Change, Search
 from distexp.plan.verdict import describe_verdict, memory_to_fit_mib, predict
+from distexp.runs.command_text import format_override
+from distexp.runs.failure_text import join_errors
 from distexp.runs.record import Predicted
-from distexp.runs.text import format_override, join_errors
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from distexp.report.data.scaling_remarks import remark_on_scaling
 from distexp.report.data.settings import global_batch
 from distexp.report.data.stragglers import describe_stragglers
 from distexp.report.data.text import format_noise, name_runs
-from distexp.runs.text import STAND_IN, join_first, record_model_label
+from distexp.runs.listing import join_first
+from distexp.runs.model_label import STAND_IN, record_model_label
 
 MAX_TASKS = 4
 SAME = 0.005  # relative difference

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distexp.config import ConfigError
+from distexp.runs.command_text import format_override
 from distexp.runs.files import read_json
 from distexp.runs.record import STATUSES, RunInfo
 from distexp.runs.run_dir import COMMAND, NON_RUN_DIRS, OUTPUTS, RECORD, SPEC
-from distexp.runs.text import format_override
 from distexp.runs.typed_values import typed
 
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})

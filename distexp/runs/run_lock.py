@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distexp.config import ConfigError
+from distexp.runs.command_text import suggest_command
 from distexp.runs.run_dir import LOCK, SWEEP_LOCK
-from distexp.runs.text import suggest_command
 
 
 @contextmanager

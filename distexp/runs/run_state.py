@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from distexp.runs.failure_text import failure_text
 from distexp.runs.record import RunRecord
-from distexp.runs.text import failure_text
 
 ACTIVE = ("pending", "running", "ending", "unknown")
 """States of a run that may not have ended yet."""

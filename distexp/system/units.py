@@ -1,4 +1,4 @@
-"""Units of memory and speed."""
+"""Units of memory and speed, and numbers as texts with their units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ GIB = 2**30
 
 MIB_PER_GB = 1024.0
 """MiB in a GB of ``2**30`` bytes."""
-
 
 LEAST_GB = 0.1
 """Less memory is shown in MB."""
@@ -28,3 +27,25 @@ def format_tflops(tflops: float) -> str:
     if tflops >= 100:
         return f"{tflops:,.0f} TFLOP/s"
     return f"{tflops:.3g} TFLOP/s" if tflops >= 0.1 else f"{tflops * 1000:.3g} GFLOP/s"
+
+
+def format_about(seconds: float) -> str:
+    """Return a rough duration: ``25 s``, ``3 min``, ``2 h 10 min``."""
+    if seconds < 57.5:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    minutes = max(1, round(seconds / 60))
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_amount(value: float) -> str:
+    """Return a number with three significant digits, never in scientific notation."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}" if abs(value) >= 0.001 or not value else f"{value:.6f}"
+
+
+def format_kwh(kwh: float) -> str:
+    """Return an energy with its unit: ``1.25 kWh``, or below 0.01 kWh ``3.50 Wh``."""
+    return f"{format_amount(kwh)} kWh" if kwh >= 0.01 or not kwh else f"{format_amount(1000 * kwh)} Wh"

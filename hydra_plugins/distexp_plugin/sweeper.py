@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from distexp.cli.overrides import add_plus_prefix, quote_choice
 from distexp.config import ConfigError
 from distexp.config.paths import config_groups
-from distexp.runs.text import format_count, join_first
+from distexp.runs.listing import format_count, join_first
 
 CELLS_KEY = "sweep.cells"
 REPEATS_KEY = "repeats"

@@ -19,7 +19,7 @@ from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import METRICS, OPERATORS
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import format_about
+from distexp.system.units import format_about
 from tests.helpers.records import record
 from tests.helpers.runs import resolve_cell
 

@@ -16,7 +16,7 @@ from distexp.runs.memory_trace import GPU, MemorySample
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, memory_trace_path
-from distexp.runs.text import describe_straggler
+from distexp.runs.straggler_text import describe_straggler
 from tests.helpers.runs import make_spec
 from tests.measure.energy.traces import write_events, write_trace
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from distexp.runs.command_text import suggest_command
 from distexp.runs.run_dir import LAUNCHER_LOG
-from distexp.runs.text import suggest_command
 
 
 @contextmanager

@@ -20,14 +20,15 @@ from distexp.launch.local.run import run_locally
 from distexp.launch.local.warm_start import WarmStart
 from distexp.launch.plan_runs import plan_runs
 from distexp.launch.sweep import AssignedRun, assign_run_dirs, locked_sweep_dir, write_invalid
+from distexp.runs.command_text import format_override
 from distexp.runs.existing import DONE
+from distexp.runs.failure_text import join_errors
 from distexp.runs.full_disk import name_folder, release_reserve
 from distexp.runs.owner import wait_for_agent
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.run_lock import run_lock
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import format_override, join_errors
 
 
 def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]]) -> list[JobReturn]:

@@ -18,7 +18,7 @@ from distexp.launch.slurm.status import poll
 from distexp.launch.slurm.submission import PreparedRun, submit_runs
 from distexp.launch.snapshot import take_snapshot
 from distexp.launch.sweep import AssignedRun
-from distexp.runs.text import suggest_command
+from distexp.runs.command_text import suggest_command
 
 
 @dataclass(frozen=True)

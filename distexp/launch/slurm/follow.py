@@ -14,9 +14,9 @@ from distexp.console.sweep_table import Row, describe_state, state_key, states_t
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError
 from distexp.launch import ledger
 from distexp.launch.slurm.status import FinishedRuns, poll
+from distexp.runs.command_text import suggest_command
 from distexp.runs.record import FAILURES, load_all
 from distexp.runs.run_state import RunState
-from distexp.runs.text import suggest_command
 
 FAST_POLLING_S, FAST_POLL_S, SLOW_POLL_S = 120.0, 2.0, 10.0
 """The queue is polled every 2 s for two minutes, then every 10 s, to limit the load on the controller."""

@@ -27,10 +27,12 @@ from distexp.launch.slurm.submission import PreparedRun, group_by_resources, sub
 from distexp.launch.slurm.submitit_keys import apply_submitit_options
 from distexp.launch.snapshot import Snapshot, take_snapshot
 from distexp.launch.sweep import assign_run_dirs, locked_sweep_dir
+from distexp.runs.command_text import suggest_command
 from distexp.runs.existing import DONE, ExistingRun
+from distexp.runs.failure_text import failure_text, join_errors
+from distexp.runs.listing import format_runs
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import SNAPSHOT
-from distexp.runs.text import failure_text, format_runs, join_errors, suggest_command
 
 NOT_CONFIGURED = "configuration source"
 """Part of the error message of Slurm's commands if Slurm is installed but not configured."""

@@ -26,10 +26,10 @@ from distexp.launch.slurm.client import SlurmError, minutes_left, query_jobs, re
 from distexp.launch.slurm.peers import Job, Peers, SupersededError, write_exit_status
 from distexp.runs import stop_request
 from distexp.runs.errors import write_error
+from distexp.runs.failure_text import failure_text
 from distexp.runs.record import RunError, RunRecord
 from distexp.runs.run_dir import agent_error_path
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import failure_text
 from distexp.system.processes import NOTICE_SIGNAL
 from distexp.tracking.process import tracked
 

@@ -16,12 +16,13 @@ from distexp.launch import ledger
 from distexp.launch.outcome import failed_record
 from distexp.launch.slurm import client
 from distexp.launch.slurm.script import JobArray, resource_key
+from distexp.runs.command_text import suggest_command
 from distexp.runs.errors import SUBMISSION_REFUSED
 from distexp.runs.files import write_json
+from distexp.runs.listing import format_count, format_runs
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import SLURM
 from distexp.runs.spec import RunSpec
-from distexp.runs.text import format_count, format_runs, suggest_command
 from distexp.system.signals import defer_interrupts
 
 Item = TypeVar("Item")

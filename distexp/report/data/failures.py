@@ -7,9 +7,9 @@ from typing import Any
 
 from distexp.report.data.rows import Row
 from distexp.report.data.text import name_runs
+from distexp.runs.failure_text import shorten_message
 from distexp.runs.out_of_memory import describe_advice, describe_largest, describe_numbers
 from distexp.runs.record import RunError
-from distexp.runs.text import shorten_message
 
 MAX_LENGTH = 300  # characters of a message
 MAX_LABELS = 8

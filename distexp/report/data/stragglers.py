@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from distexp.report.data.rows import Row
-from distexp.runs.text import describe_straggler, format_count
+from distexp.runs.listing import format_count
+from distexp.runs.straggler_text import describe_straggler
 
 MAX_STRAGGLERS = 8
 

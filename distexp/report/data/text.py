@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from distexp.runs.text import join_first
+from distexp.runs.listing import join_first
 
 
 def name_runs(labels: Iterable[str], limit: int = 4) -> str:

@@ -12,7 +12,7 @@ from distexp.report.data.overview import Overview
 from distexp.report.figures.base import Figure, Panel, describe_selection
 from distexp.report.figures.theme import color, inline_data
 from distexp.report.traces import RunTrace
-from distexp.runs.text import join_first
+from distexp.runs.listing import join_first
 
 Rows = list[dict[str, Any]]
 

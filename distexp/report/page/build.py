@@ -27,7 +27,7 @@ from distexp.report.page.provenance import provenance_tables
 from distexp.report.page.run_table import relative_link, run_table
 from distexp.report.page.tiles import build_tiles
 from distexp.report.summary import explain_cpu_speeds, summarize
-from distexp.runs.text import join_first
+from distexp.runs.listing import join_first
 
 MAX_NOTES = 20
 PAGE_FILES = files("distexp.report.page")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from distexp.report.data.rows import Row
 from distexp.report.data.text_table import TextTable
-from distexp.runs.text import join_first
+from distexp.runs.listing import join_first
 
 MAX_COMMANDS = 200
 Cells = tuple[str, ...]

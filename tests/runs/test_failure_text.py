@@ -1,51 +1,12 @@
-"""Tests of the short texts about runs."""
+"""Why a run failed, as one line."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from distexp.runs.failure_text import MAX_MESSAGE, failure_text, shorten_message
 from distexp.runs.record import RunError
-from distexp.runs.text import (
-    MAX_MESSAGE,
-    failure_text,
-    format_count,
-    format_ids,
-    format_runs,
-    join_first,
-    shorten_message,
-    suggest_command,
-)
 from tests.helpers.records import record
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([3], "3"),
-        ([0, 1], "0, 1"),
-        ([0, 1, 2, 3, 4, 5], "0-5"),
-        ([5, 0, 1, 2, 7, 8], "0-2, 5, 7, 8"),
-        (list(range(0, 40, 2)), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
-    ],
-)
-def test_consecutive_numbers_become_a_range(numbers: list[int], text: str) -> None:
-    assert format_ids(numbers) == text
-
-
-def test_only_the_first_items_are_joined() -> None:
-    assert join_first("abc", limit=3) == "a, b, c"
-    assert join_first("abcde", limit=3) == "a, b, c and 2 more"
-
-
-def test_a_count_has_its_plural() -> None:
-    assert [format_count(count, "run") for count in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
-    assert [format_runs(numbers) for numbers in ([4], [1, 2, 3])] == ["run 4", "runs 1-3"]
-
-
-def test_the_directory_of_a_command_is_quoted() -> None:
-    assert suggest_command("status", Path("/my sweeps/a")) == "distexp status '/my sweeps/a'"
 
 
 def test_failure_text_has_type_and_phase_except_for_invalid_runs() -> None:
