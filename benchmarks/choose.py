@@ -32,8 +32,9 @@ from distexp.choose.search_result import PlannedTrial, SearchResult
 from distexp.choose.trial_metrics import peak_mib
 from distexp.choose.trial_overrides import EXCLUDED_STEPS
 from distexp.plan.gpu_errors import GPU_ERROR_BOUND
-from distexp.runs.files import read_json, write_json
-from distexp.runs.record import RunRecord, find_records
+from distexp.runs.json_files import read_json, write_json
+from distexp.runs.record import RunRecord
+from distexp.runs.record_search import find_records
 from distexp.runs.run_dir import SPEC
 from distexp.system.units import MIB_PER_GB
 

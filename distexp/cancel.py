@@ -14,8 +14,9 @@ from distexp.launch.local.cancel import cancel_local
 from distexp.launch.slurm import client
 from distexp.launch.slurm.status import poll
 from distexp.runs.command_text import suggest_command
-from distexp.runs.existing import ExistingRuns, not_a_sweep
+from distexp.runs.existing import ExistingRuns
 from distexp.runs.listing import format_count
+from distexp.runs.sweep_dirs import not_a_sweep
 
 TIMEOUT_S, POLL_S = 60.0, 0.5
 """Slurm's KillWait is 30 s by default, so jobs may need that long to end."""

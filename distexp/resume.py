@@ -21,9 +21,9 @@ from distexp.config import ConfigError
 from distexp.launch.foreign_sweep import check_files, check_working_directory
 from distexp.launch.own_files import is_own_file
 from distexp.launch.stored_command import check_stored_command
-from distexp.runs.existing import not_a_sweep
-from distexp.runs.files import read_json
+from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import COMMAND
+from distexp.runs.sweep_dirs import not_a_sweep
 
 USAGE = """usage: distexp resume DIR [KEY=VALUE ...]
 

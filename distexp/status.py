@@ -24,12 +24,13 @@ from distexp.launch import ledger
 from distexp.launch.slurm.follow import FAST_POLL_S, follow
 from distexp.launch.slurm.status import poll
 from distexp.runs.command_text import suggest_command
-from distexp.runs.existing import ExistingRun, ExistingRuns, choose_newest_sweep, not_a_sweep
-from distexp.runs.files import read_json
+from distexp.runs.existing import ExistingRun, ExistingRuns
+from distexp.runs.json_files import read_json
 from distexp.runs.local_state import local_state
 from distexp.runs.record import FAILURES
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.run_state import RunState
+from distexp.runs.sweep_dirs import choose_newest_sweep, not_a_sweep
 from distexp.runs.typed_values import matches
 
 DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"

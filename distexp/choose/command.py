@@ -31,7 +31,7 @@ from distexp.launch.composition import Cell, MakeCell
 from distexp.launch.sweep import locked_sweep_dir
 from distexp.plan.planner import Planner, parallel_processes
 from distexp.runs.command_text import suggest_command
-from distexp.runs.files import nan_to_none
+from distexp.runs.json_files import nan_to_none
 from distexp.system.hardware import visible_gpus
 
 MAX_CHECKED = 3

@@ -15,7 +15,7 @@ from distexp.choose.search_result import PlannedTrial
 from distexp.choose.table import PLAN_LEGEND, others_table, planned_table
 from distexp.choose.trial_overrides import EXCLUDED_STEPS
 from distexp.exceptions import SweepFailedError
-from distexp.runs.files import nan_to_none
+from distexp.runs.json_files import nan_to_none
 from distexp.runs.listing import format_count
 
 STARTUP_S = 15.0

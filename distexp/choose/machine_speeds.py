@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from distexp.config import Config, ConfigError
 from distexp.data.cache import cache_dir
 from distexp.plan.verdict import planned_gpu
-from distexp.runs.files import read_json
+from distexp.runs.json_files import read_json
 from distexp.system.gpu_models import peak_tflops
 
 REACHED_SHARE = 0.6

@@ -9,7 +9,7 @@ from typing import Any
 
 from distexp.config import ConfigError
 from distexp.runs.command_text import suggest_command
-from distexp.runs.files import read_json, write_json
+from distexp.runs.json_files import read_json, write_json
 from distexp.runs.run_dir import CHOICE
 from distexp.runs.typed_values import typed
 

@@ -28,9 +28,9 @@ from distexp.report.overview_table import build_overview_table
 from distexp.runs.command_text import suggest_command
 from distexp.runs.errors import ERROR_HEADING
 from distexp.runs.failure_text import failure_text
-from distexp.runs.files import printable
 from distexp.runs.jsonl import Tail
 from distexp.runs.listing import format_count
+from distexp.runs.printable import printable
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, log_path
 from distexp.runs.spec import RunSpec

@@ -11,7 +11,7 @@ from distexp.config import ConfigError
 from distexp.exceptions import run_until_pipe_closes
 from distexp.explain.output import print_comparison, print_explanations
 from distexp.explain.profiled_runs import read_profiled_run, read_profiled_runs
-from distexp.runs.existing import choose_newest_sweep
+from distexp.runs.sweep_dirs import choose_newest_sweep
 
 DESCRIPTION = """Show what the steps of a profiled run spend their time on, and what would
 make them faster. With two runs: why B is slower than A, part by part.

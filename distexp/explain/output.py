@@ -13,7 +13,7 @@ from distexp.explain.notes import batch_line, comparison_notes, profile_notes, t
 from distexp.explain.profile_comparison import ProfileComparison
 from distexp.explain.profiled_runs import ProfiledRun
 from distexp.explain.table import comparison_table, ranks_table
-from distexp.runs.files import nan_to_none
+from distexp.runs.json_files import nan_to_none
 
 
 def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:

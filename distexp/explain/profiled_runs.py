@@ -13,8 +13,9 @@ from distexp.config import ConfigError
 from distexp.explain.explanation import Explanation, explain_profile
 from distexp.explain.step_profile import StepProfile
 from distexp.runs.command_text import format_override
-from distexp.runs.files import printable
-from distexp.runs.record import RunRecord, load_all
+from distexp.runs.printable import printable
+from distexp.runs.record import RunRecord
+from distexp.runs.record_search import load_all
 
 
 @dataclass(frozen=True)

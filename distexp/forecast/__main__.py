@@ -16,7 +16,7 @@ from distexp.config import ConfigError
 from distexp.exceptions import run_until_pipe_closes
 from distexp.forecast.arguments import forecast_arguments
 from distexp.forecast.profiled_run import ProfiledRun, find_profiled_run
-from distexp.runs.files import read_json
+from distexp.runs.json_files import read_json
 
 USAGE = """usage: distexp forecast RUN [KEY=VALUE ...] [--json]
 

@@ -26,9 +26,9 @@ from distexp.forecast.table import answer, notes, sizes_table
 from distexp.forecast.what_if import what_if
 from distexp.launch.composition import Cell
 from distexp.plan.planner import Planner
-from distexp.runs.files import nan_to_none
 from distexp.runs.forecast import StoredForecast, write_forecasts
 from distexp.runs.forecast_errors import largest_expected, machine_name, read_errors, running_error
+from distexp.runs.json_files import nan_to_none
 
 
 def run_forecast(cells: Sequence[Cell]) -> None:

@@ -16,7 +16,7 @@ from distexp.config import ConfigError
 from distexp.config.forecast_section import ForecastConfig
 from distexp.data.cache import cache_dir
 from distexp.forecast.links import Link, Network, intra_node_link
-from distexp.runs.files import read_json, write_json
+from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import Environment, RunRecord
 from distexp.runs.run_dir import PREFLIGHT, RECORD
 from distexp.runs.typed_values import typed

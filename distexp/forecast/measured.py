@@ -9,7 +9,8 @@ from distexp.forecast.profiled_run import ProfiledRun
 from distexp.forecast.size_row import SizeRow
 from distexp.runs.forecast import StoredForecast
 from distexp.runs.forecast_errors import ForecastError, compare_with_run, store_error
-from distexp.runs.record import RunRecord, load_all
+from distexp.runs.record import RunRecord
+from distexp.runs.record_search import load_all
 
 
 def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[StoredForecast]) -> list[SizeRow]:

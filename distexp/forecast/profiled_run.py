@@ -11,12 +11,13 @@ from typing import Any
 
 from distexp.config import ConfigError
 from distexp.launch.own_files import is_own_file
-from distexp.runs.existing import not_a_sweep
 from distexp.runs.forecast_errors import measured_step_s
 from distexp.runs.micro_batch import MicroBatchSearch
-from distexp.runs.record import RunRecord, load_all
+from distexp.runs.record import RunRecord
+from distexp.runs.record_search import load_all
 from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
 from distexp.runs.step_model import read_step_model
+from distexp.runs.sweep_dirs import not_a_sweep
 
 MOST_SHOWN = 5
 """Most runs that a message lists."""

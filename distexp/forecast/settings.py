@@ -11,7 +11,7 @@ from distexp.config import ConfigError
 from distexp.config.sharding import Sharding, keeps_optimizer_states_whole
 from distexp.forecast.collectives import Layout
 from distexp.forecast.target import Target
-from distexp.runs.files import read_json
+from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import DS_CONFIG
 
 MIB = 2**20

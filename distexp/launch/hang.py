@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from distexp.runs.files import write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.listing import join_first
 from distexp.runs.rank_progress import RankProgress, ranks_behind, read_rank_progress
 from distexp.runs.record import RunError

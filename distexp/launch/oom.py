@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from distexp.runs.files import write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import OOM_KILLS
 from distexp.system.cgroups import oom_kills
 

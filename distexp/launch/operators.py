@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.files import write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.jsonl import Entry, Tail
 from distexp.strategies.ds_build_folder import BATON
 from distexp.system.processes import end_tree, start_module

@@ -23,7 +23,8 @@ from distexp.launch.git_state import GitState, git_root, git_state, run_git
 from distexp.launch.own_files import is_own_file, remember_file
 from distexp.launch.snapshot_files import select_files
 from distexp.launch.snapshot_filter import describe_left_out
-from distexp.runs.files import create_atomically, write_json
+from distexp.runs.files import create_atomically
+from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import SNAPSHOT, SNAPSHOT_MARKER
 
 

@@ -24,8 +24,8 @@ from distexp.launch.own_files import remember_file
 from distexp.resolve import without_hydra
 from distexp.runs.command_text import format_override, suggest_command
 from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
-from distexp.runs.files import write_json
 from distexp.runs.full_disk import name_folder
+from distexp.runs.json_files import write_json
 from distexp.runs.listing import join_first
 from distexp.runs.record import RunInfo, RunRecord
 from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, MULTIRUN, PREDICTED

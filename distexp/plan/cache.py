@@ -19,7 +19,7 @@ from distexp.data.cache import cache_dir
 from distexp.plan.estimate import Estimate
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.run_id import run_id
-from distexp.runs.files import read_json, write_json
+from distexp.runs.json_files import read_json, write_json
 from distexp.system.gpu_models import cublas_workspace
 
 SOURCES = (

@@ -17,7 +17,7 @@ from distexp.plan.cells import PlannedCell, plan_cells, search_of
 from distexp.plan.planner import Planner
 from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table, parts_title
 from distexp.plan.verdict import FITS, memory_to_fit_mib
-from distexp.runs.files import nan_to_none
+from distexp.runs.json_files import nan_to_none
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import format_memory
 

@@ -20,7 +20,7 @@ from distexp.plan.cache import cache_path, read_estimate, store_estimate
 from distexp.plan.estimate import Estimate
 from distexp.plan.jobs import LOG, POLL_S, job_path, result_path
 from distexp.plan.verdict import planned_gpu
-from distexp.runs.files import read_json, write_json
+from distexp.runs.json_files import read_json, write_json
 from distexp.system.cgroups import available_memory, cpu_limit
 from distexp.system.hardware import cpu_count
 from distexp.system.processes import end_tree, start_module

@@ -27,7 +27,7 @@ from distexp.config import Config, ConfigError
 from distexp.plan.estimate import arithmetic_estimate, make_estimate
 from distexp.plan.jobs import POLL_S, job_path, result_path
 from distexp.plan.untraced import count_parameters
-from distexp.runs.files import read_json, write_json
+from distexp.runs.json_files import read_json, write_json
 from distexp.runs.spec import typed_config
 from distexp.system.processes import die_with_parent, kill_tree
 from distexp.worker.group import preload

@@ -19,7 +19,7 @@ import torch
 from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
 from distexp.measure.clock import synchronize
-from distexp.runs.files import read_json, write_json
+from distexp.runs.json_files import read_json, write_json
 
 SIZE_GPU, SIZE_CPU = 8192, 512
 """Rows and columns of the matrices."""

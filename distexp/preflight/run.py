@@ -18,7 +18,7 @@ from distexp.forecast.machine import points_of_preflight, store_points
 from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies
 from distexp.preflight.gpu_health import gpu_problems
 from distexp.preflight.matrix_ceiling import measure_matrix_ceiling, store_ceiling
-from distexp.runs.files import write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import PREFLIGHT
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import GIB, MIB, format_tflops

@@ -24,9 +24,9 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row, load_rows
 from distexp.report.files import PAGE, write_files
 from distexp.report.overview_table import OverviewTable
-from distexp.runs.existing import choose_newest_sweep
 from distexp.runs.full_disk import describe_disk_error
 from distexp.runs.run_dir import RECORD, REPORT
+from distexp.runs.sweep_dirs import choose_newest_sweep
 
 DIRECTORY_HELP = "directory of a run or a sweep (default: the newest sweep below multirun_outputs)"
 

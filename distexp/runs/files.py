@@ -1,27 +1,12 @@
-"""Atomic writing of files and folders."""
+"""Files and folders that appear under their names only when they are complete."""
 
 from __future__ import annotations
 
-import errno
-import json
-import math
 import os
-import re
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from distexp.config.value_checks import MOST_DIGITS
-from distexp.system.units import MIB
-
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that change the state of a terminal or the direction of a text, or that no file can contain."""
-
-MAX_JSON_MB = 256
-"""Size of the largest JSON file that is read. A record with thousands of ranks has a few MB."""
 
 
 @contextmanager
@@ -70,95 +55,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically; NaN and infinities become null.
-
-    The content is on disk before the name is, so that a machine that goes down leaves no torn file.
-    """
-    with replace_atomically(path) as temporary, temporary.open("w") as file:
-        json.dump(nan_to_none(content), file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file. NaN and infinity become None.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is not JSON, or contains a number that no distexp writes, or is larger than MAX_JSON_MB.
-    """
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size / MIB
-        if size > MAX_JSON_MB:
-            raise ValueError(f"it has {size:,.0f} MB, more than {MAX_JSON_MB}")
-        return parse_json(file.read().decode())
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading that another program may have made. A pipe or a device might never end.
-
-    Raises:
-        OSError: if the file cannot be opened, or is a folder, a pipe or a device.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON from a file that another program may have written.
-
-    Control characters become visible, because a terminal would obey them.
-
-    Raises:
-        ValueError: if it is not JSON, or contains a number that no distexp writes.
-    """
-    try:
-        content = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=lambda _: None)
-        return _printable(content) if "\\u" in text or CONTROL.search(text) else content
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def printable(text: str) -> str:
-    """Replace control characters, except line breaks and tabs, by visible escape codes."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def _printable(content: Any) -> Any:
-    if isinstance(content, str):
-        return printable(content)
-    if isinstance(content, dict):
-        return {printable(key): _printable(value) for key, value in content.items()}
-    return [_printable(value) for value in content] if isinstance(content, list) else content
-
-
-def _parse_int(text: str) -> int:
-    if len(text) > MOST_DIGITS:
-        raise ValueError(f"it contains a number of {len(text)} digits")
-    return int(text)
-
-
-def _parse_float(text: str) -> float | None:
-    value = float(text)
-    return value if math.isfinite(value) else None
-
-
-def nan_to_none(content: Any) -> Any:
-    """Return the same content with None for NaN and the infinities, which JSON does not have."""
-    if isinstance(content, float) and not math.isfinite(content):
-        return None
-    if isinstance(content, dict):
-        return {key: nan_to_none(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [nan_to_none(value) for value in content]
-    return content
 
 
 def flush_names(folder: Path) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
 from distexp.runs.checked_values import number_of
-from distexp.runs.files import read_json, write_json
 from distexp.runs.forecast import StoredForecast
+from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import RunRecord
 from distexp.runs.typed_values import typed
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from distexp.runs.files import nan_to_none, open_file, parse_json
+from distexp.runs.json_files import nan_to_none, parse_json
+from distexp.runs.regular_files import open_file
 
 END_BYTES = 4096
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from distexp.runs.files import open_file
+from distexp.runs.regular_files import open_file
 
 CPU = "cpu"
 GPU = "gpu"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.files import read_json, write_json
+from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.typed_values import typed

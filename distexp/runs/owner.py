@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distexp.runs.files import read_json, write_json
+from distexp.runs.json_files import read_json, write_json
 from distexp.runs.run_dir import OWNER, agent_owner_path
 from distexp.runs.typed_values import typed
 from distexp.system.processes import machine_id, start_ticks

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.files import read_json, replace_atomically
+from distexp.runs.files import replace_atomically
+from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import profile_summary_path
 
 SCHEMA = 1

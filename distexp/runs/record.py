@@ -6,24 +6,24 @@ layout, so a change of a key's meaning raises SCHEMA_VERSION.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distexp.config import Config
 from distexp.config.field_info import describe, key
-from distexp.runs.files import read_json, write_json
+from distexp.runs.json_files import read_json, write_json
 from distexp.runs.metrics import Metrics
-from distexp.runs.run_dir import RECORD, RESULT, SNAPSHOT_MARKER
+from distexp.runs.run_dir import RECORD, RESULT
 from distexp.runs.typed_values import device_errors, section_errors, typed
 from distexp.system.environment_variables import select_variables
 
 SCHEMA_VERSION = 1
+
 MOST_ERRORS = 3
 
 STATUSES = ("completed", "oom_gpu", "oom_host", "failed", "timeout", "killed", "preempted", "invalid")
+
 FAILURES = frozenset({"failed", "timeout", "killed"})
 """Statuses that make the exit code of a sweep 1. Running out of memory is a result, not a failure."""
 
@@ -285,34 +285,3 @@ def _read_environment(raw: dict[str, Any]) -> Environment:
     environment = typed(Environment, raw)
     environment.variables = select_variables(environment.variables)
     return environment
-
-
-def find_records(*roots: Path) -> Iterator[Path]:
-    """Yield the records below some directories, at any depth, in the order of their run numbers."""
-    for root in roots:
-        found = [Path(where) / RECORD for where, names in _walk(root) if RECORD in names]
-        yield from sorted(found, key=_by_number)
-
-
-def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield folders and their files, without the snapshots of the code."""
-    for where, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not os.path.exists(os.path.join(where, name, SNAPSHOT_MARKER))]
-        yield where, names
-
-
-def _by_number(path: Path) -> tuple[str, int, str]:
-    number = path.parent.name
-    return str(path.parent.parent), int(number) if number.isdecimal() else -1, number
-
-
-def load_all(*roots: Path) -> tuple[list[tuple[Path, RunRecord]], list[str]]:
-    """Return every readable record with its path, and a message for each that is not readable."""
-    records: list[tuple[Path, RunRecord]] = []
-    skipped: list[str] = []
-    for path in find_records(*roots):
-        try:
-            records.append((path, RunRecord.read(path)))
-        except ValueError as error:
-            skipped.append(str(error))
-    return records, skipped

@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config
-from distexp.runs.files import open_file, write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.record import RunInfo
+from distexp.runs.regular_files import open_file
 from distexp.runs.run_dir import SPEC
 from distexp.runs.typed_values import typed
 

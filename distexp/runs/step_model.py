@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.files import read_json, replace_atomically
+from distexp.runs.files import replace_atomically
+from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import step_model_path
 from distexp.runs.typed_values import typed
 

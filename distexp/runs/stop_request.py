@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from distexp.runs.files import write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import STOP_REQUEST
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)

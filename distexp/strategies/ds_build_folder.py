@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from distexp.runs.files import read_json, write_json
+from distexp.runs.json_files import read_json, write_json
 
 BATON = "lock"
 """File with which PyTorch locks the build of an extension. A killed process leaves it, and all later builds wait."""

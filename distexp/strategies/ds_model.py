@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.runs.files import write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.record import Built
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.strategies.ds_config import describe_buckets, effective_config, fit_buckets, uses_autocast

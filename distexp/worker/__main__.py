@@ -20,7 +20,6 @@ from typing import NoReturn
 from distexp.config import ConfigError
 from distexp.runs.errors import ERROR_HEADING, write_error
 from distexp.runs.events import Events
-from distexp.runs.files import write_json
 from distexp.runs.full_disk import (
     ERROR_TYPE,
     FULL_BYTES,
@@ -29,6 +28,7 @@ from distexp.runs.full_disk import (
     is_full_disk,
     release_reserve,
 )
+from distexp.runs.json_files import write_json
 from distexp.runs.rank_progress import ProgressWriter
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import allocator_path, error_path, log_path

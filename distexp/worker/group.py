@@ -22,8 +22,8 @@ from itertools import chain
 from pathlib import Path
 
 from distexp.config import Config
-from distexp.runs.files import write_json
 from distexp.runs.full_disk import print_despite_full_disk
+from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import worker_exits_path
 from distexp.runs.spec import RunSpec
 from distexp.system.environment_variables import TORCHRUN_DEFAULTS, captured_environment, variable_set

@@ -20,8 +20,8 @@ from distexp.models.introspection import read_attention
 from distexp.models.memory_format import read_memory_format
 from distexp.models.transforms import MODEL_SCOPES, read_compiled
 from distexp.runs.environment import make_environment
-from distexp.runs.files import write_json
 from distexp.runs.full_disk import print_despite_full_disk
+from distexp.runs.json_files import write_json
 from distexp.runs.metrics import Metrics
 from distexp.runs.micro_batch import add_search
 from distexp.runs.record import Built, Environment, RunRecord

@@ -14,7 +14,7 @@ from distexp.forecast.settings import CommunicationSettings, ZeroOptions
 from distexp.forecast.sharded_update import SMALL_PARAMETER_S, UpdateShare, shard_update, update_share
 from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import Forecast, Target
-from distexp.runs.files import write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Item, Parameters, Segment, StepModel, write_step_model
 from tests.helpers.records import record

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.forecast.target import Forecast, Target
-from distexp.runs.files import write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.step_model import Collective, Segment, StepModel, write_step_model

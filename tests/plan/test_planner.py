@@ -23,7 +23,7 @@ from distexp.plan.cache import cache_path
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner, Server, started_server
 from distexp.plan.server import FALLBACK_S, Job, continue_job
-from distexp.runs.files import read_json
+from distexp.runs.json_files import read_json
 from distexp.system.hardware import Gpu
 from distexp.system.signals import handle_signals
 from tests.helpers.runs import resolve_cell

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from distexp.launch import ledger
-from distexp.runs.files import create_atomically, replace_atomically, write_json
+from distexp.runs.files import create_atomically, replace_atomically
+from distexp.runs.json_files import write_json
 from distexp.runs.memory_trace import MemoryTraceWriter
 from distexp.runs.rank_progress import ProgressWriter
 from distexp.runs.run_dir import log_dir

@@ -15,7 +15,8 @@ from distexp.exceptions import MonitoringInterrupted, SweepFailedError
 from distexp.launch import ledger
 from distexp.launch.slurm.status import FinishedRuns, poll
 from distexp.runs.command_text import suggest_command
-from distexp.runs.record import FAILURES, load_all
+from distexp.runs.record import FAILURES
+from distexp.runs.record_search import load_all
 from distexp.runs.run_state import RunState
 
 FAST_POLLING_S, FAST_POLL_S, SLOW_POLL_S = 120.0, 2.0, 10.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import submitit
 
 from distexp.launch.rendezvous import read_rendezvous
-from distexp.runs.files import write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import exit_status_path
 
 POLL_S = 0.5

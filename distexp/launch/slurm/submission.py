@@ -18,7 +18,7 @@ from distexp.launch.slurm import client
 from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.runs.command_text import suggest_command
 from distexp.runs.errors import SUBMISSION_REFUSED
-from distexp.runs.files import write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.listing import format_count, format_runs
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import SLURM

@@ -11,8 +11,9 @@ from typing import Any
 
 from distexp.report.data.metrics import read_metrics
 from distexp.report.data.settings import read_settings
-from distexp.runs.files import printable
-from distexp.runs.record import RunRecord, find_records
+from distexp.runs.printable import printable
+from distexp.runs.record import RunRecord
+from distexp.runs.record_search import find_records
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import vl_convert
 from markupsafe import Markup
 
 from distexp.report.figures.base import VEGALITE
-from distexp.runs.files import nan_to_none
+from distexp.runs.json_files import nan_to_none
 
 
 @cache

@@ -1,0 +1,54 @@
+"""The sweep that a command is about: the newest one, or why a folder is none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from distexp.config import ConfigError
+from distexp.runs.run_dir import COMMAND, OUTPUTS
+
+
+def newest_sweep() -> Path | None:
+    """Return the newest sweep below ``multirun_outputs/`` in the current directory; None if there is none."""
+    sweeps = [(command.stat().st_mtime, command.parent) for command in _command_files(Path(OUTPUTS))]
+    return max(sweeps)[1] if sweeps else None
+
+
+def choose_newest_sweep() -> Path:
+    """Return the newest sweep, and print which one it is to stderr.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    sweep_dir = newest_sweep()
+    if sweep_dir is None:
+        raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
+    print(f"newest sweep: {sweep_dir}", file=sys.stderr)
+    return sweep_dir
+
+
+def _command_files(folder: Path) -> Iterator[Path]:
+    """Yield the command file of every sweep below a folder."""
+    for where, folders, names in os.walk(folder):
+        if COMMAND in names:
+            folders.clear()
+            yield Path(where, COMMAND)
+
+
+def not_a_sweep(directory: Path, missing: str) -> str:
+    """Return why a directory is not a sweep, with the directory to give instead if it is inside one.
+
+    Args:
+        directory: The directory that the user gave.
+        missing: What a sweep would contain, as in ``command.json``.
+    """
+    if not directory.is_dir():
+        problem = "is a file" if directory.exists() else "does not exist"
+        return f"{directory} {problem}: give the directory of a sweep"
+    for above in directory.absolute().parents:
+        if (above / COMMAND).is_file():
+            return f"{directory} is not a sweep but is inside one: give {above}"
+    return f"{directory} contains no {missing}: give the directory of a sweep"
