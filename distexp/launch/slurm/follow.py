@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from distexp.console.plain_text import print_plain
 from distexp.console.screen import Screen
 from distexp.console.sweep_table import Row, describe_state, state_key, states_table
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError
@@ -34,12 +35,10 @@ def follow(sweep_dir: Path, console: Console) -> None:
         poll_until_done(sweep_dir, console, {})
     except KeyboardInterrupt:
         print_finished(sweep_dir)
-        console.print(
+        print_plain(
+            console,
             f"\nThe jobs continue. To follow them: {suggest_command('status', sweep_dir)} --watch\n"
             f"To cancel them:               {suggest_command('cancel', sweep_dir)}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
         raise MonitoringInterrupted from None
     print_summary(sweep_dir)
@@ -79,8 +78,7 @@ def print_changes(runs: Sequence[RunState], printed: dict[int, str], console: Co
         key = state_key(run)
         if printed.get(run.number) != key:
             printed[run.number] = key
-            line = f"run {run.number} (job {run.job}): {describe_state(run)}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            print_plain(console, f"run {run.number} (job {run.job}): {describe_state(run)}")
 
 
 def print_finished(sweep_dir: Path) -> None:

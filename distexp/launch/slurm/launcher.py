@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,20 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 from rich.console import Console
 
-from distexp.config import Config, ConfigError
-from distexp.console.invalid_cells import InvalidCells
-from distexp.console.progress import show_progress
+from distexp.config import ConfigError
+from distexp.console.plain_text import print_plain
 from distexp.exceptions import SweepInterrupted
-from distexp.launch.composition import Cell, cell_maker, compose_cells
+from distexp.launch.composition import Cell, MakeCell, cell_maker, compose_cells
 from distexp.launch.plan_runs import plan_runs
 from distexp.launch.slurm import client
+from distexp.launch.slurm.dry_run import print_scripts
 from distexp.launch.slurm.follow import follow
-from distexp.launch.slurm.prepare import prepare_run
-from distexp.launch.slurm.script import JobArray
-from distexp.launch.slurm.status import poll
-from distexp.launch.slurm.submission import PreparedRun, group_by_resources, submit_runs
+from distexp.launch.slurm.prepare import prepare_runs
+from distexp.launch.slurm.submission import submit_runs
 from distexp.launch.slurm.submitit_keys import apply_submitit_options
-from distexp.launch.snapshot import Snapshot, take_snapshot
-from distexp.launch.sweep import assign_run_dirs, locked_sweep_dir
+from distexp.launch.snapshot import take_snapshot
+from distexp.launch.sweep import locked_sweep_dir
 from distexp.runs.command_text import suggest_command
-from distexp.runs.existing import DONE, ExistingRun
-from distexp.runs.failure_text import failure_text, join_errors
-from distexp.runs.listing import format_runs
-from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import SNAPSHOT
 
 NOT_CONFIGURED = "configuration source"
 """Part of the error message of Slurm's commands if Slurm is installed but not configured."""
@@ -48,45 +41,35 @@ def run_sweep(
         master: Configuration of the command, with Hydra's node.
         overrides: The overrides of each cell.
         given: Options under ``hydra.launcher``.
+
+    Returns:
+        Nothing: the jobs run without Hydra.
     """
     adjust = partial(apply_submitit_options, given)
     cells = compose_cells(context, master, overrides, adjust)
-    cluster = cells[0].composed.cluster
+    make = cell_maker(context, master, adjust)
+    first = cells[0].composed
     # Predictions may take minutes, so what would stop the submission is checked before them.
-    starts_nothing = cluster.dry_run or master.plan.only or (master.choose.only and master.choose.dry_run)
-    max_size = 0 if starts_nothing else _check_slurm()
+    max_array_size = 0 if _submits_nothing(master, first) else _check_slurm()
     if master.choose.only:
-        from distexp.choose.command import run_choose
-        from distexp.launch.slurm.choose import SlurmTrials
-
-        trials = SlurmTrials(max_size, list(cells[0].composed.trusted_packages))
-        run_choose(cells, master, cell_maker(context, master, adjust), trials)
-        return []
-    if plan_runs(cells, master, cell_maker(context, master, adjust)):
-        return []
-    console = Console()
-    if cluster.dry_run:
-        print_scripts(cells, Path(master.hydra.sweep.dir).absolute(), console)
-        return []
-    with locked_sweep_dir(master, len(cells)) as claimed:
-        sweep_dir = claimed.absolute()
-        try:
-            snapshot = take_snapshot(sweep_dir, list(cells[0].composed.trusted_packages), partial(_print, console))
-            prepared = list(prepare_runs(cells, sweep_dir, snapshot, console, resume=master.sweep.resume))
-        except KeyboardInterrupt:
-            hint = suggest_command("resume", sweep_dir)
-            raise SweepInterrupted(f"interrupted: nothing was submitted; to submit the runs: {hint}") from None
-        submit_runs(prepared, sweep_dir, snapshot.folder, max_size, console)
-    _print(console, f"sweep: {sweep_dir}")
-    if cluster.wait:
-        follow(sweep_dir, console)
+        _search(cells, master, make, max_array_size)
+    elif plan_runs(cells, master, make):
+        pass  # The prediction was all to do.
+    elif first.cluster.dry_run:
+        print_scripts(cells, Path(master.hydra.sweep.dir).absolute(), Console())
     else:
-        _print(console, f"status: {suggest_command('status', sweep_dir)}")
+        _start_sweep(cells, master, max_array_size, Console())
     return []
 
 
-def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+def _submits_nothing(master: DictConfig, first: DictConfig) -> bool:
+    """Return whether a command only prints something.
+
+    Args:
+        master: Configuration of the command.
+        first: Configuration of its first cell.
+    """
+    return bool(first.cluster.dry_run or master.plan.only or (master.choose.only and master.choose.dry_run))
 
 
 def _check_slurm() -> int:
@@ -112,71 +95,41 @@ def _check_slurm() -> int:
         raise OSError(f"Slurm does not answer ({error}); nothing was submitted: try again later") from None
 
 
-def prepare_runs(
-    cells: Sequence[Cell], sweep_dir: Path, snapshot: Snapshot, console: Console, *, resume: bool
-) -> Iterator[PreparedRun]:
-    """Give each cell its directory, and write the spec of its run.
+def _search(cells: Sequence[Cell], master: DictConfig, make: MakeCell, max_array_size: int) -> None:
+    """Run ``distexp choose`` with trials on Slurm."""
+    from distexp.choose.command import run_choose
+    from distexp.launch.slurm.choose import SlurmTrials
 
-    An invalid cell gets its record instead.
+    run_choose(cells, master, make, SlurmTrials(max_array_size, _trusted_packages(cells)))
 
-    Args:
-        cells: All cells of the sweep.
-        sweep_dir: Directory of the sweep.
-        snapshot: Copy of the code that the runs use.
-        console: Where to report runs that are skipped or invalid.
-        resume: Whether the directory may hold runs of an earlier command.
+
+def _start_sweep(cells: Sequence[Cell], master: DictConfig, max_array_size: int, console: Console) -> None:
+    """Submit the runs of a sweep, and follow them unless ``cluster.wait=false``."""
+    sweep_dir = _submit_sweep(cells, master, max_array_size, console)
+    print_plain(console, f"sweep: {sweep_dir}")
+    if cells[0].composed.cluster.wait:
+        follow(sweep_dir, console)
+    else:
+        print_plain(console, f"status: {suggest_command('status', sweep_dir)}")
+
+
+def _submit_sweep(cells: Sequence[Cell], master: DictConfig, max_array_size: int, console: Console) -> Path:
+    """Prepare and submit the runs of a sweep; return its directory.
+
+    Raises:
+        SweepInterrupted: On Ctrl-C.
     """
-    active = {run.number for run in poll(sweep_dir) if run.is_active} if resume else set()
-
-    def should_skip(run: ExistingRun) -> bool:
-        skipped = run.number in active or run.status in DONE
-        if skipped:
-            _print(console, f"run {run.number}: already {'submitted' if run.number in active else run.status}")
-        return skipped
-
-    runs = assign_run_dirs(
-        cells,
-        sweep_dir,
-        snapshot.git,
-        resume=resume,
-        should_skip=should_skip,
-        warn=partial(_print, console),
-        snapshot=snapshot.folder.name,
-        active=active,
-    )
-    invalid = _invalid_cells(cells)
-    with show_progress("preparing", len(cells)) as advance:
-        for run in runs:
-            prepared = prepare_run(run)
-            advance()
-            if isinstance(prepared, RunRecord):
-                _print_invalid(console, invalid, run.info.number, failure_text(prepared))
-            else:
-                yield prepared
+    with locked_sweep_dir(master, len(cells)) as claimed:
+        sweep_dir = claimed.absolute()
+        try:
+            snapshot = take_snapshot(sweep_dir, _trusted_packages(cells), partial(print_plain, console))
+            prepared = list(prepare_runs(cells, sweep_dir, snapshot, console, resume=master.sweep.resume))
+        except KeyboardInterrupt:
+            hint = suggest_command("resume", sweep_dir)
+            raise SweepInterrupted(f"interrupted: nothing was submitted; to submit the runs: {hint}") from None
+        submit_runs(prepared, sweep_dir, snapshot.folder, max_array_size, console)
+    return sweep_dir
 
 
-def _invalid_cells(cells: Sequence[Cell]) -> InvalidCells:
-    return InvalidCells(join_errors(cell.errors) for cell in cells if cell.config is None)
-
-
-def _print_invalid(console: Console, cells: InvalidCells, number: int, reason: str, prefix: str = "") -> None:
-    """Print why a cell is invalid, once for all cells with the same reason."""
-    if label := cells.label(number, reason):
-        _print(console, f"{prefix}{label}: invalid: {reason}")
-
-
-def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
-    """Print the sbatch files of a sweep without writing or submitting anything."""
-    valid: list[tuple[int, Config]] = []
-    invalid = _invalid_cells(cells)
-    for number, cell in enumerate(cells):
-        if cell.config is None:
-            _print_invalid(console, invalid, number, join_errors(cell.errors), prefix="# ")
-        else:
-            valid.append((number, cell.config))
-    for index, members in enumerate(group_by_resources(valid, lambda member: member[1])):
-        numbers = [number for number, _ in members]
-        directories = tuple(map(str, numbers))
-        array = JobArray(f"array{index}", members[0][1], sweep_dir, sweep_dir / SNAPSHOT, directories)
-        _print(console, f"# {format_runs(numbers)}")
-        _print(console, array.render())
+def _trusted_packages(cells: Sequence[Cell]) -> list[str]:
+    return list(cells[0].composed.trusted_packages)

@@ -1,18 +1,80 @@
-"""Files of a run that are written before its submission."""
+"""Preparation of runs before their submission: each gets its directory with the files that its job reads."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
-from distexp.launch.slurm.submission import PreparedRun
-from distexp.launch.sweep import AssignedRun, write_invalid
+from distexp.console.plain_text import print_plain
+from distexp.console.progress import show_progress
+from distexp.launch.composition import Cell
+from distexp.launch.slurm.invalid_printer import InvalidPrinter
+from distexp.launch.slurm.status import poll
+from distexp.launch.snapshot import Snapshot
+from distexp.launch.sweep import AssignedRun, assign_run_dirs, write_invalid
 from distexp.runs import attempts
+from distexp.runs.existing import DONE, ExistingRun
+from distexp.runs.failure_text import failure_text
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import HYDRA
 from distexp.runs.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run with its directory, ready to be submitted."""
+
+    spec: RunSpec
+    directory: Path
+
+
+def prepare_runs(
+    cells: Sequence[Cell], sweep_dir: Path, snapshot: Snapshot, console: Console, *, resume: bool
+) -> Iterator[PreparedRun]:
+    """Give each cell its directory, and write the spec of its run.
+
+    An invalid cell gets its record instead.
+
+    Args:
+        cells: All cells of the sweep.
+        sweep_dir: Directory of the sweep.
+        snapshot: Copy of the code that the runs use.
+        console: Where to report runs that are skipped or invalid.
+        resume: Whether the directory may hold runs of an earlier command.
+    """
+    active = {run.number for run in poll(sweep_dir) if run.is_active} if resume else set()
+
+    def should_skip(run: ExistingRun) -> bool:
+        skipped = run.number in active or run.status in DONE
+        if skipped:
+            print_plain(console, f"run {run.number}: already {'submitted' if run.number in active else run.status}")
+        return skipped
+
+    runs = assign_run_dirs(
+        cells,
+        sweep_dir,
+        snapshot.git,
+        resume=resume,
+        should_skip=should_skip,
+        warn=partial(print_plain, console),
+        snapshot=snapshot.folder.name,
+        active=active,
+    )
+    invalid = InvalidPrinter(cells, console)
+    with show_progress("preparing", len(cells)) as advance:
+        for run in runs:
+            prepared = prepare_run(run)
+            advance()
+            if isinstance(prepared, RunRecord):
+                invalid.print(run.info.number, failure_text(prepared))
+            else:
+                yield prepared
 
 
 def prepare_run(run: AssignedRun) -> PreparedRun | RunRecord:

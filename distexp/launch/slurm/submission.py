@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
 
 from distexp.config import Config
+from distexp.console.plain_text import print_plain
 from distexp.exceptions import SweepInterrupted
 from distexp.launch import ledger
 from distexp.launch.outcome import failed_record
 from distexp.launch.slurm import client
+from distexp.launch.slurm.prepare import PreparedRun
 from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.runs.command_text import suggest_command
 from distexp.runs.errors import SUBMISSION_REFUSED
@@ -22,26 +24,22 @@ from distexp.runs.json_files import write_json
 from distexp.runs.listing import format_count, format_runs
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import SLURM
-from distexp.runs.spec import RunSpec
 from distexp.system.signals import defer_interrupts
 
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class PreparedRun:
-    """A run with its directory, ready to be submitted."""
-
-    spec: RunSpec
-    directory: Path
-
-
 def submit_runs(
-    prepared: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, max_size: int, console: Console
+    prepared: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, max_array_size: int, console: Console
 ) -> None:
     """Submit one array for each set of runs with equal resources.
 
-    A set with more than ``max_size`` runs is split into several arrays.
+    Args:
+        prepared: The runs.
+        sweep_dir: Directory of the sweep.
+        snapshot: Folder of the code that the jobs run.
+        max_array_size: Jobs in the largest array that Slurm accepts. A larger set is split into several arrays.
+        console: Where to print the submitted jobs.
 
     Raises:
         SweepInterrupted: On Ctrl-C, after the jobs submitted so far were cancelled.
@@ -51,10 +49,10 @@ def submit_runs(
     submitted: list[ledger.Entry] = []
     try:
         for group in group_by_resources(prepared, lambda run: run.spec.config):
-            for start in range(0, len(group), max_size):
+            for start in range(0, len(group), max_array_size):
                 # The jobs of every submission that Slurm has received must be in the ledger.
                 with defer_interrupts():
-                    submitted += _submit_array(group[start : start + max_size], sweep_dir, snapshot, console)
+                    submitted += _submit_array(group[start : start + max_array_size], sweep_dir, snapshot, console)
     except KeyboardInterrupt:
         raise SweepInterrupted(_cancel_submitted(submitted, sweep_dir)) from None
 
@@ -84,7 +82,7 @@ def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, 
         for index, (run, directory) in enumerate(zip(runs, directories, strict=True))
     ]
     ledger.append(sweep_dir, entries)
-    console.print(f"job {job}: {describe_runs(runs)}", highlight=False, markup=False, soft_wrap=True)
+    print_plain(console, f"job {job}: {describe_runs(runs)}")
     return entries
 
 
@@ -111,8 +109,7 @@ def record_refusal(runs: Sequence[PreparedRun], reason: str, console: Console) -
         error = RunError(SUBMISSION_REFUSED, f"sbatch: {reason}")
         record = failed_record(run.spec, run.directory, "invalid", error, None)
         record.write(run.directory)
-    text = f"{describe_runs(runs)}: refused by Slurm: {reason}"
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    print_plain(console, f"{describe_runs(runs)}: refused by Slurm: {reason}")
 
 
 def group_by_resources(items: Iterable[Item], config_of: Callable[[Item], Config]) -> list[list[Item]]:

@@ -1,0 +1,10 @@
+"""Lines printed exactly as they are: rich would style numbers, wrap paths, and replace ``[...]`` and ``:name:``."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+def print_plain(console: Console, text: str) -> None:
+    """Print a text without markup, styles, emoji and line breaks."""
+    console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -1,0 +1,49 @@
+"""Output of ``cluster.dry_run=true``: the sbatch files of a sweep. Nothing is written or submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from distexp.config import Config
+from distexp.console.plain_text import print_plain
+from distexp.launch.composition import Cell
+from distexp.launch.slurm.invalid_printer import InvalidPrinter
+from distexp.launch.slurm.script import JobArray
+from distexp.launch.slurm.submission import group_by_resources
+from distexp.runs.failure_text import join_errors
+from distexp.runs.listing import format_runs
+from distexp.runs.run_dir import SNAPSHOT
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A valid cell, with the number that its run would have in a new sweep."""
+
+    number: int
+    config: Config
+
+
+def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
+    """Print the sbatch files of a sweep."""
+    runs = list(_plan_runs(cells, InvalidPrinter(cells, console, prefix="# ")))
+    for index, group in enumerate(group_by_resources(runs, lambda run: run.config)):
+        numbers = [run.number for run in group]
+        directories = tuple(map(str, numbers))
+        array = JobArray(f"array{index}", group[0].config, sweep_dir, sweep_dir / SNAPSHOT, directories)
+        print_plain(console, f"# {format_runs(numbers)}")
+        print_plain(console, array.render())
+
+
+def _plan_runs(cells: Sequence[Cell], invalid: InvalidPrinter) -> list[PlannedRun]:
+    """Return the runs of the valid cells, and print why the others are invalid."""
+    runs = []
+    for number, cell in enumerate(cells):
+        if cell.config is None:
+            invalid.print(number, join_errors(cell.errors))
+        else:
+            runs.append(PlannedRun(number, cell.config))
+    return runs
