@@ -1,4 +1,4 @@
-"""Lookups in the schema: the names of all keys, and the values that a key accepts."""
+"""Lookups by dotted key: the names of all keys, their values in a configuration, and the values that they accept."""
 
 from __future__ import annotations
 
@@ -32,6 +32,24 @@ def top_level_fields() -> Iterator[tuple[str, Field[Any]]]:
     return ((spec.name, spec) for spec in fields(Config) if spec.name not in sections() and info_of(spec).help)
 
 
+def get_value(config: Config, key: str) -> Any:
+    """Return the value of a dotted key, such as ``train.seed``."""
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(config, section), name)
+
+
+def set_value(config: Config, key: str, value: Any) -> None:
+    """Set the value of a dotted key, such as ``train.seed``."""
+    section, _, name = key.rpartition(".")
+    setattr(getattr(config, section), name, value)
+
+
+def speed_references() -> dict[str, Any]:
+    """Return the keys that ``kernels=fast`` may set, each with its value for ``kernels=reference``."""
+    references = {key: info_of(spec).reference for key, spec in schema_fields()}
+    return {key: reference for key, reference in references.items() if reference is not None}
+
+
 def known_keys() -> set[str]:
     """Return the names of all groups, sections and keys."""
     return {*config_groups(), *(spec.name for spec in fields(Config)), *(name for name, _ in schema_fields())}
@@ -45,7 +63,7 @@ def describe_values(key: str) -> str | None:
         return None
     hint = get_type_hints(owner)[name]
     if is_dataclass(hint):
-        return f"a section: set one of its keys, {', '.join(each.name for each in fields(hint)[:3])} ..."
+        return f"a section: set one of its keys, {', '.join(spec.name for spec in fields(hint)[:3])} ..."
     info = info_of(specs[name])
     text = f"one of {info.limits}" if info.choices and info.at_least is None else _describe_type(hint)
     if info.choices and info.at_least is not None:
@@ -60,7 +78,7 @@ def takes_list(key: str) -> bool:
 
 def _describe_type(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_describe_type(each) for each in get_args(hint) if each is not NoneType)
+        return " or ".join(_describe_type(member) for member in get_args(hint) if member is not NoneType)
     if get_origin(hint) is list:
         return LIST_TYPES.get(get_args(hint)[0], "a list, as in [a,b]")
     if get_origin(hint) is dict:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distexp.config import Config, ModelConfig
-from distexp.config.field_info import info_of
-from distexp.config.key_info import schema_fields
+from distexp.config.key_info import speed_references
 from distexp.console.energy import energy_lines
 from distexp.runs.devices import cpu_peak_mib, device_values, node_peak_mib
 from distexp.runs.failure_text import failure_text
@@ -134,10 +133,10 @@ def describe_kernels(config: Mapping[str, Any]) -> str:
     For example: ``fast (train.compile=model, train.logits=targets)``.
     """
     changed = []
-    for key, spec in schema_fields():
+    for key, reference in speed_references().items():
         section, _, name = key.rpartition(".")
-        reference, value = info_of(spec).reference, config.get(section, {}).get(name)
-        if reference is not None and value not in (None, reference):
+        value = config.get(section, {}).get(name)
+        if value not in (None, reference):
             changed.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
     attention = config.get("model", {}).get("attention", AUTO)
     listed = ", ".join([*changed, *([f"model.attention={attention}"] if attention != AUTO else [])])

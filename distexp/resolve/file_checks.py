@@ -9,7 +9,7 @@ from pathlib import Path
 from distexp.checkpoints.folder import candidates, suggest
 from distexp.config import Config
 from distexp.config.field_info import info_of
-from distexp.config.key_info import schema_fields
+from distexp.config.key_info import get_value, schema_fields
 from distexp.config.model_checks import loads_from_source, weights_source, weights_source_key
 from distexp.resolve.cross_checks import same_task
 
@@ -29,8 +29,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken")
 def check_files(config: Config) -> Iterator[str]:
     """Yield an error for each path that does not exist."""
     for key, spec in schema_fields():
-        section, _, name = key.rpartition(".")
-        value, kind = getattr(getattr(config, section), name), info_of(spec).path
+        value, kind = get_value(config, key), info_of(spec).path
         if value is not None and kind in EXISTS and not EXISTS[kind](value):
             yield f"{key}={value} is not a {kind}: correct the path"
     for key, source in (("dataset.path", config.dataset.path), ("model.tokenizer", config.model.tokenizer)):

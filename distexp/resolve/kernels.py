@@ -12,7 +12,7 @@ from typing import Any
 from distexp.config import Config, ConfigError
 from distexp.config.custom_code import check_returned, one_sentence
 from distexp.config.field_info import info_of
-from distexp.config.key_info import schema_fields
+from distexp.config.key_info import get_value, schema_fields, set_value, speed_references
 from distexp.config.model_checks import ATTENTIONS
 from distexp.resolve.image_bytes import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import load_strategy
@@ -30,11 +30,9 @@ MODELS = "distexp.models."
 def choose_kernels(config: Config) -> list[str]:
     """Set the keys that are null: to what ``fast`` chooses, or else to the reference."""
     chosen = fast_values(config) if config.kernels.name == "fast" else {}
-    for key, spec in schema_fields():
-        reference = info_of(spec).reference
-        section, _, name = key.rpartition(".")
-        if reference is not None and getattr(getattr(config, section), name) is None:
-            setattr(getattr(config, section), name, chosen.get(key, reference))
+    for key, reference in speed_references().items():
+        if get_value(config, key) is None:
+            set_value(config, key, chosen.get(key, reference))
     if config.kernels.name == "fast" and config.model.attention == "auto":
         config.model.attention = _attention(config)
     return []
@@ -56,13 +54,15 @@ def _check_fast_values(values: Mapping[str, Any], target: str) -> None:
     Raises:
         ConfigError: with each key that the group does not have, and each value that a key does not accept.
     """
-    infos = {key: info_of(spec) for key, spec in schema_fields() if info_of(spec).reference is not None}
-    start, errors = f"strategy._target_={target}: fast_values() returned", []
+    allowed = speed_references()
+    infos = {key: info_of(spec) for key, spec in schema_fields()}
+    source = f"strategy._target_={target}: fast_values()"
+    errors = []
     for key, value in values.items():
-        if key not in infos:
-            errors.append(f"{start} {key}, which is not a key of kernels=fast: use {', '.join(infos)}")
+        if key not in allowed:
+            errors.append(f"{source} returned {key}, which is not a key of kernels=fast: use {', '.join(allowed)}")
         elif reason := infos[key].find_error(value):
-            errors.append(f"{start} {key}={value}, which {reason}")
+            errors.append(f"{source} returned {key}={value}, which {reason}")
     if errors:
         raise ConfigError(errors)
 

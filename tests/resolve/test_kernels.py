@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from distexp.config import ConfigError
-from distexp.config.field_info import info_of
 from distexp.config.flatten import flatten
-from distexp.config.key_info import schema_fields
+from distexp.config.key_info import speed_references
 from distexp.console.run_summary import describe_kernels
 from distexp.data.tinyimagenet_sample import write_images
 from distexp.resolve import kernels
@@ -27,9 +26,8 @@ BF16 = "precision=bf16"
 def changed(*overrides: str) -> dict[str, Any]:
     """Return the keys of the group that do not have the values of ``kernels=reference``."""
     values = dict(flatten(asdict(resolve_cell(ONE, *overrides))))
-    specs = {key: info_of(spec).reference for key, spec in schema_fields() if info_of(spec).reference is not None}
-    assert all(values[key] is not None for key in specs), "a key is still open"
-    return {key: values[key] for key, reference in specs.items() if values[key] != reference}
+    assert all(values[key] is not None for key in speed_references()), "a key is still open"
+    return {key: values[key] for key, reference in speed_references().items() if values[key] != reference}
 
 
 WHOLE = {"train.compile": "model", "train.logits": "targets"}

@@ -10,8 +10,7 @@ from dataclasses import fields
 from functools import lru_cache
 
 from distexp.config import Config
-from distexp.config.field_info import info_of
-from distexp.config.key_info import schema_fields
+from distexp.config.key_info import speed_references
 from distexp.config.paths import config_groups, options_of
 from distexp.runs.record import RunRecord
 
@@ -55,8 +54,7 @@ def overridden_names(records: Sequence[RunRecord]) -> set[str]:
 @lru_cache(maxsize=1)
 def kernel_options() -> frozenset[str]:
     """Return the short names of the keys that ``kernels=fast`` sets."""
-    keys = {key for key, spec in schema_fields() if info_of(spec).reference is not None}
-    return frozenset(map(short_name, keys | {"model.attention"}))
+    return frozenset(map(short_name, (*speed_references(), "model.attention")))
 
 
 @lru_cache(maxsize=1)
