@@ -14,7 +14,7 @@ REQUIRED_CHECKS = ("configuration", "torch", "distexp cache", "current folder")
 """Checks that must not be missing, because every training needs them."""
 
 GPU_ONLY = {"precision": "fp16", "offload": "pinned"}
-"""Options that ``distexp.resolve.cross_checks`` refuses on the CPU, by config group."""
+"""Options that ``distexp.resolve.device_checks`` refuses on the CPU, by config group."""
 
 
 @dataclass

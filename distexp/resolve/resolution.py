@@ -14,7 +14,8 @@ from distexp.config import Config, ConfigError
 from distexp.config.value_checks import check_values
 from distexp.resolve.absolute_paths import make_paths_absolute
 from distexp.resolve.batch_sizes import set_accumulation
-from distexp.resolve.cross_checks import check_device, check_lengths, check_plan, check_sizes, check_task, check_tracker
+from distexp.resolve.data_checks import check_lengths, check_sizes, check_task
+from distexp.resolve.device_checks import check_device
 from distexp.resolve.file_checks import (
     check_checkpoint,
     check_dataset_files,
@@ -25,11 +26,13 @@ from distexp.resolve.file_checks import (
 from distexp.resolve.implied_strategy import Choices, check_implied_strategy
 from distexp.resolve.kernels import choose_kernels
 from distexp.resolve.option_checks import check_cluster_keys, check_dataset_keys, check_model_keys, check_targets
+from distexp.resolve.plan_checks import check_plan
 from distexp.resolve.profile_steps import choose_profile_steps
 from distexp.resolve.resources import decide_resources
 from distexp.resolve.scaling import apply_scaling
 from distexp.resolve.shrink import check_exercise_device, shrink_global_batch, shrink_to_scale
 from distexp.resolve.strategy_steps import check_speed_options, check_strategy, check_trainer, set_strategy_defaults
+from distexp.resolve.tracker_checks import check_tracker
 
 Step = Callable[[Config], Iterable[str]]
 """A step may change the configuration in place. It returns its errors and leaves raising to ``resolve``."""
