@@ -31,7 +31,8 @@ from distexp.resolve.profile_steps import choose_profile_steps
 from distexp.resolve.resources import decide_resources
 from distexp.resolve.scaling import apply_scaling
 from distexp.resolve.shrink import check_exercise_device, shrink_global_batch, shrink_to_scale
-from distexp.resolve.strategy_steps import check_speed_options, check_strategy, check_trainer, set_strategy_defaults
+from distexp.resolve.speed_checks import check_speed_options
+from distexp.resolve.strategy_steps import check_strategy, check_trainer, set_strategy_defaults
 from distexp.resolve.tracker_checks import check_tracker
 
 Step = Callable[[Config], Iterable[str]]
