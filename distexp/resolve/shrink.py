@@ -10,21 +10,19 @@ from distexp.config import Config, DatasetConfig, ModelConfig
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.config.paths import conf_dir
 
-MIN_HEAD_WIDTH, MIN_CHANNELS = 4, 8
+MIN_HEAD_WIDTH = 4
+MIN_CHANNELS = 8
 
 
 def shrink_to_scale(config: Config) -> list[str]:
     """Apply the limits of the scale, and return an error if the model has no sizes to shrink."""
-    scale, train = config.scale, config.train
-    if scale.name == "full":
+    if config.scale.name == "full":
         return []
     errors = _shrink_model(config)
-    _shrink_data(config)
-    if not searches_micro_batch(config):
-        before, train.micro_batch_size = train.micro_batch, _at_most(train.micro_batch, scale.micro_batch_size)
-        if train.global_batch_size is not None:
-            train.global_batch_size = train.global_batch_size * train.micro_batch // before
-    train.gradient_accumulation_steps = _at_most(train.gradient_accumulation_steps, scale.gradient_accumulation_steps)
+    _replace_by_sample(config)
+    _shrink_texts_and_images(config)
+    _shrink_sample_counts(config)
+    _shrink_batch(config)
     if config.precision.name == "fp16" and config.cluster.device == "cpu":
         config.precision.name = "fp32"  # fp16 needs a GPU
     return errors
@@ -41,29 +39,30 @@ def shrink_global_batch(config: Config) -> list[str]:
 
 
 def check_worker_limit(config: Config) -> list[str]:
-    """Return an error if the scale, or this machine, is too small for the run."""
+    """Return an error if the run has more workers than the scale allows."""
     cluster, limit = config.cluster, config.scale.workers
-    if limit is not None and cluster.world_size > limit:
-        return [
-            f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} makes "
-            f"{cluster.world_size} workers, but scale={config.scale.name} allows {limit}: raise scale.workers, or "
-            "leave scale out"
-        ]
-    return []
+    if limit is None or cluster.world_size <= limit:
+        return []
+    return [
+        f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} makes "
+        f"{cluster.world_size} workers, but scale={config.scale.name} allows {limit}: raise scale.workers, or "
+        "leave scale out"
+    ]
 
 
 def check_exercise_device(config: Config) -> list[str]:
-    """Return an error if an exercise of full size is on a machine without a GPU."""
-    on_cpu = config.scale.name == "full" and config.cluster.device == "cpu"
-    if config.exercise and on_cpu and config.precision.name == "fp16":
-        return [
-            f"experiment={config.exercise} needs GPUs, but this run is on cpu: add scale=tiny to run it on CPUs, or "
-            "cluster=slurm to run it on a cluster"
-        ]
-    return []
+    """Return an error if an exercise in fp16 and of full size is on a machine without a GPU."""
+    full_on_cpu = config.scale.name == "full" and config.cluster.device == "cpu"
+    if not (config.exercise and full_on_cpu and config.precision.name == "fp16"):
+        return []
+    return [
+        f"experiment={config.exercise} needs GPUs, but this run is on cpu: add scale=tiny to run it on CPUs, or "
+        "cluster=slurm to run it on a cluster"
+    ]
 
 
 def _shrink_model(config: Config) -> list[str]:
+    """Shrink all sizes of the model. Its weights are random, because no pretrained ones have these sizes."""
     model, scale = config.model, config.scale
     if model.hidden_size is None and model.width is None:
         return [f"scale={scale.name} cannot shrink model={model.name}, whose sizes are unknown: choose another model"]
@@ -71,37 +70,46 @@ def _shrink_model(config: Config) -> list[str]:
     if "path" in model.keys:
         model.path = ModelConfig().path
     model.tokenizer = None if model.tokenizer is None else "byte"
-    for key in ("num_layers", "num_heads", "vocab_size", "seq_length"):
-        limit = {"num_layers": scale.layers, "num_heads": scale.heads, "vocab_size": scale.vocab_size,
-                 "seq_length": scale.max_length}[key]  # fmt: skip
-        if getattr(model, key) is not None:
-            setattr(model, key, _at_most(getattr(model, key), limit))
-    if scale.shrink is not None:
-        step = MIN_HEAD_WIDTH * model.num_heads if model.num_heads else MIN_CHANNELS
-        for key in ("hidden_size", "ff_dim", "width"):
-            if getattr(model, key) is not None:
-                setattr(model, key, _narrower(getattr(model, key), scale.shrink, step))
+    _limit(model, num_layers=scale.layers, num_heads=scale.heads)
+    _limit(model, vocab_size=scale.vocab_size, seq_length=scale.max_length)
     if model.depths is not None:
         model.depths = [_at_most(depth, scale.layers) for depth in model.depths]
+    if scale.shrink is not None:
+        _divide_widths(model, scale.shrink)
     return []
 
 
-def _shrink_data(config: Config) -> None:
-    scale = config.scale
+def _divide_widths(model: ModelConfig, divisor: int) -> None:
+    """Divide all widths of a model, and keep them multiples of the number of heads."""
+    step = MIN_HEAD_WIDTH * model.num_heads if model.num_heads else MIN_CHANNELS
+    for key in ("hidden_size", "ff_dim", "width"):
+        width = getattr(model, key)
+        if width is not None:
+            setattr(model, key, max(step, width // divisor // step * step))
+
+
+def _replace_by_sample(config: Config) -> None:
+    """Replace a dataset that must be downloaded by its generated sample, if it has one. Keep the sizes."""
     sample = conf_dir() / "dataset" / f"{config.dataset.name}_sample.yaml"
-    if sample.is_file():
-        original = config.dataset
-        typed: Any = OmegaConf.merge(OmegaConf.structured(DatasetConfig), OmegaConf.load(sample))
-        config.dataset = cast(DatasetConfig, OmegaConf.to_object(typed))
-        for key in ("train_size", "eval_size", "padding"):
+    if not sample.is_file():
+        return
+    original = config.dataset
+    typed: Any = OmegaConf.merge(OmegaConf.structured(DatasetConfig), OmegaConf.load(sample))
+    config.dataset = cast(DatasetConfig, OmegaConf.to_object(typed))
+    for key in ("train_size", "eval_size", "padding"):
+        setattr(config.dataset, key, getattr(original, key))
+    for key in ("max_length", "image_size"):
+        if key in config.dataset.keys:
             setattr(config.dataset, key, getattr(original, key))
-        for key in ("max_length", "image_size"):
-            if key in config.dataset.keys:
-                setattr(config.dataset, key, getattr(original, key))
-    data, scaling = config.dataset, config.scaling
-    for key, limit in (("max_length", scale.max_length), ("image_size", scale.image_size)):
-        if getattr(data, key) is not None:
-            setattr(data, key, _at_most(getattr(data, key), limit))
+
+
+def _shrink_texts_and_images(config: Config) -> None:
+    _limit(config.dataset, max_length=config.scale.max_length, image_size=config.scale.image_size)
+
+
+def _shrink_sample_counts(config: Config) -> None:
+    """Limit the numbers of samples. A null number means all samples, so it becomes the limit."""
+    scale, data, scaling = config.scale, config.dataset, config.scaling
     data.eval_size = scale.eval_size if data.eval_size is None else _at_most(data.eval_size, scale.eval_size)
     if scaling.samples_per_worker is not None:
         scaling.samples_per_worker = _at_most(scaling.samples_per_worker, scale.train_size)
@@ -109,9 +117,23 @@ def _shrink_data(config: Config) -> None:
         data.train_size = scale.train_size if data.train_size is None else _at_most(data.train_size, scale.train_size)
 
 
-def _narrower(size: int, divisor: int, step: int) -> int:
-    """Divide a size and round it down to a multiple of ``step``, at least one step."""
-    return max(step, size // divisor // step * step)
+def _shrink_batch(config: Config) -> None:
+    """Limit the micro-batch and the accumulation. The global batch shrinks in the proportion of the micro-batch."""
+    scale, train = config.scale, config.train
+    if not searches_micro_batch(config):
+        original = train.micro_batch
+        train.micro_batch_size = _at_most(original, scale.micro_batch_size)
+        if train.global_batch_size is not None:
+            train.global_batch_size = train.global_batch_size * train.micro_batch // original
+    _limit(train, gradient_accumulation_steps=scale.gradient_accumulation_steps)
+
+
+def _limit(section: Any, **limits: int | None) -> None:
+    """Lower the values of keys to their limits. A key that is null stays null."""
+    for key, limit in limits.items():
+        value = getattr(section, key)
+        if value is not None:
+            setattr(section, key, _at_most(value, limit))
 
 
 def _at_most(value: int, limit: int | None) -> int:
