@@ -19,10 +19,14 @@ def decide_resources(config: Config) -> list[str]:
 
     On Slurm this machine is not inspected, because the job runs on another one.
     """
-    return _decide_slurm(config) if config.cluster.launcher == "slurm" else _decide_local(config)
+    if config.cluster.launcher == "slurm":
+        _decide_slurm(config)
+        return _slurm_errors(config)
+    _decide_local(config)
+    return _local_errors(config)
 
 
-def _decide_local(config: Config) -> list[str]:
+def _decide_local(config: Config) -> None:
     cluster, gpus = config.cluster, visible_gpus()
     if cluster.device == "auto":
         cluster.device = "cuda" if gpus or config.plan.only else "cpu"
@@ -37,11 +41,16 @@ def _decide_local(config: Config) -> list[str]:
         # numbers of workers have the same number of threads per worker, and their speeds can be compared.
         tiny = config.scale.name == "tiny" and not on_gpu
         cluster.cpus_per_worker = 1 if tiny else max(1, cpu_count() // cluster.world_size)
-    if config.plan.only:  # A prediction is for GPUs that this machine need not have.
+
+
+def _local_errors(config: Config) -> list[str]:
+    """Return an error if this machine has too few GPUs. A prediction is for GPUs that it need not have."""
+    cluster, gpus = config.cluster, visible_gpus()
+    if config.plan.only or cluster.device != "cuda":
         return []
-    if on_gpu and not gpus:
+    if not gpus:
         return ["cluster.device=cuda needs a GPU, but this machine has none: choose cluster.device=cpu"]
-    if on_gpu and cluster.world_size > len(gpus):
+    if cluster.world_size > len(gpus):
         return [
             f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} needs "
             f"{cluster.world_size} GPUs, but this machine has {len(gpus)}: lower one of them, or choose "
@@ -50,21 +59,25 @@ def _decide_local(config: Config) -> list[str]:
     return []
 
 
-def _decide_slurm(config: Config) -> list[str]:
+def _decide_slurm(config: Config) -> None:
     cluster = config.cluster
     if cluster.device == "auto":
         cluster.device = "cuda"
-    on_gpu = cluster.device == "cuda"
     if cluster.workers_per_node is None:
         cluster.workers_per_node = 1 if needs_one_worker(config) else (cluster.gpus_per_node or 1)
-    if cluster.gpus_per_node is None and on_gpu and "gres" not in cluster.sbatch:
+    if cluster.gpus_per_node is None and cluster.device == "cuda" and "gres" not in cluster.sbatch:
         cluster.gpus_per_node = cluster.workers_per_node
     if cluster.cpus_per_worker is None:
         cluster.cpus_per_worker = SLURM_CPUS_PER_WORKER
-    if on_gpu and cluster.gpus_per_node is not None and cluster.gpus_per_node < cluster.workers_per_node:
-        return [
-            f"cluster.gpus_per_node={cluster.gpus_per_node} is less than "
-            f"cluster.workers_per_node={cluster.workers_per_node}, but every worker needs a GPU: "
-            "raise the first, lower the second, or choose cluster.device=cpu"
-        ]
-    return []
+
+
+def _slurm_errors(config: Config) -> list[str]:
+    """Return an error if a node has fewer GPUs than workers."""
+    cluster = config.cluster
+    gpus, workers = cluster.gpus_per_node, cluster.workers_per_node
+    if cluster.device != "cuda" or gpus is None or workers is None or gpus >= workers:
+        return []
+    return [
+        f"cluster.gpus_per_node={gpus} is less than cluster.workers_per_node={workers}, but every worker needs a GPU: "
+        "raise the first, lower the second, or choose cluster.device=cpu"
+    ]
