@@ -21,9 +21,13 @@ def decide_resources(config: Config) -> list[str]:
     """
     if config.cluster.launcher == "slurm":
         _decide_slurm(config)
-        return _slurm_errors(config)
-    _decide_local(config)
-    return _local_errors(config)
+        errors = _slurm_errors(config)
+    else:
+        _decide_local(config)
+        errors = _local_errors(config)
+    if config.cluster.device == "cuda" and config.preflight.min_busbw_gbps is None:
+        config.preflight.min_busbw_gbps = MIN_BUSBW_GBPS
+    return errors
 
 
 def _decide_local(config: Config) -> None:
@@ -31,8 +35,6 @@ def _decide_local(config: Config) -> None:
     if cluster.device == "auto":
         cluster.device = "cuda" if gpus or config.plan.only else "cpu"
     on_gpu = cluster.device == "cuda"
-    if config.preflight.min_busbw_gbps is None and on_gpu:
-        config.preflight.min_busbw_gbps = MIN_BUSBW_GBPS
     if cluster.workers_per_node is None:
         available = (len(gpus) if on_gpu else CPU_WORKERS) // cluster.nodes
         cluster.workers_per_node = 1 if needs_one_worker(config) else max(1, available)

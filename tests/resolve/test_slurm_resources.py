@@ -48,6 +48,12 @@ def test_cpu_run_requests_gpus_only_if_configured() -> None:
     assert requested["gpus-per-node"] == "2"
 
 
+@pytest.mark.parametrize(("device", "limit"), [("cuda", 5.0), ("cpu", None)])
+def test_preflight_on_slurm_has_a_default_limit_on_gpus_only(device: str, limit: float | None) -> None:
+    config = resolve_cell("cluster=slurm", f"cluster.device={device}", "preflight.enabled=true")
+    assert config.preflight.min_busbw_gbps == limit
+
+
 def test_every_key_is_in_the_sbatch_file() -> None:
     script = text(
         "cluster=slurm",
