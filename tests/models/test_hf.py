@@ -387,7 +387,7 @@ def test_a_folder_is_identified_by_content_and_shown_by_its_last_part(
     assert run_title(RunSpec(relative, None)).startswith("first on squad_sample, ")  # type: ignore[arg-type]
 
     def compute_run_id(folder: Path, *overrides: str) -> str:
-        from distexp.resolve.run_id import model_fingerprint
+        from distexp.resolve.fingerprints import model_fingerprint
 
         model_fingerprint.cache_clear()
         return run_id(resolve_cell("model=hf", f"model.name={folder}", *overrides))
