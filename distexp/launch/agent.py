@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from distexp.config.paths import PACKAGE
-from distexp.launch.failures import STOPPED_CODE
+from distexp.launch.exit_codes import STOPPED_CODE
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
 from distexp.launch.operators import OperatorError, build_operators, missing_operators
 from distexp.launch.outcome import finalize_run
@@ -55,7 +55,7 @@ class StoppedError(BaseException):
 
 
 def main() -> None:
-    """Run the workers of a node. The exit code is that of the workers, or one of ``distexp.launch.failures``."""
+    """Run the workers of a node. The exit code is that of the workers, or one of ``distexp.launch.exit_codes``."""
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
     signal.signal(signal.SIGTERM, raise_stopped)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.

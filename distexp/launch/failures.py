@@ -7,8 +7,9 @@ import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from distexp.launch.exit_codes import HANG_CODE, TIMEOUT_CODE, decode_group_signal
 from distexp.launch.hang import hang_error
 from distexp.launch.oom import oom_killed
 from distexp.runs.errors import read_rank_errors
@@ -16,15 +17,6 @@ from distexp.runs.phases import read_phase_events
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import EVENTS, worker_exits_paths
 from distexp.runs.spec import RunSpec
-
-TIMEOUT_CODE = 124
-HANG_CODE = 75
-SIGNAL_CODE = 128
-"""Exit code of an agent is this plus N if signal N ended the parent process of its workers."""
-TERMINATED_CODE = 76
-"""Exit code of an agent if the parent process of its workers got SIGTERM from outside."""
-STOPPED_CODE = SIGNAL_CODE + signal.SIGTERM
-"""Exit code of an agent that got SIGTERM itself."""
 
 PEER_LOSS = re.compile(
     r"connection (reset|closed|refused|was)|closed by peer|broken pipe|socket|timed? ?out|DistBackendError|NCCL",
@@ -35,8 +27,24 @@ PEER_LOSS = re.compile(
 GPU_OOM = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory")
 HOST_OOM = re.compile(r"^MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|\[Errno 12\]")
 
-Cause = tuple[str, RunError]
-"""Status of a run, and its error."""
+
+class Cause(NamedTuple):
+    """Why a run did not complete.
+
+    Attributes:
+        status: Status of the run.
+        error: Its error.
+    """
+
+    status: str
+    error: RunError
+
+
+class SignalDeath(NamedTuple):
+    """A worker that died by a signal."""
+
+    rank: int
+    signal: int
 
 
 def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> Cause:
@@ -50,61 +58,80 @@ def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -
     phase, cluster = current_phase(directory), spec.config.cluster
     if TIMEOUT_CODE in codes.values():
         limit = f"the run took longer than cluster.timeout_min={cluster.timeout_min:g}"
-        return "timeout", RunError("Timeout", limit, phase)
+        return Cause("timeout", RunError("Timeout", limit, phase))
     if HANG_CODE in codes.values():
-        return "failed", hang_error(directory, phase, f"cluster.hang_timeout_min={cluster.hang_timeout_min:g}")
-    dead_agents = {node: code for node, code in codes.items() if code < 0}
-    if dead_agents:
-        node, code = next(iter(dead_agents.items()))
-        return _signal_cause(directory, -code, f"the agent of node {node}", phase, None)
+        error = hang_error(directory, phase, f"cluster.hang_timeout_min={cluster.hang_timeout_min:g}")
+        return Cause("failed", error)
+    return _parent_cause(directory, codes, phase) or _worker_cause(directory, phase)
+
+
+def _parent_cause(directory: Path, codes: Mapping[int, int], phase: str | None) -> Cause | None:
+    """Return the cause if a signal ended an agent or the parent process of its workers; None if none did."""
     for node, code in codes.items():
-        number = signal.SIGTERM if code == TERMINATED_CODE else code - SIGNAL_CODE
-        if number > 0 and code != STOPPED_CODE:
-            parent = f"the parent process of the workers on node {node}"
-            return _signal_cause(directory, number, parent, phase, None)
-    return _worker_cause(directory, phase)
+        if code < 0:
+            return _signal_cause(directory, -code, f"the agent of node {node}", phase)
+    for node, code in codes.items():
+        number = decode_group_signal(code)
+        if number is not None:
+            return _signal_cause(directory, number, f"the parent process of the workers on node {node}", phase)
+    return None
 
 
 def _worker_cause(directory: Path, phase: str | None) -> Cause:
-    """Find the first error of a worker. Later ones are its consequences."""
-    errors = read_rank_errors(directory)
+    """Return the cause by the first error of a worker. Later errors are its consequences."""
+    first = next(iter(read_rank_errors(directory)), None)
     deaths = signal_deaths(directory)
-    if deaths and (not errors or PEER_LOSS.search(errors[0].message) or PEER_LOSS.search(errors[0].type)):
-        rank, number = deaths[0]
-        return _signal_cause(directory, number, f"rank {rank}", phase, rank)
-    if not errors:
-        return _silent_cause(directory, phase)
-    first = errors[0]
-    text = f"{first.type}: {first.message}"
+    if deaths and (first is None or _is_peer_loss(first)):
+        return _signal_cause(directory, deaths[0].signal, f"rank {deaths[0].rank}", phase, deaths[0].rank)
+    return _silent_cause(directory, phase) if first is None else Cause(_error_status(first), first)
+
+
+def _is_peer_loss(error: RunError) -> bool:
+    return bool(PEER_LOSS.search(error.message) or PEER_LOSS.search(error.type))
+
+
+def _error_status(error: RunError) -> str:
+    """Return the status of a run that an error of a worker has ended."""
+    text = f"{error.type}: {error.message}"
     if GPU_OOM.search(text):
-        return "oom_gpu", first
-    if HOST_OOM.search(text) or HOST_OOM.search(first.message) or first.type == "MemoryError":
-        return "oom_host", first
-    return "failed", first
+        return "oom_gpu"
+    if error.type == "MemoryError" or HOST_OOM.search(text) or HOST_OOM.search(error.message):
+        return "oom_host"
+    return "failed"
 
 
-def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None) -> Cause:
+def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None = None) -> Cause:
+    """Return the cause of a run that ended because a signal ended one of its processes.
+
+    Args:
+        directory: Directory of the run.
+        number: The signal.
+        process: Name of the process, for the message.
+        phase: The latest phase of the run, or None.
+        rank: Rank of the process; None if it is no worker.
+    """
     name = signal.Signals(number).name
     if number == signal.SIGKILL and oom_killed(directory):
         message = f"the kernel ran out of memory and killed {process}"
-        return "oom_host", RunError("OutOfMemoryKilled", message, phase, rank)
+        return Cause("oom_host", RunError("OutOfMemoryKilled", message, phase, rank))
     status = "killed" if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) else "failed"
-    return status, RunError(name, f"{process} was terminated by {name}", phase, rank)
+    return Cause(status, RunError(name, f"{process} was terminated by {name}", phase, rank))
 
 
 def _silent_cause(directory: Path, phase: str | None) -> Cause:
     """Return the cause of a run whose workers failed without reporting an error."""
     codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in worker_ends(directory) if end["code"])
     message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
-    return "failed", RunError("WorkerDied", message, phase)
+    return Cause("failed", RunError("WorkerDied", message, phase))
 
 
-def signal_deaths(directory: Path) -> list[tuple[int, int]]:
-    """Return (rank, signal) of the workers that died by a signal, the first one first.
+def signal_deaths(directory: Path) -> list[SignalDeath]:
+    """Return the workers that died by a signal, the first one first.
 
     Workers that were stopped because another one had failed are left out.
     """
-    return [(end["rank"], -end["code"]) for end in worker_ends(directory) if end["code"] < 0 and not end["stopped"]]
+    ends = [end for end in worker_ends(directory) if end["code"] < 0 and not end["stopped"]]
+    return [SignalDeath(end["rank"], -end["code"]) for end in ends]
 
 
 def worker_ends(directory: Path) -> list[dict[str, Any]]:

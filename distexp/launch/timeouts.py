@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from distexp.launch.failures import HANG_CODE, SIGNAL_CODE, TERMINATED_CODE, TIMEOUT_CODE
+from distexp.launch.exit_codes import HANG_CODE, TIMEOUT_CODE, encode_group_code
 from distexp.launch.hang import inspect_workers
 from distexp.runs.heartbeat import last_build_step, last_heartbeat
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import WatchedProcess
 
 POLL_S = 0.1
-SIGTERM_S = 1.0
+OWN_SIGTERM_S = 1.0
+"""Time in which the agent's own SIGTERM arrives, if Slurm ended the job: Slurm signals every process of it."""
 
 
 def watch(
@@ -42,7 +43,7 @@ def watch(
         peer_failed: Returns whether another node has failed.
 
     Returns:
-        The exit code of the workers' parent process, 128 + N if signal N ended it, or a code of ``failures``.
+        The exit code of the workers' parent process, or a code of ``exit_codes``.
     """
     cluster = spec.config.cluster
     limit_s = cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
@@ -57,6 +58,5 @@ def watch(
             return 0  # The other node reports the cause.
         time.sleep(POLL_S)
     if code == -signal.SIGTERM:
-        time.sleep(SIGTERM_S)  # Slurm sends SIGTERM to every process of a job. The agent's own one comes first.
-        return TERMINATED_CODE
-    return code if code >= 0 else SIGNAL_CODE - code
+        time.sleep(OWN_SIGTERM_S)
+    return encode_group_code(code)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distexp.launch.failures import HANG_CODE, classify_failure
+from distexp.launch.exit_codes import HANG_CODE
+from distexp.launch.failures import classify_failure
 from distexp.launch.timeouts import watch
 from distexp.runs.events import Events
 from distexp.runs.rank_progress import ProgressWriter

@@ -16,7 +16,8 @@ import pytest
 from distexp.doctor import __main__ as doctor
 from distexp.doctor import operators
 from distexp.launch import agent
-from distexp.launch.failures import TIMEOUT_CODE, classify_failure
+from distexp.launch.exit_codes import TIMEOUT_CODE
+from distexp.launch.failures import classify_failure
 from distexp.launch.operators import OperatorError, build_operators, missing_operators
 from distexp.launch.timeouts import watch
 from distexp.runs.jsonl import append_line, read_entries

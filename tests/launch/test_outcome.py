@@ -12,7 +12,7 @@ import torch
 
 from distexp.checkpoints.folder import checkpoint_dir, tmp_dir
 from distexp.launch import ledger
-from distexp.launch.failures import HANG_CODE, STOPPED_CODE
+from distexp.launch.exit_codes import HANG_CODE, STOPPED_CODE
 from distexp.launch.outcome import finalize_run, invalid_record, start_attempt
 from distexp.launch.slurm.client import JobState
 from distexp.launch.slurm.status import write_missing_record

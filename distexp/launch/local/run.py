@@ -14,7 +14,7 @@ from types import FrameType
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError
 from distexp.launch import oom
-from distexp.launch.failures import HANG_CODE
+from distexp.launch.exit_codes import HANG_CODE
 from distexp.launch.local.warm_start import WarmStart
 from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.runs import stop_request

@@ -24,12 +24,14 @@ class Job:
 
     Attributes:
         id: The job as ARRAY_INDEX.
+        index: Its index in the array.
         attempt: The job with its restart count, unique for each start.
         node: The number of this node in the job; 0 is the head.
         hosts: The names of the job's nodes.
     """
 
     id: str
+    index: int
     attempt: str
     node: int
     hosts: list[str]
@@ -41,9 +43,11 @@ class Job:
         SLURM_JOB_ID is not used, because for the last element it is the id of the array.
         """
         variables = os.environ
-        job = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
+        index = variables["SLURM_ARRAY_TASK_ID"]
+        job = f"{variables['SLURM_ARRAY_JOB_ID']}_{index}"
         return cls(
             id=job,
+            index=int(index),
             attempt=f"{job}.{variables.get('SLURM_RESTART_COUNT', '0')}",
             node=int(variables["SLURM_PROCID"]),
             hosts=list(submitit.JobEnvironment().hostnames),
