@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distexp.config import DatasetConfig
-from distexp.launch.local.run import interrupts_collected
+from distexp.launch.local.interrupts import interrupts_collected
 from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
 from distexp.system.signals import handle_signals

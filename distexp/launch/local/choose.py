@@ -15,8 +15,8 @@ from distexp.choose.trial_launcher import TrialLauncher, TrialRunner
 from distexp.console.trial_screen import TrialScreen
 from distexp.launch.git_state import package_git_state
 from distexp.launch.local.hangup import continue_after_hangup
-from distexp.launch.local.sweep import run_if_free
-from distexp.launch.local.warm_start import WarmStart
+from distexp.launch.local.runner import CellRunner
+from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.sweep import AssignedRun
 
 
@@ -35,8 +35,9 @@ class LocalTrials(TrialLauncher):
         def run_all(runs: Sequence[AssignedRun], after_each: Callable[[], None]) -> None:
             for run in runs:
                 labels[run.info.number] = "" if run.cell.config is None else config_label(run.cell.config)
-                run_if_free(self.context, run, screen, warm)
+                runner.run_if_free(run)
                 after_each()
 
-        with continue_after_hangup(sweep_dir), WarmStart(screen.log) as warm:
+        with continue_after_hangup(sweep_dir), SharedStart(screen.log) as shared_start:
+            runner = CellRunner(self.context, screen, shared_start)
             yield TrialRunner(run_all, package_git_state())

@@ -1,17 +1,18 @@
-"""Local runs continue when their terminal is closed."""
+"""Survival of a closed terminal: local runs continue, and their output moves to a log."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from distexp.runs.command_text import suggest_command
 from distexp.runs.run_dir import LAUNCHER_LOG
+from distexp.system.signals import handle_signals
 
 
 @contextmanager
@@ -21,30 +22,35 @@ def continue_after_hangup(folder: Path) -> Iterator[None]:
     The output continues in ``launcher.log`` of the folder, because the terminal can no longer be written. A signal
     that the user has ignored (``nohup``) stays ignored.
     """
-    received: list[int] = []
-    terminals = [number for number in (1, 2) if os.isatty(number)]
-
-    def leave_terminal(number: int, frame: FrameType | None) -> None:
-        if number in received:  # The kernel may send it to the session and to the process group.
-            return
-        received.append(number)
-        folder.mkdir(parents=True, exist_ok=True)
-        log = os.open(folder / LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for terminal in terminals:
-            os.dup2(log, terminal)
-        os.close(log)
-        os.write(
-            sys.stdout.fileno(),
-            f"the terminal was closed (SIGHUP), and the runs continue. To look at them: "
-            f"{suggest_command('status', folder)}. To end them: {suggest_command('cancel', folder)}\n".encode(),
-        )
-
-    before = signal.getsignal(signal.SIGHUP)
-    if before is not signal.SIG_DFL:
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGHUP, leave_terminal)
-    try:
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+    received: list[int] = []
+
+    def leave_terminal(number: int, frame: FrameType | None) -> None:
+        if not received:  # The kernel may send the signal to the session and to the process group.
+            received.append(number)
+            _continue_in_log(folder, terminals)
+
+    with handle_signals(leave_terminal, signal.SIGHUP):
         yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
+
+
+def _continue_in_log(folder: Path, terminals: Sequence[int]) -> None:
+    """Redirect the output to a log, and start the log with how to follow and to end the runs.
+
+    Args:
+        folder: Folder of the runs.
+        terminals: File descriptors that are a terminal. Output to a file or a pipe stays as it is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log = os.open(folder / LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for terminal in terminals:
+        os.dup2(log, terminal)
+    os.close(log)
+    message = (
+        f"the terminal was closed (SIGHUP), and the runs continue. To look at them: "
+        f"{suggest_command('status', folder)}. To end them: {suggest_command('cancel', folder)}\n"
+    )
+    os.write(sys.stdout.fileno(), message.encode())  # A signal handler must not use the buffer of print.

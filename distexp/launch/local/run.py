@@ -6,38 +6,38 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError
 from distexp.launch import oom
 from distexp.launch.exit_codes import HANG_CODE
-from distexp.launch.local.warm_start import WarmStart
+from distexp.launch.local.interrupts import interrupts_collected, interrupts_raised, stop_signals_forwarded
+from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.outcome import finalize_run, start_attempt
-from distexp.runs import stop_request
 from distexp.runs.owner import write_launcher
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_tree, start_module
-from distexp.system.signals import handle_signals
 from distexp.tracking.process import tracked
 
 POLL_S = 0.1
 AGENT_GRACE_S = 7.0
+"""Time between SIGTERM and SIGKILL for an agent, which ends its workers first."""
+
 HANG_GRACE_S = 4.0
+"""Time that the other agents get to detect a hang too, and to write the stacks of their workers."""
 
 
-def run_locally(spec: RunSpec, directory: Path, screen: Screen, warm: WarmStart | None = None) -> RunRecord:
+def run_locally(spec: RunSpec, directory: Path, screen: Screen, shared_start: SharedStart | None = None) -> RunRecord:
     """Run a spec on this machine with one agent per node, and return its record.
 
     Args:
         spec: The run.
         directory: Directory of the run.
         screen: What shows the run.
-        warm: Start-up that this run shares with others; None if it imports the libraries itself.
+        shared_start: Start-up that this run shares with others; None if it imports the libraries itself.
 
     Raises:
         InterruptedRunError: if this process got a signal. SIGINT and SIGTERM end the run at once. SIGUSR1 and SIGUSR2
@@ -47,42 +47,52 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen, warm: WarmStart 
     start_attempt(spec, directory)
     write_launcher(directory)
     oom.save_counters(directory)
-    stopped: InterruptedRunError | None = None
+    interruption: InterruptedRunError | None = None
     agents: list[subprocess.Popen[bytes]] = []
     with tracked(spec, directory) as tracking, interrupts_raised(), stop_signals_forwarded(directory) as received:
         try:
             for node in range(spec.nodes):
-                agents.append(_start_agent(spec, directory, node, warm))
+                agents.append(_start_agent(spec, directory, node, shared_start))
             with screen.follow(spec, directory) as live:
                 _watch(agents, live.refresh)
-        except InterruptedRunError as interruption:
-            stopped = interruption
+        except InterruptedRunError as error:
+            interruption = error
         finally:
             with interrupts_collected() as late:
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
-                record = finalize_run(spec, directory, codes, started, str(stopped) if stopped else None)
+                stopped = None if interruption is None else str(interruption)
+                record = finalize_run(spec, directory, codes, started, stopped)
     screen.show_result(record, directory, tracking.messages)
-    if stopped is None and (received or late):
-        stopped = InterruptedRunError([*received, *late][0])
-    if stopped is not None:
-        raise stopped
+    _raise_interruption(interruption, [*received, *late])
     return record
 
 
-def _start_agent(spec: RunSpec, directory: Path, node: int, warm: WarmStart | None) -> subprocess.Popen[bytes]:
-    shared = None if warm is None else warm.connect(spec, directory, node)
-    sockets = [] if shared is None else [shared]
-    with ExitStack() as stack:
-        for each in sockets:  # Only the agent keeps it, so that its end is noticed.
-            stack.enter_context(each)
+def _raise_interruption(interruption: InterruptedRunError | None, signals: Sequence[int]) -> None:
+    """Raise the error that interrupted a run, or that of the first signal that did not stop it at once."""
+    if interruption is not None:
+        raise interruption
+    if signals:
+        raise InterruptedRunError(signals[0])
+
+
+def _start_agent(
+    spec: RunSpec, directory: Path, node: int, shared_start: SharedStart | None
+) -> subprocess.Popen[bytes]:
+    """Start the agent of a node, with a connection to the shared start-up process if there is one."""
+    connection = None if shared_start is None else shared_start.connect(spec, directory, node)
+    sockets = [] if connection is None else [connection]
+    try:
         # SIGTERM and not SIGKILL, so that the agent of a dead launcher ends its workers and writes the record.
         return start_module(
             "distexp.launch.agent",
-            *(str(directory), str(node), *(str(each.fileno()) for each in sockets)),
+            *(str(directory), str(node), *(str(socket.fileno()) for socket in sockets)),
             env=os.environ,
             death_signal=signal.SIGTERM,
             sockets=sockets,
         )
+    finally:
+        for socket in sockets:  # Only the agent keeps its connection, so that the shared process notices its end.
+            socket.close()
 
 
 def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None]) -> None:
@@ -91,7 +101,6 @@ def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None
         codes = [agent.poll() for agent in agents]
         refresh()
         if HANG_CODE in codes:
-            # The other agents detect the hang too. Give them time to write the stacks of their workers.
             _wait_all(agents, HANG_GRACE_S)
             return
         if any(code not in (None, 0) for code in codes) or all(code == 0 for code in codes):
@@ -110,35 +119,3 @@ def _end(agent: subprocess.Popen[bytes]) -> int:
     ended_by_itself = agent.poll() is not None
     end_tree(agent, AGENT_GRACE_S)
     return agent.returncode if ended_by_itself else 0
-
-
-@contextmanager
-def interrupts_raised() -> Iterator[None]:
-    """Raise InterruptedRunError on Ctrl-C and SIGTERM inside the block."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise InterruptedRunError(number)
-
-    with handle_signals(stop, signal.SIGINT, signal.SIGTERM):
-        yield
-
-
-@contextmanager
-def stop_signals_forwarded(directory: Path) -> Iterator[list[int]]:
-    """Request a stop after a checkpoint on SIGUSR1 and SIGUSR2; yield the list of signals received."""
-    received: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        stop_request.request_stop(directory, signal.Signals(number).name)
-
-    with handle_signals(forward, *stop_request.SIGNALS):
-        yield received
-
-
-@contextmanager
-def interrupts_collected() -> Iterator[list[int]]:
-    """Yield the list of Ctrl-C and SIGTERM inside the block, which do not stop it: the record is written completely."""
-    received: list[int] = []
-    with handle_signals(lambda number, _: received.append(number), signal.SIGINT, signal.SIGTERM):
-        yield received

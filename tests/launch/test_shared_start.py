@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from distexp.config import ConfigError
-from distexp.launch.local import warm_start
-from distexp.launch.local.warm_start import SharedProcess, StartUp, WarmStart
+from distexp.launch.local import shared_start
+from distexp.launch.local.import_conditions import ImportConditions
+from distexp.launch.local.shared_start import SharedProcess, SharedStart
 from distexp.launch.shared_group import NotSharedError, SharedGroup
 from distexp.measure.memory.process_tree import ProcessTree
 from distexp.runs.record import RunRecord
@@ -147,35 +148,35 @@ def test_memory_of_a_forked_group_includes_the_pages_it_shares(server: Server) -
 
 def test_runs_share_a_start_up_only_if_their_imports_are_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     common = ("cluster.device=cpu", "cluster.workers_per_node=2", "strategy=ddp")
-    first = StartUp.of(make_spec(*common), 0)
+    first = ImportConditions.of(make_spec(*common), 0)
     for overrides in (("train.seed=7", "train.max_steps=3"), ("sharding=full_shard",)):
-        assert StartUp.of(make_spec(*common[:2], *overrides), 0) == first
+        assert ImportConditions.of(make_spec(*common[:2], *overrides), 0) == first
     changes = {
         "OMP_NUM_THREADS": ("cluster.cpus_per_worker=3",),
         "TORCH_LOGS": ("+cluster.environment.TORCH_LOGS=secret",),
         "the libraries": ("strategy=deepspeed",),
     }
     for change, overrides in changes.items():
-        other = StartUp.of(make_spec(*common[:2], *overrides), 0)
+        other = ImportConditions.of(make_spec(*common[:2], *overrides), 0)
         assert other != first
         assert other.describe_change(first) == change
     monkeypatch.chdir(tmp_path)
-    assert StartUp.of(make_spec(*common), 0).describe_change(first) == "the working directory"
+    assert ImportConditions.of(make_spec(*common), 0).describe_change(first) == "the working directory"
 
 
 def test_a_killed_shared_process_is_noted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ours, theirs = message_pair()
     process = subprocess.Popen(["sleep", "600"])
-    found = SharedProcess(StartUp.of(make_spec("cluster.device=cpu"), 0), process, ours, tmp_path / "log")
-    monkeypatch.setattr(warm_start, "_start", lambda *_: found)
+    found = SharedProcess(ImportConditions.of(make_spec("cluster.device=cpu"), 0), process, ours, tmp_path / "log")
+    monkeypatch.setattr(shared_start, "_start", lambda *_: found)
     notes: list[str] = []
-    with theirs, WarmStart(notes.append) as warm:
-        connection = warm.connect(make_spec("cluster.device=cpu"), tmp_path, 0)
+    with theirs, SharedStart(notes.append) as sharing:
+        connection = sharing.connect(make_spec("cluster.device=cpu"), tmp_path, 0)
         assert connection is not None
         connection.close()
         process.kill()
         theirs.close()
-        assert [warm.connect(make_spec("cluster.device=cpu"), tmp_path, 0) for _ in range(2)] == [None, None]
+        assert [sharing.connect(make_spec("cluster.device=cpu"), tmp_path, 0) for _ in range(2)] == [None, None]
     (note,) = notes
     assert "has ended (signal 9), so the runs import the libraries themselves again" in note
     assert str(tmp_path / "log") in note
