@@ -15,7 +15,7 @@ from distexp.explain.step_profile import StepProfile
 from distexp.runs.command_text import format_override
 from distexp.runs.printable import printable
 from distexp.runs.record import RunRecord
-from distexp.runs.record_search import load_all
+from distexp.runs.record_search import read_records
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ def read_profiled_runs(directory: Path) -> list[ProfiledRun]:
     Raises:
         ConfigError: there are none.
     """
-    found, skipped = load_all(directory)
-    for message in skipped:
+    found = read_records(directory)
+    for message in found.messages:
         print(f"skipped: {printable(message)}", file=sys.stderr)
-    if not found:
+    if not found.stored:
         raise ConfigError(
             f"no readable record.json below {directory}: give the directory of a run or a sweep, such as "
             "multirun_outputs/distexp"
         )
-    profiles = [(path.parent, record, StepProfile.of(record)) for path, record in found]
+    profiles = [(path.parent, record, StepProfile.of(record)) for path, record in found.stored]
     runs = [ProfiledRun(where, record, profile) for where, record, profile in profiles if profile is not None]
     if not runs:
-        raise ConfigError(_not_profiled(directory, [record for _, record in found]))
+        raise ConfigError(_not_profiled(directory, found.records))
     return runs
 
 

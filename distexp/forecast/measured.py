@@ -10,7 +10,7 @@ from distexp.forecast.size_row import SizeRow
 from distexp.runs.forecast import StoredForecast
 from distexp.runs.forecast_errors import ForecastError, compare_with_run, store_error
 from distexp.runs.record import RunRecord
-from distexp.runs.record_search import load_all
+from distexp.runs.record_search import read_records
 
 
 def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[StoredForecast]) -> list[SizeRow]:
@@ -28,11 +28,10 @@ def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[Sto
 
 def _siblings(run: ProfiledRun) -> list[RunRecord]:
     """Return the completed runs in the sweep of the profiled run, without the runs of its own size."""
-    found, _ = load_all(run.command_path.parent)
     size = ("nodes", "workers_per_node")
     own = [run.setting("cluster", name) for name in size]
     return [
-        record for _, record in found
+        record for record in read_records(run.command_path.parent).records
         if record.status == "completed" and [(record.config.get("cluster") or {}).get(name) for name in size] != own
     ]  # fmt: skip
 

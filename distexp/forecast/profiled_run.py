@@ -14,7 +14,7 @@ from distexp.launch.own_files import is_own_file
 from distexp.runs.forecast_errors import measured_step_s
 from distexp.runs.micro_batch import MicroBatchSearch
 from distexp.runs.record import RunRecord
-from distexp.runs.record_search import load_all
+from distexp.runs.record_search import read_records
 from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
 from distexp.runs.step_model import read_step_model
 from distexp.runs.sweep_dirs import not_a_sweep
@@ -95,10 +95,10 @@ def find_profiled_run(directory: Path) -> ProfiledRun:
     """
     if not directory.is_dir():
         raise ConfigError(not_a_sweep(directory, RECORD).replace("of a sweep", "of a run"))
-    found, skipped = load_all(directory)
-    runs = [ProfiledRun(path.parent, record) for path, record in found]
+    found = read_records(directory)
+    runs = [ProfiledRun(path.parent, record) for path, record in found.stored]
     if not runs:
-        reason = f" ({skipped[0]})" if skipped else ""
+        reason = f" ({found.messages[0]})" if found.messages else ""
         raise ConfigError(f"{directory} contains no readable {RECORD}{reason}: give the directory of a profiled run")
     profiled = [run for run in runs if run.record.status == "completed" and read_step_model(run.directory) is not None]
     if len(profiled) > 1:

@@ -99,7 +99,8 @@ def test_ctrl_c_while_records_are_read(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        {"explain": "distexp.explain.profiled_runs.load_all", "status": "distexp.status.read_folder"}[command], press
+        {"explain": "distexp.explain.profiled_runs.read_records", "status": "distexp.status.read_folder"}[command],
+        press,
     )
     assert main([command, str(tmp_path)]) == 130
     assert capsys.readouterr().err == "distexp: interrupted\n"

@@ -17,7 +17,7 @@ from distexp.launch import ledger
 from distexp.launch.slurm.status import FinishedRuns, poll
 from distexp.runs.command_text import suggest_command
 from distexp.runs.record import FAILURES
-from distexp.runs.record_search import load_all
+from distexp.runs.record_search import read_records
 from distexp.runs.run_state import RunState
 
 FAST_POLLING_S, FAST_POLL_S, SLOW_POLL_S = 120.0, 2.0, 10.0
@@ -84,7 +84,7 @@ def print_changes(runs: Sequence[RunState], printed: dict[int, str], console: Co
 def print_finished(sweep_dir: Path) -> None:
     """Print the table of the runs that have ended while others are active, and the command for the report."""
     screen = Screen(total=len(ledger.latest(sweep_dir)), sweep_dir=sweep_dir)
-    screen.records.extend(record for _, record in load_all(sweep_dir)[0])
+    screen.records.extend(read_records(sweep_dir).records)
     screen.show_comparison()
 
 
@@ -94,13 +94,12 @@ def print_summary(sweep_dir: Path) -> None:
     Raises:
         SweepFailedError: If a run failed.
     """
-    found, _ = load_all(sweep_dir)
-    records = [record for _, record in found]
-    screen = Screen(total=len(records), sweep_dir=sweep_dir)
-    if len(records) == 1:
-        screen.show_result(records[0], found[0][0].parent)
+    found = read_records(sweep_dir)
+    screen = Screen(total=len(found.stored), sweep_dir=sweep_dir)
+    if len(found.stored) == 1:
+        screen.show_result(found.stored[0].record, found.stored[0].path.parent)
     else:
-        screen.records.extend(records)
+        screen.records.extend(found.records)
     screen.show_comparison()
-    if any(record.status in FAILURES for record in records):
+    if any(record.status in FAILURES for record in found.records):
         raise SweepFailedError
