@@ -16,7 +16,7 @@ from distexp.cli.main import main as cli
 from distexp.launch.own_files import remember_file
 from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunInfo, RunRecord
 from tests.helpers.runs import REPOSITORY, run_distexp, run_module
 
 SMALL = (
@@ -112,8 +112,9 @@ def test_cells_with_the_same_id_keep_their_runs(tmp_path: Path) -> None:
         ExistingRun(3, tmp_path / "3", "invalid", one, "invalid"),
     )
     existing = ExistingRuns([first, second, refused])
-    assert existing.match([("a", two), ("b", one), ("c", two)]) == [first, refused, None]
-    assert existing.match([("a", one)]) == [second], "other overrides, but the same training"
+    cells = [RunInfo(run_id, "name", 0, overrides) for run_id, overrides in (("a", two), ("b", one), ("c", two))]
+    assert existing.match(cells) == [first, refused, None]
+    assert existing.match([RunInfo("a", "name", 0, one)]) == [second], "other overrides, but the same training"
     assert existing.runs == []
 
 

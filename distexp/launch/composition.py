@@ -35,7 +35,7 @@ from distexp.launch.trust import check_trust, packages_trusted_by_user
 from distexp.resolve import resolve
 from distexp.resolve.run_id import run_id
 from distexp.runs.prediction import Curve, remove_prediction, write_prediction
-from distexp.runs.record import Predicted
+from distexp.runs.record import INVALID_ID, Predicted
 from distexp.system.hardware import cpu_count
 from distexp.system.processes import die_with_parent
 
@@ -44,9 +44,6 @@ MAX_PROCESSES = 8
 
 MIN_PARALLEL, CHUNK = 32, 8
 """Number of cells from which processes are started, and number of cells that a process composes at a time."""
-
-INVALID = "invalid"
-"""Run id of an invalid cell."""
 
 
 @dataclass
@@ -69,7 +66,7 @@ class Cell:
     packed: bytes
     config: Config | None = None
     decided: Config | None = None
-    id: str = INVALID
+    id: str = INVALID_ID
     errors: list[str] = field(default_factory=list)
     varied: list[str] = field(default_factory=list)
     predicted: Predicted | None = None

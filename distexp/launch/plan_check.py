@@ -9,7 +9,7 @@ from time import monotonic
 
 from distexp.config import Config, ConfigError
 from distexp.config.batch_sizes import searches_micro_batch
-from distexp.launch.composition import INVALID, Cell, MakeCell
+from distexp.launch.composition import Cell, MakeCell
 from distexp.plan.cells import search_of
 from distexp.plan.command import SLOW_S, show_predictions, show_search
 from distexp.plan.estimate import Estimate
@@ -23,7 +23,7 @@ from distexp.plan.verdict import (
     predict,
 )
 from distexp.runs.command_text import format_override
-from distexp.runs.record import Predicted
+from distexp.runs.record import INVALID_ID, Predicted
 from distexp.system.units import format_memory
 
 CHECK, WARN = "check", "warn"
@@ -127,7 +127,7 @@ def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None
         assert cell.predicted is not None
         hint = _hint(cell, make, planner, start) if search else "distexp plan shows what would fit"
         cell.errors = [f"plan=check: {describe_need(cell.predicted)}: {hint}, or run it anyway with plan=warn"]
-        cell.config, cell.decided, cell.id = None, cell.config, INVALID
+        cell.config, cell.decided, cell.id = None, cell.config, INVALID_ID
 
 
 def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:

@@ -145,7 +145,7 @@ def assign_run_dirs(
     """
     existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
     infos = [make_run_info(cell, 0, code, snapshot) for cell in cells]
-    matches = existing.match([(info.id, info.overrides) for info in infos])
+    matches = existing.match(infos)
     warning = unmatched_message([run for run in existing.unfinished(below=sweep_dir) if run.number not in active])
     if warning is not None:
         warn(warning)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from distexp.runs.command_text import format_override
 from distexp.runs.json_files import read_json
-from distexp.runs.record import STATUSES, RunInfo
+from distexp.runs.record import INVALID_ID, STATUSES, RunInfo
 from distexp.runs.run_dir import NON_RUN_DIRS, RECORD, SPEC
 from distexp.runs.typed_values import typed
 
@@ -39,7 +39,7 @@ class ExistingRuns:
         """Read every run directory below a sweep directory."""
         return cls(sorted(_read_runs(sweep_dir), key=lambda run: run.number))
 
-    def match(self, cells: Sequence[tuple[str, list[str]]]) -> list[ExistingRun | None]:
+    def match(self, cells: Sequence[RunInfo]) -> list[ExistingRun | None]:
         """Return the run of each cell, or None. Each run is matched once, and then removed from ``runs``.
 
         The first of these that matches is taken:
@@ -51,14 +51,19 @@ class ExistingRuns:
         Cells with the same id keep their own runs, for example ``cluster.cpus_per_worker=1,2``.
 
         Args:
-            cells: ``run.id`` and overrides of each cell.
+            cells: What each cell would run. Only its id and its overrides count.
         """
         found: list[ExistingRun | None] = [None] * len(cells)
-        for matches in (_is_same, _is_same_training, _was_invalid):
-            for position, (identity, overrides) in enumerate(cells):
+        for is_match in (_is_same, _is_same_training, _was_invalid):
+            for position, cell in enumerate(cells):
                 if found[position] is None:
-                    found[position] = next((run for run in self.runs if matches(run, identity, overrides)), None)
-                    self.runs = [run for run in self.runs if run is not found[position]]
+                    found[position] = self._take(cell, is_match)
+        return found
+
+    def _take(self, cell: RunInfo, is_match: Callable[[ExistingRun, RunInfo], bool]) -> ExistingRun | None:
+        """Return the first run that matches a cell, and remove it from ``runs``."""
+        found = next((run for run in self.runs if is_match(run, cell)), None)
+        self.runs = [run for run in self.runs if run is not found]
         return found
 
     def unfinished(self, below: Path) -> list[ExistingRun]:
@@ -67,20 +72,20 @@ class ExistingRuns:
         Args:
             below: Sweep directory. A run whose directory is the sweep directory itself is left out.
         """
-        over = {*DONE, "invalid"}
-        return [run for run in self.runs if run.status not in over and run.directory != below.absolute()]
+        ended = {*DONE, "invalid"}
+        return [run for run in self.runs if run.status not in ended and run.directory != below.absolute()]
 
 
-def _is_same(run: ExistingRun, identity: str, overrides: list[str]) -> bool:
-    return run.id == identity and run.overrides == overrides
+def _is_same(run: ExistingRun, cell: RunInfo) -> bool:
+    return run.id == cell.id and run.overrides == cell.overrides
 
 
-def _is_same_training(run: ExistingRun, identity: str, overrides: list[str]) -> bool:
-    return run.id == identity != "invalid"
+def _is_same_training(run: ExistingRun, cell: RunInfo) -> bool:
+    return run.id == cell.id != INVALID_ID
 
 
-def _was_invalid(run: ExistingRun, identity: str, overrides: list[str]) -> bool:
-    return run.id == "invalid" and run.overrides == overrides
+def _was_invalid(run: ExistingRun, cell: RunInfo) -> bool:
+    return run.id == INVALID_ID and run.overrides == cell.overrides
 
 
 def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:
@@ -99,10 +104,11 @@ def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:
 
 
 def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:
-    for where, folders, names in os.walk(sweep_dir):
-        folders[:] = [name for name in folders if not name.startswith(NON_RUN_DIRS)]
-        directory = Path(where)
-        if RECORD in names or SPEC in names:
+    for folder, subfolders, files in os.walk(sweep_dir):
+        # os.walk enters only the subfolders that are left in this list.
+        subfolders[:] = [name for name in subfolders if not name.startswith(NON_RUN_DIRS)]
+        if RECORD in files or SPEC in files:
+            directory = Path(folder)
             run = _read_run(directory / RECORD) or _read_run(directory / SPEC) or _damaged_run(directory)
             if run is not None:
                 yield run
@@ -124,4 +130,4 @@ def _damaged_run(directory: Path) -> ExistingRun | None:
     """Return a run of which no file can be read, by the number of its folder."""
     if not directory.name.isdecimal():
         return None
-    return ExistingRun(int(directory.name), directory.absolute(), "", [], None)
+    return ExistingRun(int(directory.name), directory.absolute(), id="", overrides=[], status=None)

@@ -27,6 +27,9 @@ STATUSES = ("completed", "oom_gpu", "oom_host", "failed", "timeout", "killed", "
 FAILURES = frozenset({"failed", "timeout", "killed"})
 """Statuses that make the exit code of a sweep 1. Running out of memory is a result, not a failure."""
 
+INVALID_ID = "invalid"
+"""``run.id`` of all invalid runs. They have no complete configuration that could be hashed."""
+
 
 @dataclass
 class RunError:

@@ -18,7 +18,7 @@ from distexp.launch.slurm.status import poll
 from distexp.report.data.rows import load_rows
 from distexp.runs.existing import ExistingRuns
 from distexp.runs.progress import read_progress
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunError, RunInfo, RunRecord
 from distexp.runs.run_dir import memory_traces
 from tests.helpers.records import record, write
 
@@ -128,7 +128,7 @@ def test_a_damaged_record_is_named_and_the_others_are_read(
     assert "2 completed, 1 no record" in shown
     runs = ExistingRuns.read(sweep)
     assert [run.number for run in runs.runs] == [0, 1, 2]
-    assert runs.match([("other", ["a=1"])]) == [None]
+    assert runs.match([RunInfo("other", "name", 0, ["a=1"])]) == [None]
 
 
 @pytest.mark.parametrize("key", HARMLESS)
