@@ -10,10 +10,11 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
@@ -25,13 +26,13 @@ from distexp.runs.typed_values import typed
 
 FOLDER = "forecast-errors"
 
-WIDENING_QUANTILE = 0.9
-"""Part of the earlier errors that the interval covers."""
+COVERED_SHARE = 0.9
+"""Fraction of the earlier errors that the interval covers."""
 
-LAST = 20
-"""Number of earlier forecasts that count."""
+MAX_FORECASTS = 20
+"""Number of earlier forecasts that count: those that were measured last."""
 
-FEWEST = 3
+MIN_FORECASTS = 3
 """Number of earlier forecasts from which they count. The largest error of a few may be an accident of one run."""
 
 
@@ -70,29 +71,44 @@ def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: Ru
     It is None if the forecast is for another machine, or if the run measured no step time, made other steps, or ran
     under other conditions than the profiled run.
     """
-    train, step = measured.config.get("train") or {}, measured_step_s(measured)
-    sizes = train.get("micro_batch_size"), train.get("gradient_accumulation_steps")
+    step_s = measured_step_s(measured)
     if (
-        step is None
+        step_s is None
         or forecast.what_if
-        or _conditions(profiled) != _conditions(measured)
-        or (isinstance(sizes[0], int) and sizes != (forecast.micro_batch_size, forecast.micro_batches))
+        or _Conditions.of(profiled) != _Conditions.of(measured)
+        or not _makes_steps_of(forecast, measured)
     ):
         return None
-    inside = forecast.low_s <= step <= forecast.high_s
-    return ForecastError(forecast.step_time_s, step, inside)
+    inside = forecast.low_s <= step_s <= forecast.high_s
+    return ForecastError(forecast.step_time_s, step_s, inside)
 
 
-def _conditions(record: RunRecord) -> tuple[str, object]:
-    """Return the type of device, and on CPUs the threads of a worker."""
-    cluster = record.config.get("cluster") or {}
-    return machine_name(record), cluster.get("cpus_per_worker") if cluster.get("device") == "cpu" else None
+class _Conditions(NamedTuple):
+    """What two runs must have in common, so that their speeds can be compared."""
+
+    machine: str
+    cpu_threads: object  # of a worker; None for a run on GPUs
+
+    @classmethod
+    def of(cls, record: RunRecord) -> _Conditions:
+        cluster = record.config.get("cluster") or {}
+        on_cpu = cluster.get("device") == "cpu"
+        return cls(machine_name(record), cluster.get("cpus_per_worker") if on_cpu else None)
+
+
+def _makes_steps_of(forecast: StoredForecast, measured: RunRecord) -> bool:
+    """Return whether the steps of a run are as large as in a forecast. A size that is not a number is unknown."""
+    train = measured.config.get("train") or {}
+    size, micro_batches = train.get("micro_batch_size"), train.get("gradient_accumulation_steps")
+    return not isinstance(size, int) or (size, micro_batches) == (forecast.micro_batch_size, forecast.micro_batches)
 
 
 def measured_step_s(record: RunRecord) -> float | None:
     """Return the median step of a completed run."""
-    step = number_of(record.metrics.step_time_s or {}, "p50") if record.status == "completed" else None
-    return step if step and step > 0 else None
+    if record.status != "completed":
+        return None
+    median_s = number_of(record.metrics.step_time_s or {}, "p50")
+    return median_s if median_s and median_s > 0 else None
 
 
 def machine_name(record: RunRecord) -> str:
@@ -111,7 +127,7 @@ def subject_of(profiled: RunRecord, nodes: int, workers_per_node: int) -> str:
 
 def store_error(profiled: RunRecord, forecast: StoredForecast, measured: RunRecord, error: ForecastError) -> None:
     """Keep the error of a forecast. Without a writable cache directory it is not kept."""
-    runs = [[each.run.id, each.run.started_at, each.run.number] for each in (profiled, measured)]
+    runs = [[record.run.id, record.run.started_at, record.run.number] for record in (profiled, measured)]
     key = json.dumps([*runs, forecast.nodes, forecast.workers_per_node])
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
     with suppress(ConfigError, OSError):
@@ -142,23 +158,32 @@ def _folder(machine: str) -> Path:
 
 
 def largest_expected(errors: Sequence[ForecastError]) -> float:
-    """Return the excess of the factor over 1 that most of the last forecasts did not exceed; 0 with too few of them.
+    """Return the error that most of the last forecasts did not exceed: 0.1 for a factor of 1.1.
 
-    The repeats of a measured run count as one, with their median. The largest error never counts.
+    It is 0 with too few forecasts. The largest error never counts.
     """
-    sizes = sorted(_last_sizes(errors))
-    if len(sizes) < FEWEST:
+    sizes = sorted(_last_error_sizes(errors))
+    if len(sizes) < MIN_FORECASTS:
         return 0.0
-    return sizes[min(math.ceil(WIDENING_QUANTILE * len(sizes)) - 1, len(sizes) - 2)]
+    covered = math.ceil(COVERED_SHARE * len(sizes))
+    return sizes[min(covered, len(sizes) - 1) - 1]
 
 
-def _last_sizes(errors: Sequence[ForecastError]) -> list[float]:
-    """Return the excess of the factor over 1 of the forecasts that were measured last."""
+def _last_error_sizes(errors: Sequence[ForecastError]) -> list[float]:
+    """Return the sizes of the errors of the forecasts that were measured last.
+
+    The repeats of a measured run count as one, with their median.
+    """
+    latest = sorted(_repeats(errors), key=lambda repeats: max(error.measured_at for error in repeats))
+    return [statistics.median(error.factor - 1 for error in repeats) for repeats in latest[-MAX_FORECASTS:]]
+
+
+def _repeats(errors: Sequence[ForecastError]) -> Iterable[list[ForecastError]]:
+    """Group the errors of the same forecast. An error of an unknown forecast is a group of its own."""
     by_subject: dict[str, list[ForecastError]] = {}
     for number, error in enumerate(errors):
         by_subject.setdefault(error.subject or str(number), []).append(error)
-    latest = sorted(by_subject.values(), key=lambda repeats: max(error.measured_at for error in repeats))
-    return [statistics.median(error.factor - 1 for error in repeats) for repeats in latest[-LAST:]]
+    return by_subject.values()
 
 
 def running_error(errors: Sequence[ForecastError]) -> str:
