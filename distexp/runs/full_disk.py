@@ -13,7 +13,10 @@ from pathlib import Path
 from distexp.runs.run_dir import DISK_RESERVE
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Numbers of the errors of a full disk, an exhausted quota, and a limit of the size of files."""
+
 NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+"""Numbers of the errors of a folder that the user must not write."""
 
 FULL_TEXTS = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 """Texts in the messages of libraries that wrap the error of the system."""
@@ -22,12 +25,12 @@ FULL_BYTES = 512 * 1024
 """A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
 
 ERROR_TYPE = "DiskFull"
+"""Type of the error in the record of a run that ended because a disk was full."""
 
 
 def is_full_disk(error: BaseException) -> bool:
     """Return whether an error states that a disk or a quota is full."""
-    number = error.errno if isinstance(error, OSError) else None
-    return number in FULL or any(text in str(error) for text in FULL_TEXTS)
+    return _error_number(error) in FULL or any(text in str(error) for text in FULL_TEXTS)
 
 
 def free_bytes(folder: Path) -> int:
@@ -43,21 +46,31 @@ def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
         run_dir: Directory of the run.
         free: Free bytes of its disk at the time of the error.
     """
-    named = error.filename if isinstance(error, OSError) else None
-    if named is None and free >= FULL_BYTES and error_number(error) not in (errno.EDQUOT, errno.EFBIG):
+    folder = _folder_of(error)
+    if folder is not None:
+        with suppress(OSError):
+            free = free_bytes(folder)
+    elif free >= FULL_BYTES and _error_number(error) not in (errno.EDQUOT, errno.EFBIG):
         return (
             f"a disk is full, but not that of {run_dir} ({free // 2**20:,} MiB free): make room in "
             f"{tempfile.gettempdir()}, in /dev/shm and in the folders of caches"
         )
-    folder = run_dir if named is None else Path(os.fsdecode(named)).parent
-    if named is not None:
-        with suppress(OSError):
-            free = free_bytes(folder)
-    limit = "the disk quota" if error_number(error) == errno.EDQUOT else "the disk"
+    limit = "the disk quota" if _error_number(error) == errno.EDQUOT else "the disk"
     return (
-        f"{limit} of {folder} is full ({free // 1024:,} KiB free): make room, or choose a folder on another disk "
-        "with hydra.sweep.dir"
+        f"{limit} of {folder or run_dir} is full ({free // 1024:,} KiB free): make room, or choose a folder on another "
+        "disk with hydra.sweep.dir"
     )
+
+
+def _folder_of(error: BaseException) -> Path | None:
+    """Return the folder of the file that an error names; None if it names none."""
+    named = error.filename if isinstance(error, OSError) else None
+    return None if named is None else Path(os.fsdecode(named)).parent
+
+
+def _error_number(error: BaseException) -> int | None:
+    """Return the number of a system error; None for another error."""
+    return error.errno if isinstance(error, OSError) else None
 
 
 def describe_disk_error(error: OSError) -> str:
@@ -68,11 +81,6 @@ def describe_disk_error(error: OSError) -> str:
     if error.errno in NOT_WRITABLE:
         return f"{reason}. Copy the folder to a place that you can write, and give that folder"
     return reason
-
-
-def error_number(error: BaseException) -> int | None:
-    """Return the number of a system error; None for another error."""
-    return error.errno if isinstance(error, OSError) else None
 
 
 @contextmanager
