@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -25,11 +25,13 @@ def typed(kind: type[DataclassType], raw: Any) -> DataclassType:
     """
     if not isinstance(raw, dict):
         raise ValueError(f"{kind.__name__} is {_shown(raw)} and not an object")
-    known = {each.name: raw[each.name] for each in _fields(kind) if each.name in raw}
-    for each in _fields(kind):
-        if each.name in known and not each.fits(known[each.name]):
-            raise ValueError(f"{each.name} is {_shown(known[each.name])}")
-    return kind(**known)
+    values: dict[str, Any] = {}
+    for known in _fields(kind):
+        if known.name in raw:
+            values[known.name] = raw[known.name]
+            if not known.fits(values[known.name]):
+                raise ValueError(f"{known.name} is {_shown(values[known.name])}")
+    return kind(**values)
 
 
 def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "config") -> Iterator[str]:
@@ -44,14 +46,14 @@ def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "co
     if not isinstance(raw, dict):
         yield f"{name} is {_shown(raw)} and not a section"
         return
-    for each in _fields(kind):
-        if each.name not in raw:
+    for known in _fields(kind):
+        if known.name not in raw:
             continue
-        value = raw[each.name]
-        if each.is_section:
-            yield from section_errors(each.hint, value, complete=complete, name=f"{name}.{each.name}")
-        elif not (each.fits(value) or _may_be_open(value, each.hint, complete=complete)):
-            yield f"{name}.{each.name} is {_shown(value)}"
+        value, full_name = raw[known.name], f"{name}.{known.name}"
+        if known.is_section:
+            yield from section_errors(known.hint, value, complete=complete, name=full_name)
+        elif not (known.fits(value) or _may_be_open(value, known.hint, complete=complete)):
+            yield f"{full_name} is {_shown(value)}"
 
 
 def _may_be_open(value: Any, hint: Any, *, complete: bool) -> bool:
@@ -65,7 +67,8 @@ def _may_be_open(value: Any, hint: Any, *, complete: bool) -> bool:
 
 
 def _is_container(hint: Any) -> bool:
-    return any(get_origin(each) in (list, dict) for each in get_args(hint))
+    """Return whether an annotation such as ``list[int] | None`` has a list or a dictionary as an alternative."""
+    return any(get_origin(alternative) in (list, dict) for alternative in get_args(hint))
 
 
 def device_errors(raw: Any, name: str) -> Iterator[str]:
@@ -75,10 +78,19 @@ def device_errors(raw: Any, name: str) -> Iterator[str]:
         return
     for kind, entries in raw.items():
         for entry in entries:
-            if not isinstance(entry, dict):
-                yield f"{name}.{kind} contains {_shown(entry)}"
-                continue
-            yield from (f"{name}.{kind} has {key}={_shown(value)}" for key, value in _wrong_numbers(entry))
+            yield from (f"{name}.{kind} {problem}" for problem in _entry_errors(entry))
+
+
+def _entry_errors(entry: Any) -> Iterator[str]:
+    """Yield what is wrong with the entry of one device, rank or node."""
+    if not isinstance(entry, dict):
+        yield f"contains {_shown(entry)}"
+        return
+    for key, value in entry.items():
+        if isinstance(value, dict):
+            yield from _entry_errors(value)
+        elif (key.endswith(MEASURED) or key in DEVICE_KEYS) and not matches(value, float | None):
+            yield f"has {key}={_shown(value)}"
 
 
 def matches(value: Any, hint: Any) -> bool:
@@ -88,22 +100,37 @@ def matches(value: Any, hint: Any) -> bool:
 
 @cache
 def _check(hint: Any) -> Callable[[Any], bool]:
-    """Return the function that checks the values of an annotation."""
+    """Return the function that checks the values of an annotation.
+
+    It is built once for each annotation, because a report reads thousands of records.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        checks = [_check(argument) for argument in arguments]
-        return partial(_fits_one, checks)
+        return partial(_fits_one, [_check(argument) for argument in arguments])
     if origin is list:
-        item = arguments[0]
-        fits = _check(item | None if item in (int, float) else item)
-        return lambda value: isinstance(value, list) and all(map(fits, value))
+        return partial(_fits_list, _check_of_item(arguments[0]))
     if origin is dict:
-        fits = _check(arguments[1])
-        return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+        return partial(_fits_dict, _check(arguments[1]))
     if hint in (int, float):
-        numbers = int if hint is int else (int, float)
-        return lambda value: isinstance(value, numbers) and not isinstance(value, bool)
+        return partial(_fits_number, int if hint is int else (int, float))
     return lambda value: hint is Any or isinstance(value, hint)
+
+
+def _check_of_item(hint: Any) -> Callable[[Any], bool]:
+    """Return the check of the items of a list. A number that was not finite is null."""
+    return _check(hint | None if hint in (int, float) else hint)
+
+
+def _fits_list(fits_item: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, list) and all(map(fits_item, value))
+
+
+def _fits_dict(fits_item: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, dict) and all(map(fits_item, value.values()))
+
+
+def _fits_number(kinds: type | tuple[type, ...], value: Any) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _fits_one(checks: Sequence[Callable[[Any], bool]], value: Any) -> bool:
@@ -113,35 +140,29 @@ def _fits_one(checks: Sequence[Callable[[Any], bool]], value: Any) -> bool:
     return False
 
 
-def _wrong_numbers(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in entry.items():
-        if isinstance(value, dict):
-            yield from _wrong_numbers(value)
-        elif (key.endswith(MEASURED) or key in DEVICE_KEYS) and not matches(value, float | None):
-            yield key, value
-
-
 class _Field(NamedTuple):
-    """A field of a dataclass, with what thousands of records need again."""
+    """A field of a dataclass, with the check of its values. Reading thousands of records needs both again."""
 
     name: str
     hint: Any
     fits: Callable[[Any], bool]
     is_section: bool
 
+    @classmethod
+    def of(cls, name: str, hint: Any) -> _Field:
+        """Return the field with a name and an annotation."""
+        return cls(name, hint, _check(hint), is_section=isinstance(hint, type) and is_dataclass(hint))
+
 
 def _fields(kind: Any) -> tuple[_Field, ...]:
+    """Return the fields of a dataclass. mypy does not take a class for an argument of a cached function."""
     return _cached_fields(kind)
 
 
 @cache
 def _cached_fields(kind: Any) -> tuple[_Field, ...]:
     hints = get_type_hints(kind)
-    return tuple(
-        _Field(each.name, hint, _check(hint), isinstance(hint, type) and is_dataclass(hint))
-        for each in fields(kind)
-        for hint in [hints[each.name]]
-    )
+    return tuple(_Field.of(known.name, hints[known.name]) for known in fields(kind))
 
 
 def _shown(value: Any) -> str:
