@@ -5,7 +5,7 @@ Rank 0 writes the file of a run before the training starts. So the record contai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class MicroBatchSearch:
     @property
     def untried(self) -> bool:
         """Return whether the chosen size was not tried, because the time limit ended the search."""
-        return self.chosen is not None and all(each.micro_batch_size != self.chosen for each in self.candidates)
+        return self.chosen is not None and all(tried.micro_batch_size != self.chosen for tried in self.candidates)
 
     def write(self, path: Path) -> None:
         """Write the search as JSON, atomically."""
@@ -69,7 +69,7 @@ class MicroBatchSearch:
         """
         if not isinstance(raw, dict) or not isinstance(raw.get("candidates"), list):
             raise ValueError(f"{raw!r} is not a search")
-        candidates = [typed(Candidate, each) for each in raw["candidates"]]
+        candidates = [typed(Candidate, candidate) for candidate in raw["candidates"]]
         return typed(cls, {**raw, "candidates": []}).with_candidates(candidates)
 
     def with_candidates(self, candidates: Sequence[Candidate]) -> MicroBatchSearch:
@@ -79,21 +79,26 @@ class MicroBatchSearch:
 
 def describe_search(search: MicroBatchSearch) -> str:
     """Return the line for the terminal: ``micro-batch: 32 (of 1, 2, 4, 8, 16, 32; 64 ran out of memory)``."""
-    remarks = [f"of {_sizes(search, FITS)}"]
-    remarks += [f"{sizes} left too little memory" for sizes in [_sizes(search, TOO_LARGE)] if sizes]
-    remarks += [f"{sizes} ran out of memory" for sizes in [_sizes(search, OUT_OF_MEMORY)] if sizes]
-    remarks += [f"{search.skipped} would not fit"] if search.skipped is not None else []
+    return f"micro-batch: {search.chosen} ({'; '.join(_remarks(search))})"
+
+
+def _remarks(search: MicroBatchSearch) -> Iterator[str]:
+    yield f"of {_sizes(search, FITS)}"
+    if sizes := _sizes(search, TOO_LARGE):
+        yield f"{sizes} left too little memory"
+    if sizes := _sizes(search, OUT_OF_MEMORY):
+        yield f"{sizes} ran out of memory"
+    if search.skipped is not None:
+        yield f"{search.skipped} would not fit"
     if not search.complete:
-        remarks.append(
-            "chosen by its memory, because the time was over" if search.untried else "then the time was over"
-        )
-    remarks.append(f"from {search.stored_in}" if search.stored_in else f"{search.seconds:.0f} s")
-    return f"micro-batch: {search.chosen} ({'; '.join(remarks)})"
+        yield "chosen by its memory, because the time was over" if search.untried else "then the time was over"
+    yield f"from {search.stored_in}" if search.stored_in else f"{search.seconds:.0f} s"
 
 
 def _sizes(search: MicroBatchSearch, outcome: str) -> str:
-    """Return the sizes with an outcome, as in ``1, 2, 4``."""
-    return ", ".join(map(str, sorted(each.micro_batch_size for each in search.candidates if each.outcome == outcome)))
+    """Return the sizes with an outcome, as in ``1, 2, 4``; empty if there are none."""
+    sizes = sorted(tried.micro_batch_size for tried in search.candidates if tried.outcome == outcome)
+    return ", ".join(map(str, sizes))
 
 
 def add_search(record: RunRecord, run_dir: Path) -> None:
@@ -102,8 +107,13 @@ def add_search(record: RunRecord, run_dir: Path) -> None:
     if search is None:
         return
     record.metrics.micro_batch_search = asdict(search)
-    train = record.config["train"]
-    if search.chosen is not None and isinstance(train["micro_batch_size"], str):
-        workers = record.config["cluster"]["nodes"] * record.config["cluster"]["workers_per_node"]
-        train["micro_batch_size"] = search.chosen
-        train["gradient_accumulation_steps"] = train["global_batch_size"] // (workers * search.chosen)
+    if search.chosen is not None and isinstance(record.config["train"]["micro_batch_size"], str):
+        _replace_auto(record.config, search.chosen)
+
+
+def _replace_auto(config: dict[str, Any], chosen: int) -> None:
+    """Replace ``train.micro_batch_size=auto`` by the chosen size, and compute the steps of accumulation from it."""
+    train, cluster = config["train"], config["cluster"]
+    workers = cluster["nodes"] * cluster["workers_per_node"]
+    train["micro_batch_size"] = chosen
+    train["gradient_accumulation_steps"] = train["global_batch_size"] // (workers * chosen)
