@@ -23,10 +23,9 @@ def local_state(run: ExistingRun) -> RunState:
     if launcher is None or not launcher.is_local:
         return _state_by_activity(run)
     if launcher.is_alive:
-        return RunState(run.number, run.directory, None, "running")
+        return _state(run, "running")
     reason = f"its launcher (process {launcher.pid}) ended without a record"
-    state = "ending" if agent is not None and agent.is_alive else "no record"
-    return RunState(run.number, run.directory, None, state, reason)
+    return _state(run, "ending" if agent is not None and agent.is_alive else "no record", reason)
 
 
 def _finished_state(run: ExistingRun) -> RunState:
@@ -34,14 +33,19 @@ def _finished_state(run: ExistingRun) -> RunState:
     try:
         record = RunRecord.read(run.directory / RECORD)
     except ValueError as error:
-        return RunState(run.number, run.directory, None, "no record", str(error))
+        return _state(run, "no record", str(error))
     return RunState.from_record(run.number, run.directory, None, record)
 
 
 def _state_by_activity(run: ExistingRun) -> RunState:
+    """Return the state of a run without a launcher on this machine: the age of its files decides."""
     active_at = last_activity(run.directory)
     idle_s = time.time() - active_at
     if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":
-        return RunState(run.number, run.directory, None, "running")
+        return _state(run, "running")
     reason = f"last activity {idle_s:,.0f} s ago (process probably killed)" if active_at else "its record is damaged"
-    return RunState(run.number, run.directory, None, "no record", reason)
+    return _state(run, "no record", reason)
+
+
+def _state(run: ExistingRun, state: str, reason: str = "") -> RunState:
+    return RunState(run.number, run.directory, job=None, state=state, reason=reason)
