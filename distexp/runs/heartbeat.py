@@ -7,7 +7,8 @@ from pathlib import Path
 
 from distexp.runs.run_dir import EVENTS, HEARTBEAT, OPERATORS
 
-EVERY_S = 1.0  # On a network file system each touch is a message to the server.
+MIN_INTERVAL_S = 1.0
+"""Shortest time between two touches. On a network file system each touch is a message to the server."""
 
 
 class Heartbeat:
@@ -15,14 +16,14 @@ class Heartbeat:
 
     def __init__(self, run_dir: Path, *, enabled: bool) -> None:
         self.path = run_dir / HEARTBEAT if enabled else None
-        self.last = 0.0
+        self._last_touch_s = 0.0
 
     def beat(self) -> None:
         """Record that a step is done."""
         now = time.monotonic()
-        if self.path is not None and now - self.last >= EVERY_S:
+        if self.path is not None and now - self._last_touch_s >= MIN_INTERVAL_S:
             self.path.touch()
-            self.last = now
+            self._last_touch_s = now
 
 
 def last_heartbeat(run_dir: Path) -> float:

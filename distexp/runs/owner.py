@@ -18,8 +18,11 @@ from distexp.runs.run_dir import OWNER, agent_owner_path
 from distexp.runs.typed_values import typed
 from distexp.system.processes import machine_id, start_ticks
 
-AGENT_TIMEOUT_S, POLL_S = 30.0, 0.1
-"""An agent needs a few seconds to end its workers and to write the record."""
+AGENT_TIMEOUT_S = 30.0
+"""Longest wait for an agent. It needs a few seconds to end its workers and to write the record."""
+
+POLL_S = 0.1
+"""Time between two checks whether an agent has ended."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distexp.runs.run_dir import rank_progress_path, rank_progress_paths
 
-BYTES = 256
+FILE_BYTES = 256
 """Size of the file. It never changes, so that a full disk does not end the training here."""
 
 
@@ -58,7 +58,7 @@ class ProgressWriter:
         """Write that the rank has passed a point."""
         self._count += 1
         progress = {"rank": self._rank, "pid": self._pid, "count": self._count, "phase": phase, "step": step}
-        os.pwrite(self._file, json.dumps(progress).ljust(BYTES).encode(), 0)
+        os.pwrite(self._file, json.dumps(progress).ljust(FILE_BYTES).encode(), 0)
 
 
 def read_rank_progress(run_dir: Path, node: int | None = None) -> list[RankProgress]:
@@ -68,8 +68,8 @@ def read_rank_progress(run_dir: Path, node: int | None = None) -> list[RankProgr
 
 def ranks_behind(progress: list[RankProgress]) -> list[RankProgress]:
     """Return the ranks with the lowest count; none if all ranks have the same count."""
-    counts = {each.count for each in progress}
-    return [each for each in progress if each.count == min(counts)] if len(counts) > 1 else []
+    counts = {rank.count for rank in progress}
+    return [rank for rank in progress if rank.count == min(counts)] if len(counts) > 1 else []
 
 
 def _read(run_dir: Path, node: int | None) -> Iterator[RankProgress]:
