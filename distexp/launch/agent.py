@@ -8,7 +8,6 @@ they exceed their time, or if it gets SIGTERM. It imports no torch, so that it c
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -17,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from distexp.config.paths import PACKAGE
 from distexp.launch.exit_codes import STOPPED_CODE
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
-from distexp.launch.operators import OperatorError, build_operators, missing_operators
+from distexp.launch.node_requirements import lacks_gpus, lacks_operators
 from distexp.launch.outcome import finalize_run
 from distexp.launch.rendezvous import Rendezvous, reserve_port, wait_for_head
 from distexp.launch.shared_group import NotSharedError, SharedGroup
@@ -29,25 +27,23 @@ from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
 from distexp.runs.errors import write_error
 from distexp.runs.full_disk import ERROR_TYPE, free_bytes, full_disk_message, is_full_disk, release_reserve
-from distexp.runs.jsonl import append_line
 from distexp.runs.owner import write_agent
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import (
-    OPERATORS,
     agent_error_path,
     group_log_path,
     log_dir,
     memory_trace_path,
-    operators_log_path,
 )
 from distexp.runs.spec import RunSpec
-from distexp.strategies.base import load_strategy
 from distexp.system.hardware import cpu_count
 from distexp.system.processes import WatchedProcess, die_with_parent, end_tree, orphaned, start_module
 
 GRACE_S = 4.0
+"""Time between SIGTERM and SIGKILL for the workers."""
+
+RENDEZVOUS_TIMEOUT_S = 120.0
 NOT_SHARED = "the shared start-up process cannot be used, so this run imports the libraries itself"
-RENDEZVOUS_S = 120.0
 
 
 class StoppedError(BaseException):
@@ -57,17 +53,13 @@ class StoppedError(BaseException):
 def main() -> None:
     """Run the workers of a node. The exit code is that of the workers, or one of ``distexp.launch.exit_codes``."""
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
-    signal.signal(signal.SIGTERM, raise_stopped)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
-    for number in stop_request.SIGNALS:
-        signal.signal(number, lambda number, _: stop_request.request_stop(run_dir, signal.Signals(number).name))
-    die_with_parent(signal.SIGTERM)
+    connection = int(sys.argv[3]) if len(sys.argv) > 3 else None
+    _handle_signals(run_dir)
     spec = RunSpec.read(run_dir)
     if node == 0:
         write_agent(run_dir)
     try:
-        shared = int(sys.argv[3]) if len(sys.argv) > 3 else None
-        code = run_node(spec, run_dir, NodeContext(node, shared=shared), started)
+        code = run_node(spec, run_dir, NodeContext(node, connection=connection), started)
     except StoppedError:
         code = STOPPED_CODE
     except OSError as error:
@@ -77,6 +69,15 @@ def main() -> None:
         # The launcher is dead, so the head's agent writes the record.
         finalize_run(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, so the agent ended the workers")
     sys.exit(code)
+
+
+def _handle_signals(run_dir: Path) -> None:
+    """End the workers on SIGTERM and if the launcher dies; request a checkpoint on SIGUSR1 and SIGUSR2."""
+    signal.signal(signal.SIGTERM, raise_stopped)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
+    for signal_number in stop_request.SIGNALS:
+        signal.signal(signal_number, lambda number, _: stop_request.request_stop(run_dir, signal.Signals(number).name))
+    die_with_parent(signal.SIGTERM)
 
 
 def write_start_error(run_dir: Path, node: int, error: OSError) -> None:
@@ -103,14 +104,14 @@ class NodeContext:
         address: Name under which the other nodes reach this one.
         attempt: Identity of the attempt, so that files of an earlier one are ignored.
         peer_failed: Returns whether another node has failed.
-        shared: File descriptor of a connection to the shared start-up process, if there is one.
+        connection: File descriptor of a connection to the shared start-up process, if there is one.
     """
 
     node: int
     address: str = "127.0.0.1"
     attempt: str = ""
     peer_failed: Callable[[], bool] = lambda: False
-    shared: int | None = None
+    connection: int | None = None
 
 
 def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float) -> int:
@@ -131,7 +132,7 @@ def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float)
             rendezvous, holder = reserve_port(context.address, run_dir, context.attempt)
             stack.enter_context(holder)
         else:
-            rendezvous = wait_for_head(run_dir, RENDEZVOUS_S, context.attempt)
+            rendezvous = wait_for_head(run_dir, RENDEZVOUS_TIMEOUT_S, context.attempt)
         log_dir(run_dir, node).mkdir(parents=True, exist_ok=True)
         if lacks_gpus(spec, run_dir, node) or lacks_operators(spec, run_dir, node):
             return 1
@@ -155,9 +156,9 @@ def start_group(
     """
     output = stack.enter_context(group_log_path(run_dir, context.node).open("w"))
     arguments = (str(run_dir), str(context.node), rendezvous.address, str(rendezvous.port))
-    if context.shared is not None:
+    if context.connection is not None:
         try:
-            shared = SharedGroup.start(context.shared, arguments, output)
+            shared = SharedGroup.start(context.connection, arguments, output)
         except NotSharedError as error:
             print(f"note: {NOT_SHARED}: {error}", file=output, flush=True)
         else:
@@ -166,46 +167,8 @@ def start_group(
     return start_module("distexp.worker.group", *arguments, env=worker_environment(spec, context.node), output=output)
 
 
-def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
-    """Return whether a node has fewer GPUs than workers, and write an error if so."""
-    found, needed = len(node_gpus(spec, node)), spec.workers_per_node
-    if spec.config.cluster.device != "cuda" or found >= needed:
-        return False
-    message = (
-        f"cluster.workers_per_node={needed} needs {needed} GPUs, but node {node} ({socket.gethostname()}) has {found}: "
-        "request nodes with more GPUs (cluster.constraint, cluster.partition), or set cluster.device=cpu"
-    )
-    write_error(agent_error_path(run_dir, node), RunError("TooFewGpus", message, "setup"))
-    return True
-
-
-def lacks_operators(spec: RunSpec, run_dir: Path, node: int) -> bool:
-    """Build the operators that the run needs; return whether that failed, and write an error if so.
-
-    On simulated nodes only the head builds. Custom strategies are not imported here, because they may import torch.
-    """
-    is_custom = not spec.config.strategy._target_.startswith(f"{PACKAGE.name}.")
-    if is_custom or spec.config.preflight.only or (is_simulated(spec) and node > 0):
-        return False
-    environment = worker_environment(spec, node)
-    missing = missing_operators(load_strategy(spec.config).operators(spec.config), environment)
-    if not missing:
-        return False
-    try:
-        with (run_dir / OPERATORS).open("a") as file:
-            build_operators(
-                missing,
-                environment,
-                operators_log_path(run_dir, node),
-                lambda entry: append_line(file, {"unix_time_s": time.time(), "node": node, **entry}),
-            )
-    except OperatorError as error:
-        write_error(agent_error_path(run_dir, node), RunError("OperatorError", str(error), "compile"))
-        return True
-    return False
-
-
 def _sampler(spec: RunSpec, run_dir: Path, node: int, group: WatchedProcess) -> AbstractContextManager[object]:
+    """Return the sampler of the memory of a node's workers; without measurement, one that does nothing."""
     measure = spec.config.measure
     if not measure.enabled:
         return nullcontext()

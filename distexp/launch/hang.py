@@ -21,7 +21,7 @@ from distexp.runs.record import RunError
 from distexp.runs.run_dir import stopped_ranks_path, stopped_ranks_paths
 from distexp.system.processes import descendants
 
-DUMP_S = 2.0
+STACK_DUMP_S = 2.0
 """Time that workers get to write their stacks."""
 
 
@@ -33,15 +33,13 @@ def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
         run_dir: Directory of the run.
         node: The node.
     """
-    workers = {worker.pid: worker for worker in descendants(group_pid, recursive=False)}
-    local = read_rank_progress(run_dir, node)
-    write_json(
-        stopped_ranks_path(run_dir, node),
-        [each.rank for each in local if each.pid in workers and _is_stopped(workers[each.pid])],
-    )
-    for worker in workers.values():
+    workers = descendants(group_pid, recursive=False)
+    stopped_pids = {worker.pid for worker in workers if _is_stopped(worker)}
+    stopped = [progress.rank for progress in read_rank_progress(run_dir, node) if progress.pid in stopped_pids]
+    write_json(stopped_ranks_path(run_dir, node), stopped)
+    for worker in workers:
         worker.send_signal(signal.SIGUSR1)
-    time.sleep(DUMP_S)
+    time.sleep(STACK_DUMP_S)
 
 
 def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
@@ -54,7 +52,7 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
     """
     progress = read_rank_progress(run_dir)
     stopped = {rank for path in stopped_ranks_paths(run_dir) for rank in json.loads(path.read_text())}
-    culprits = [each for each in progress if each.rank in stopped] or ranks_behind(progress)
+    culprits = [entry for entry in progress if entry.rank in stopped] or ranks_behind(progress)
     message = f"{_describe(culprits, progress, stopped=bool(stopped))}: no step or new phase within {limit}. "
     if not culprits:
         where = phase or (progress[0].phase if progress else "setup")

@@ -32,8 +32,8 @@ UNKNOWN_HOST = "the memory of its node is unknown: set cluster.memory_gb or plan
 BEFORE_START = " before the first run starts (plan=off: start at once)"
 UNKNOWN_CHANGE = "use more GPUs, or GPUs with more memory"
 UNKNOWN_CPU_CHANGE = "use fewer workers, or a machine with more memory"
-MOST_SEARCHES = 4
-"""Most cells that do not fit for which changes are predicted. Each takes as long as several predictions."""
+MAX_SEARCHED_CELLS = 4
+"""If more cells do not fit, no changes are predicted. Each search takes as long as several predictions."""
 
 
 def predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
@@ -122,7 +122,7 @@ def describe_need(predicted: Predicted) -> str:
 
 
 def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
-    search, start = len(cells) <= MOST_SEARCHES, monotonic()
+    search, start = len(cells) <= MAX_SEARCHED_CELLS, monotonic()
     for cell in cells:
         assert cell.predicted is not None
         hint = _hint(cell, make, planner, start) if search else "distexp plan shows what would fit"

@@ -12,8 +12,8 @@ from typing import IO
 
 from distexp.system.messages import receive, send
 
-START_S = 600.0
-"""Longest time to wait for the imports of the shared process. A slow file system may take minutes."""
+START_TIMEOUT_S = 600.0
+"""Time to wait for the imports of the shared process. A slow file system may take minutes."""
 
 
 class NotSharedError(Exception):
@@ -47,7 +47,7 @@ class SharedGroup:
         """
         channel = socket.socket(fileno=descriptor)
         channel.set_inheritable(False)
-        channel.settimeout(START_S)
+        channel.settimeout(START_TIMEOUT_S)
         run_dir, node, address, port = arguments
         request = {"run_dir": str(Path(run_dir).absolute()), "node": int(node), "address": address, "port": int(port)}
         try:

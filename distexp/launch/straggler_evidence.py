@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from distexp.measure.gpu_evidence import GpuEvidence, read_gpu_evidence
 from distexp.measure.memory.summary import run_traces
@@ -23,21 +23,19 @@ def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:
             entry["gpu"] = found.index
             entry["evidence"] = "; ".join([entry["evidence"], *found.problems, *found.differences])
     named = {entry["rank"] for entry in record.metrics.stragglers or []}
-    _add_problems(record, {rank: each for rank, each in evidence.items() if each.problems and rank not in named}, spec)
+    problems = {rank: found for rank, found in evidence.items() if found.problems and rank not in named}
+    if problems:
+        entries = [_problem_entry(record, rank, found, spec) for rank, found in sorted(problems.items())]
+        record.metrics.stragglers = [*(record.metrics.stragglers or []), *entries]
 
 
-def _add_problems(record: RunRecord, gpus: Mapping[int, GpuEvidence], spec: RunSpec) -> None:
-    if not gpus:
-        return
+def _problem_entry(record: RunRecord, rank: int, found: GpuEvidence, spec: RunSpec) -> dict[str, Any]:
+    """Return the entry of a rank that is not slow, but whose GPU has a problem."""
     hosts = record.run.hosts
-    entries = [
-        {
-            "rank": rank,
-            "gpu": each.index,
-            "host": hosts[rank // spec.workers_per_node] if len(hosts) == spec.nodes else None,
-            "slower_by_pct": None,
-            "evidence": "; ".join(each.problems),
-        }
-        for rank, each in sorted(gpus.items())
-    ]
-    record.metrics.stragglers = [*(record.metrics.stragglers or []), *entries]
+    return {
+        "rank": rank,
+        "gpu": found.index,
+        "host": hosts[rank // spec.workers_per_node] if len(hosts) == spec.nodes else None,
+        "slower_by_pct": None,
+        "evidence": "; ".join(found.problems),
+    }

@@ -15,7 +15,7 @@ import pytest
 
 from distexp.doctor import __main__ as doctor
 from distexp.doctor import operators
-from distexp.launch import agent
+from distexp.launch import node_requirements
 from distexp.launch.exit_codes import TIMEOUT_CODE
 from distexp.launch.failures import classify_failure
 from distexp.launch.operators import OperatorError, build_operators, missing_operators
@@ -232,9 +232,9 @@ def test_a_run_without_its_operators_fails_with_the_reason(tmp_path: Path, monke
 
     spec = make_spec("zero_stage='1'", "cluster.device=cpu", "cluster.workers_per_node=2")
     log_dir(tmp_path, 0).mkdir(parents=True)
-    monkeypatch.setattr(agent, "missing_operators", lambda names, environment: list(names))
-    monkeypatch.setattr(agent, "build_operators", fail)
-    assert agent.lacks_operators(spec, tmp_path, 0)
+    monkeypatch.setattr(node_requirements, "missing_operators", lambda names, environment: list(names))
+    monkeypatch.setattr(node_requirements, "build_operators", fail)
+    assert node_requirements.lacks_operators(spec, tmp_path, 0)
     assert [entry.get("compiling") for entry in read_entries(tmp_path / OPERATORS)] == ["deepspeed_shm_comm"]
     status, error = classify_failure(tmp_path, {0: 1}, spec)
     assert (status, error.type, error.phase) == ("failed", "OperatorError", "compile")

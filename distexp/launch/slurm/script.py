@@ -5,7 +5,6 @@ Its runs have equal resources. Each node of a job runs one task.
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import sys
@@ -16,10 +15,10 @@ from typing import Any
 from distexp.config import ClusterConfig, Config
 from distexp.runs.run_dir import SLURM
 
-"""Folder in the sweep's directory for sbatch files, lists of runs, and the jobs' own logs."""
-
 NODE_TASK = "distexp.launch.slurm.node_task"
 CPU_OPTIONS = ("cpus-per-gpu",)
+"""Options of ``cluster.sbatch`` that replace the CPUs of a task."""
+
 SETUP_EXIT_CODE = 1
 
 
@@ -91,7 +90,7 @@ def render_sbatch(**options: Any) -> str:
 
 def resource_key(config: Config) -> str:
     """Return a key that is equal for runs whose jobs request the same."""
-    return json.dumps(JobArray("", config, Path(), Path(), ("",)).render())
+    return JobArray("", config, Path(), Path(), ("",)).render()
 
 
 def cpus_per_task(cluster: ClusterConfig) -> int | None:
