@@ -19,8 +19,8 @@ from distexp.config import ConfigError
 from distexp.launch.composition import Cell
 from distexp.launch.foreign_sweep import check_files
 from distexp.launch.git_state import GitState
-from distexp.launch.outcome import invalid_record
 from distexp.launch.own_files import remember_file
+from distexp.launch.unsuccessful_records import invalid_record
 from distexp.resolve import without_hydra
 from distexp.runs.command_text import format_override, suggest_command
 from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message

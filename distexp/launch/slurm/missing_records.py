@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from distexp.launch import ledger
 from distexp.launch.failures import Cause, classify_failure
-from distexp.launch.outcome import add_traces, failed_record, read_result
+from distexp.launch.outcome import read_result
+from distexp.launch.record_measurements import add_traces
 from distexp.launch.slurm.client import JobState
+from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs import attempts
 from distexp.runs.errors import read_rank_errors
 from distexp.runs.record import RunError, RunRecord

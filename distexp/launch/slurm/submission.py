@@ -14,10 +14,10 @@ from distexp.config import Config
 from distexp.console.plain_text import print_plain
 from distexp.exceptions import SweepInterrupted
 from distexp.launch import ledger
-from distexp.launch.outcome import failed_record
 from distexp.launch.slurm import client
 from distexp.launch.slurm.prepare import PreparedRun
 from distexp.launch.slurm.script import JobArray, resource_key
+from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs.command_text import suggest_command
 from distexp.runs.errors import SUBMISSION_REFUSED
 from distexp.runs.json_files import write_json
