@@ -27,8 +27,8 @@ from distexp.choose.state import SearchState
 from distexp.choose.trial_launcher import TrialLauncher
 from distexp.choose.trials import Trials
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
-from distexp.launch.composition import Cell, MakeCell
-from distexp.launch.sweep import locked_sweep_dir
+from distexp.launch.cell import Cell, MakeCell
+from distexp.launch.sweep_dir import locked_sweep_dir
 from distexp.plan.planner import Planner, parallel_processes
 from distexp.runs.command_text import suggest_command
 from distexp.runs.json_files import nan_to_none

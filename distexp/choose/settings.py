@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from distexp.choose.candidate import Objective
 from distexp.config import Config, ConfigError
 from distexp.config.choose_section import ChooseConfig
-from distexp.launch.composition import Cell
+from distexp.launch.cell import Cell
 
 BATCH = "train.global_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"

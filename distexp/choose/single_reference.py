@@ -8,7 +8,7 @@ from distexp.choose.axis_keys import CHECKPOINTING, MICRO_BATCH
 from distexp.choose.candidate import Candidate, Status
 from distexp.choose.command_overrides import USE_SINGLE, with_overrides, without_other_strategy
 from distexp.config import Config
-from distexp.launch.composition import MakeCell
+from distexp.launch.cell import MakeCell
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner
 from distexp.plan.verdict import DOES_NOT_FIT, memory_to_fit_mib, predict

@@ -24,7 +24,8 @@ from distexp.choose.strategy_choices import VARIANTS, StrategyChoice, strategy_c
 from distexp.config import Config, ConfigError
 from distexp.config.schema import KernelsConfig
 from distexp.console.progress import show_progress
-from distexp.launch.composition import Cell, MakeCell, compose_all
+from distexp.launch.cell import Cell, MakeCell
+from distexp.launch.parallel_composition import compose_all
 from distexp.plan.cells import replace_overrides
 from distexp.runs.failure_text import join_errors
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from rich.console import Console
 
+from distexp.launch.assigned_runs import AssignedRun
 from distexp.launch.git_state import GitState
-from distexp.launch.sweep import AssignedRun
 
 RunAll = Callable[[Sequence[AssignedRun], Callable[[], None]], None]
 """Function that runs all trials of a batch, and calls another one after each. Each has a record when it returns."""

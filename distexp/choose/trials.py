@@ -17,8 +17,9 @@ from distexp.choose.trial_launcher import TrialRunner
 from distexp.choose.trial_metrics import gpu_seconds, read_record, training_gpu_seconds, trial_of
 from distexp.choose.trial_overrides import trial_overrides
 from distexp.config import Config
-from distexp.launch.composition import Cell, MakeCell
-from distexp.launch.sweep import AssignedRun, claim_run_dir, make_run_info, run_dir_for
+from distexp.launch.assigned_runs import AssignedRun, make_run_info
+from distexp.launch.cell import Cell, MakeCell
+from distexp.launch.run_dir_claim import claim_run_dir, run_dir_for
 from distexp.runs.errors import SUBMISSION_REFUSED
 from distexp.runs.failure_text import join_errors
 from distexp.runs.record import RunRecord

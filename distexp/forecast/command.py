@@ -24,7 +24,7 @@ from distexp.forecast.rows import forecast_sizes
 from distexp.forecast.size_row import SizeRow
 from distexp.forecast.table import answer, notes, sizes_table
 from distexp.forecast.what_if import what_if
-from distexp.launch.composition import Cell
+from distexp.launch.cell import Cell
 from distexp.plan.planner import Planner
 from distexp.runs.forecast import StoredForecast, write_forecasts
 from distexp.runs.forecast_errors import largest_expected, machine_name, read_errors, running_error

@@ -15,7 +15,7 @@ from distexp.forecast.size_row import Baseline, SizeRow
 from distexp.forecast.sizes import sizes_of
 from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import Forecast, Target
-from distexp.launch.composition import Cell
+from distexp.launch.cell import Cell
 from distexp.runs.failure_text import join_errors
 from distexp.runs.forecast_errors import ForecastError, largest_expected, subject_of
 

@@ -9,7 +9,7 @@ from distexp.config.sharding import keeps_optimizer_states_whole
 from distexp.forecast.energy import PowerModel, price_per_million_samples
 from distexp.forecast.sizes import Size
 from distexp.forecast.target import Forecast
-from distexp.launch.composition import Cell
+from distexp.launch.cell import Cell
 from distexp.runs.forecast import cap_efficiency
 from distexp.runs.forecast_errors import ForecastError
 from distexp.runs.record import Predicted

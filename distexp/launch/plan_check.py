@@ -9,7 +9,7 @@ from time import monotonic
 
 from distexp.config import Config, ConfigError
 from distexp.config.batch_sizes import searches_micro_batch
-from distexp.launch.composition import Cell, MakeCell
+from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.cells import search_of
 from distexp.plan.command import SLOW_S, show_predictions, show_search
 from distexp.plan.estimate import Estimate

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
-from distexp.launch.composition import Cell, MakeCell
+from distexp.launch.cell import Cell, MakeCell
 
 
 def _is_predicted(cell: Cell) -> bool:

@@ -9,7 +9,7 @@ from distexp.cli.overrides import quote_choice
 from distexp.config import Config
 from distexp.config.paths import config_groups
 from distexp.console.run_summary import strategy_label
-from distexp.launch.composition import Cell, MakeCell
+from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner
 from distexp.plan.search import Change, Search

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from distexp.config import Config
 from distexp.exceptions import SweepFailedError
-from distexp.launch.composition import Cell, MakeCell
+from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
 from distexp.plan.planner import Planner
 from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table, parts_title

@@ -11,7 +11,7 @@ from distexp.choose.candidate import Candidate, Status
 from distexp.choose.command_overrides import with_overrides
 from distexp.choose.space import make_space
 from distexp.config import ConfigError
-from distexp.launch.composition import MakeCell
+from distexp.launch.cell import MakeCell
 from tests.helpers.planning import composed
 
 COMMAND = ("cluster.device=cpu", "cluster.workers_per_node=2", "train.global_batch_size=16")

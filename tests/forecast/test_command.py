@@ -20,7 +20,7 @@ from distexp.forecast.profiled_run import read_profiled_run
 from distexp.forecast.sizes import default_sizes
 from distexp.forecast.target import Forecast, Target
 from distexp.forecast.what_if import what_if
-from distexp.launch.composition import Cell
+from distexp.launch.cell import Cell
 from distexp.runs.forecast import read_forecasts
 from distexp.runs.forecast_errors import read_errors
 from distexp.runs.record import RunRecord

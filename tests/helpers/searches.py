@@ -13,8 +13,8 @@ from rich.console import Console
 from distexp.choose.command import run_choose
 from distexp.choose.trial_launcher import TrialLauncher, TrialRunner
 from distexp.config import Config
+from distexp.launch.assigned_runs import AssignedRun
 from distexp.launch.git_state import GitState
-from distexp.launch.sweep import AssignedRun
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunError, RunRecord
 from distexp.runs.run_dir import METRICS, SPEC

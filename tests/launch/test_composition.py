@@ -22,8 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 from distexp.config import register_schema
 from distexp.config.paths import conf_dir
 from distexp.exceptions import SweepInterrupted
-from distexp.launch import composition
-from distexp.launch.composition import CellComposer, compose_cells
+from distexp.launch import parallel_composition
+from distexp.launch.cell_composer import CellComposer
+from distexp.launch.composition import compose_cells
 from distexp.launch.config_loader import CheckedConfigLoader
 from distexp.system.signals import handle_signals
 
@@ -81,9 +82,9 @@ def test_a_wrong_cell_raises_the_error_of_hydra(cell: list[str], hydra: tuple[Hy
 def test_processes_return_the_cells_in_order(
     hydra: tuple[HydraContext, DictConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(composition, "cpu_count", lambda: 1)
+    monkeypatch.setattr(parallel_composition, "cpu_count", lambda: 1)
     serial = compose_cells(*hydra, SEEDS)
-    monkeypatch.setattr(composition, "cpu_count", lambda: 2)
+    monkeypatch.setattr(parallel_composition, "cpu_count", lambda: 2)
     parallel = compose_cells(*hydra, SEEDS, lambda composed, _: setattr(composed, "name", f"made_by_{os.getpid()}"))
     made_by = {int(cell.composed.name.removeprefix("made_by_")) for cell in parallel[1:]}
     assert os.getpid() not in made_by
@@ -96,7 +97,7 @@ def test_processes_return_the_cells_in_order(
 def test_an_error_in_a_process_keeps_its_cause(
     hydra: tuple[HydraContext, DictConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(composition, "cpu_count", lambda: 2)
+    monkeypatch.setattr(parallel_composition, "cpu_count", lambda: 2)
     with pytest.raises(HydraException, match=r"Error merging override train.seed=x") as found:
         compose_cells(*hydra, [*SEEDS[:50], ["train.seed=x"], *SEEDS[50:]])
     assert found.value.__cause__ is not None, "the message is made from the cause"
@@ -111,7 +112,7 @@ def test_ctrl_c_while_composing_starts_nothing(
         if overrides == SEEDS[40]:
             os.kill(launcher, signal.SIGINT)
 
-    monkeypatch.setattr(composition, "cpu_count", lambda: 2)
+    monkeypatch.setattr(parallel_composition, "cpu_count", lambda: 2)
     monkeypatch.chdir(tmp_path)
     before = set(psutil.Process().children())
     # A shell starts background processes with SIGINT ignored, and the tests may run in the background.

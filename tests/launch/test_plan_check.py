@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 
 from distexp.config import Config, ConfigError
 from distexp.launch import plan_check
+from distexp.launch.assigned_runs import AssignedRun, make_run_info, write_invalid
 from distexp.launch.git_state import GitState
 from distexp.launch.outcome import finalize_run
 from distexp.launch.plan_check import predict_runs
 from distexp.launch.plan_runs import plan_runs
-from distexp.launch.sweep import AssignedRun, make_run_info, write_invalid
 from distexp.plan.estimate import Estimate, arithmetic_estimate
 from distexp.plan.planner import Outcome
 from distexp.resolve.run_id import run_id

@@ -13,11 +13,11 @@ from rich.console import Console
 from distexp.choose.labels import config_label
 from distexp.choose.trial_launcher import TrialLauncher, TrialRunner
 from distexp.console.trial_screen import TrialScreen
+from distexp.launch.assigned_runs import AssignedRun
 from distexp.launch.git_state import package_git_state
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.runner import CellRunner
 from distexp.launch.local.shared_start import SharedStart
-from distexp.launch.sweep import AssignedRun
 
 
 @dataclass(frozen=True)

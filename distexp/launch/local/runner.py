@@ -11,9 +11,9 @@ from hydra.core.utils import JobReturn, run_job
 from hydra.types import HydraContext
 
 from distexp.console.screen import Screen
+from distexp.launch.assigned_runs import AssignedRun, write_invalid
 from distexp.launch.local.run import run_locally
 from distexp.launch.local.shared_start import SharedStart
-from distexp.launch.sweep import AssignedRun, write_invalid
 from distexp.runs.command_text import format_override
 from distexp.runs.existing import DONE
 from distexp.runs.full_disk import name_folder, release_reserve

@@ -12,13 +12,15 @@ from omegaconf import DictConfig
 
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError
-from distexp.launch.composition import Cell, cell_maker, compose_cells
+from distexp.launch.assigned_runs import assign_run_dirs
+from distexp.launch.cell import Cell
+from distexp.launch.composition import cell_maker, compose_cells
 from distexp.launch.git_state import package_git_state
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.runner import CellRunner, show_if_done
 from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.plan_runs import plan_runs
-from distexp.launch.sweep import assign_run_dirs, locked_sweep_dir
+from distexp.launch.sweep_dir import locked_sweep_dir
 from distexp.runs.failure_text import join_errors
 from distexp.runs.record import FAILURES
 

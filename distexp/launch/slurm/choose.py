@@ -13,12 +13,12 @@ from rich.console import Console
 from distexp.choose.trial_launcher import TrialLauncher, TrialRunner
 from distexp.console.plain_text import print_plain
 from distexp.exceptions import MonitoringInterrupted
+from distexp.launch.assigned_runs import AssignedRun
 from distexp.launch.slurm.follow import poll_until_done
 from distexp.launch.slurm.prepare import PreparedRun, prepare_run
 from distexp.launch.slurm.status import poll
 from distexp.launch.slurm.submission import submit_runs
 from distexp.launch.snapshot import take_snapshot
-from distexp.launch.sweep import AssignedRun
 from distexp.runs.command_text import suggest_command
 
 

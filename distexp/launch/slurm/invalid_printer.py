@@ -8,7 +8,7 @@ from rich.console import Console
 
 from distexp.console.invalid_cells import InvalidCells
 from distexp.console.plain_text import print_plain
-from distexp.launch.composition import Cell
+from distexp.launch.cell import Cell
 from distexp.runs.failure_text import join_errors
 
 

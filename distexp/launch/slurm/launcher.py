@@ -15,7 +15,8 @@ from rich.console import Console
 from distexp.config import ConfigError
 from distexp.console.plain_text import print_plain
 from distexp.exceptions import SweepInterrupted
-from distexp.launch.composition import Cell, MakeCell, cell_maker, compose_cells
+from distexp.launch.cell import Cell, MakeCell
+from distexp.launch.composition import cell_maker, compose_cells
 from distexp.launch.plan_runs import plan_runs
 from distexp.launch.slurm import client
 from distexp.launch.slurm.dry_run import print_scripts
@@ -24,7 +25,7 @@ from distexp.launch.slurm.prepare import prepare_runs
 from distexp.launch.slurm.submission import submit_runs
 from distexp.launch.slurm.submitit_keys import apply_submitit_options
 from distexp.launch.snapshot import take_snapshot
-from distexp.launch.sweep import locked_sweep_dir
+from distexp.launch.sweep_dir import locked_sweep_dir
 from distexp.runs.command_text import suggest_command
 
 NOT_CONFIGURED = "configuration source"

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from distexp.console.plain_text import print_plain
 from distexp.console.progress import show_progress
-from distexp.launch.composition import Cell
+from distexp.launch.assigned_runs import AssignedRun, assign_run_dirs, write_invalid
+from distexp.launch.cell import Cell
 from distexp.launch.slurm.invalid_printer import InvalidPrinter
 from distexp.launch.slurm.status import poll
 from distexp.launch.snapshot import Snapshot
-from distexp.launch.sweep import AssignedRun, assign_run_dirs, write_invalid
 from distexp.runs import attempts
 from distexp.runs.existing import DONE, ExistingRun
 from distexp.runs.failure_text import failure_text

@@ -1,0 +1,105 @@
+"""Numbers and directories of the runs of a sweep: which cell is which run, also after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from distexp.launch.cell import Cell
+from distexp.launch.git_state import GitState
+from distexp.launch.run_dir_claim import claim_run_dir, run_dir_for
+from distexp.launch.unsuccessful_records import invalid_record
+from distexp.resolve import without_hydra
+from distexp.runs.command_text import format_override
+from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
+from distexp.runs.record import RunInfo, RunRecord
+
+
+@dataclass(frozen=True)
+class AssignedRun:
+    """A cell with the number and the directory of its run.
+
+    Attributes:
+        composed: Composed configuration of the cell, with the number and the directory in its hydra node.
+    """
+
+    cell: Cell
+    info: RunInfo
+    directory: Path
+    composed: DictConfig
+
+
+def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
+    """Return the identity of a cell's run."""
+    overrides = [format_override(text) for text in cell.overrides if not text.startswith("sweep.")]
+    name = str(cell.composed.name) if cell.config is None else cell.config.name
+    return RunInfo(cell.id, name, number, overrides, git_sha=code.sha, git_dirty=code.dirty, snapshot=snapshot)
+
+
+def write_invalid(run: AssignedRun) -> RunRecord:
+    """Write the record of an invalid cell and return it."""
+    content = _composed_content(run.composed) if run.cell.decided is None else asdict(run.cell.decided)
+    record = invalid_record(run.info, content, run.cell.errors)
+    record.predicted = run.cell.predicted
+    run.cell.write_prediction(run.directory)
+    record.write(run.directory)
+    return record
+
+
+def _composed_content(config: DictConfig) -> dict[str, Any]:
+    composed = without_hydra(config)
+    try:
+        content: Any = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException:  # An interpolation of a missing key may be the error.
+        content = OmegaConf.to_container(composed)
+    return dict(content)
+
+
+def assign_run_dirs(
+    cells: Sequence[Cell],
+    sweep_dir: Path,
+    code: GitState,
+    *,
+    resume: bool,
+    should_skip: Callable[[ExistingRun], bool],
+    warn: Callable[[str], None],
+    snapshot: str | None = None,
+    active: Collection[int] = (),
+) -> Iterator[AssignedRun]:
+    """Yield each cell to run with its number and directory, which is claimed at that moment.
+
+    A cell with an existing run keeps the number and directory of that run.
+
+    Args:
+        cells: Cells of the sweep.
+        sweep_dir: Directory of the sweep.
+        code: Git state of the code.
+        resume: Whether the sweep may have existing runs.
+        should_skip: Reports an existing run that is kept, and returns whether it is.
+        warn: Prints a warning about existing runs that no cell matches.
+        snapshot: Copy of the code that the runs use.
+        active: Numbers of runs that have not ended. The warning leaves them out.
+    """
+    existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
+    infos = [make_run_info(cell, 0, code, snapshot) for cell in cells]
+    matches = existing.match(infos)
+    warning = unmatched_message([run for run in existing.unfinished(below=sweep_dir) if run.number not in active])
+    if warning is not None:
+        warn(warning)
+    free = 0
+    for cell, info, known in zip(cells, infos, matches, strict=True):
+        if known is not None and should_skip(known):
+            continue
+        composed = cell.composed
+        if known is None:
+            info.number, directory = claim_run_dir(partial(run_dir_for, composed, sweep_dir), free, resume=resume)
+            free = info.number + 1
+        else:
+            info.number, directory = known.number, run_dir_for(composed, sweep_dir, known.number)
+        yield AssignedRun(cell, info, directory, composed)
