@@ -14,7 +14,7 @@ from torch import Tensor
 from distexp.distributed.context import Context
 from distexp.distributed.memory_limit import limit_memory
 from distexp.runs.spec import RunSpec
-from distexp.system.torch_internals.distributed import set_default_timeout
+from distexp.system.torch_internals.process_groups import set_default_timeout
 
 T = TypeVar("T")
 

@@ -37,7 +37,8 @@ from distexp.runs.run_dir import (
 )
 from distexp.runs.spec import RunSpec
 from distexp.system.hardware import cpu_count
-from distexp.system.processes import WatchedProcess, die_with_parent, end_tree, orphaned, start_module
+from distexp.system.process_shutdown import WatchedProcess, end_tree
+from distexp.system.processes import die_with_parent, orphaned, start_module
 
 GRACE_S = 4.0
 """Time between SIGTERM and SIGKILL for the workers."""

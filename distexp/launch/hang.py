@@ -19,7 +19,7 @@ from distexp.runs.listing import join_first
 from distexp.runs.rank_progress import RankProgress, ranks_behind, read_rank_progress
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import stopped_ranks_path, stopped_ranks_paths
-from distexp.system.processes import descendants
+from distexp.system.process_shutdown import descendants
 
 STACK_DUMP_S = 2.0
 """Time that workers get to write their stacks."""

@@ -22,7 +22,8 @@ from typing import Any
 from distexp.runs.json_files import write_json
 from distexp.runs.jsonl import Entry, Tail
 from distexp.strategies.ds_build_folder import BATON
-from distexp.system.processes import end_tree, start_module
+from distexp.system.process_shutdown import end_tree
+from distexp.system.processes import start_module
 
 BUILDER = "distexp.strategies.ds_operators"
 MESSAGE = re.compile(r"distexp: (compiling|built|skipped|waiting for) (\S+) ?(.*)")

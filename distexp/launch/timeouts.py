@@ -16,7 +16,7 @@ from distexp.launch.exit_codes import HANG_CODE, TIMEOUT_CODE, encode_group_code
 from distexp.launch.hang import inspect_workers
 from distexp.runs.heartbeat import last_build_step, last_heartbeat
 from distexp.runs.spec import RunSpec
-from distexp.system.processes import WatchedProcess
+from distexp.system.process_shutdown import WatchedProcess
 
 POLL_S = 0.1
 OWN_SIGTERM_S = 1.0

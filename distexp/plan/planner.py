@@ -23,7 +23,8 @@ from distexp.plan.verdict import planned_gpu
 from distexp.runs.json_files import read_json, write_json
 from distexp.system.cgroups import available_memory, cpu_limit
 from distexp.system.hardware import cpu_count
-from distexp.system.processes import end_tree, start_module
+from distexp.system.process_shutdown import end_tree
+from distexp.system.processes import start_module
 from distexp.system.signals import handle_signals
 from distexp.system.units import GIB
 

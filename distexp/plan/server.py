@@ -29,7 +29,8 @@ from distexp.plan.jobs import POLL_S, job_path, result_path
 from distexp.plan.untraced import count_parameters
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.spec import typed_config
-from distexp.system.processes import die_with_parent, kill_tree
+from distexp.system.process_shutdown import kill_tree
+from distexp.system.processes import die_with_parent
 from distexp.worker.group import preload
 
 NICENESS = 10

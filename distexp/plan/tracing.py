@@ -42,9 +42,10 @@ from distexp.strategies.base import load_strategy
 from distexp.strategies.deepspeed import DeepSpeed
 from distexp.strategies.torch_model import TorchModel
 from distexp.system.gpu_models import cublas_workspace, multiprocessors
-from distexp.system.torch_internals.distributed import fake_process_group, fsdp_device
+from distexp.system.torch_internals.fsdp import fsdp_device
 from distexp.system.torch_internals.grouped_products import grouped_products_of_any_precision
 from distexp.system.torch_internals.modes import FakeMode, make_fake_mode, without_fake_mode
+from distexp.system.torch_internals.process_groups import fake_process_group
 from distexp.worker.build import build_model, load_data
 
 STEPS_BEFORE, STEPS_BEFORE_DDP_REPEATS = 1, 2

@@ -16,7 +16,7 @@ from pathlib import Path
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.run_dir import OWNER, agent_owner_path
 from distexp.runs.typed_values import typed
-from distexp.system.processes import machine_id, start_ticks
+from distexp.system.process_identity import machine_id, start_ticks
 
 AGENT_TIMEOUT_S = 30.0
 """Longest wait for an agent. It needs a few seconds to end its workers and to write the record."""

@@ -283,7 +283,7 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
     from torch.distributed.tensor import DTensor
 
     from distexp.strategies.torch_model import Distribution
-    from distexp.system.torch_internals.distributed import group_by_fsdp_unit, read_fsdp_policies
+    from distexp.system.torch_internals.fsdp import group_by_fsdp_unit, read_fsdp_policies
 
     units = [members[0] for members in group_by_fsdp_unit(model)]
     parameters = list(model.parameters())

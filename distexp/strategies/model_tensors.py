@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distexp.measure.memory.model_tensors import ModelTensors
 from distexp.models.introspection import find_embeddings
-from distexp.system.torch_internals.distributed import ddp_bucket_sizes
+from distexp.system.torch_internals.ddp import ddp_bucket_sizes
 
 
 def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:

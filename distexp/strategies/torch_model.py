@@ -25,7 +25,7 @@ from distexp.models.transforms import MODEL_SCOPES, explained_compilation
 from distexp.runs.record import Built
 from distexp.strategies.compute_weights import StepWeights
 from distexp.strategies.optimizer import build_optimizer, clip_gradients, keep_hyperparameters, trained_parameters
-from distexp.system.torch_internals.distributed import ddp_communication_dtype
+from distexp.system.torch_internals.ddp import ddp_communication_dtype
 from distexp.system.torch_internals.tensors import active_autocast_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from distexp.runs.run_dir import tracker_end_path, tracker_log_path
 from distexp.runs.spec import RunSpec
-from distexp.system.processes import end_tree, start_module
+from distexp.system.process_shutdown import end_tree
+from distexp.system.processes import start_module
 
 FINISH_TIMEOUT_S = 60.0
 """Time for a tracker to write summary and files after the run."""

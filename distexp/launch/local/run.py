@@ -19,7 +19,8 @@ from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.runs.owner import write_launcher
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from distexp.system.processes import end_tree, start_module
+from distexp.system.process_shutdown import end_tree
+from distexp.system.processes import start_module
 from distexp.tracking.process import tracked
 
 POLL_S = 0.1

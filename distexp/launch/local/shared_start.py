@@ -17,7 +17,8 @@ from distexp.launch.local.import_conditions import ImportConditions
 from distexp.runs.run_dir import shared_start_log_path
 from distexp.runs.spec import RunSpec
 from distexp.system.messages import message_pair, send
-from distexp.system.processes import end_tree, start_module
+from distexp.system.process_shutdown import end_tree
+from distexp.system.processes import start_module
 
 GRACE_S = 1.0
 DIED = (

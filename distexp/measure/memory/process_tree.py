@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.measure.memory.pss import PssReader, TreeMemory, read_proc
-from distexp.system.processes import descendants
+from distexp.system.process_shutdown import descendants
 
 COMPILER = re.compile(
     rb"ninja|nvcc|cicc|ptxas|fatbinary|cudafe\+\+|nvlink|hipcc|cc1(plus)?|collect2|lto1|as|ld(\.\w+)?|lld"

@@ -13,7 +13,8 @@ from distexp.measure.profiling.fsdp_hooks import UnitSize
 from distexp.models.blocks import find_units
 from distexp.runs.step_model import Parameters
 from distexp.strategies.optimizer import parameter_groups
-from distexp.system.torch_internals.distributed import ddp_bucket_sizes, read_fsdp_unit_sizes
+from distexp.system.torch_internals.ddp import ddp_bucket_sizes
+from distexp.system.torch_internals.fsdp import read_fsdp_unit_sizes
 
 
 @dataclass(frozen=True)

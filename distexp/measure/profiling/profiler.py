@@ -36,7 +36,7 @@ from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.profile_summary import write_profile_summary
 from distexp.runs.run_dir import profile_trace_path
 from distexp.runs.step_model import StepModel, write_step_model
-from distexp.system.torch_internals.distributed import has_several_groups
+from distexp.system.torch_internals.process_groups import has_several_groups
 
 T = TypeVar("T")
 

@@ -1,15 +1,13 @@
-"""Private APIs of process groups, DDP and FSDP."""
+"""Private APIs of FSDP: its units, their sizes, and what it does with their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from torch.distributed import distributed_c10d
 
 from distexp.system.torch_internals.errors import explained
 
@@ -77,56 +75,6 @@ def group_by_fsdp_unit(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
             if isinstance(module, FSDPModule):
                 units.setdefault(id(module._get_fsdp_state()), []).append(module)
     return list(units.values())
-
-
-def set_default_timeout(timeout: timedelta) -> None:
-    """Set the timeout of the process groups that are created later.
-
-    A device mesh creates its groups with torch's defaults, which are 10 minutes for NCCL and 30 minutes for gloo. It
-    has no argument for another timeout.
-    """
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        with explained(f"torch.distributed.distributed_c10d.{name}"):
-            getattr(distributed_c10d, name)  # Setting a renamed attribute would have no effect.
-        setattr(distributed_c10d, name, timeout)
-
-
-def ddp_communication_dtype(wrapped: Any) -> torch.dtype:
-    """Return the data type in which a DistributedDataParallel sends gradients."""
-    with explained("DistributedDataParallel._get_ddp_logging_data"):
-        hook = wrapped._get_ddp_logging_data().get("comm_hook", "")
-        if "bf16" in hook or "fp32" in hook:  # the names of the hooks of torch and of distexp
-            return torch.bfloat16 if "bf16" in hook else torch.float32
-        return cast("torch.dtype", next(p.dtype for p in wrapped.parameters() if p.requires_grad))
-
-
-def ddp_bucket_sizes(wrapped: Any) -> list[int]:
-    """Return the bytes of the buckets of a DistributedDataParallel, as rebuilt after its first backward pass."""
-    with explained("DistributedDataParallel._get_ddp_logging_data"):
-        data = wrapped._get_ddp_logging_data()
-        text = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-        return [int(size) for size in text.split(",") if size.strip()]
-
-
-@contextmanager
-def fake_process_group(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of a group whose collectives do nothing, during the block."""
-    with explained("torch.testing._internal.distributed.fake_pg.FakeStore"):
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        store = FakeStore()
-    torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=store)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def has_several_groups() -> bool:
-    """Return whether this process is in several process groups, not counting copies and groups of one rank."""
-    with explained("torch.distributed.distributed_c10d._world.pg_group_ranks"):
-        groups = {tuple(sorted(ranks)) for ranks in distributed_c10d._world.pg_group_ranks.values()}
-    return sum(len(ranks) > 1 for ranks in groups) > 1
 
 
 @contextmanager
