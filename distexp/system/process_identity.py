@@ -6,6 +6,9 @@ import os
 import socket
 from pathlib import Path
 
+START_TIME = 18
+"""Position of ``starttime`` in ``/proc/PID/stat``, counted from the field after the state."""
+
 
 def start_ticks(pid: int) -> int | None:
     """Return the start of a process in clock ticks since boot; None if it does not exist or is a zombie."""
@@ -13,8 +16,8 @@ def start_ticks(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    cells = stat.rpartition(")")[2].split()
-    return None if cells[0] in "ZX" else int(cells[19])
+    state, *numbers = stat.rpartition(")")[2].split()  # The name before may contain spaces.
+    return None if state in "ZX" else int(numbers[START_TIME])
 
 
 def machine_id() -> str:

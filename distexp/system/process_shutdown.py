@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -12,6 +13,9 @@ import psutil
 
 KILL_S = 10.0
 """Longest time to wait for the end of a killed process. One that waits for a file system may take forever."""
+
+POLL_S = 0.05
+"""Time between two checks whether processes have ended."""
 
 
 def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
@@ -49,23 +53,40 @@ def end_tree(process: WatchedProcess, grace_s: float) -> None:
         process: The child.
         grace_s: Seconds between SIGTERM for the child and SIGKILL for every process that is left.
     """
-    family = {member.pid: member for member in descendants(process.pid)}
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and (process.poll() is None or any(map(_is_alive, family.values()))):
-        family |= {member.pid: member for member in descendants(process.pid)}
-        time.sleep(0.05)
-    left = [member for member in family.values() if _is_alive(member)]
+    family = _terminate(process, grace_s)
+    left = [member for member in family if _is_alive(member)]
     for member in left:
         with suppress(psutil.NoSuchProcess):  # It may have ended by itself meanwhile.
             member.kill()
     if process.poll() is None:
         process.kill()
     process.wait()
-    deadline = time.monotonic() + KILL_S
-    while any(map(_is_alive, left)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    _wait_until(lambda: not any(map(_is_alive, left)), KILL_S)
+
+
+def _terminate(process: WatchedProcess, grace_s: float) -> list[psutil.Process]:
+    """Send SIGTERM to a child process, give its tree some seconds to end, and return all its descendants."""
+    family: dict[int, psutil.Process] = {}
+
+    def find_family() -> None:
+        family.update((member.pid, member) for member in descendants(process.pid))
+
+    def has_ended() -> bool:
+        find_family()
+        return process.poll() is not None and not any(map(_is_alive, family.values()))
+
+    find_family()  # The descendants of a child that has ended cannot be found.
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    _wait_until(has_ended, grace_s)
+    return list(family.values())
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait for a condition, at most some seconds."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not condition():
+        time.sleep(POLL_S)
 
 
 def kill_tree(pid: int) -> None:

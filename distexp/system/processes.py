@@ -15,6 +15,7 @@ from typing import IO, NoReturn
 from distexp.config.paths import PACKAGE
 
 PR_SET_PDEATHSIG = 1
+"""Option of ``prctl(2)`` that sets the signal for the death of the parent."""
 
 NOTICE_SIGNAL = signal.SIGUSR2
 """Signal that Slurm sends before it ends a job; submitit requests this one."""
@@ -65,7 +66,7 @@ def start_module(
         stdout=output,
         stderr=subprocess.STDOUT if output is not None else None,
         start_new_session=True,
-        pass_fds=[each.fileno() for each in sockets],
+        pass_fds=[channel.fileno() for channel in sockets],
         preexec_fn=_bind_to_parent(death_signal),  # noqa: PLW1509
     )
 

@@ -49,20 +49,24 @@ class FSDPUnitSize:
 
 def read_fsdp_unit_sizes(model: torch.nn.Module) -> list[FSDPUnitSize]:
     """Return the size of each FSDP unit that has parameters, in the order of ``model.modules()``; empty: no FSDP."""
-    found = []
-    for members in group_by_fsdp_unit(model):
-        with explained("FSDPModule._get_fsdp_state()._fsdp_param_group.fsdp_params"):
-            group = cast("Any", members[0])._get_fsdp_state()._fsdp_param_group
-            if group is None:
-                continue
-            policy, parameters = group.mp_policy, [each.sharded_param for each in group.fsdp_params]
-            sizes = tuple(parameter.numel() for parameter in parameters)
-            gathered = (policy.param_dtype or parameters[0].dtype).itemsize
-            reduced = (policy.reduce_dtype or policy.param_dtype or parameters[0].dtype).itemsize
-            resharded = group.post_forward_mesh_info is not None
-            total = sum(sizes)
-            found.append(FSDPUnitSize(group._module_fqn or "", sizes, total * gathered, total * reduced, resharded))
-    return found
+    with explained("FSDPModule._get_fsdp_state()._fsdp_param_group.fsdp_params"):
+        groups = [cast("Any", modules[0])._get_fsdp_state()._fsdp_param_group for modules in group_by_fsdp_unit(model)]
+        return [_size_of(group) for group in groups if group is not None]
+
+
+def _size_of(group: Any) -> FSDPUnitSize:
+    """Return the size of the parameters that FSDP gathers together."""
+    parameters = [parameter.sharded_param for parameter in group.fsdp_params]
+    elements = tuple(parameter.numel() for parameter in parameters)
+    gathered_dtype = group.mp_policy.param_dtype or parameters[0].dtype
+    reduced_dtype = group.mp_policy.reduce_dtype or gathered_dtype
+    return FSDPUnitSize(
+        name=group._module_fqn or "",
+        elements=elements,
+        gathered_bytes=sum(elements) * gathered_dtype.itemsize,
+        reduced_bytes=sum(elements) * reduced_dtype.itemsize,
+        reshards_after_forward=group.post_forward_mesh_info is not None,
+    )
 
 
 def group_by_fsdp_unit(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
