@@ -38,15 +38,7 @@ def compose_cells(
         HydraException: if Hydra cannot compose a cell.
         SweepInterrupted: on Ctrl-C.
     """
-    make = cell_maker(context, master, adjust)
-    try:
-        with show_progress("composing", len(overrides)) as advance:
-            cells = []
-            for cell in compose_all(make, overrides):
-                cells.append(cell)
-                advance()
-    except KeyboardInterrupt:
-        raise SweepInterrupted("interrupted while composing the cells: no run was started") from None
+    cells = _compose_with_progress(cell_maker(context, master, adjust), overrides)
     shared = set.intersection(*(set(cell.overrides) for cell in cells))
     for cell in cells:
         cell.varied = [text for text in cell.overrides if text not in shared]
@@ -55,14 +47,31 @@ def compose_cells(
     return cells
 
 
+def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -> list[Cell]:
+    """Return the cells, and show how many are composed.
+
+    Raises:
+        SweepInterrupted: on Ctrl-C.
+    """
+    cells = []
+    try:
+        with show_progress("composing", len(overrides)) as advance:
+            for cell in compose_all(make, overrides):
+                cells.append(cell)
+                advance()
+    except KeyboardInterrupt:
+        raise SweepInterrupted("interrupted while composing the cells: no run was started") from None
+    return cells
+
+
 def _command_errors(cells: Sequence[Cell], master: DictConfig) -> list[str]:
     """Return the errors for which a command is refused."""
     # Earlier versions stored overrides that they ignored.
     ignored = [] if master.sweep.resume else ignored_plan_keys((cell.overrides, cell.config) for cell in cells)
-    as_json = master.plan.only and master.plan.output == "json"  # which has the errors
-    # A search changes strategy and sizes, so a candidate may be valid.
-    is_invalid = len(cells) == 1 and not as_json and not master.choose.only
-    return [*(cells[0].errors if is_invalid else []), *ignored]
+    prints_errors = master.plan.only and master.plan.output == "json"
+    # A search changes strategy and sizes, so a candidate may be valid even if the cell is not.
+    must_be_valid = len(cells) == 1 and not prints_errors and not master.choose.only
+    return [*(cells[0].errors if must_be_valid else []), *ignored]
 
 
 def cell_maker(context: HydraContext, master: DictConfig, adjust: Adjust | None = None) -> MakeCell:

@@ -15,11 +15,16 @@ from distexp.system.hardware import cpu_count
 from distexp.system.processes import die_with_parent
 
 MAX_PROCESSES = 8
-"""Most processes that compose; a login node has many cores and many users."""
+"""A login node has many cores and many users."""
 
+MIN_PARALLEL = 32
+"""Number of cells from which processes are started."""
 
-MIN_PARALLEL, CHUNK = 32, 8
-"""Number of cells from which processes are started, and number of cells that a process composes at a time."""
+CHUNK = 8
+"""Number of cells that a process composes at a time."""
+
+Chunk = Sequence[Sequence[str]]
+"""Overrides of the cells that a process composes at a time."""
 
 
 def compose_all(make: MakeCell, overrides: Sequence[Sequence[str]]) -> Iterator[Cell]:
@@ -32,25 +37,23 @@ def compose_all(make: MakeCell, overrides: Sequence[Sequence[str]]) -> Iterator[
         return
     # The processes inherit what the first cell has imported, read and composed.
     yield make(overrides[0])
+    others = overrides[1:]
     processes = min(cpu_count(), MAX_PROCESSES, len(overrides) // CHUNK)
     if len(overrides) < MIN_PARALLEL or processes < 2:
-        yield from map(make, overrides[1:])
+        yield from map(make, others)
         return
-    done = 1
-    for cells in _compose_chunks(make, overrides, processes):
+    chunks = [others[start : start + CHUNK] for start in range(0, len(others), CHUNK)]
+    for chunk, cells in zip(chunks, _compose_chunks(make, chunks, processes), strict=True):
         yield from cells
-        done += len(cells)
-        end = min(done - len(cells) + CHUNK, len(overrides))
         # A process returns fewer cells if one raises. Here the same cell raises an error that has its cause.
-        yield from map(make, overrides[done:end])
-        done = end
+        yield from map(make, chunk[len(cells) :])
 
 
-def _compose_chunks(make: MakeCell, overrides: Sequence[Sequence[str]], processes: int) -> Iterator[list[Cell]]:
-    """Yield the cells after the first one in chunks."""
-    pool = ProcessPoolExecutor(processes, get_context("fork"), _start_process, (make, overrides, getpid()))
+def _compose_chunks(make: MakeCell, chunks: Sequence[Chunk], processes: int) -> Iterator[list[Cell]]:
+    """Yield the cells of each chunk, fewer if one of them raises an error."""
+    pool = ProcessPoolExecutor(processes, get_context("fork"), _start_process, (make, chunks, getpid()))
     try:
-        yield from pool.map(_compose_chunk, range(1, len(overrides), CHUNK))
+        yield from pool.map(_compose_chunk, range(len(chunks)))
     except BrokenProcessPool:
         raise OSError("a process that composed cells was killed, and no run was started: try again") from None
     finally:
@@ -58,21 +61,22 @@ def _compose_chunks(make: MakeCell, overrides: Sequence[Sequence[str]], processe
 
 
 _inherited: dict[str, Any] = {}
+"""What a forked process needs. It is not pickled for each chunk."""
 
 
-def _start_process(make: MakeCell, overrides: Sequence[Sequence[str]], parent: int) -> None:
+def _start_process(make: MakeCell, chunks: Sequence[Chunk], parent: int) -> None:
     """Prepare a process that composes. On Ctrl-C the launcher ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent=parent)
-    _inherited.update(make=make, overrides=overrides)
+    _inherited.update(make=make, chunks=chunks)
 
 
-def _compose_chunk(start: int) -> list[Cell]:
-    """Return up to CHUNK cells, fewer if a cell raises an error."""
+def _compose_chunk(index: int) -> list[Cell]:
+    """Return the cells of a chunk up to the first that raises an error."""
     cells: list[Cell] = []
-    for wanted in _inherited["overrides"][start : start + CHUNK]:
+    for overrides in _inherited["chunks"][index]:
         try:
-            cells.append(_inherited["make"](wanted))
+            cells.append(_inherited["make"](overrides))
         except Exception:  # The launcher makes this cell again, and raises the error.
             break
     return cells
