@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from distexp.checkpoints.folder import remove_unfinished
-from distexp.launch.failures import classify_failure, current_phase
+from distexp.launch.failures import Cause, classify_failure, current_phase
 from distexp.launch.record_measurements import add_traces
 from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs import attempts
@@ -57,34 +57,43 @@ def finalize_run(
     release_reserve(directory)
     with suppress(OSError):  # Nothing needs the rest of a checkpoint, but it may fill the disk.
         remove_unfinished(directory)
-    result = read_result(directory) if all(code == 0 for code in codes.values()) else None
-    if result is not None:
-        record = result
-    elif stopped is not None:
+    record = _completed_record(directory, codes)
+    if record is None and stopped is not None:
         error = RunError("Stopped", stopped, current_phase(directory))
         record = failed_record(spec, directory, stopped_status, error, started)
-    else:
-        status, error = classify_failure(directory, codes, spec)
-        record = failed_record(spec, directory, status, error, started)
-        _advise(status, error, spec, directory)
+    elif record is None:
+        record = _classified_record(spec, directory, codes, started)
     try:
         add_traces(record, spec, directory)
-    except (OSError, ValueError) as error:  # The record of a finished training matters more than its memory.
-        print(f"distexp: {directory} has no memory or energy in its record: {error}", file=sys.stderr)
+    except (OSError, ValueError) as failure:  # The record of a finished training matters more than its memory.
+        print(f"distexp: {directory} has no memory or energy in its record: {failure}", file=sys.stderr)
     record.predicted = read_prediction(directory)
     attempts.finalize(record)
     record.write(directory)
     return record
 
 
-def _advise(status: str, error: RunError, spec: RunSpec, directory: Path) -> None:
+def _completed_record(directory: Path, codes: Mapping[int, int]) -> RunRecord | None:
+    """Return what rank 0 wrote, if all agents succeeded."""
+    return read_result(directory) if all(code == 0 for code in codes.values()) else None
+
+
+def _classified_record(spec: RunSpec, directory: Path, codes: Mapping[int, int], started: float) -> RunRecord:
+    """Return the record of a run that failed, with the cause, and with advice if it was out of GPU memory."""
+    cause = classify_failure(directory, codes, spec)
+    record = failed_record(spec, directory, cause.status, cause.error, started)
+    _add_advice(cause, spec, directory)
+    return record
+
+
+def _add_advice(cause: Cause, spec: RunSpec, directory: Path) -> None:
     """Add what would have fit to the error of a run that was out of GPU memory."""
-    if status != "oom_gpu" or error.memory is None:
+    if cause.status != "oom_gpu" or cause.error.memory is None:
         return
     from distexp.launch.oom_advice import add_advice  # It needs the planner.
 
     try:
-        add_advice(error.memory, spec, directory)
+        add_advice(cause.error.memory, spec, directory)
     except Exception as failure:  # The record matters more than the advice.
         print(f"distexp: {directory} has no advice in its record: {failure}", file=sys.stderr)
 

@@ -55,20 +55,25 @@ def predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner | None 
 
 def _predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
     checked = [cell for cell in cells if _mode(cell) == CHECK]
-    configs = [_config(cell) for cell in checked]
+    _predict_checked(checked, planner)
+    for cell in cells:
+        if _mode(cell) == WARN and (cached := planner.cached(_config(cell))) is not None:
+            _store_prediction(cell, cached)
+    for cell in cells:
+        _warn_about_memory(cell)
+    _invalidate([cell for cell in checked if _does_not_fit(cell)], make, planner)
+
+
+def _predict_checked(cells: Sequence[Cell], planner: Planner) -> None:
+    """Predict cells with ``plan=check``, which may take minutes; warn about those that cannot be predicted."""
+    configs = [_config(cell) for cell in cells]
     with show_predictions(planner.count_missing(configs), BEFORE_START) as advance:
         outcomes = planner.estimate(configs, advance)
-    for cell, outcome in zip(checked, outcomes, strict=True):
+    for cell, outcome in zip(cells, outcomes, strict=True):
         if isinstance(outcome, str):
             _warn(cell, f"its memory is not predicted: {outcome}")
         else:
-            _keep(cell, outcome)
-    for cell in cells:
-        if _mode(cell) == WARN and (cached := planner.cached(_config(cell))) is not None:
-            _keep(cell, cached)
-    for cell in cells:
-        _warn_about(cell)
-    _invalidate([cell for cell in checked if _does_not_fit(cell)], make, planner)
+            _store_prediction(cell, outcome)
 
 
 def _mode(cell: Cell) -> str:
@@ -84,7 +89,7 @@ def _config(cell: Cell) -> Config:
     return cell.config
 
 
-def _keep(cell: Cell, estimate: Estimate) -> None:
+def _store_prediction(cell: Cell, estimate: Estimate) -> None:
     cell.predicted = predict(estimate, memory_to_fit_mib(_config(cell)))
     cell.curve = estimate.curve
 
@@ -93,7 +98,8 @@ def _does_not_fit(cell: Cell) -> bool:
     return cell.predicted is not None and cell.predicted.verdict == DOES_NOT_FIT
 
 
-def _warn_about(cell: Cell) -> None:
+def _warn_about_memory(cell: Cell) -> None:
+    """Warn if the memory of a cell is not known, or may not be enough."""
     predicted = cell.predicted
     if predicted is None:
         return
@@ -143,14 +149,14 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
     unknown = UNKNOWN_CHANGE if cell.predicted.host_memory_mib is None else UNKNOWN_CPU_CHANGE
     if cell.predicted.required_mib is None:  # Its variants cannot be traced either.
         return unknown
-    needed_s, limit_s = cell.predicted.seconds or 0.0, _config(cell).plan.search_timeout_s
-    if needed_s > min(SLOW_S, inf if limit_s is None else limit_s):
-        return f"a prediction takes {cell.predicted.seconds:.0f} s, so no changes are predicted: {unknown}"
-    search = search_of(cell, _config(cell), make, planner)
+    prediction_s, limit_s = cell.predicted.seconds or 0.0, _config(cell).plan.search_timeout_s
+    if prediction_s > min(SLOW_S, inf if limit_s is None else limit_s):
+        return f"a prediction takes {prediction_s:.0f} s, so no changes are predicted: {unknown}"
 
     def has_time() -> bool:
-        return limit_s is None or monotonic() + needed_s <= start + limit_s
+        return limit_s is None or monotonic() + prediction_s <= start + limit_s
 
+    search = search_of(cell, _config(cell), make, planner)
     with show_search():
         best, left_out = search.first_change(parallel_processes(), has_time) if search else (None, 0)
     if left_out:
