@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -13,16 +14,24 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 OOM_FILES = {1: ("memory.oom_control",), 2: ("memory.events.local", "memory.events")}
 """Files with the number of killed processes, by version. ``memory.events`` also counts those of cgroups below."""
 
-LIMIT_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    2: ("memory.max", "memory.current"),
+
+class _MemoryFiles(NamedTuple):
+    """Names of the files with the limit and the used bytes of a cgroup."""
+
+    limit: str
+    used: str
+
+
+MEMORY_FILES = {
+    1: _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: _MemoryFiles("memory.max", "memory.current"),
 }
-"""Files with the limit and the used bytes of a cgroup, by version."""
+"""Files of a cgroup by version."""
 
 
 @dataclass(frozen=True)
-class MemoryCgroup:
-    """The memory cgroup of a process: ``root`` is where its hierarchy is mounted."""
+class Cgroup:
+    """A cgroup of a process: ``root`` is where its hierarchy is mounted."""
 
     root: Path
     group: str  # relative to the root
@@ -33,31 +42,45 @@ class MemoryCgroup:
         """Return the folder with the files of this cgroup."""
         return self.root / self.group
 
+    def folders(self) -> Iterator[Path]:
+        """Yield the folder of this cgroup and of each parent, because the limits of all of them count."""
+        below = Path(self.group)
+        yield from (self.root / group for group in (below, *below.parents))
 
-def memory_cgroups(pid: int | str = "self") -> list[MemoryCgroup]:
+
+def memory_cgroups(pid: int | str = "self") -> list[Cgroup]:
     """Return the memory cgroups of a process; a machine may have both versions, or none."""
-    path, found = Path(f"/proc/{pid}/cgroup"), []
+    return _cgroups(Path(f"/proc/{pid}/cgroup"), "memory")
+
+
+def _cgroups(path: Path, controller: str) -> list[Cgroup]:
+    """Read the cgroups of a process that may limit a resource.
+
+    Args:
+        path: The file ``/proc/PID/cgroup``. Its lines have the form ``hierarchy:controllers:group``.
+        controller: ``memory`` or ``cpu``. In version 2 one cgroup has all controllers, and names none.
+    """
+    found = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
-            found.append(MemoryCgroup(CGROUP_ROOT, group.lstrip("/"), 2))
-        elif "memory" in controllers.split(","):
-            found.append(MemoryCgroup(CGROUP_ROOT / "memory", group.lstrip("/"), 1))
+            found.append(Cgroup(CGROUP_ROOT, group.lstrip("/"), 2))
+        elif controller in controllers.split(","):
+            found.append(Cgroup(CGROUP_ROOT / controller, group.lstrip("/"), 1))
     return found
 
 
 def memory_limits(pid: int | str = "self") -> Iterator[int]:
     """Yield the memory limits in bytes of a process's cgroup and of all its parents."""
     for cgroup in memory_cgroups(pid):
-        name, _ = LIMIT_FILES[cgroup.version]
-        below = Path(cgroup.group)
-        for folder in (below, *below.parents):
-            limit = _read_limit(cgroup.root / folder / name)
+        for folder in cgroup.folders():
+            limit = _read_bytes(folder / MEMORY_FILES[cgroup.version].limit)
             if limit is not None:
                 yield limit
 
 
-def _read_limit(path: Path) -> int | None:
+def _read_bytes(path: Path) -> int | None:
+    """Return the number in a file; None if it cannot be read, or states that there is no limit."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -67,9 +90,7 @@ def _read_limit(path: Path) -> int | None:
 
 def usable_memory(pid: int | str = "self") -> int:
     """Return the bytes of memory that a process may use: the machine's memory, or a lower limit of its cgroup."""
-    meminfo = Path("/proc/meminfo").read_text()
-    total = int(meminfo.split("MemTotal:")[1].split()[0]) * 1024
-    return min([total, *memory_limits(pid)])
+    return min([_read_meminfo("MemTotal"), *memory_limits(pid)])
 
 
 def available_memory(pid: int | str = "self") -> int:
@@ -77,19 +98,23 @@ def available_memory(pid: int | str = "self") -> int:
 
     What the kernel can reclaim, as cached files, counts as free.
     """
-    meminfo = Path("/proc/meminfo").read_text()
-    available = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
-    return max(0, min([available, *_free_in_cgroups(pid)]))
+    return max(0, min([_read_meminfo("MemAvailable"), *_free_in_cgroups(pid)]))
+
+
+def _read_meminfo(name: str) -> int:
+    """Return a size of the machine's memory in bytes."""
+    text = Path("/proc/meminfo").read_text()
+    return int(text.split(f"{name}:")[1].split()[0]) * 1024
 
 
 def _free_in_cgroups(pid: int | str) -> Iterator[int]:
+    """Yield the bytes that are free below each memory limit of a process."""
     for cgroup in memory_cgroups(pid):
-        limit_name, used_name = LIMIT_FILES[cgroup.version]
-        below = Path(cgroup.group)
-        for folder in (below, *below.parents):
-            limit, used = (_read_limit(cgroup.root / folder / name) for name in (limit_name, used_name))
+        names = MEMORY_FILES[cgroup.version]
+        for folder in cgroup.folders():
+            limit, used = _read_bytes(folder / names.limit), _read_bytes(folder / names.used)
             if limit is not None:
-                yield limit - max(0, (used or 0) - _reclaimable(cgroup.root / folder / "memory.stat"))
+                yield limit - max(0, (used or 0) - _reclaimable(folder / "memory.stat"))
 
 
 def _reclaimable(path: Path) -> int:
@@ -99,28 +124,18 @@ def _reclaimable(path: Path) -> int:
     except OSError:
         return 0
     # In version 1, the name without ``total_`` leaves out the cgroups below.
-    found = (re.search(rf"^{name} (\d+)$", text, re.MULTILINE) for name in ("total_inactive_file", "inactive_file"))
-    return next((int(each[1]) for each in found if each), 0)
+    counters = (re.search(rf"^{name} (\d+)$", text, re.MULTILINE) for name in ("total_inactive_file", "inactive_file"))
+    return next((int(counter[1]) for counter in counters if counter), 0)
 
 
 def cpu_limit() -> float | None:
     """Return how many cores the cgroups of this process allow, as with ``docker --cpus``; None without a limit."""
-    limits = [limit for folder, version in _cpu_folders() if (limit := _read_cpus(folder, version)) is not None]
-    return min(limits, default=None)
+    cgroups = _cgroups(OWN_CGROUPS, "cpu")
+    quotas = [_read_quota(folder, cgroup.version) for cgroup in cgroups for folder in cgroup.folders()]
+    return min((cores for cores in quotas if cores is not None), default=None)
 
 
-def _cpu_folders() -> Iterator[tuple[Path, int]]:
-    """Yield the folders of this process's CPU cgroup and of all its parents, with the version."""
-    for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.is_file() else []:
-        _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root, version = (CGROUP_ROOT / "cpu", 1) if controllers else (CGROUP_ROOT, 2)
-        below = Path(group.lstrip("/"))
-        yield from ((root / folder, version) for folder in (below, *below.parents))
-
-
-def _read_cpus(folder: Path, version: int) -> float | None:
+def _read_quota(folder: Path, version: int) -> float | None:
     """Return the quota of a folder in cores; None if it has none."""
     names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:

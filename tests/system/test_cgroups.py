@@ -11,7 +11,7 @@ from distexp.launch import oom
 from distexp.plan.planner import parallel_processes
 from distexp.system import cgroups
 from distexp.system.cgroups import (
-    MemoryCgroup,
+    Cgroup,
     available_memory,
     cpu_limit,
     memory_limits,
@@ -35,7 +35,7 @@ def test_limits_of_all_parents_count(
     (tmp_path / "job" / "step").mkdir(parents=True)
     (tmp_path / "job" / "step" / name).write_text(f"{no_limit}\n")
     (tmp_path / "job" / name).write_text(f"{64 * 2**20}\n")
-    monkeypatch.setattr(cgroups, "memory_cgroups", lambda pid: [MemoryCgroup(tmp_path, "job/step", version)])
+    monkeypatch.setattr(cgroups, "memory_cgroups", lambda pid: [Cgroup(tmp_path, "job/step", version)])
     assert min(memory_limits()) == usable_memory() == 64 * 2**20
 
 
@@ -54,7 +54,7 @@ def test_available_memory_is_what_the_cgroups_leave(
         (tmp_path / "job" / name).write_text(f"{mib * 2**20}\n")
     lines = [f"{name} {mib * 2**20}\n" for name, mib in {"anon": 40, **cached}.items()]
     (tmp_path / "job" / "memory.stat").write_text("".join(lines))
-    monkeypatch.setattr(cgroups, "memory_cgroups", lambda pid: [MemoryCgroup(tmp_path, "job", version)])
+    monkeypatch.setattr(cgroups, "memory_cgroups", lambda pid: [Cgroup(tmp_path, "job", version)])
     assert available_memory() == 24 * 2**20
     assert parallel_processes() == 1, "there is memory for less than one process, and one is needed"
 
@@ -83,7 +83,7 @@ def test_cores_that_the_cgroups_allow(
 def test_oom_kills_of_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, name: str) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / name).write_text("oom 3\noom_kill 2\n")
-    found = [MemoryCgroup(tmp_path, "job", version), MemoryCgroup(tmp_path, "", 2)]  # the other version, without memory
+    found = [Cgroup(tmp_path, "job", version), Cgroup(tmp_path, "", 2)]  # the other version, without memory
     monkeypatch.setattr(cgroups, "memory_cgroups", lambda: found)
     assert oom_kills()["cgroup"] == 2
 
