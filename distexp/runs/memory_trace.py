@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from distexp.runs.regular_files import open_file
 
@@ -55,8 +56,12 @@ class MemorySample:
 
 
 COLUMNS = tuple(column.name for column in fields(MemorySample))
+
 REQUIRED_COLUMNS = COLUMNS[: COLUMNS.index("job_mib")]
-_TEXT_COLUMNS = frozenset({"phase", "kind", "source"})
+"""Columns that every memory trace has. A file of an earlier version may lack the others."""
+
+OPTIONAL_NUMBERS = tuple(name for name in COLUMNS[COLUMNS.index("used_mib") :] if name != "source")
+"""Columns with a number that may be unknown. Their cell is then empty."""
 
 
 @dataclass
@@ -108,15 +113,21 @@ def _format_cell(value: str | float | None) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def read_whole_lines(path: Path, notes: list[str]) -> list[str]:
-    """Return the lines of a file without a torn last one, which gets a note."""
+class WholeLines(NamedTuple):
+    """The whole lines of a file, and a note if its last line was torn and is left out."""
+
+    lines: list[str]
+    notes: list[str]
+
+
+def read_whole_lines(path: Path) -> WholeLines:
+    """Read the lines of a file without a torn last one."""
     with open_file(path) as file:
         text = file.read().decode("utf-8-sig", errors="replace")
     lines = text.splitlines()
-    if lines and not text.endswith("\n"):
-        lines.pop()
-        notes.append(f"{path}: the last line has no end (torn, or still being written) and is left out")
-    return lines
+    if not lines or text.endswith("\n"):
+        return WholeLines(lines, [])
+    return WholeLines(lines[:-1], [f"{path}: the last line has no end (torn, or still being written) and is left out"])
 
 
 def bad_lines_note(path: Path, bad: Sequence[int]) -> list[str]:
@@ -138,29 +149,29 @@ def read_memory_trace(path: Path) -> MemoryTrace:
         OSError: if the file cannot be read.
         ValueError: if it is not a memory trace.
     """
-    notes: list[str] = []
-    lines = read_whole_lines(path, notes)
+    lines, notes = read_whole_lines(path)
     if not lines or not is_memory_trace(lines[0]):
         raise ValueError(f"{path} is not a memory trace: expected a first line {','.join(REQUIRED_COLUMNS)},...")
-    names = lines[0].strip().split(",")
+    trace = _parse_rows(path, lines[0].strip().split(","), lines[1:])
+    return MemoryTrace(trace.samples, notes + trace.notes)
+
+
+def _parse_rows(path: Path, names: Sequence[str], lines: Sequence[str]) -> MemoryTrace:
+    """Return the samples of the lines after the header."""
     samples: list[MemorySample] = []
     bad: list[int] = []
-    for number, cells in enumerate(csv.reader(lines[1:]), start=2):
+    for number, cells in enumerate(csv.reader(lines), start=2):
         try:
             samples.append(_parse_sample(dict(zip(names, cells, strict=True))))
         except ValueError:
             bad.append(number)
-    return MemoryTrace(samples, notes + bad_lines_note(path, bad))
+    return MemoryTrace(samples, bad_lines_note(path, bad))
 
 
 def _parse_sample(row: dict[str, str]) -> MemorySample:
     if row["kind"] not in (CPU, GPU):
         raise ValueError(f"kind={row['kind']!r} is not {CPU} or {GPU}")
-    numbers = {
-        name: float(row[name]) if row.get(name) else None
-        for name in COLUMNS[COLUMNS.index("used_mib") :]
-        if name not in _TEXT_COLUMNS
-    }
+    numbers = {name: float(row[name]) if row.get(name) else None for name in OPTIONAL_NUMBERS}
     return MemorySample(
         unix_time_s=float(row["unix_time_s"]),
         phase=row["phase"],

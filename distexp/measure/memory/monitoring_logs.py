@@ -38,8 +38,7 @@ def read_memory_log(path: Path) -> MemoryTrace:
         OSError: The file cannot be read.
         ValueError: The format is unknown, or there are no samples; the message contains path and expected formats.
     """
-    notes: list[str] = []
-    lines = read_whole_lines(path, notes)
+    lines, notes = read_whole_lines(path)
     filled = [line for line in lines if line.strip()]
     if not filled:
         raise ValueError(f"{path} is empty{' (except for an incomplete line)' if notes else ''}: {EXPECTED}")
