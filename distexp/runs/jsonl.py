@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from distexp.runs.json_files import nan_to_none, parse_json
 from distexp.runs.regular_files import open_file
 
 END_BYTES = 4096
+"""Size of the part at the end of a file in which its last line is searched."""
 
 Entry = dict[str, Any]
 
@@ -43,11 +44,12 @@ def read_last_entry(path: Path) -> Entry:
     try:
         with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
-            whole = file.read().rpartition(b"\n")[0]
+            whole_lines = file.read().rpartition(b"\n")[0]
     except OSError:
         return {}
-    last = _parse([whole.rpartition(b"\n")[2].decode(errors="replace")])
-    return last[0] if last else {}
+    last_line = whole_lines.rpartition(b"\n")[2]
+    entries = _parse([last_line.decode(errors="replace")])
+    return entries[0] if entries else {}
 
 
 class Tail:
@@ -70,17 +72,20 @@ class Tail:
         """
         try:
             with open_file(self.path) as file:
-                size = file.seek(0, os.SEEK_END)
-                if size < self._offset:
-                    self._offset, self.restarts = 0, self.restarts + 1
-                if size == self._offset:
-                    return []
-                file.seek(self._offset)
-                whole = file.read().rpartition(b"\n")
+                added = self._read_added(file)
         except FileNotFoundError:
             return []
-        self._offset += len(whole[0]) + len(whole[1])
-        return whole[0].decode(errors="replace").split("\n") if whole[1] else []
+        lines, end, _ = added.rpartition(b"\n")  # What follows the last line end is still being written.
+        self._offset += len(lines) + len(end)
+        return lines.decode(errors="replace").split("\n") if end else []
+
+    def _read_added(self, file: BinaryIO) -> bytes:
+        """Read what was added to the file since the last whole line, or all of it if it has become shorter."""
+        size = file.seek(0, os.SEEK_END)
+        if size < self._offset:
+            self._offset, self.restarts = 0, self.restarts + 1
+        file.seek(self._offset)
+        return file.read()
 
     def read_entries(self) -> list[Entry]:
         """Read the new lines as JSON; lines that are not a JSON object are left out."""
