@@ -11,7 +11,7 @@ from distexp.runs.checked_values import number_of
 from distexp.runs.heartbeat import last_heartbeat
 from distexp.runs.jsonl import read_entries, read_last_entry
 from distexp.runs.phases import phase_events_of
-from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, SPEC, memory_traces
+from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, SPEC, memory_trace_paths
 
 
 @dataclass(frozen=True)
@@ -70,5 +70,5 @@ def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
 
 def last_activity(directory: Path) -> float:
     """Return the Unix time in seconds at which a run last wrote a file; 0 if it wrote none."""
-    paths = (directory / SPEC, *(path for _, path in memory_traces(directory)))
+    paths = (directory / SPEC, *memory_trace_paths(directory))
     return max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 # Files of a run
@@ -94,8 +93,13 @@ def search_log_path(run_dir: Path, node: int, rank: int) -> Path:
 
 def find_log(run_dir: Path, rank: int) -> Path | None:
     """Return the log of a rank relative to the run directory, or None if the rank wrote none."""
-    found = sorted(run_dir.glob(f"{LOGS}/node*/rank{rank}.log"))
+    found = _in_log_dirs(run_dir, f"rank{rank}.log")
     return found[0].relative_to(run_dir) if found else None
+
+
+def _in_log_dirs(run_dir: Path, pattern: str, node: int | str = "*") -> list[Path]:
+    """Return the files with a name in the log folders of all nodes, or of one."""
+    return sorted(run_dir.glob(f"{LOGS}/node{node}/{pattern}"))
 
 
 def error_path(run_dir: Path, node: int, rank: int) -> Path:
@@ -115,7 +119,7 @@ def agent_owner_path(run_dir: Path) -> Path:
 
 def error_paths(run_dir: Path) -> list[Path]:
     """Return the error files that ranks and agents wrote."""
-    return sorted(run_dir.glob(f"{LOGS}/node*/*.error.json"))
+    return _in_log_dirs(run_dir, "*.error.json")
 
 
 def allocator_path(run_dir: Path, node: int, rank: int) -> Path:
@@ -125,7 +129,7 @@ def allocator_path(run_dir: Path, node: int, rank: int) -> Path:
 
 def allocator_paths(run_dir: Path) -> list[Path]:
     """Return the allocator files that failed ranks wrote."""
-    return sorted(run_dir.glob(f"{LOGS}/node*/rank*.memory.json"))
+    return _in_log_dirs(run_dir, "rank*.memory.json")
 
 
 def exit_status_path(run_dir: Path, node: int) -> Path:
@@ -155,7 +159,7 @@ def worker_exits_path(run_dir: Path, node: int) -> Path:
 
 def worker_exits_paths(run_dir: Path) -> list[Path]:
     """Return the files of all nodes that list how workers ended."""
-    return sorted(run_dir.glob(f"{LOGS}/node*/workers.json"))
+    return _in_log_dirs(run_dir, "workers.json")
 
 
 def rank_progress_path(run_dir: Path, node: int, rank: int) -> Path:
@@ -165,7 +169,7 @@ def rank_progress_path(run_dir: Path, node: int, rank: int) -> Path:
 
 def rank_progress_paths(run_dir: Path, node: int | None = None) -> list[Path]:
     """Return the progress files of all ranks, or of those of a node."""
-    return sorted(run_dir.glob(f"{LOGS}/node{'*' if node is None else node}/rank*.progress"))
+    return _in_log_dirs(run_dir, "rank*.progress", "*" if node is None else node)
 
 
 def stopped_ranks_path(run_dir: Path, node: int) -> Path:
@@ -175,7 +179,7 @@ def stopped_ranks_path(run_dir: Path, node: int) -> Path:
 
 def stopped_ranks_paths(run_dir: Path) -> list[Path]:
     """Return the files of all nodes that list stopped ranks."""
-    return sorted(run_dir.glob(f"{LOGS}/node*/stopped.json"))
+    return _in_log_dirs(run_dir, "stopped.json")
 
 
 def tracker_log_path(run_dir: Path) -> Path:
@@ -193,10 +197,10 @@ def memory_trace_path(run_dir: Path, node: int) -> Path:
     return run_dir / MEMORY / f"node{node}.csv"
 
 
-def memory_traces(run_dir: Path) -> Iterator[tuple[int, Path]]:
-    """Yield (node, path) of each memory trace of a run, in the order of the nodes."""
-    found = {path.stem.removeprefix("node"): path for path in (run_dir / MEMORY).glob("node*.csv")}
-    yield from sorted((int(node), path) for node, path in found.items() if node.isdecimal())
+def memory_trace_paths(run_dir: Path) -> list[Path]:
+    """Return the memory traces of a run, in the order of the nodes."""
+    by_node = {path.stem.removeprefix("node"): path for path in (run_dir / MEMORY).glob("node*.csv")}
+    return [by_node[node] for node in sorted(filter(str.isdecimal, by_node), key=int)]
 
 
 def profile_trace_path(run_dir: Path) -> Path:

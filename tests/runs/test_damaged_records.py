@@ -19,7 +19,7 @@ from distexp.report.data.rows import load_rows
 from distexp.runs.existing import ExistingRuns
 from distexp.runs.progress import read_progress
 from distexp.runs.record import RunError, RunInfo, RunRecord
-from distexp.runs.run_dir import memory_traces
+from distexp.runs.run_dir import memory_trace_paths
 from tests.helpers.records import record, write
 
 HUGE = 10**400
@@ -179,7 +179,7 @@ def test_a_number_in_another_script_is_no_number(sweep: Path) -> None:
     (sweep / "0" / "memory").mkdir()
     (sweep / "0" / "memory" / "node².csv").touch()
     assert {row.label for row in load_rows([sweep])[0]} == {"0", "2", "²"}
-    assert list(memory_traces(sweep / "0")) == []
+    assert memory_trace_paths(sweep / "0") == []
 
 
 def test_half_a_character_in_a_record_is_shown_as_a_code(sweep: Path) -> None:

@@ -32,7 +32,7 @@ def test_memory_traces_are_in_the_order_of_the_nodes(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.touch()
     (tmp_path / run_dir.MEMORY / "nodes.csv").touch()
-    assert [node for node, _ in run_dir.memory_traces(tmp_path)] == [0, 9, 10]
+    assert [path.stem for path in run_dir.memory_trace_paths(tmp_path)] == ["node0", "node9", "node10"]
 
 
 @pytest.mark.parametrize("name", ["logs", "model", "metrics.jsonl"])
