@@ -52,7 +52,7 @@ class SharedGroup:
         request = {"run_dir": str(Path(run_dir).absolute()), "node": int(node), "address": address, "port": int(port)}
         try:
             send(channel, request, [output.fileno()])
-            started, _ = receive(channel)
+            started = receive(channel).message
         except OSError as error:
             channel.close()
             raise NotSharedError(f"{type(error).__name__}: {error}") from error
@@ -75,7 +75,7 @@ class SharedGroup:
 
     def _receive(self) -> int:
         if self._code is None:
-            message, _ = receive(self._channel)
+            message = receive(self._channel).message
             # A dead server sends no exit code. The kernel kills its groups.
             self._code = -signal.SIGKILL if message is None else message["code"]
         return self._code

@@ -6,9 +6,20 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-MOST_BYTES, MOST_DESCRIPTORS = 65536, 4
+MAX_BYTES = 65536
+"""Size of the largest message."""
+
+MAX_DESCRIPTORS = 4
+"""Number of open files that a message may bring."""
+
+
+class Received(NamedTuple):
+    """A message, and the descriptors of its open files. Without a message, the other process closed its socket."""
+
+    message: dict[str, Any] | None
+    descriptors: list[int]
 
 
 def message_pair() -> tuple[socket.socket, socket.socket]:
@@ -26,17 +37,17 @@ def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequen
     socket.send_fds(channel, [json.dumps(message).encode()], descriptors, socket.MSG_NOSIGNAL)
 
 
-def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Wait for a message; return it and its open files. It is None if the other process has closed its socket.
+def receive(channel: socket.socket) -> Received:
+    """Wait for a message.
 
     Raises:
         BlockingIOError: no message is there, and the socket does not block.
         TimeoutError: no message has arrived within the timeout of the socket.
     """
     try:
-        content, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, MOST_DESCRIPTORS)
+        content, descriptors, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_DESCRIPTORS)
     except ConnectionResetError:
-        return None, []
-    for each in descriptors:
-        os.set_inheritable(each, False)
-    return (json.loads(content) if content else None), descriptors
+        return Received(None, [])
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    return Received(json.loads(content) if content else None, descriptors)
