@@ -20,7 +20,9 @@ from distexp.system.environment_variables import select_variables
 
 SCHEMA_VERSION = 1
 
-MOST_ERRORS = 3
+
+MAX_SHOWN_ERRORS = 3
+"""Errors in the message about a damaged record."""
 
 STATUSES = ("completed", "oom_gpu", "oom_host", "failed", "timeout", "killed", "preempted", "invalid")
 
@@ -266,7 +268,7 @@ class RunRecord:
             *device_errors(raw["utilization"], "utilization"),
         ]
         if errors:
-            raise ValueError(", ".join(errors[:MOST_ERRORS]))
+            raise ValueError(", ".join(errors[:MAX_SHOWN_ERRORS]))
         preflight = raw.get("preflight")
         return cls(
             status=raw["status"],

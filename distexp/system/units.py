@@ -11,13 +11,13 @@ GIB = 2**30
 MIB_PER_GB = 1024.0
 """MiB in a GB of ``2**30`` bytes."""
 
-LEAST_GB = 0.1
+MIN_GB = 0.1
 """Less memory is shown in MB."""
 
 
 def format_memory(mib: float, digits: int = 1) -> str:
     """Format a memory: ``1.5 GB``, and below 0.1 GB ``12.3 MB``. A GB has 1,024 MB."""
-    if mib >= LEAST_GB * MIB_PER_GB:
+    if mib >= MIN_GB * MIB_PER_GB:
         return f"{mib / MIB_PER_GB:,.{digits}f} GB"
     return f"{mib:.3g} MB"
 
@@ -31,7 +31,7 @@ def format_tflops(tflops: float) -> str:
 
 def format_about(seconds: float) -> str:
     """Return a rough duration: ``25 s``, ``3 min``, ``2 h 10 min``."""
-    if seconds < 57.5:
+    if seconds < 57.5:  # A longer time would be rounded to 60 s.
         return f"{max(5, 5 * round(seconds / 5))} s"
     minutes = max(1, round(seconds / 60))
     if minutes < 60:

@@ -10,7 +10,7 @@ from distexp.report.data.failures import failure_reasons
 from distexp.report.data.metric_readers import training_value
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import format_setting
-from distexp.system.units import LEAST_GB
+from distexp.system.units import MIN_GB
 
 PARAMETERS = "parameters"
 UNITS = {
@@ -146,7 +146,7 @@ def _format_failed_cell(column: ExerciseColumn, group: RunGroup) -> str:
 def _format_values(column: ExerciseColumn, values: Sequence[float]) -> str:
     """Return the mean, and the sample standard deviation of several values."""
     digits, suffix = column.digits, column.suffix
-    if column.unit in SMALLER_UNITS and statistics.fmean(values) < LEAST_GB:
+    if column.unit in SMALLER_UNITS and statistics.fmean(values) < MIN_GB:
         unit, factor = SMALLER_UNITS[column.unit]
         values, digits, suffix = [value * factor for value in values], 1, f" {unit}"
     text = f"{statistics.fmean(values):,.{digits}f}{suffix}"
