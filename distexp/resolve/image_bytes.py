@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,8 +13,19 @@ MAX_CPU_BYTES = 64 * 10**9
 """Decoded images that are kept in CPU memory without an explicit ``dataset.cache``."""
 
 CHANNELS = 3
-GENERATED_IMAGES, GENERATED_EDGE = 500, 32
-"""Images of ``dataset=tinyimagenet_sample``, and their height."""
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """The images of a dataset."""
+
+    count: int
+    edge: int
+    """Height and width of an image, in pixels."""
+
+
+GENERATED = ImageFolder(count=500, edge=32)
+"""The images of ``dataset=tinyimagenet_sample``."""
 
 
 def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
@@ -22,24 +34,24 @@ def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
     Returns:
         The bytes, or None if the folder cannot be read, which another check reports.
     """
-    found = (GENERATED_IMAGES, GENERATED_EDGE) if dataset.root is None else _measure_folder(dataset.root)
-    if found is None:
+    images = GENERATED if dataset.root is None else _measure_folder(dataset.root)
+    if images is None:
         return None
-    images, edge = found
+    count = images.count
     if dataset.train_size is not None and dataset.eval_size is not None:
-        images = dataset.train_size + dataset.eval_size
-    return images * CHANNELS * min(edge, dataset.image_size or edge) ** 2
+        count = dataset.train_size + dataset.eval_size
+    return count * CHANNELS * min(images.edge, dataset.image_size or images.edge) ** 2
 
 
 @lru_cache(maxsize=8)
-def _measure_folder(root: str) -> tuple[int, int] | None:
-    """Return the number of images in a folder of TinyImageNet's layout, and the larger edge of one of them."""
+def _measure_folder(root: str) -> ImageFolder | None:
+    """Count the images in a folder of TinyImageNet's layout, and measure the larger edge of one of them."""
     from PIL import Image
 
     try:
         folders = [Path(root, "val", "images"), *(Path(entry, "images") for entry in os.scandir(Path(root, "train")))]
-        images = sum(len(os.listdir(folder)) for folder in folders)
+        count = sum(len(os.listdir(folder)) for folder in folders)
         with Image.open(next(folders[0].iterdir())) as image:
-            return images, max(image.size)
+            return ImageFolder(count, max(image.size))
     except (OSError, StopIteration):
         return None

@@ -28,7 +28,7 @@ MODELS = "distexp.models."
 
 
 def choose_kernels(config: Config) -> list[str]:
-    """Set the keys that are null: to what ``fast`` chooses, or else to the reference."""
+    """Set the keys that are null: to what ``fast`` chooses, or else to the reference. Return no errors."""
     chosen = fast_values(config) if config.kernels.name == "fast" else {}
     for key, reference in speed_references().items():
         if get_value(config, key) is None:

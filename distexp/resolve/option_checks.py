@@ -11,7 +11,7 @@ from distexp.config.field_info import info_of
 from distexp.config.model_checks import model_errors, unused_key_errors
 from distexp.config.targets import check_target
 
-DISTEXP_KEYS = {
+KEYS_OF_SBATCH_OPTIONS = {
     "array": "cluster.array_parallelism",
     "nodes": "cluster.nodes",
     "ntasks": "cluster.nodes",
@@ -59,20 +59,26 @@ def check_cluster_keys(config: Config) -> Iterator[str]:
     """Yield an error for each cluster key that the launcher ignores, or that contradicts another one."""
     cluster = config.cluster
     if cluster.launcher == "local":
-        yield from _slurm_keys(cluster)
+        yield from _slurm_only_errors(cluster)
     elif config.sweep.shared_start:
         yield "sweep.shared_start=true is for local sweeps only: leave it out, or choose cluster=local"
-    for option in cluster.sbatch:
-        name = str(option).lstrip("-").replace("_", "-")
-        if name in DISTEXP_KEYS:
-            key = DISTEXP_KEYS[name]
-            yield f"cluster.sbatch may not set {option}: " + (f"set {key} instead" if key else "distexp sets it")
+    yield from _sbatch_errors(cluster)
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"cluster.environment sets {name!r}, which is not a variable name: use letters, digits and _"
 
 
-def _slurm_keys(cluster: ClusterConfig) -> Iterator[str]:
+def _sbatch_errors(cluster: ClusterConfig) -> Iterator[str]:
+    """Yield an error for each option of sbatch that distexp sets itself."""
+    for option in cluster.sbatch:
+        name = str(option).lstrip("-").replace("_", "-")
+        if name in KEYS_OF_SBATCH_OPTIONS:
+            key = KEYS_OF_SBATCH_OPTIONS[name]
+            yield f"cluster.sbatch may not set {option}: " + (f"set {key} instead" if key else "distexp sets it")
+
+
+def _slurm_only_errors(cluster: ClusterConfig) -> Iterator[str]:
+    """Yield an error for each key that is set and that only Slurm uses."""
     defaults = ClusterConfig()
     for spec in fields(ClusterConfig):
         value = getattr(cluster, spec.name)

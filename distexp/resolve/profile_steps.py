@@ -1,4 +1,4 @@
-"""The short key ``profile``."""
+"""The key ``profile``, which is short for ``train.profile_steps``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PROFILE_STEPS = 3
 
 
 def choose_profile_steps(config: Config) -> list[str]:
-    """Set ``train.profile_steps`` for ``profile=true``, unless it has a value."""
+    """Set ``train.profile_steps`` for ``profile=true``, unless it has a value. Return no errors."""
     if config.profile and not config.train.profile_steps:
         config.train.profile_steps = PROFILE_STEPS
     return []

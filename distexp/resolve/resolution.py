@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from distexp.config import Config, ConfigError
 from distexp.config.value_checks import check_values
 from distexp.resolve.absolute_paths import make_paths_absolute
-from distexp.resolve.batch_sizes import set_accumulation
+from distexp.resolve.accumulation import set_accumulation
 from distexp.resolve.data_checks import check_lengths, check_sizes, check_task
 from distexp.resolve.device_checks import check_device
 from distexp.resolve.file_checks import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distexp.config import Config
+from distexp.config import Config, ModelConfig
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
 from distexp.resolve.shrink import check_worker_limit
@@ -21,6 +21,7 @@ def apply_scaling(config: Config) -> list[str]:
 
 
 def _keep_fixed(config: Config) -> list[str]:
+    """Change nothing. Refuse keys of the other rules."""
     owners = {"samples_per_worker": "weak_data", "base_workers": "weak_model"}
     return [
         f"scaling.{key}={getattr(config.scaling, key)} has no effect with scaling=fixed: leave it out, or choose "
@@ -46,31 +47,33 @@ def _scale_data(config: Config) -> list[str]:
 
 def _scale_model(config: Config) -> list[str]:
     """Keep the parameters per worker constant, and so the work per worker: parameters x samples."""
-    errors = [*_micro_batch_errors(config), *_sharding_errors(config)]
-    model, base = config.model, parameter_count(config.model)
-    if base is None or model.num_layers is None:
-        errors.append(
-            f"scaling=weak_model cannot count the parameters of model={model.name}: "
-            "choose model=gpt, or a BLOOM with model.init=random"
-        )
-    elif not ties_embeddings(model):
-        errors.append(
-            "scaling=weak_model needs model.tie_embeddings=true: a separate embedding has parameters but no work, so "
-            "not both can be constant. scaling=weak_model_workshop has no such requirement"
-        )
-    if errors or base is None or model.num_layers is None:
+    errors = [*_micro_batch_errors(config), *_sharding_errors(config), *_countable_errors(config.model)]
+    if errors:
         return errors
-    wanted = base * config.cluster.world_size / _base_workers(config)
-    per_layer = (parameter_count(model, 2) or 0) - (parameter_count(model, 1) or 0)
-    layers = model.num_layers + round((wanted - base) / per_layer)
+    layers = _layers_for_workers(config)
     if layers < 1:
         return [
             f"scaling=weak_model leaves no layer for {config.cluster.world_size} workers, because the embedding alone "
             "is larger: raise model.num_layers, or lower scaling.base_workers"
         ]
-    model.num_layers = layers
+    config.model.num_layers = layers
     _split_batch(config)
     return []
+
+
+def _layers_for_workers(config: Config) -> int:
+    """Return the layers with which the parameters grow as the workers. The embedding does not grow."""
+    model = config.model
+    configured = _count(model, model.num_layers)
+    per_layer = _count(model, 2) - _count(model, 1)
+    wanted = configured * config.cluster.world_size / _base_workers(config)
+    return (model.num_layers or 0) + round((wanted - configured) / per_layer)
+
+
+def _count(model: ModelConfig, layers: int | None) -> int:
+    parameters = parameter_count(model, layers)
+    assert parameters is not None, "_countable_errors refuses such models"
+    return parameters
 
 
 def _scale_model_as_workshop(config: Config) -> list[str]:
@@ -91,6 +94,7 @@ def _scale_model_as_workshop(config: Config) -> list[str]:
 
 
 def _base_workers(config: Config) -> int:
+    """Return the workers for which layers and micro-batch are configured."""
     return config.scaling.base_workers or 1
 
 
@@ -101,6 +105,7 @@ def _split_batch(config: Config) -> None:
 
 
 def _micro_batch_errors(config: Config) -> list[str]:
+    """Return an error if ``_split_batch`` would leave a remainder."""
     if searches_micro_batch(config):
         return []
     samples = config.train.micro_batch * _base_workers(config)
@@ -111,6 +116,21 @@ def _micro_batch_errors(config: Config) -> list[str]:
         f"{config.train.micro_batch} x scaling.base_workers={_base_workers(config)}) evenly among "
         f"{config.cluster.world_size} workers: change one of them"
     ]
+
+
+def _countable_errors(model: ModelConfig) -> list[str]:
+    """Return an error if the parameters of a model cannot be counted, or do not determine its work."""
+    if parameter_count(model) is None:
+        return [
+            f"scaling=weak_model cannot count the parameters of model={model.name}: "
+            "choose model=gpt, or a BLOOM with model.init=random"
+        ]
+    if not ties_embeddings(model):
+        return [
+            "scaling=weak_model needs model.tie_embeddings=true: a separate embedding has parameters but no work, so "
+            "not both can be constant. scaling=weak_model_workshop has no such requirement"
+        ]
+    return []
 
 
 def _sharding_errors(config: Config) -> list[str]:

@@ -1,4 +1,4 @@
-"""The global batch size, and what follows from it."""
+"""Accumulation: the micro-batches of an optimizer step, computed from ``train.global_batch_size``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def set_accumulation(config: Config) -> Iterator[str]:
     total = train.global_batch_size
     if searches_micro_batch(config):
         yield from _search_errors(config)
-        train.gradient_accumulation_steps = 1  # of each size that the search tries, it has another value
+        train.gradient_accumulation_steps = 1  # The workers set it, because it depends on the size that they find.
     elif total is not None:
         per_pass = train.micro_batch * workers
         if total % per_pass:
