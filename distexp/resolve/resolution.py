@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
-from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from distexp.config import Config, ConfigError
 from distexp.config.value_checks import check_values
@@ -34,6 +31,7 @@ from distexp.resolve.shrink import check_exercise_device, shrink_global_batch, s
 from distexp.resolve.speed_checks import check_speed_options
 from distexp.resolve.strategy_steps import check_strategy, check_trainer, set_strategy_defaults
 from distexp.resolve.tracker_checks import check_tracker
+from distexp.resolve.typed_config import to_dataclasses
 
 Step = Callable[[Config], Iterable[str]]
 """A step may change the configuration in place. It returns its errors and leaves raising to ``resolve``."""
@@ -106,44 +104,3 @@ def run_steps(config: Config, steps: Sequence[Step]) -> None:
         errors += step(config)
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)), config)
-
-
-def without_hydra(composed: DictConfig) -> DictConfig:
-    """Return a copy of a composed configuration without its ``hydra`` node."""
-    content = composed.copy()
-    with open_dict(content):
-        content.pop("hydra", None)
-    return content
-
-
-def to_dataclasses(composed: DictConfig) -> Config:
-    """Convert a composed configuration to dataclasses.
-
-    Raises:
-        ConfigError: a key is unknown, a mandatory value is missing, or a reference cannot be resolved.
-    """
-    unknown = sorted({*_unknown_keys(composed, Config)} - {"hydra"})
-    if unknown:
-        raise ConfigError([f"{key} is not a key of the configuration: leave it out" for key in unknown])
-    try:
-        # Hydra has checked the types. Merging into the schema again would take 20 ms per run.
-        values = {spec.name: composed[spec.name] for spec in fields(Config)}
-        typed: dict[str, Any] = {
-            name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for name, value in values.items()
-        }
-    except MissingMandatoryValue as error:
-        missing = ", ".join(sorted(OmegaConf.missing_keys(without_hydra(composed))))
-        raise ConfigError(f"{missing} is required: set it, or choose an option of its group") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
-    return Config(**typed)
-
-
-def _unknown_keys(section: DictConfig, schema: Any) -> Iterator[str]:
-    """Yield the keys that the user added with a plus and that no dataclass has."""
-    known = {spec.name for spec in fields(schema)}
-    for key, node in section.items_ex(resolve=False):
-        if key not in known:
-            yield str(key)
-        elif isinstance(node, DictConfig) and is_dataclass(below := OmegaConf.get_type(node)):
-            yield from (f"{key}.{name}" for name in _unknown_keys(node, below))
