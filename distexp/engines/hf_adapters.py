@@ -23,7 +23,7 @@ from distexp.models.blocks import find_blocks
 from distexp.models.blueprint import Blueprint
 from distexp.strategies import ds_model
 from distexp.strategies.ds_config import uses_autocast
-from distexp.strategies.fsdp import mesh_shape, sharding_of
+from distexp.strategies.fsdp_mesh import mesh_shape, sharding_of
 from distexp.strategies.optimizer import build_optimizer
 from distexp.strategies.torch_model import DTYPES, unsharded_weights
 

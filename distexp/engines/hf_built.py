@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
-from distexp.strategies.fsdp import read_distribution
+from distexp.strategies.fsdp_distribution import read_distribution
 from distexp.strategies.torch_model import DTYPES, Distribution, read_ddp_distribution
 from distexp.strategies.torch_model import describe as describe_torch
 
