@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import nn
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-    from distexp.strategies.torch_model import Distribution
+from distexp.strategies.torch_model import Distribution
+from distexp.system.torch_internals.fsdp import group_by_fsdp_unit, read_fsdp_policies
 
 
 def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribution:
@@ -22,11 +22,6 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
     Raises:
         RuntimeError: parameters were left unsharded.
     """
-    from torch.distributed.tensor import DTensor
-
-    from distexp.strategies.torch_model import Distribution
-    from distexp.system.torch_internals.fsdp import group_by_fsdp_unit, read_fsdp_policies
-
     units = [members[0] for members in group_by_fsdp_unit(model)]
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]

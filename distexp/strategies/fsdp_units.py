@@ -10,19 +10,22 @@ that cost BLOOM-560m 5 % of its speed and 480 MiB.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed import fsdp
 
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
+from distexp.models.blocks import find_units
+from distexp.models.blueprint import Blueprint
+from distexp.models.introspection import find_embeddings, has_tied_embeddings
 from distexp.strategies.fsdp_mesh import build_mesh, sharding_of
 from distexp.strategies.fsdp_prefetch import set_prefetch
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.fsdp import FSDPModule
-
-    from distexp.models.blueprint import Blueprint
+from distexp.strategies.torch_model import DTYPES
 
 MIN_UNIT_PARAMETERS = 30_000_000
 """Least size of a unit with ``fsdp.blocks_per_unit=auto``.
@@ -31,47 +34,67 @@ A smaller unit is gathered faster than a CPU can start the work, so the number o
 """
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Modules that FSDP shards, gathers and frees together.
+
+    Attributes:
+        modules: the modules, in forward order.
+        is_needed_first: whether the backward pass starts with it. Freed after the forward pass, it would only be
+            gathered twice.
+    """
+
+    modules: list[nn.Module]
+    is_needed_first: bool = False
+
+
 def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Module]:
-    """Initialize and shard the units, inner ones first; return the blocks, or the model if it has none."""
-    import torch
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    from distexp.models.blocks import find_units
-    from distexp.models.introspection import find_embeddings, has_tied_embeddings
-    from distexp.strategies.torch_model import DTYPES
-
-    policy: dict[str, Any] = {
-        "mesh": build_mesh(config, context),
-        "reshard_after_forward": sharding_of(config).reshards_after_forward,
-    }
-    if config.precision.name != "fp32":
-        policy["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=DTYPES[config.precision.name], reduce_dtype=torch.float32
-        )
-    if config.offload.enabled:
-        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=config.offload.pin_memory)
+    """Initialize and shard the units; return the blocks, or the model if it has none."""
     model = blueprint.model
-    found = find_units(model, config.fsdp.wrap)
-    blocks, depths = [module for _, module in found], nesting_depths([name for name, _ in found])
-    inner = group_blocks(blocks, blocks_per_unit(config, is_nested=any(depths)))
-    if not inner and context.rank == 0:
+    named_blocks = find_units(model, config.fsdp.wrap)
+    blocks = [block for _, block in named_blocks]
+    if not blocks and context.rank == 0:
         print(
             f"note: {type(model).__name__} has no repeated blocks, so FSDP shards it as one unit: to change that, set "
             "fsdp.wrap to class names of its modules",
             flush=True,
         )
-    ends = [] if has_tied_embeddings(model) else [module for _, module in find_embeddings(model)]
-    inside_first = _deepest_first(inner, depths) if any(depths) else inner
-    for group in [*inside_first, *([module] for module in ends), [model]]:
-        for module in group:
+    depths = _nesting_depths([name for name, _ in named_blocks])
+    groups = group_blocks(blocks, blocks_per_unit(config, is_nested=any(depths)))
+    units = [Unit(group) for group in (_deepest_first(groups, depths) if any(depths) else groups)]
+    units += [*_embedding_units(model), Unit([model], is_needed_first=bool(blocks))]
+    policy = _policy(config, context)
+    for unit in units:
+        for module in unit.modules:
             blueprint.materialize(module)
-        # The backward pass starts with the head. Freeing it after the forward pass would only gather it twice.
-        last = (group[0] is model and bool(inner)) or (len(ends) == 2 and group[0] is ends[1])
-        fully_shard(
-            group if len(group) > 1 else group[0], **policy | ({"reshard_after_forward": False} if last else {})
-        )
-    set_prefetch([cast("FSDPModule", group[0]) for group in inner], config)
+        reshard = {"reshard_after_forward": False} if unit.is_needed_first else {}
+        fsdp.fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], **{**policy, **reshard})
+    set_prefetch([cast(fsdp.FSDPModule, group[0]) for group in groups], config)
     return blocks or [model]
+
+
+def _policy(config: Config, context: Context) -> dict[str, Any]:
+    """Return the arguments of ``fully_shard`` that all units have in common."""
+    policy: dict[str, Any] = {
+        "mesh": build_mesh(config, context),
+        "reshard_after_forward": sharding_of(config).reshards_after_forward,
+    }
+    if config.precision.name != "fp32":
+        policy["mp_policy"] = fsdp.MixedPrecisionPolicy(
+            param_dtype=DTYPES[config.precision.name], reduce_dtype=torch.float32
+        )
+    if config.offload.enabled:
+        policy["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=config.offload.pin_memory)
+    return policy
+
+
+def _embedding_units(model: nn.Module) -> Iterator[Unit]:
+    """Yield a unit for the embedding and one for the head, unless they share one weight."""
+    if has_tied_embeddings(model):
+        return
+    embeddings = [module for _, module in find_embeddings(model)]
+    for position, module in enumerate(embeddings):
+        yield Unit([module], is_needed_first=len(embeddings) == 2 and position == 1)
 
 
 def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:
@@ -95,14 +118,15 @@ def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:
     return 1
 
 
-def nesting_depths(names: Sequence[str]) -> list[int]:
+def _nesting_depths(names: Sequence[str]) -> list[int]:
     """Return how many of the other modules contain each module, by their dotted names."""
     return [sum(name.startswith(f"{other}.") for other in names) for name in names]
 
 
-def _deepest_first(units: Sequence[list[nn.Module]], depths: Sequence[int]) -> list[list[nn.Module]]:
-    """Return the units so that no unit is before one that it contains. Else the outer one would shard both."""
-    return [unit for _, unit in sorted(zip(depths, units, strict=True), key=lambda each: -each[0])]
+def _deepest_first(groups: Sequence[list[nn.Module]], depths: Sequence[int]) -> list[list[nn.Module]]:
+    """Sort groups of one block so that no block is before one that it contains. Else FSDP would shard it twice."""
+    order = sorted(range(len(groups)), key=lambda index: -depths[index])
+    return [groups[index] for index in order]
 
 
 def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.Module]]:

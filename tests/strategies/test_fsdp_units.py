@@ -1,4 +1,4 @@
-"""How FSDP groups the blocks of a model into units."""
+"""Which modules of a model FSDP shards as one unit."""
 
 from __future__ import annotations
 
