@@ -20,7 +20,8 @@ from distexp.plan.zero3 import Partitions, ZeroThree
 from distexp.plan.zero12 import ZeroOneTwo
 from distexp.plan.zero_buffers import Buffers
 from distexp.plan.zero_stage0 import ZeroStage0
-from distexp.strategies.ds_config import effective_config, fit_buckets, uses_autocast
+from distexp.strategies.ds_buckets import fit_buckets
+from distexp.strategies.ds_config import effective_config, uses_autocast
 from distexp.strategies.ds_model import in_16_bits
 from distexp.strategies.torch_model import DTYPES
 

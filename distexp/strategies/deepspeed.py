@@ -11,7 +11,8 @@ from distexp.distributed.context import Context
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
 from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy
-from distexp.strategies.ds_config import conflicts, get_nested, read_or_empty
+from distexp.strategies.ds_config_file import get_nested, read_or_empty
+from distexp.strategies.ds_conflicts import conflicts
 from distexp.strategies.ds_operators import needed_operators
 from distexp.strategies.fast import block_values
 

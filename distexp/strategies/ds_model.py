@@ -13,7 +13,8 @@ from distexp.distributed.context import Context
 from distexp.runs.json_files import write_json
 from distexp.runs.record import Built
 from distexp.runs.run_dir import DS_CONFIG
-from distexp.strategies.ds_config import describe_buckets, effective_config, fit_buckets, uses_autocast
+from distexp.strategies.ds_buckets import describe_buckets, fit_buckets
+from distexp.strategies.ds_config import effective_config, uses_autocast
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from typing import IO, Any, NoReturn
 
 from distexp.config import Config
 from distexp.strategies.ds_build_folder import BATON, remove_build, remove_outdated, wait_for_baton, write_stamp
-from distexp.strategies.ds_config import get_nested, read_or_empty
+from distexp.strategies.ds_config_file import get_nested, read_or_empty
 
 SHARED_MEMORY, CPU_ADAM, QUANTIZER = "deepspeed_shm_comm", "cpu_adam", "quantizer"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distexp.strategies.ds_config import describe_buckets, fit_buckets
+from distexp.strategies.ds_buckets import describe_buckets, fit_buckets
 
 
 def note(parameters: int, stage: int = 2) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distexp.strategies.ds_config import fit_buckets
+from distexp.strategies.ds_buckets import fit_buckets
 
 
 def fitted(stage: int, parameters: int, **chosen: int) -> dict[str, int]:
