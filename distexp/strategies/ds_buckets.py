@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-SMALLEST_BUCKET = 5_000_000
-LARGEST_BUCKET = 500_000_000
-"""Limits in elements; the largest is DeepSpeed's default. No bucket is larger than the model."""
+MIN_BUCKET_ELEMENTS = 5_000_000
+MAX_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's default for all models."""
 
-LARGEST_PERSISTENT = 100_000
-"""Elements up to which stage 3 does not shard a parameter: DeepSpeed's default. It would shard no small model."""
+MAX_PREFETCH_ELEMENTS = 50_000_000
+"""DeepSpeed's default for all models."""
+
+MAX_PERSISTENT_ELEMENTS = 100_000
+"""Size up to which stage 3 does not shard a parameter: DeepSpeed's default. It would shard no small model."""
 
 
 def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict[str, int]:
@@ -27,20 +30,28 @@ def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict
         The keys and values that were set.
     """
     zero = settings["zero_optimization"]
-    if zero["stage"] == 0:
-        return {}
-    even = parameters + parameters % 2  # DeepSpeed refuses an odd bucket
-    bucket = min(max(parameters // 16, SMALLEST_BUCKET), LARGEST_BUCKET, even)
-    fitting = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-    if zero["stage"] == 3:
-        live = max(largest, parameters // 4)
-        fitting |= {"stage3_prefetch_bucket_size": min(bucket, 50_000_000)}
-        fitting |= {"stage3_param_persistence_threshold": min(parameters // 100, LARGEST_PERSISTENT)}
-        fitting |= {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": live}
-        del fitting["allgather_bucket_size"]
+    fitting = _fitting_sizes(zero["stage"], parameters, largest)
     filled = {key: value for key, value in fitting.items() if key not in zero}
     zero.update(filled)
     return filled
+
+
+def _fitting_sizes(stage: int, parameters: int, largest: int) -> dict[str, int]:
+    """Return the keys of ``zero_optimization`` that a stage uses, with sizes in elements."""
+    if stage == 0:
+        return {}
+    even = parameters + parameters % 2  # DeepSpeed refuses an odd bucket, and a larger one than the model is useless.
+    bucket = min(max(parameters // 16, MIN_BUCKET_ELEMENTS), MAX_BUCKET_ELEMENTS, even)
+    if stage < 3:
+        return {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    live = max(largest, parameters // 4)
+    return {
+        "reduce_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": min(bucket, MAX_PREFETCH_ELEMENTS),
+        "stage3_param_persistence_threshold": min(parameters // 100, MAX_PERSISTENT_ELEMENTS),
+        "stage3_max_live_parameters": live,
+        "stage3_max_reuse_distance": live,
+    }
 
 
 def describe_buckets(fitted: Mapping[str, int], parameters: int) -> str:

@@ -19,16 +19,17 @@ BUCKETS = (
 """Keys of the section ``deepspeed`` that have the same name in ``zero_optimization``."""
 
 
+Values = Iterator[tuple[tuple[str, ...], Any]]
+"""Values for a ds_config, each with the keys that lead to it, such as ``("bf16", "enabled")``."""
+
+
 def effective_config(config: Config, world_size: int) -> dict[str, Any]:
     """Return the ds_config: the user's file plus the values that distexp sets."""
     settings = read_file(config.deepspeed.config_file)
     for section in ("optimizer", "scheduler"):  # distexp builds these; ``conflicts`` has refused other values
         settings.pop(section, None)
-    for path, value in values_set_by_distexp(config, world_size):
-        node = settings
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = value
+    for keys, value in values_set_by_distexp(config, world_size):
+        _set_nested(settings, keys, value)
     return _without_auto(settings)
 
 
@@ -41,6 +42,13 @@ def uses_autocast(config: Config) -> bool:
     return config.precision.name == "bf16" and config.deepspeed.zero_stage == 0 and in_file is not True
 
 
+def _set_nested(settings: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
+    *parents, last = keys
+    for key in parents:
+        settings = settings.setdefault(key, {})
+    settings[last] = value
+
+
 def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings without "auto" values, for which DeepSpeed uses its default."""
     return {
@@ -50,35 +58,16 @@ def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def values_set_by_distexp(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path into a ds_config and the value of every key that distexp sets."""
-    train, options = config.train, config.deepspeed
+def values_set_by_distexp(config: Config, world_size: int) -> Values:
+    """Yield every value that distexp sets."""
     yield from _batch_sizes(config, world_size)
-    yield ("gradient_clipping",), train.gradient_clipping or 0.0
-    autocast = uses_autocast(config)
-    yield ("bf16", "enabled"), config.precision.name == "bf16" and not autocast
-    if options.check_overflow is False:
-        yield ("bf16", "check_grad_overflow"), False
-    yield ("fp16", "enabled"), config.precision.name == "fp16"
-    if autocast:
-        yield ("torch_autocast",), {"enabled": True, "dtype": "bfloat16"}
-    yield ("zero_optimization", "stage"), options.zero_stage
-    if config.offload.enabled:
-        where = {"device": "cpu", "pin_memory": config.offload.pin_memory}
-        yield ("zero_optimization", "offload_optimizer"), where
-        if options.zero_stage == 3:
-            yield ("zero_optimization", "offload_param"), where
-    yield ("zero_force_ds_cpu_optimizer",), options.cpu_optimizer == "deepspeed" and config.offload.enabled
-    # DeepSpeed does not test torch's SGD; distexp's parity tests do.
-    yield ("zero_allow_untested_optimizer",), True
-    if options.overlap_comm:
-        yield ("zero_optimization", "overlap_comm"), True
-    for key in BUCKETS:
-        if (value := getattr(options, key)) is not None:
-            yield ("zero_optimization", key), value
+    yield ("gradient_clipping",), config.train.gradient_clipping or 0.0
+    yield from _precision(config)
+    yield from _optimizer(config)
+    yield from _zero(config)
 
 
-def _batch_sizes(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _batch_sizes(config: Config, world_size: int) -> Values:
     train = config.train
     yield ("train_micro_batch_size_per_gpu",), train.micro_batch_size
     if searches_micro_batch(config):
@@ -87,3 +76,35 @@ def _batch_sizes(config: Config, world_size: int) -> Iterator[tuple[tuple[str, .
     else:
         yield ("gradient_accumulation_steps",), train.gradient_accumulation_steps
         yield ("train_batch_size",), train.micro_batch * train.gradient_accumulation_steps * world_size
+
+
+def _precision(config: Config) -> Values:
+    autocast = uses_autocast(config)
+    yield ("bf16", "enabled"), config.precision.name == "bf16" and not autocast
+    if config.deepspeed.check_overflow is False:
+        yield ("bf16", "check_grad_overflow"), False
+    yield ("fp16", "enabled"), config.precision.name == "fp16"
+    if autocast:
+        yield ("torch_autocast",), {"enabled": True, "dtype": "bfloat16"}
+
+
+def _optimizer(config: Config) -> Values:
+    uses_cpu_adam = config.deepspeed.cpu_optimizer == "deepspeed" and config.offload.enabled
+    yield ("zero_force_ds_cpu_optimizer",), uses_cpu_adam
+    # DeepSpeed does not test torch's SGD; distexp's parity tests do.
+    yield ("zero_allow_untested_optimizer",), True
+
+
+def _zero(config: Config) -> Values:
+    options = config.deepspeed
+    yield ("zero_optimization", "stage"), options.zero_stage
+    if config.offload.enabled:
+        target = {"device": "cpu", "pin_memory": config.offload.pin_memory}
+        yield ("zero_optimization", "offload_optimizer"), target
+        if options.zero_stage == 3:
+            yield ("zero_optimization", "offload_param"), target
+    if options.overlap_comm:
+        yield ("zero_optimization", "overlap_comm"), True
+    for key in BUCKETS:
+        if (value := getattr(options, key)) is not None:
+            yield ("zero_optimization", key), value
