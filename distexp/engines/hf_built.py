@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distexp.runs.record import Built
 from distexp.strategies import ds_model
 from distexp.strategies.fsdp_distribution import read_distribution
+from distexp.strategies.model_tensors import innermost_optimizer
 from distexp.strategies.torch_model import DTYPES, Distribution, read_ddp_distribution
 from distexp.strategies.torch_model import describe as describe_torch
 
@@ -39,13 +40,6 @@ def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.M
     autocast_dtype = DTYPES[trainer.accelerator.mixed_precision] if casts else None
     optimizer = innermost_optimizer(trainer.optimizer)
     return describe_torch(wrapped, optimizer, distribution, autocast_dtype, strategy=strategy, engine=ENGINE)
-
-
-def innermost_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer without the wrappers of accelerate and DeepSpeed."""
-    while (inner := getattr(optimizer, "optimizer", None)) not in (None, optimizer):
-        optimizer = inner
-    return optimizer
 
 
 def _distribution(wrapped: nn.Module, model: nn.Module, units: Sequence[nn.Module]) -> Distribution:

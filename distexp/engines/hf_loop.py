@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ from distexp.distributed.context import Context
 from distexp.engines.base import check_built
 from distexp.engines.hf_adapters import HFAdapter
 from distexp.engines.hf_arguments import training_arguments
-from distexp.engines.hf_built import describe, innermost_optimizer
+from distexp.engines.hf_built import describe
+from distexp.engines.model_watches import watch_model
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record import Built
 from distexp.strategies.base import Strategy, load_strategy
-from distexp.strategies.model_tensors import read_model_tensors
+from distexp.strategies.model_tensors import innermost_optimizer
 from distexp.strategies.optimizer import clip_gradients
 from distexp.system.seeding import seed_everything
 from distexp.training.inputs import TrainingInputs
@@ -48,7 +48,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.adapter = build_adapter(self.strategy, blueprint, config, context)
         self.step: StepData | None = None
         self.contributions: list[Tensor] = []  # of this rank to loss and accuracy, one for each micro-batch
-        self.norm: Tensor | float | None = None
+        self.norm: Tensor | float | None = None  # of the gradients of the last step, before clipping
         self.built: Built | None = None
         super().__init__(
             model=self.unwrapped,
@@ -138,8 +138,8 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepData]:
         logger = self.inputs.logger
-        left = self.inputs.plan.steps_of(self.epoch, logger.steps)
-        return self.inputs.training.iter_steps(self.epoch, left)
+        remaining_steps = self.inputs.plan.steps_of(self.epoch, logger.steps)
+        return self.inputs.training.iter_steps(self.epoch, remaining_steps)
 
 
 class TrainerModel:
@@ -179,16 +179,19 @@ class _LoggingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         trainer = self.trainer
         trainer.built = trainer.evaluable.describe()
-        check_built(trainer.built, trainer.strategy.expected_build(trainer.config))
-        if innermost_optimizer(trainer.optimizer) is not trainer.own_optimizer:
-            raise RuntimeError(f"the Trainer replaced the optimizer of distexp by {trainer.built.optimizer}")
+        self._check_built(trainer.built)
         trainer.adapter.start(trainer)
         optimizer = getattr(trainer.model_wrapped, "optimizer", trainer.optimizer)
-        self.inputs.logger.parts.read = partial(read_model_tensors, trainer.model_wrapped, optimizer)
-        self.inputs.logger.waits.follow(trainer.model_wrapped)
-        self.inputs.logger.profiler.module = trainer.model_wrapped
+        watch_model(trainer.model_wrapped, optimizer, self.inputs.logger)
         seed_everything(trainer.config.train.seed + trainer.context.rank)
         self.inputs.logger.start()
+
+    def _check_built(self, built: Built) -> None:
+        """Raise RuntimeError if the model or the optimizer is not the requested one."""
+        trainer = self.trainer
+        check_built(built, trainer.strategy.expected_build(trainer.config))
+        if innermost_optimizer(trainer.optimizer) is not trainer.own_optimizer:
+            raise RuntimeError(f"the Trainer replaced the optimizer of distexp by {built.optimizer}")
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self.inputs.logger.start_steps()

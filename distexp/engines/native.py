@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from distexp.config import Config
 from distexp.config.custom_code import check_members
@@ -32,23 +31,13 @@ class Native:
         """Build and check the model, resume from the newest checkpoint, and train."""
         from distexp.checkpoints.manager import CheckpointManager
         from distexp.data.loader import StopRequestedError
+        from distexp.engines.model_watches import watch_model
         from distexp.runs.stop_request import StopRequest
-        from distexp.strategies.model_tensors import read_model_tensors
-        from distexp.system.seeding import seed_everything
         from distexp.training.loop import fit
 
-        strategy = load_strategy(config)
-        model = strategy.setup(build_model(), config, context)
-        check_members(model, DistributedModel, f"strategy._target_={config.strategy._target_}: setup()")
-        # Each rank needs its own random state from here on, or all ranks would drop the same units.
-        seed_everything(config.train.seed + context.rank)
-        built = model.describe()
-        once = {"compute_weights": "step"} if config.train.compute_weights == "step" else {}
-        check_built(built, {**strategy.expected_build(config), **once})
+        model, built = _build(build_model, config, context)
         optimizer = getattr(model, "optimizer", getattr(model.module, "optimizer", None))
-        inputs.logger.parts.read = partial(read_model_tensors, model.module, optimizer)
-        inputs.logger.waits.follow(model.module)
-        inputs.logger.profiler.module = model.module
+        watch_model(model.module, optimizer, inputs.logger)
         checkpoints = CheckpointManager(inputs, model, built, config, context)
         checkpoints.resume()
         stop_request = StopRequest(context.run_dir, enabled=context.rank == 0)
@@ -59,6 +48,22 @@ class Native:
         except StopRequestedError:
             checkpoints.save_and_stop(stop_request.reason())
         return model, built
+
+
+def _build(build_model: ModelFactory, config: Config, context: Context) -> tuple[DistributedModel, Built]:
+    """Build the model, distribute it, and check it; return it with the description of what was built."""
+    from distexp.system.seeding import seed_everything
+
+    strategy = load_strategy(config)
+    model = strategy.setup(build_model(), config, context)
+    check_members(model, DistributedModel, f"strategy._target_={config.strategy._target_}: setup()")
+    # Each rank needs its own random state from here on, or all ranks would drop the same units.
+    seed_everything(config.train.seed + context.rank)
+    built = model.describe()
+    check_built(built, strategy.expected_build(config))
+    if config.train.compute_weights == "step":
+        check_built(built, {"compute_weights": "step"})
+    return model, built
 
 
 @contextmanager

@@ -13,6 +13,9 @@ from distexp.measure.memory.model_tensors import ModelTensors
 from distexp.models.introspection import find_embeddings
 from distexp.system.torch_internals.ddp import ddp_bucket_sizes
 
+MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")
+"""Attributes with the fp32 masters of DeepSpeed's optimizers: stages 1 and 2, stage 3, and fp16 at stage 0."""
+
 
 def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:
     """Return the parameters, gradients and optimizer states of this rank.
@@ -32,7 +35,7 @@ def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:
             *_tensors_in(getattr(optimizer, "accumulated_grads_in_cpu", None)),
             *_tensors_in(getattr(optimizer, "grad_partitions_flat_buffer", None)),
         ],
-        optimizer_states=[*masters, *_tensors_in(getattr(_innermost(optimizer), "state", None))],
+        optimizer_states=[*masters, *_tensors_in(getattr(innermost_optimizer(optimizer), "state", None))],
         buffers=list(module.buffers()),
         communication=[
             bucket.buffer
@@ -56,25 +59,21 @@ def _vocabulary(module: nn.Module) -> int | None:
     return int(shapes[0][0]) if shapes else None
 
 
-MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")
-"""Parameters that DeepSpeed's optimizers update: of stages 1 and 2, of stage 3, and of fp16 at stage 0."""
-
-
 def _masters(optimizer: Any) -> Iterator[Tensor]:
     for name in MASTERS:
         yield from _tensors_in(getattr(optimizer, name, None))
 
 
 def _updated_elsewhere(optimizer: Any, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
-    """Yield the weights that torch's optimizer updates and that the module computes with copies of."""
+    """Yield the weights that torch's optimizer updates if the module computes with copies of them."""
     own = {id(parameter) for parameter in parameters}
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             yield from (parameter for parameter in group["params"] if id(parameter) not in own)
 
 
-def _innermost(optimizer: Any) -> Any:
-    """Return the optimizer of torch inside the wrappers of DeepSpeed and accelerate."""
+def innermost_optimizer(optimizer: Any) -> Any:
+    """Return torch's optimizer without the wrappers of DeepSpeed and accelerate."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None and inner is not optimizer:
         optimizer = inner
     return optimizer
@@ -82,8 +81,8 @@ def _innermost(optimizer: Any) -> Any:
 
 def _attributes(tensors: Iterable[Tensor], name: str) -> Iterator[Tensor]:
     """Yield an attribute of tensors that have it."""
-    found = (getattr(tensor, name, None) for tensor in tensors)
-    return (each for each in found if isinstance(each, torch.Tensor))
+    values = (getattr(tensor, name, None) for tensor in tensors)
+    return (value for value in values if isinstance(value, torch.Tensor))
 
 
 def _tensors_in(content: Any) -> Iterator[Tensor]:
