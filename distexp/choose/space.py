@@ -21,8 +21,7 @@ from distexp.choose.candidate import Candidate
 from distexp.choose.cluster_sizes import ClusterSize, cluster_sizes
 from distexp.choose.command_overrides import with_overrides
 from distexp.choose.strategy_choices import VARIANTS, StrategyChoice, strategy_choices
-from distexp.config import Config, ConfigError
-from distexp.config.schema import KernelsConfig
+from distexp.config import Config, ConfigError, KernelsConfig
 from distexp.console.progress import show_progress
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.parallel_composition import compose_all

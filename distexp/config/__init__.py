@@ -1,23 +1,20 @@
 """Typed configuration: the schema, its metadata, and checks of single sections."""
 
 from distexp.config.cluster_section import ClusterConfig
+from distexp.config.data_sections import DatasetConfig, ModelConfig
 from distexp.config.forecast_section import ForecastConfig
+from distexp.config.measure_sections import MeasureConfig, PreflightConfig, TrackerConfig
+from distexp.config.plan_section import PlanConfig
+from distexp.config.scale_sections import ScaleConfig, ScalingConfig
 from distexp.config.schema import (
     Config,
     ConfigError,
-    DatasetConfig,
     EngineConfig,
     KernelsConfig,
-    MeasureConfig,
-    ModelConfig,
     OffloadConfig,
     PrecisionConfig,
-    PreflightConfig,
-    ScaleConfig,
-    ScalingConfig,
     StrategyConfig,
     SweepConfig,
-    TrackerConfig,
     TrainConfig,
     register_schema,
 )
@@ -37,6 +34,7 @@ __all__ = [
     "MeasureConfig",
     "ModelConfig",
     "OffloadConfig",
+    "PlanConfig",
     "PrecisionConfig",
     "PreflightConfig",
     "ScaleConfig",

@@ -1,8 +1,9 @@
 """The typed schema of the configuration: every key with its type, default, meaning and accepted values.
 
-Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so an unknown key or a value of the wrong type is an
-error while composing. ``value_checks`` compares the values with the limits that are declared here. Checks that involve
-several keys are in ``resolve``.
+This module has the training and the whole configuration. The other sections are in ``*_section.py`` and
+``*_sections.py``. Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so an unknown key or a value of the
+wrong type is an error while composing. ``value_checks`` compares the values with the limits of the schema. Checks that
+involve several keys are in ``resolve``.
 ``None`` means "not chosen": ``resolve`` sets it from the strategy, the model or the machine.
 """
 
@@ -15,8 +16,12 @@ from omegaconf import MISSING
 
 from distexp.config.choose_section import ChooseConfig
 from distexp.config.cluster_section import ClusterConfig
+from distexp.config.data_sections import DatasetConfig, ModelConfig
 from distexp.config.field_info import key
 from distexp.config.forecast_section import ForecastConfig
+from distexp.config.measure_sections import MeasureConfig, PreflightConfig, TrackerConfig
+from distexp.config.plan_section import PlanConfig
+from distexp.config.scale_sections import ScaleConfig, ScalingConfig
 from distexp.config.strategy_sections import DDPConfig, DeepSpeedConfig, FSDPConfig
 
 
@@ -31,82 +36,6 @@ class ConfigError(ValueError):
         self.errors = [errors] if isinstance(errors, str) else list(errors)
         self.config = config
         super().__init__("\n".join(self.errors))
-
-
-@dataclass
-class ModelConfig:
-    """The model to train. Keys that an architecture does not have must stay null."""
-
-    _target_: str = key(MISSING, "Function `(model: ModelConfig, num_classes: int) -> torch.nn.Module`.")
-    name: str = key(MISSING, "Name of the architecture in distexp, or a Hugging Face name or path.")
-    task: str = key(MISSING, "Task of the model.", choices=("causal_lm", "image_classification"))
-    path: str | None = key(None, "Hub id or folder of the weights that `init=pretrained` loads.", path="hub")
-    init: str = key("random", "Random weights, or pretrained weights from `path`.", choices=("random", "pretrained"))
-    tokenizer: str | None = key(
-        None,
-        "`byte`: trained on the dataset. `auto`: the tokenizer of the model. Else a hub id or a folder.",
-        path="hub",
-    )
-    vocab_size: int | None = key(None, "Rows of the embedding.", at_least=1, null="size of the tokenizer")
-    hidden_size: int | None = key(None, "Width of the hidden states.", at_least=1)
-    num_layers: int | None = key(None, "Number of transformer blocks.", at_least=1)
-    num_heads: int | None = key(None, "Attention heads. They must divide `hidden_size`.", at_least=1)
-    ff_dim: int | None = key(None, "Width of the feed-forward layers.", at_least=1)
-    seq_length: int | None = key(None, "Most positions of the model.", unit="tokens", at_least=1)
-    width: int | None = key(None, "Channels of the first stage of a ResNet.", at_least=1)
-    depths: list[int] | None = key(
-        None, "Residual blocks in each stage of a ResNet.", length=4, at_least=1, example="[3,4,6,3]"
-    )
-    bottleneck: bool | None = key(None, "Whether a ResNet uses bottleneck blocks.")
-    tie_embeddings: bool | None = key(None, "Whether embedding and output head share one weight.")
-    dropout: float | None = key(0.0, "Dropout probability.", at_least=0, below=1, null="default of the architecture")
-    attention: str = key(
-        "auto", "Implementation of the attention. `auto`: the default of the model. `flash`: only for `model=hf`.",
-        choices=("auto", "eager", "sdpa", "flex", "flash"), id_if_changed=True,
-    )  # fmt: skip
-    keys: list[str] = key([], "Keys that this model has. Any other key of this section is an error.")
-    options: dict[str, Any] = key({}, "Keys of a custom model.")
-
-
-@dataclass
-class DatasetConfig:
-    """The dataset to train on."""
-
-    _target_: str = key(MISSING, "Function `(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData`.")
-    name: str = key(MISSING, "Name of the dataset.")
-    task: str = key(
-        MISSING,
-        "Task of the dataset. Synthetic data has samples for any task.",
-        choices=("causal_lm", "image_classification", "any"),
-    )
-    path: str | None = key(None, "Hub id, or a folder written by `datasets.save_to_disk`.", path="hub")
-    train_path: str | None = key(None, "SQuAD v1.1 JSON file to train on.", path="file")
-    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on.", path="file")
-    root: str | None = key(None, "Folder in the official layout of TinyImageNet.", path="folder")
-    train_size: int | None = key(None, "Number of training examples, from the first.", at_least=1, null="all")
-    eval_size: int | None = key(None, "Number of evaluation examples, from the first.", at_least=1, null="all")
-    max_length: int | None = key(None, "Length at which texts are truncated.", unit="tokens", at_least=2)
-    answer_tokens: int = key(32, "Longest generated answer. See `train.score_answers`.", unit="tokens", at_least=1)
-    padding: str = key(
-        "max_length", "Pad to `max_length`, or to the longest text of the batch.", choices=("max_length", "longest")
-    )
-    packing: bool = key(
-        False, "Put several training samples into one row of `max_length` tokens. Batch sizes then count rows.",
-        id_if_changed=True,
-    )  # fmt: skip
-    bucketing: bool = key(
-        False, "Make training batches of samples of similar length, and pad them to the longest one.",
-        id_if_changed=True,
-    )  # fmt: skip
-    image_size: int | None = key(None, "Height and width of an image.", unit="pixels", at_least=1)
-    num_classes: int | None = key(None, "Number of image classes of synthetic data.")
-    num_workers: int = key(0, "DataLoader processes of each worker.", at_least=0)
-    cache: str | None = key(
-        None, "Memory for all decoded images. They are then augmented on the device. `none`: decode each one again.",
-        choices=("none", "cpu", "gpu"), reference="none", id_if_changed=True,
-    )  # fmt: skip
-    keys: list[str] = key([], "Keys that this dataset has. Any other key of this section is an error.")
-    options: dict[str, Any] = key({}, "Keys of a custom dataset.")
 
 
 @dataclass
@@ -249,116 +178,6 @@ class TrainConfig:
         if isinstance(self.micro_batch_size, str):
             raise ValueError(f"train.micro_batch_size={self.micro_batch_size} is not a number before its search")
         return self.micro_batch_size
-
-
-@dataclass
-class MeasureConfig:
-    """Memory and utilization, sampled from outside the workers, and the watch for slow ranks inside of them."""
-
-    enabled: bool = key(True, "Whether to sample.")
-    interval_s: float = key(0.5, "Time between two samples.", unit="seconds", above=0)
-    slow_ranks: bool = key(
-        True,
-        "Whether to watch for slow ranks: how long each rank waits for the others in some steps. "
-        "If false, no method of torch is replaced.",
-    )
-
-
-@dataclass
-class TrackerConfig:
-    """Experiment tracker. Credentials are read by its library and are never part of a configuration."""
-
-    name: str = key("none", "Name of the tracker.")
-    _target_: str | None = key(None, "Class that implements the `Tracker` protocol.", null="no tracker")
-    project: str = key("distexp", "Project of wandb, or experiment of MLflow.")
-    online: bool = key(False, "wandb: upload while the run trains.")
-    uri: str | None = key(None, "MLflow server or store.", null="the folder `mlruns/`")
-
-
-@dataclass
-class PreflightConfig:
-    """Communication bandwidth test before training."""
-
-    enabled: bool = key(False, "Whether to run the test.")
-    only: bool = key(False, "Run the test and do not train.")
-    min_busbw_gbps: float | None = key(
-        None, "Lowest accepted bus bandwidth of the largest all-reduce.", unit="GB/s", at_least=0,
-        null="5 on GPUs, no limit on CPUs",
-    )  # fmt: skip
-    max_bytes: int | None = key(
-        None, "Size of the largest buffer.", unit="bytes", at_least=1024, null="4 GiB on GPUs, 64 MiB on CPUs"
-    )
-    warmup_rounds: int = key(20, "Rounds before the measured ones.", at_least=0)
-    rounds: int = key(50, "Measured rounds. Fewer if one size would take longer than 10 s.", at_least=1)
-
-
-@dataclass
-class PlanConfig:
-    """Prediction of memory before a run starts, as by `distexp plan`."""
-
-    name: str = key(
-        "warn",
-        "`check`: a run that cannot fit is invalid. `warn`: print a warning if the prediction is "
-        "cached. `off`: nothing.",
-        choices=("check", "warn", "off"),
-    )
-    gpu: str | None = key(None, "GPU model to predict for, as `a100-80gb`.", null="the GPU of this machine")
-    gpu_memory_gb: float | None = key(
-        None, "Memory of the GPU to predict for, in GB of 2**30 bytes.", above=0, null="that of the GPU"
-    )
-    host_memory_gb: float | None = key(
-        None,
-        "Memory of a node to predict for with `cluster.device=cpu`, in GB of 2**30 bytes.",
-        above=0,
-        null="`cluster.memory_gb` on Slurm, else the memory of this machine",
-    )
-    timeout_s: float | None = key(
-        900.0,
-        "Longest time of a prediction. After it only the model states are computed.",
-        unit="seconds",
-        above=0,
-        null="no limit",
-    )
-    search_timeout_s: float | None = key(
-        30.0,
-        "Longest time in which `plan=check` searches for changes that make runs fit. The message states how many were "
-        "left out.",
-        unit="seconds",
-        above=0,
-        null="no limit",
-    )
-    only: bool = key(False, "Predict and do not train. Set by `distexp plan`.")
-    output: str = key("table", "Output of `distexp plan`. Its option `--json` sets it.", choices=("table", "json"))
-
-
-@dataclass
-class ScaleConfig:
-    """Upper limits that shrink a run, for example a preset on a laptop. Null means no limit."""
-
-    name: str = key("full", "Name of the scale.")
-    shrink: int | None = key(None, "Divisor of the widths of a model.")
-    layers: int | None = key(None, "Layers of a model, or of each stage of a ResNet.")
-    heads: int | None = key(None, "Attention heads.")
-    vocab_size: int | None = key(None, "Rows of the embedding.")
-    max_length: int | None = key(None, "Length of a text.", unit="tokens")
-    image_size: int | None = key(None, "Height and width of an image.", unit="pixels")
-    train_size: int | None = key(None, "Training examples.")
-    eval_size: int | None = key(None, "Evaluation examples.")
-    micro_batch_size: int | None = key(None, "Samples per worker and forward pass.")
-    gradient_accumulation_steps: int | None = key(None, "Micro-batches per optimizer step.")
-    workers: int | None = key(None, "Workers on all nodes. A cell with more is invalid.")
-    workers_per_node: int = key(2, "Workers per node in the presets for several nodes.")
-
-
-@dataclass
-class ScalingConfig:
-    """How the work changes with the number of workers."""
-
-    name: str = key("fixed", "Scaling rule.", choices=("fixed", "weak_data", "weak_model", "weak_model_workshop"))
-    samples_per_worker: int | None = key(None, "`weak_data`: training examples per worker.", at_least=1)
-    base_workers: int | None = key(
-        None, "`weak_model`: workers at which layers and micro-batch size are as configured.", at_least=1
-    )
 
 
 @dataclass

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from distexp.cli.overrides import parse, plain_value
-from distexp.config import Config
+from distexp.config import Config, PlanConfig
 from distexp.config.batch_sizes import searches_micro_batch
-from distexp.config.schema import PlanConfig
 from distexp.runs.command_text import format_override
 
 MODE, SEARCH = ("name",), ("search_timeout_s",)

@@ -2,7 +2,7 @@
 
 ``cluster.timeout_min`` limits a run, from the end of the build of DeepSpeed's operators. ``cluster.hang_timeout_min``
 limits the time without a step or a new phase, which rank 0 reports by its heartbeat. The timeout of collectives is
-longer, see ``distributed.process_group``. The defaults are in ``distexp.config.schema``.
+longer, see ``distributed.process_group``. The defaults are in ``distexp.config.cluster_section``.
 """
 
 from __future__ import annotations

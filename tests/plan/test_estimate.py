@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.config import Config
-from distexp.config.schema import DatasetConfig
+from distexp.config import Config, DatasetConfig
 from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.plan import cache
