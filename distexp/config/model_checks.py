@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.config.value_checks import value_errors
+from distexp.config.weights_source import weights_source, weights_source_key
 
 COMMON_KEYS = frozenset({"_target_", "name", "task", "init", "keys"})
 """Keys of every option."""
@@ -58,21 +59,6 @@ def validate_model(model: ModelConfig) -> None:
     errors = [*value_errors("model", model), *model_errors(model)]
     if errors:
         raise ConfigError(errors)
-
-
-def weights_source(model: ModelConfig) -> str | None:
-    """Return the hub id or folder of the weights and the tokenizer; None if the architecture has none."""
-    return model.name if weights_source_key(model) == "name" else model.path
-
-
-def weights_source_key(model: ModelConfig) -> str:
-    """Return the key that holds the weights source: ``name`` if the model lists it, else ``path``."""
-    return "name" if "name" in model.keys else "path"
-
-
-def loads_from_source(model: ModelConfig) -> bool:
-    """Return whether a run reads the weights source, for its weights or for its architecture."""
-    return model.init == "pretrained" or "name" in model.keys
 
 
 def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:

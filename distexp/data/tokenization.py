@@ -17,7 +17,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import loads_from_source, weights_source
+from distexp.config.weights_source import loads_from_source, weights_source
 from distexp.data.cache import build_once, cache_dir
 from distexp.system.hub import offline_if_unreachable
 

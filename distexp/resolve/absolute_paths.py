@@ -7,7 +7,7 @@ import os
 from distexp.config import Config
 from distexp.config.field_info import info_of
 from distexp.config.key_info import get_value, schema_fields, set_value
-from distexp.config.model_checks import loads_from_source, weights_source_key
+from distexp.config.weights_source import loads_from_source, weights_source_key
 
 BUILT_IN_TOKENIZERS = ("auto", "byte")
 

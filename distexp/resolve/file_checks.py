@@ -10,7 +10,7 @@ from distexp.checkpoints.folder import candidates, suggest
 from distexp.config import Config
 from distexp.config.field_info import info_of
 from distexp.config.key_info import get_value, schema_fields
-from distexp.config.model_checks import loads_from_source, weights_source, weights_source_key
+from distexp.config.weights_source import loads_from_source, weights_source, weights_source_key
 from distexp.resolve.data_checks import same_task
 
 EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}

@@ -13,7 +13,7 @@ from distexp.config import Config
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
-from distexp.config.model_checks import loads_from_source, weights_source_key
+from distexp.config.weights_source import loads_from_source, weights_source_key
 from distexp.resolve.fingerprints import checkpoint_fingerprint, fingerprint, model_fingerprint
 
 IRRELEVANT = (
