@@ -15,10 +15,10 @@ def refuse_numbers_as_booleans() -> None:
 
 
 def _convert_checked(node: BooleanNode, value: Any) -> bool:
-    """Return a value as true or false. The texts 0 and 1 are usual in environment variables.
+    """Return a value as true or false. The texts 0 and 1 are accepted, because environment variables have them.
 
     Raises:
-        ValidationError: the value is another one, as a number.
+        ValidationError: the value is a number, or a text without such a meaning.
     """
     if value in ("0", "1"):
         return bool(value == "1")

@@ -40,7 +40,7 @@ def check_members(found: object, protocol: type, source: str) -> None:
         raise ConfigError(_unexpected(found, protocol, source))
     missing = [name for name in _members(protocol) if not _has(found, name)]
     if missing:
-        raise ConfigError(f"{source} returned {describe_type(found)}, which lacks {_shown(missing, protocol)}")
+        raise ConfigError(f"{source} returned {describe_type(found)}, which lacks {_lacking(missing, protocol)}")
 
 
 def check_not_abstract(kind: object, base: type, source: str) -> None:
@@ -51,7 +51,7 @@ def check_not_abstract(kind: object, base: type, source: str) -> None:
     """
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing:
-        raise ConfigError(f"{source} lacks {_shown(missing, base)}")
+        raise ConfigError(f"{source} lacks {_lacking(missing, base)}")
 
 
 def check_returned(found: object, kind: type, source: str) -> None:
@@ -92,7 +92,7 @@ def one_sentence(target: str, call: str) -> Iterator[None]:
 
 
 def _unexpected(found: object, kind: type, source: str) -> str:
-    """Return the message for a returned object of the wrong class."""
+    """Return the message for an object of the wrong class."""
     expected = _with_article(_public_name(kind))
     return f"{source} returned {describe_type(found)} instead of {expected}: return one, as in {PAGE}"
 
@@ -117,8 +117,8 @@ def _with_article(name: str) -> str:
 
 def _members(protocol: type) -> list[str]:
     """Return the public names that a protocol and the protocols below it define."""
-    classes = [each for each in protocol.__mro__ if each.__module__.startswith("distexp.")]
-    return sorted({name for each in classes for name in vars(each) if not name.startswith("_")})
+    classes = [kind for kind in protocol.__mro__ if kind.__module__.startswith("distexp.")]
+    return sorted({name for kind in classes for name in vars(kind) if not name.startswith("_")})
 
 
 def _has(found: object, name: str) -> bool:
@@ -130,7 +130,8 @@ def _has(found: object, name: str) -> bool:
     return True
 
 
-def _shown(missing: list[str], protocol: type) -> str:
+def _lacking(missing: list[str], protocol: type) -> str:
+    """Return the end of the message: the missing names, their owner, and what to do."""
     names = ", ".join(missing)
     return (
         f"{names} of {protocol.__module__}.{protocol.__qualname__}: add {'it' if len(missing) == 1 else 'them'}, as in "

@@ -45,7 +45,7 @@ class FieldInfo:
             text = f"above {self.above:g}" + (f" and below {self.below:g}" if self.below is not None else "")
         else:
             text = ""
-        choices = ", ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
+        choices = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in self.choices)
         return " or ".join(filter(None, (text, choices)))
 
     def find_error(self, value: Any) -> str | None:

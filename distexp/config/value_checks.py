@@ -18,8 +18,7 @@ from distexp.config.key_info import sections
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Control characters. A line break would end an option of sbatch, and start a shell line."""
 
-
-MOST_DIGITS = 18
+MAX_DIGITS = 18
 """Digits of an integer. More may not fit into the columns of a report, and a record with more is not read."""
 
 
@@ -52,6 +51,6 @@ def _error(info: FieldInfo, value: Any) -> str | None:
     error = info.find_error(value)
     if error is None and isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
-    if error is None and isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
-        return f"has more than {MOST_DIGITS} digits: lower it"
+    if error is None and isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+        return f"has more than {MAX_DIGITS} digits: lower it"
     return error

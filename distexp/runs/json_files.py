@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from distexp.config.value_checks import MOST_DIGITS
+from distexp.config.value_checks import MAX_DIGITS
 from distexp.runs.files import replace_atomically
 from distexp.runs.printable import CONTROL, _printable
 from distexp.runs.regular_files import open_file
@@ -60,7 +60,7 @@ def parse_json(text: str) -> Any:
 
 
 def _parse_int(text: str) -> int:
-    if len(text) > MOST_DIGITS:
+    if len(text) > MAX_DIGITS:
         raise ValueError(f"it contains a number of {len(text)} digits")
     return int(text)
 
