@@ -112,19 +112,19 @@ class Replay:
 def replay(cell: SweepCell, limit_gb: float | None = None) -> Replay | None:
     """Search a cell with its measured values; None if nothing fits."""
     limit = None if limit_gb is None else limit_gb * MIB_PER_GB
-    fitting = [each for each in cell.candidates if each.fits(limit)]
+    fitting = [candidate for candidate in cell.candidates if candidate.fits(limit)]
     if not fitting:
         return None
-    by_overrides = {tuple(each.overrides): each for each in cell.candidates}
+    by_overrides = {tuple(candidate.overrides): candidate for candidate in cell.candidates}
     tried: list[Trial] = []
 
     def try_all(batch: Sequence[PlannedTrial]) -> list[Trial]:
-        found = [_trial(by_overrides[each.candidate.overrides], each.steps, limit) for each in batch]
+        found = [_trial(by_overrides[planned.candidate.overrides], planned.steps, limit) for planned in batch]
         tried.extend(found)
         return found
 
-    result = search([_candidate(each, limit) for each in cell.candidates], try_all, Objective.THROUGHPUT)
-    exhaustive = sum(each.gpu_seconds(cell.steps) for each in fitting)
+    result = search([_candidate(candidate, limit) for candidate in cell.candidates], try_all, Objective.THROUGHPUT)
+    exhaustive = sum(candidate.gpu_seconds(cell.steps) for candidate in fitting)
     return Replay(
         regret=_regret(result, by_overrides, fitting),
         share=sum(trial.gpu_seconds for trial in tried) / exhaustive,
@@ -162,7 +162,7 @@ def _trial(measured: Measured, steps: int, limit_mib: float | None) -> Trial:
 
 
 def _regret(result: SearchResult, measured: dict[tuple[str, ...], Measured], fitting: Sequence[Measured]) -> float:
-    best = max(each.samples_per_second or 0.0 for each in fitting)
+    best = max(candidate.samples_per_second or 0.0 for candidate in fitting)
     if result.winner is None:
         return 1.0
     return 1 - (measured[result.winner.overrides].samples_per_second or 0.0) / best
@@ -173,8 +173,8 @@ def read_cells(path: Path) -> list[SweepCell]:
     if not path.exists():
         return []
     return [
-        SweepCell(each["name"], each["gpus"], each["steps"], [Measured(**one) for one in each["candidates"]])
-        for each in read_json(path)
+        SweepCell(entry["name"], entry["gpus"], entry["steps"], [Measured(**one) for one in entry["candidates"]])
+        for entry in read_json(path)
     ]
 
 
@@ -186,7 +186,7 @@ def sweep(path: Path, name: str, gpus: int, steps: int, overrides: Sequence[str]
         return
     candidates = _find_candidates(name, gpus, overrides)
     with tempfile.TemporaryDirectory(prefix="distexp-choose-") as folder:
-        listed = json.dumps([each["overrides"] for each in candidates])
+        listed = json.dumps([candidate["overrides"] for candidate in candidates])
         short = [f"train.max_steps={steps + EXCLUDED_STEPS}", f"train.num_epochs={steps + EXCLUDED_STEPS}"]
         short += [f"train.measure_after_step={EXCLUDED_STEPS}", "train.log_every=1", "dataset.eval_size=8"]
         training = [text for text in overrides if not text.startswith("choose.")]
@@ -205,7 +205,7 @@ def _find_candidates(name: str, gpus: int, overrides: Sequence[str]) -> list[dic
     found = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if found.returncode:
         sys.exit(f"{name}, {gpus} workers: distexp choose choose.dry_run=true failed with code {found.returncode}")
-    return [each for each in json.loads(found.stdout)["candidates"] if _may_run(each)]
+    return [candidate for candidate in json.loads(found.stdout)["candidates"] if _may_run(candidate)]
 
 
 def _may_run(candidate: dict[str, Any]) -> bool:
@@ -260,7 +260,7 @@ def main(arguments: Sequence[str]) -> None:
         case ["sweep", path, name, gpus, *overrides]:
             sweep(Path(path), name, int(gpus), 10, overrides)
         case ["replay", path, *limits]:
-            print_replays(Path(path), [float(each) for each in limits])
+            print_replays(Path(path), [float(limit) for limit in limits])
         case _:
             sys.exit(__doc__)
 

@@ -103,8 +103,8 @@ class Commands:
     def _overrides(self, run: Run) -> list[str]:
         """Return the overrides of a run, without keys that a later override sets again."""
         on_squad = "dataset=squad" in run.overrides
-        given = [each for each in self.options.overrides if on_squad or not each.startswith("dataset.")]
-        return list({each.partition("=")[0]: each for each in (*run.overrides, *given)}.values())
+        given = [override for override in self.options.overrides if on_squad or not override.startswith("dataset.")]
+        return list({override.partition("=")[0]: override for override in (*run.overrides, *given)}.values())
 
     def _records(self, sweep: Path, runs: Sequence[Run], only: Sequence[str] | None = None) -> dict[str, Record]:
         paths = sorted(sweep.glob("*/record.json"))

@@ -98,7 +98,7 @@ def silent_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
     """
     for run in (each for each in runs if f"{each.name} silent" in records):
         metrics, silent = records[run.name]["metrics"], records[f"{run.name} silent"]["metrics"]
-        step, without = (each["step_time_s"]["p50"] for each in (metrics, silent))
+        step, without = (part["step_time_s"]["p50"] for part in (metrics, silent))
         ranks = metrics["step_breakdown"] or []
         if not ranks:
             yield run.name, "the profiled step has no parts", None

@@ -129,7 +129,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a file; exit if it cannot be read."""
     try:
-        return [Row(**each) for each in read_json(path)]
+        return [Row(**row) for row in read_json(path)]
     except (OSError, ValueError, TypeError) as error:
         sys.exit(f"{path} has no rows of forecasts ({error}): write one with --json {path}")
 

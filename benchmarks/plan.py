@@ -53,7 +53,9 @@ class Cell:
     @property
     def gpus(self) -> int:
         """Return the number of GPUs of the run."""
-        return next((int(each.removeprefix(WORKERS)) for each in self.arguments if each.startswith(WORKERS)), 1)
+        return next(
+            (int(argument.removeprefix(WORKERS)) for argument in self.arguments if argument.startswith(WORKERS)), 1
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -90,7 +92,7 @@ def read_cells(folder: Path) -> list[Cell]:
     entries = [entry if isinstance(entry, dict) else {"cell": entry, "limits": []} for entry in content["cells"]]
     for entry in entries:
         data, *own = shlex.split(entry["cell"])
-        own = [each.replace("LLAMA", str(llama)) for each in own]
+        own = [override.replace("LLAMA", str(llama)) for override in own]
         arguments = (*shlex.split(content["common"]), *shlex.split(content[data]), *own)
         cells.append(Cell(entry["cell"], tuple(entry["limits"]), tuple(last_of_each_key(arguments))))
     return cells

@@ -61,13 +61,13 @@ def read_differences(run_dir: Path, workers: int) -> list[float]:
 
     The duration of a step is the mean over the ranks.
     """
-    ranks = [{each.step: each for each in read_step_times(run_dir, rank)} for rank in range(workers)]
+    ranks = [{step.step: step for step in read_step_times(run_dir, rank)} for rank in range(workers)]
     return pair_differences(ranks)
 
 
 def pair_differences(ranks: Sequence[dict[int, StepTime]]) -> list[float]:
     """Return the relative differences of pairs, given the steps of each rank by their numbers."""
-    steps = {step: each.watched for step, each in ranks[0].items() if all(step in rank for rank in ranks)}
+    steps = {step: step_time.watched for step, step_time in ranks[0].items() if all(step in rank for rank in ranks)}
     seconds = {step: statistics.fmean(rank[step].seconds for rank in ranks) for step in steps}
     pairs = [(step, step + 1) for step in steps if step % 2 == 0 and step + 1 in steps]
     differences = [
@@ -76,7 +76,7 @@ def pair_differences(ranks: Sequence[dict[int, StepTime]]) -> list[float]:
         if steps[first] != steps[second]
     ]
     unwatched = [seconds[step] for step, watched in steps.items() if not watched]
-    return [each / statistics.median(unwatched) for each in differences]
+    return [difference / statistics.median(unwatched) for difference in differences]
 
 
 def estimate_shift(differences: Sequence[float]) -> Shift:

@@ -114,8 +114,10 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
 
 def _prefer_reference(outcome: Outcome) -> None:
     """Take the reference of the losses as the winner, if it is a candidate whose trial was better."""
-    rejected = [each.candidate for each in outcome.rejected]
-    best = next(each for each in ranked(outcome.candidates, outcome.settings.objective) if each not in rejected)
+    rejected = [rejection.candidate for rejection in outcome.rejected]
+    best = next(
+        candidate for candidate in ranked(outcome.candidates, outcome.settings.objective) if candidate not in rejected
+    )
     if outcome.winner is not best and outcome.winner is not None and outcome.check is not None and outcome.check.equal:
         outcome.winner, outcome.check = best, outcome.check.of_reference(outcome.winner)
 

@@ -28,10 +28,10 @@ def print_plan(outcome: Outcome, console: Console) -> None:
     Raises:
         SweepFailedError: nothing would be tried.
     """
-    waiting = [each for each in outcome.candidates if each.status is Status.WAITING]
+    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
     planned = first_trials(outcome.candidates, outcome.settings.objective)
-    costs = [trial_cost(each) for each in planned]
-    budget = outcome.settings.budget_gpu_s(max((each.workers for each in waiting), default=1))
+    costs = [trial_cost(candidate) for candidate in planned]
+    budget = outcome.settings.budget_gpu_s(max((candidate.workers for candidate in waiting), default=1))
     if outcome.settings.as_json:
         print(json.dumps(nan_to_none(plan_json(outcome, planned, costs, budget)), indent=2))
     else:
@@ -54,10 +54,10 @@ def plan_json(
         "winner": None,
         "dry_run": True,
         "objective": str(outcome.settings.objective),
-        "candidates": [candidate_json(each) for each in outcome.candidates],
+        "candidates": [candidate_json(candidate) for candidate in outcome.candidates],
         "planned": [
-            {"overrides": typed_overrides(each.candidate), "steps": each.steps, "gpu_seconds": round(cost, 1)}
-            for each, cost in zip(planned, costs, strict=True)
+            {"overrides": typed_overrides(candidate.candidate), "steps": candidate.steps, "gpu_seconds": round(cost, 1)}
+            for candidate, cost in zip(planned, costs, strict=True)
         ],
         "planned_gpu_seconds": round(sum(costs), 1),
         "budget_gpu_seconds": budget,
@@ -71,8 +71,8 @@ def _print_tables(
     def line(text: str) -> None:
         console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
-    waiting = [each for each in outcome.candidates if each.status is Status.WAITING]
-    left_out = [each for each in outcome.candidates if each.status is not Status.WAITING]
+    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
+    left_out = [candidate for candidate in outcome.candidates if candidate.status is not Status.WAITING]
     line(f"{format_count(len(outcome.candidates), 'configuration')}, of which {len(waiting)} may be tried")
     if planned:
         console.print(planned_table(planned, costs))

@@ -59,13 +59,13 @@ class FamilyMemory:
 
     def waiting(self) -> list[Candidate]:
         """Return the members that are not pruned."""
-        return [each for each in self.members if each.status is Status.WAITING]
+        return [member for member in self.members if member.status is Status.WAITING]
 
     def next_to_predict(self) -> Candidate | None:
         """Return the member to predict next: the largest one that may fit; None if all are known."""
         if self.unknown:
             return None
-        without_verdict = [each for each in self.waiting() if each.micro_batch not in self._verdicts]
+        without_verdict = [member for member in self.waiting() if member.micro_batch not in self._verdicts]
         return without_verdict[-1] if without_verdict else None
 
     def add_estimate(self, member: Candidate, outcome: Estimate | str) -> None:
@@ -126,8 +126,8 @@ class FamilyMemory:
 
     def _nearest(self, member: Candidate) -> Candidate | None:
         """Return the predicted member with the nearest micro-batch that is larger; None if there is none."""
-        larger = (each for each in self.members if each.micro_batch >= member.micro_batch)
-        return next((each for each in larger if each.estimate is not None and each.predicted is not None), None)
+        larger = (larger_member for larger_member in self.members if larger_member.micro_batch >= member.micro_batch)
+        return next((other for other in larger if other.estimate is not None and other.predicted is not None), None)
 
     def _expected_mib(self, member: Candidate) -> float | None:
         """Return the peak that follows from a larger member."""

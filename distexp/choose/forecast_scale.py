@@ -12,14 +12,14 @@ from distexp.choose.search_rules import SearchRules
 
 def best_score(candidates: Sequence[Candidate], objective: Objective) -> float | None:
     """Return the smallest score of the candidates that were tried; None if there is none."""
-    scores = (each.score(objective) for each in candidates if each.status is Status.TRIED)
+    scores = (candidate.score(objective) for candidate in candidates if candidate.status is Status.TRIED)
     return min((score for score in scores if score is not None), default=None)
 
 
 def forecast_scales(candidates: Sequence[Candidate], objective: Objective) -> list[float]:
     """Return score / forecast of each candidate that was tried and has both."""
-    tried = [each for each in candidates if each.status is Status.TRIED]
-    pairs = [(each.score(objective), each.forecast(objective)) for each in tried]
+    tried = [candidate for candidate in candidates if candidate.status is Status.TRIED]
+    pairs = [(candidate.score(objective), candidate.forecast(objective)) for candidate in tried]
     return [score / forecast for score, forecast in pairs if score and forecast]
 
 
@@ -30,5 +30,5 @@ def largest_useful_forecast(candidates: Sequence[Candidate], objective: Objectiv
         return inf
     logarithms = [log(scale) for scale in scales]
     center = fmean(logarithms)
-    deviation = sqrt(fmean((each - center) ** 2 for each in logarithms))
+    deviation = sqrt(fmean((logarithm - center) ** 2 for logarithm in logarithms))
     return best / exp(center - rules.doubt * max(rules.least_error, deviation))

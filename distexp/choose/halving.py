@@ -62,7 +62,7 @@ def first_trials(
 ) -> list[PlannedTrial]:
     """Return the trial of one member of each family, in the order in which a search would run them."""
     state = _Search(candidates, lambda batch: [], objective, inf, rules)
-    return [PlannedTrial(each, rules.steps) for each in state.representatives()]
+    return [PlannedTrial(candidate, rules.steps) for candidate in state.representatives()]
 
 
 @dataclass
@@ -84,8 +84,8 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.families: dict[tuple[str, ...], list[Candidate]] = {}
-        for each in self.candidates:
-            self.families.setdefault(each.family, []).append(each)
+        for candidate in self.candidates:
+            self.families.setdefault(candidate.family, []).append(candidate)
         for members in self.families.values():
             members.sort(key=lambda each: each.micro_batch)
 
@@ -95,7 +95,9 @@ class _Search:
         """Try one member of each family that may be the best."""
         while not self.stopped:
             limit = largest_useful_forecast(self.candidates, self.objective, self.rules)
-            useful = [each for each in self.representatives() if (each.forecast(self.objective) or 0.0) < limit]
+            useful = [
+                candidate for candidate in self.representatives() if (candidate.forecast(self.objective) or 0.0) < limit
+            ]
             if not useful:
                 return
             self._run("families", useful[: self.rules.wave], self.rules.steps)
@@ -103,13 +105,13 @@ class _Search:
     def representatives(self) -> list[Candidate]:
         """Return the best forecast member of each family without a score, the best one first."""
         chosen = [self._representative(members) for members in self.families.values()]
-        return sorted((each for each in chosen if each is not None), key=self._order)
+        return sorted((candidate for candidate in chosen if candidate is not None), key=self._order)
 
     def _representative(self, members: Sequence[Candidate]) -> Candidate | None:
         """Return the best forecast member of a family; None if one has a score, or none waits."""
-        if any(each.status is Status.TRIED for each in members):
+        if any(member.status is Status.TRIED for member in members):
             return None
-        waiting = [each for each in members if each.status is Status.WAITING]
+        waiting = [member for member in members if member.status is Status.WAITING]
         # Of two with the same forecast, the larger micro-batch launches fewer kernels.
         return min(waiting, key=lambda each: (*self._order(each), -each.micro_batch), default=None)
 
@@ -123,22 +125,26 @@ class _Search:
     def try_neighbors(self) -> None:
         """Try smaller and larger micro-batches of the best families."""
         for _ in range(self.rules.neighbor_rounds):
-            batch = [each for members in self._best_families() for each in self._neighbors(members)]
+            batch = [candidate for members in self._best_families() for candidate in self._neighbors(members)]
             if not batch or self.stopped:
                 return
             self._run("neighbors", batch, self.rules.steps)
 
     def _best_families(self) -> list[list[Candidate]]:
-        names = list(dict.fromkeys(each.family for each in self._within(self.rules.near)))
+        names = list(dict.fromkeys(candidate.family for candidate in self._within(self.rules.near)))
         return [self.families[name] for name in names[: self.rules.families]]
 
     def _neighbors(self, members: Sequence[Candidate]) -> list[Candidate]:
         """Return the members next to the best one of a family that are not tried yet."""
         best = ranked(members, self.objective)[0]
-        usable = [each for each in members if each.status in (Status.WAITING, Status.TRIED)]
+        usable = [member for member in members if member.status in (Status.WAITING, Status.TRIED)]
         position = usable.index(best)
         around = usable[max(0, position - 1) : position + 2]
-        return [each for each in around if each.status is Status.WAITING and self._may_improve(each, best)]
+        return [
+            candidate
+            for candidate in around
+            if candidate.status is Status.WAITING and self._may_improve(candidate, best)
+        ]
 
     def _may_improve(self, candidate: Candidate, best: Candidate) -> bool:
         """Return whether a member may be the best, by the forecasts of both. One that is too close must be better."""
@@ -164,7 +170,7 @@ class _Search:
             rounds = 1 if len(finalists) > 2 else 2
             for _ in range(rounds):
                 order = finalists if forward else finalists[::-1]
-                self._run(FINALISTS, [each for each in order if each.status is Status.TRIED], steps)
+                self._run(FINALISTS, [candidate for candidate in order if candidate.status is Status.TRIED], steps)
                 forward = not forward
             if len(finalists) == 2:
                 return
@@ -178,7 +184,7 @@ class _Search:
     def _within(self, excess: float) -> list[Candidate]:
         """Return the candidates whose score exceeds the best one by at most a fraction, the best one first."""
         limit = self._best_score() * (1 + excess)
-        return [each for each in ranked(self.candidates, self.objective) if self._score(each) <= limit]
+        return [candidate for candidate in ranked(self.candidates, self.objective) if self._score(candidate) <= limit]
 
     def _score(self, candidate: Candidate) -> float:
         score = candidate.score(self.objective)
@@ -192,7 +198,7 @@ class _Search:
 
     def _run(self, name: str, batch: Sequence[Candidate], steps: int) -> None:
         """Run a batch of trials, as far as the budget allows."""
-        planned = [PlannedTrial(each, steps) for each in batch]
+        planned = [PlannedTrial(candidate, steps) for candidate in batch]
         affordable = affordable_trials(planned, self.candidates, self.rungs, self.budget_gpu_s)
         if len(affordable) < len(planned):
             self.stopped = f"the budget of {self.budget_gpu_s:,.0f} GPU-seconds is used up"

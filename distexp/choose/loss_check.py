@@ -118,8 +118,12 @@ class LossChecker:
         """Yield the configurations to compare with, the simplest first."""
         assert winner.config is not None
         own = run_id(winner.config)
-        runnable = [each for each in self.candidates if each.config is not None and _can_run(each)]
-        others = [each for each in (*runnable, *self.singles) if each.config and run_id(each.config) != own]
+        runnable = [candidate for candidate in self.candidates if candidate.config is not None and _can_run(candidate)]
+        others = [
+            candidate
+            for candidate in (*runnable, *self.singles)
+            if candidate.config and run_id(candidate.config) != own
+        ]
         yield from sorted(others, key=lambda each: (_simplicity(each), not each.completed))
 
 

@@ -65,7 +65,7 @@ def read_machine_speeds(config: Config) -> MachineSpeeds:
     name = planned_gpu(config) or ""
     peak = peak_tflops(name, precision)
     parts = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    bandwidth = next((each for part, each in MEMORY_GB_PER_S.items() if part in parts), UNKNOWN_GPU_GB_PER_S)
+    bandwidth = next((gb_per_s for part, gb_per_s in MEMORY_GB_PER_S.items() if part in parts), UNKNOWN_GPU_GB_PER_S)
     tflops = stored_tflops(name, precision) or (REACHED_SHARE * peak if peak else UNKNOWN_GPU_TFLOPS)
     return MachineSpeeds(tflops, bandwidth, NVLINK_GB_PER_S if parts & set(NVLINK_GPUS) else PCIE_GB_PER_S)
 

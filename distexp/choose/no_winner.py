@@ -11,24 +11,30 @@ from distexp.system.units import MIB_PER_GB
 
 def describe_no_winner(candidates: Sequence[Candidate]) -> str:
     """Return why no candidate completed, with the configuration that needs the least memory."""
-    failed = [each for each in candidates if each.status is Status.FAILED]
+    failed = [candidate for candidate in candidates if candidate.status is Status.FAILED]
     if failed:
-        reasons = list(dict.fromkeys(each.reason for each in failed))
+        reasons = list(dict.fromkeys(candidate.reason for candidate in failed))
         text = f"none of the {len(failed)} trials completed: {reasons[0]}"
-        ran_out = [each for each in failed if any(trial.status in OUT_OF_MEMORY for trial in each.trials)]
+        ran_out = [
+            candidate for candidate in failed if any(trial.status in OUT_OF_MEMORY for trial in candidate.trials)
+        ]
         nearest = nearest_candidate(ran_out) if len(ran_out) == len(failed) else None
     else:
         nearest = nearest_candidate(candidates)
         text = "no candidate can be tried" if nearest is None else "no candidate fits into the memory"
     if nearest is None:
-        reasons = list(dict.fromkeys(each.reason for each in candidates if each.reason))
+        reasons = list(dict.fromkeys(candidate.reason for candidate in candidates if candidate.reason))
         return f"{text}: {reasons[0]}" if reasons and not failed else text
     return f"{text}; the nearest one is {describe_nearest(nearest)}"
 
 
 def nearest_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the predicted candidate that needs the least memory; None if none is predicted."""
-    known = [each for each in candidates if each.predicted is not None and each.predicted.required_mib is not None]
+    known = [
+        candidate
+        for candidate in candidates
+        if candidate.predicted is not None and candidate.predicted.required_mib is not None
+    ]
     return min(known, key=lambda each: (each.predicted and each.predicted.required_mib) or 0.0, default=None)
 
 

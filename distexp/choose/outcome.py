@@ -59,9 +59,10 @@ class Outcome:
             "objective": str(self.settings.objective),
             "losses": self.check.to_json() if self.check else None,
             "rejected": [
-                {"overrides": typed_overrides(each.candidate), **each.check.to_json()} for each in self.rejected
+                {"overrides": typed_overrides(rejection.candidate), **rejection.check.to_json()}
+                for rejection in self.rejected
             ],
-            "candidates": [candidate_json(each) for each in self.candidates],
+            "candidates": [candidate_json(candidate) for candidate in self.candidates],
         }
 
     def _winner_json(self) -> dict[str, Any] | None:
@@ -95,8 +96,12 @@ class Outcome:
     @property
     def usable(self) -> list[Candidate]:
         """Return the candidates that were tried, without the families of those whose losses differ."""
-        rejected = [each.candidate.family for each in self.rejected]
-        return [each for each in self.candidates if each.status is Status.TRIED and each.family not in rejected]
+        rejected = [rejection.candidate.family for rejection in self.rejected]
+        return [
+            candidate
+            for candidate in self.candidates
+            if candidate.status is Status.TRIED and candidate.family not in rejected
+        ]
 
 
 def typed_overrides(candidate: Candidate) -> list[str]:

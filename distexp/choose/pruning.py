@@ -60,14 +60,14 @@ def prune_by_plan(
         clock: Time in seconds.
     """
     families: dict[tuple[str, ...], list[Candidate]] = {}
-    for each in candidates:
-        if each.config is not None and each.status is Status.WAITING:
-            families.setdefault(each.family, []).append(each)
+    for candidate in candidates:
+        if candidate.config is not None and candidate.status is Status.WAITING:
+            families.setdefault(candidate.family, []).append(candidate)
     memories = {name: FamilyMemory(members) for name, members in families.items()}
     pruning = _Pruning(memories, estimate_all, objective, at_a_time, clock() + limit_s, report, clock)
     for offload, checkpoints in STAGES:
         pruning.predict_stage(offload=offload, checkpoints=checkpoints)
-    if not any(each.status is Status.WAITING for each in candidates):
+    if not any(candidate.status is Status.WAITING for candidate in candidates):
         pruning.predict_smallest()
 
 
@@ -94,7 +94,7 @@ class _Pruning:
 
     def predict_stage(self, *, offload: bool, checkpoints: bool) -> None:
         """Predict the families of a stage, in the order of their memory."""
-        names = [name for name, each in self.families.items() if _stage(each.config) == (offload, checkpoints)]
+        names = [name for name, family in self.families.items() if _stage(family.config) == (offload, checkpoints)]
         for level in range(len(LIGHTER)):
             of_level = [name for name in names if _level(name) == level]
             for name in of_level:
@@ -103,10 +103,10 @@ class _Pruning:
 
     def predict_smallest(self) -> None:
         """Predict the smallest member of the families with the least memory, to name the nearest one that would fit."""
-        lightest = [each for name, each in self.families.items() if _level(name) == 0 and each.members]
-        offloaded = [each for each in lightest if each.config.offload.enabled] or lightest
-        chosen = [each for each in offloaded if each.config.train.activation_checkpointing] or offloaded
-        self._estimate([(each, each.members[0]) for each in chosen if each.members[0].estimate is None])
+        lightest = [family for name, family in self.families.items() if _level(name) == 0 and family.members]
+        offloaded = [family for family in lightest if family.config.offload.enabled] or lightest
+        chosen = [family for family in offloaded if family.config.train.activation_checkpointing] or offloaded
+        self._estimate([(family, family.members[0]) for family in chosen if family.members[0].estimate is None])
 
     def _prune_without_prediction(self, name: tuple[str, ...], *, offload: bool, checkpoints: bool) -> None:
         """Prune members that follow from the families before."""
@@ -149,11 +149,11 @@ class _Pruning:
     def _predict(self, families: Sequence[FamilyMemory]) -> None:
         """Search the largest micro-batch of each family, all of them in parallel."""
         while True:
-            wanted = [(each, member) for each in families if (member := each.next_to_predict()) is not None]
+            wanted = [(family, member) for family in families if (member := family.next_to_predict()) is not None]
             if not wanted or not self._estimate(wanted):
                 break
-        for each in families:
-            each.decide()
+        for family in families:
+            family.decide()
 
     def _estimate(self, wanted: Sequence[tuple[FamilyMemory, Candidate]]) -> bool:
         """Estimate members of families. Return whether there was enough time for all."""

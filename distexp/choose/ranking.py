@@ -11,7 +11,11 @@ from distexp.choose.candidate import Candidate, Objective, Status
 
 def ranked(candidates: Sequence[Candidate], objective: Objective) -> list[Candidate]:
     """Return the candidates with a score, the best one first. If scores are equal, the faster one is first."""
-    tried = [each for each in candidates if each.status is Status.TRIED and each.score(objective) is not None]
+    tried = [
+        candidate
+        for candidate in candidates
+        if candidate.status is Status.TRIED and candidate.score(objective) is not None
+    ]
     return sorted(tried, key=lambda each: (each.score(objective) or 0.0, each.score(Objective.THROUGHPUT) or 0.0))
 
 
@@ -41,7 +45,7 @@ def margin_between(winner: Candidate, second: Candidate, objective: Objective) -
     variance = _variance_of_a_step([(winner, winner_score), (second, second_score)], objective)
     if variance is None:
         return Margin(value, None)
-    winner_steps, second_steps = (sum(trial.steps for trial in each.completed) for each in (winner, second))
+    winner_steps, second_steps = (sum(trial.steps for trial in candidate.completed) for candidate in (winner, second))
     return Margin(value, 2 * (1 + value) * sqrt(variance / winner_steps + variance / second_steps))
 
 

@@ -29,7 +29,7 @@ def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objectiv
         objective: What it has least of.
     """
     evidence = f"{label(winner)}: {describe_values(mean_metrics(winner))}"
-    second = next((each for each in ranked(candidates, objective) if each is not winner), None)
+    second = next((candidate for candidate in ranked(candidates, objective) if candidate is not winner), None)
     margin = None if second is None else margin_between(winner, second, objective)
     if second is None or margin is None:
         return evidence
@@ -82,7 +82,7 @@ def loss_sentence(check: LossCheck) -> str:
 def trade_offs(candidates: Sequence[Candidate], winner: Candidate) -> Iterator[str]:
     """Yield the candidates that no other one beats in everything, with what they cost and give."""
     best = mean_metrics(winner)
-    measured = [(each, mean_metrics(each)) for each in candidates if each.completed]
+    measured = [(other, mean_metrics(other)) for other in candidates if other.completed]
     for candidate, values in measured:
         others = [other for each, other in measured if each is not candidate]
         if candidate is winner or any(other.dominates(values) for other in others):

@@ -60,10 +60,10 @@ def set_forecasts(
 ) -> None:
     """Set the forecast of each candidate whose family has an estimate."""
     families: dict[tuple[str, ...], list[Candidate]] = {}
-    for each in candidates:
-        families.setdefault(each.family, []).append(each)
+    for candidate in candidates:
+        families.setdefault(candidate.family, []).append(candidate)
     for members in families.values():
-        estimated = [each for each in members if each.estimate is not None and each.estimate.flops is not None]
+        estimated = [member for member in members if member.estimate is not None and member.estimate.flops is not None]
         if estimated:
             for each in (each for each in members if each.status is Status.WAITING):
                 each.forecast_s = _forecast_s(each, estimated, speeds_of)

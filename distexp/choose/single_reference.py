@@ -27,11 +27,11 @@ def fitting_singles(
         make: Composes a cell.
         planner: Source of estimates.
     """
-    waiting = [each for each in candidates if each.status is Status.WAITING]
-    if not waiting or any(each.config and each.config.strategy.name == "single" for each in waiting):
+    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
+    if not waiting or any(candidate.config and candidate.config.strategy.name == "single" for candidate in waiting):
         return []
-    singles = list(_valid_singles(command, make, largest=max(each.micro_batch for each in waiting)))
-    configs = [each.config for each in singles if each.config is not None]
+    singles = list(_valid_singles(command, make, largest=max(candidate.micro_batch for candidate in waiting)))
+    configs = [single.config for single in singles if single.config is not None]
     return [
         single
         for single, estimate in zip(singles, planner.estimate(configs), strict=True)

@@ -84,7 +84,7 @@ def _check_axis(axis: str, values: Sequence[str]) -> _ValueProblem:
 def _check_further(key: str, values: Sequence[str]) -> _ValueProblem:
     """Check values of a key with a list of choices. Other values are checked when the candidates are composed."""
     info = next(info_of(spec) for name, spec in schema_fields() if name == key)
-    choices = [str(each).lower() if isinstance(each, bool) else each for each in info.choices]
+    choices = [str(choice).lower() if isinstance(choice, bool) else choice for choice in info.choices]
     if not choices or info.at_least:
         return _ValueProblem([], info.limits)
     return _ValueProblem([value for value in values if value not in (*choices, "null")], info.limits)

@@ -69,7 +69,7 @@ class SearchState:
         path = folder / CHOICE
         try:
             raw = read_json(path)
-            stored, trials = raw["command"], [typed(StoredTrial, each) for each in raw["trials"]]
+            stored, trials = raw["command"], [typed(StoredTrial, trial) for trial in raw["trials"]]
         except FileNotFoundError:
             return cls(folder, list(command))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -85,7 +85,7 @@ class SearchState:
     def find(self, overrides: Sequence[str], steps: int, repeat: int) -> StoredTrial | None:
         """Return a trial that was started before; None if it was not."""
         wanted = (list(overrides), steps, repeat)
-        return next((each for each in self.trials if (each.overrides, each.steps, each.repeat) == wanted), None)
+        return next((trial for trial in self.trials if (trial.overrides, trial.steps, trial.repeat) == wanted), None)
 
     def add(self, trial: StoredTrial) -> StoredTrial:
         """Add a trial and return it."""

@@ -33,19 +33,19 @@ def result_table(
     candidates: Sequence[Candidate], objective: Objective, winner: Candidate | None
 ) -> Iterator[RenderableType]:
     """Yield the table of the candidates that were tried, the best first, and what happened to the others."""
-    tried = [each for each in candidates if each.trials]
+    tried = [candidate for candidate in candidates if candidate.trials]
     best = ranked(tried, objective)
-    order = [*best, *(each for each in tried if each not in best)]
+    order = [*best, *(candidate for candidate in tried if candidate not in best)]
     if order:
         yield _measured_table(order, winner)
         yield Text(f"{'*: the winner. ' if winner in order else ''}{RESULT_LEGEND}", style="dim")
-    yield from others_table([each for each in candidates if not each.trials])
+    yield from others_table([candidate for candidate in candidates if not candidate.trials])
 
 
 def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None) -> Table:
     """Return the table of the candidates that were tried."""
     values = [mean_metrics(each) for each in candidates]
-    energy, price = any(each.j_per_sample for each in values), any(each.price_per_sample for each in values)
+    energy, price = any(metrics.j_per_sample for metrics in values), any(metrics.price_per_sample for metrics in values)
     table = _table("candidate", "workers", "samples/s", "peak GB", "predicted")
     for title, shown in (("J/sample", energy), ("price/10⁶", price)):
         if shown:
@@ -78,8 +78,8 @@ def others_table(candidates: Sequence[Candidate]) -> Iterator[RenderableType]:
         return
     table = _table("not tried", "predicted GB")
     table.add_column("reason")
-    for each in candidates:
-        table.add_row(*map(Text, (row_label(each), _gb(predicted_mib(each)), _reason(each))))
+    for candidate in candidates:
+        table.add_row(*map(Text, (row_label(candidate), _gb(predicted_mib(candidate)), _reason(candidate))))
     yield table
 
 
@@ -89,8 +89,8 @@ def count_reasons(candidates: Sequence[Candidate]) -> dict[str, int]:
     Reasons that differ only in their numbers or details count as one. Their numbers are then shown as N.
     """
     groups: dict[str, list[str]] = {}
-    for each in candidates:
-        short = _reason(each).partition(":")[0].partition(" (")[0].partition(" by ")[0]
+    for candidate in candidates:
+        short = _reason(candidate).partition(":")[0].partition(" (")[0].partition(" by ")[0]
         groups.setdefault(NUMBER.sub("N", short), []).append(short)
     by_frequency = sorted(groups.items(), key=lambda group: -len(group[1]))
     return {found[0] if len(set(found)) == 1 else general: len(found) for general, found in by_frequency}

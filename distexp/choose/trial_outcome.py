@@ -52,7 +52,7 @@ def _prune_larger(candidate: Candidate, family: Sequence[Candidate]) -> None:
 
 def _prune_failing_family(reason: str, family: Sequence[Candidate]) -> None:
     """Prune the rest of a family if too many of its trials failed for another reason than memory."""
-    failed = [each for each in family if each.status is Status.FAILED and not _ran_out(each)]
+    failed = [candidate for candidate in family if candidate.status is Status.FAILED and not _ran_out(candidate)]
     if len(failed) <= MAX_FAILURES:
         return
     for each in family:

@@ -23,7 +23,7 @@ def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective,
         stopped: Why the search ended early; empty if it ended by itself.
     """
     members_of_families = list(families)
-    candidates = [each for members in members_of_families for each in members]
+    candidates = [member for members in members_of_families for member in members]
     best, scales = best_score(candidates, objective), forecast_scales(candidates, objective)
     scale = median(scales) if scales else 1.0
     for members in members_of_families:

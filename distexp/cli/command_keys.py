@@ -63,9 +63,9 @@ def _differs(override: Override) -> bool:
     defaults = vars(sections()[section]())
     if not name:
         value = override.value()
-        return isinstance(value, dict) and any(plain_value(each) != defaults.get(key) for key, each in value.items())
+        return isinstance(value, dict) and any(plain_value(item) != defaults.get(key) for key, item in value.items())
     values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
-    return name in defaults and not override.is_delete() and any(plain_value(each) != defaults[name] for each in values)
+    return name in defaults and not override.is_delete() and any(plain_value(item) != defaults[name] for item in values)
 
 
 def _key(override: Override) -> str:

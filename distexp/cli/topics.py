@@ -30,7 +30,7 @@ def topic_text(name: str) -> str | None:
     group, _, option = name.partition("=")
     if group in groups and not option:
         return _group_text(group, groups[group])
-    chosen = [(group, option)] if option else [(each, name) for each in groups]
+    chosen = [(group, option)] if option else [(owner, name) for owner in groups]
     found = [_option_text(*pair) for pair in chosen if pair[0] in groups and pair[1] in options_of(pair[0])]
     if not found and group in sections():
         return _section_text(group)

@@ -154,7 +154,9 @@ def cache_images(data: TaskData, place: str, device: torch.device) -> TaskData:
             decoded[position] = pixels.to(device)
         else:
             read_ahead(pixels)
-    cached = [CachedImages(files, each, on_device) for files, each in zip((train, evaluation), decoded, strict=True)]
+    cached = [
+        CachedImages(files, images, on_device) for files, images in zip((train, evaluation), decoded, strict=True)
+    ]
     return replace(data, train=cached[0], evaluation=cached[1], collate=collate_cached)
 
 

@@ -59,8 +59,8 @@ def check_toolkit(torch: TorchInfo, gpus: int) -> CheckResult:
     if torch.cuda and torch.cuda.split(".")[0] != match[1]:
         hint = f"DeepSpeed refuses to compile with it: load the toolkit of CUDA {torch.cuda}"
         return warning("CUDA toolkit", f"{found}, torch was built for {torch.cuda}", hint)
-    letters = [each for each in re.split(r"[ ;,]+", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
-               if re.fullmatch(r"\d+\.\d+[a-z]+(\+PTX)?", each)]  # fmt: skip
+    letters = [letter for letter in re.split(r"[ ;,]+", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+               if re.fullmatch(r"\d+\.\d+[a-z]+(\+PTX)?", letter)]  # fmt: skip
     if letters:
         plain = re.sub(r"(\.\d+)[a-z]+", r"\1", os.environ["TORCH_CUDA_ARCH_LIST"])
         hint = f'DeepSpeed cannot parse the letter suffix: export TORCH_CUDA_ARCH_LIST="{plain}"'

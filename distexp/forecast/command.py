@@ -100,7 +100,7 @@ def _store(run: ProfiledRun, stored: Sequence[StoredForecast]) -> None:
     """Keep the forecasts for the report. Warn if the run directory is not writable."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        write_forecasts(run.directory, [replace(each, created_at=now) for each in stored])
+        write_forecasts(run.directory, [replace(forecast, created_at=now) for forecast in stored])
     except OSError as error:
         print(f"distexp: the forecast is not kept for the report: {run.directory}: {error.strerror}", file=sys.stderr)
 

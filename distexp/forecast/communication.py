@@ -146,7 +146,7 @@ def add_replication(items: Sequence[Item], settings: CommunicationSettings, targ
     is_hybrid = settings.strategy == "fsdp" and settings.sharding == Sharding.HYBRID_SHARD
     if not is_hybrid or replicas == 1 or any(isinstance(i, Collective) and i.axis == "replicate" for i in items):
         return tuple(items)
-    return tuple(each for item in items for each in _replicated(item, shard))
+    return tuple(part for item in items for part in _replicated(item, shard))
 
 
 def _replicated(item: Item, shard: int) -> Iterator[Item]:

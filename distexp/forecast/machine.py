@@ -57,12 +57,12 @@ class MachineCurves:
 
     def curve(self, kind: str, ranks: int, nodes: int) -> list[CurvePoint]:
         """Return the points of a kind and a layout, by size."""
-        found = (each for each in self.points if (each.kind, each.ranks, each.nodes) == (kind, ranks, nodes))
+        found = (point for point in self.points if (point.kind, point.ranks, point.nodes) == (kind, ranks, nodes))
         return sorted(found, key=lambda point: point.bytes)
 
     def layouts(self, kind: str) -> list[tuple[int, int]]:
         """Return the measured layouts of a kind: workers and nodes."""
-        return sorted({(each.ranks, each.nodes) for each in self.points if each.kind == kind})
+        return sorted({(point.ranks, point.nodes) for point in self.points if point.kind == kind})
 
 
 def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
@@ -138,11 +138,11 @@ def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: s
         ConfigError: This user has no cache directory.
         OSError: The file cannot be written.
     """
-    new = {(each.kind, each.ranks, each.nodes) for each in points}
-    kept = [each for each in stored_points(gpu_name, hostname) if (each.kind, each.ranks, each.nodes) not in new]
+    new = {(point.kind, point.ranks, point.nodes) for point in points}
+    kept = [point for point in stored_points(gpu_name, hostname) if (point.kind, point.ranks, point.nodes) not in new]
     path = _path(gpu_name, hostname)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"points": [asdict(each) for each in (*kept, *points)]})
+    write_json(path, {"points": [asdict(point) for point in (*kept, *points)]})
     return path
 
 

@@ -22,7 +22,7 @@ def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[Sto
         stored: What is kept of each row that has a forecast.
     """
     records = {record.run.id: record for record in _siblings(run)}
-    forecasts = {(each.nodes, each.workers_per_node): each for each in stored}
+    forecasts = {(forecast.nodes, forecast.workers_per_node): forecast for forecast in stored}
     return [_with_measured(run, row, forecasts.get(row.size), records.get(row.cell.id)) for row in rows]
 
 

@@ -39,7 +39,10 @@ def forecast_sizes(
     own = _own_target(run)
     forecasts = forecast_steps(run.directory, [own, *targets], load_machine(run.directory, options)) if targets else []
     widened = iter(
-        [each if _is_own(run, each) else _widen(each, _of_others(run, each, earlier)) for each in forecasts[1:]]
+        [
+            forecast if _is_own(run, forecast) else _widen(forecast, _of_others(run, forecast, earlier))
+            for forecast in forecasts[1:]
+        ]
     )
     power = read_power(run, own.samples_per_step, own.micro_batches)
     found = [row if row.error else replace(row, forecast=next(widened), power=power) for row in rows]
@@ -106,7 +109,7 @@ def _widen(forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:
 
 def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | None:
     """Return the fewest workers of all rows, and of the profiled run if its batch is as theirs."""
-    comparable = [each for each in own if all(_same_batch(each, row) for row in rows)]
+    comparable = [forecast for forecast in own if all(_same_batch(forecast, row) for row in rows)]
     first = min([*rows, *comparable], key=lambda each: (each.target.workers, each.target.nodes), default=None)
     if first is None:
         return None

@@ -52,7 +52,7 @@ def read_zero_options(run_dir: Path) -> ZeroOptions:
     """
     try:
         content = read_json(run_dir / DS_CONFIG)["zero_optimization"]
-        known = {each.name for each in fields(ZeroOptions)}
+        known = {spec.name for spec in fields(ZeroOptions)}
         return ZeroOptions(**{key: value for key, value in content.items() if key in known})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(

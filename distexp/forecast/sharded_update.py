@@ -54,7 +54,7 @@ def update_share(groups: Groups, settings: CommunicationSettings, shards: int) -
         parts = [-(-sum(group) // shards) for group in groups]
         counts = [_parameters_by_worker(group, part, shards) for group, part in zip(groups, parts, strict=True)]
         return UpdateShare(sum(parts), max(map(sum, zip(*counts, strict=True)), default=0))
-    elements = sum(-(-each // shards) for group in groups for each in group)
+    elements = sum(-(-size // shards) for group in groups for size in group)
     return UpdateShare(elements, sum(len(group) for group in groups))
 
 

@@ -198,7 +198,7 @@ def extrapolate(fewer: SimulatedStep, most: SimulatedStep, more: int) -> Simulat
         most: The step with one more.
         more: How many more the result has.
     """
-    names = [each.name for each in fields(SimulatedStep)]
+    names = [spec.name for spec in fields(SimulatedStep)]
     return SimulatedStep(**{name: _line(getattr(fewer, name), getattr(most, name), more) for name in names})
 
 

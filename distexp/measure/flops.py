@@ -99,7 +99,7 @@ class FlopCounter:
     def __init__(self, config: Config, data: TaskData) -> None:
         self.config, self.data = config, data
         batch = to_device(data.train, data.collate([data.train[0]]), torch.device("meta"))
-        self.inputs = {name: each for name, each in batch.inputs.items() if name not in (POSITIONS, TARGET_LABELS)}
+        self.inputs = {name: tensor for name, tensor in batch.inputs.items() if name not in (POSITIONS, TARGET_LABELS)}
 
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""
@@ -140,7 +140,7 @@ class FlopCounter:
     def _count_at(self, count: CountFlops, model: nn.Module, length: int, selected: int = 1) -> int:
         """Return the FLOPs of a row of some tokens of which some are selected."""
         whole = self.inputs["input_ids"].shape
-        inputs = {name: each[:, :length] if each.shape == whole else each for name, each in self.inputs.items()}
+        inputs = {name: tensor[:, :length] if tensor.shape == whole else tensor for name, tensor in self.inputs.items()}
         if TARGET_POSITIONS in inputs:
             inputs[TARGET_POSITIONS] = torch.zeros(selected, dtype=torch.long, device="meta")
         return count(model, inputs)

@@ -70,14 +70,14 @@ def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: in
             samples[node * workers_per_node + local_rank] = [
                 sample for sample in device if any(begin <= sample.unix_time_s < end for begin, end in training)
             ]
-    known = {rank: each for rank, each in samples.items() if each}
+    known = {rank: taken for rank, taken in samples.items() if taken}
     return {
         rank: GpuEvidence(
-            each[0].index,
-            list(_problems(each)),
-            list(_differences(each, [other for number, other in known.items() if number != rank])),
+            taken[0].index,
+            list(_problems(taken)),
+            list(_differences(taken, [other for number, other in known.items() if number != rank])),
         )
-        for rank, each in known.items()
+        for rank, taken in known.items()
     }
 
 
@@ -137,8 +137,8 @@ def _best_rate(samples: Sequence[MemorySample]) -> float | None:
 
 def _share_of_reason(samples: Sequence[MemorySample], bit: int, *, without: int = 0) -> float | None:
     """Return the share of the samples that have a bit and none of the bits of ``without``."""
-    reasons = [int(each) for each in _known(samples, lambda sample: sample.clock_reasons)]
-    return sum(bool(each & bit) and not each & without for each in reasons) / len(reasons) if reasons else None
+    reasons = [int(mask) for mask in _known(samples, lambda sample: sample.clock_reasons)]
+    return sum(bool(mask & bit) and not mask & without for mask in reasons) / len(reasons) if reasons else None
 
 
 def _known(samples: Sequence[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:

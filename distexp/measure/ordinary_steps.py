@@ -49,5 +49,5 @@ def save_step_times(run_dir: Path, rank: int, steps: Sequence[StepTime]) -> None
 
 def median_duration_s(steps: Sequence[StepTime], *, watched: bool) -> float | None:
     """Return the median duration of the watched or of the other steps; None if there is none."""
-    chosen = [each.seconds for each in steps if each.watched == watched]
+    chosen = [step.seconds for step in steps if step.watched == watched]
     return statistics.median(chosen) if chosen else None

@@ -41,7 +41,9 @@ class SchedulerDelay:
             self._file = os.open(self._path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
         content = os.pread(self._file, 128, 0)
-        times = [int(each) for each in content.split()]  # on a core, ready without a core (both ns), times on a core
+        times = [
+            int(number) for number in content.split()
+        ]  # on a core, ready without a core (both ns), times on a core
         if len(times) != 3 or not any(times):  # A kernel without these statistics writes zeros.
             raise ValueError(f"content {content!r}")
         return times[1]

@@ -115,7 +115,7 @@ def find_stragglers(ranks: Sequence[RankTimes]) -> list[dict[str, Any]] | None:
 
     Each rank is compared with the median of the others in the same steps.
     """
-    steps = min((len(each.own_s) for each in ranks), default=0)
+    steps = min((len(rank.own_s) for rank in ranks), default=0)
     if len(ranks) < 2 or steps < (MIN_STEPS_CPU if ranks[0].on_cpu else MIN_STEPS):
         return None
     found = [pair for each in ranks if (pair := _straggler(each, [one for one in ranks if one is not each]))]
@@ -124,7 +124,7 @@ def find_stragglers(ranks: Sequence[RankTimes]) -> list[dict[str, Any]] | None:
 
 def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> tuple[float, dict[str, Any]] | None:
     """Return by how many seconds a rank is slower than the others, and its entry; None if it is no straggler."""
-    usual = [statistics.median(step) for step in zip(*(each.own_s for each in others), strict=True)]
+    usual = [statistics.median(step) for step in zip(*(other.own_s for other in others), strict=True)]
     excess = [own - other for own, other in zip(rank.own_s, usual, strict=True)]
     typical, middle = statistics.median(usual), statistics.median(excess)
     floor_s, share = (MIN_EXCESS_CPU_S, SLOWER_CPU) if rank.on_cpu else (MIN_EXCESS_S, SLOWER)
@@ -132,7 +132,7 @@ def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> tuple[float, dic
     if middle < least or signed_rank_score(excess) < SIGNIFICANT or not _is_consistent(excess, least):
         return None
     own = statistics.median(rank.own_s)
-    known = all(each.includes_cpu_work for each in (rank, *others))
+    known = all(member.includes_cpu_work for member in (rank, *others))
     at_least = "" if known else "at least "
     return middle, {
         "rank": rank.rank,
@@ -151,7 +151,7 @@ def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> tuple[float, dic
 def _is_consistent(excess: Sequence[float], least: float) -> bool:
     """Return whether a rank is slow in the whole training, and not only disturbed in some steps."""
     middle, count = statistics.median(excess), len(excess)
-    spread = MAD_OF_NORMAL * statistics.median(abs(each - middle) for each in excess)
+    spread = MAD_OF_NORMAL * statistics.median(abs(value - middle) for value in excess)
     sections = max(2, min(MOST_SECTIONS, count // SECTION_STEPS))
     bounds = [count * section // sections for section in range(sections + 1)]
     return middle >= MIN_EFFECT * spread and all(
@@ -181,7 +181,7 @@ def _load(rank: RankTimes, own_s: float) -> str:
 def _data_wait(rank: RankTimes, others: Sequence[RankTimes], excess_s: float) -> str:
     """Return that the rank waits for its data, if this is most of its excess."""
     own = statistics.median(rank.data_wait_s)
-    usual = statistics.median(statistics.median(each.data_wait_s) for each in others)
+    usual = statistics.median(statistics.median(other.data_wait_s) for other in others)
     if own - usual < excess_s / 2:
         return ""
     return f"; it waits {1000 * own:,.1f} ms for its data, the others {1000 * usual:,.1f} ms"

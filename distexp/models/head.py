@@ -189,7 +189,7 @@ def _check_shape(model: nn.Module, adapted: HeadForward, logits: Tensor, kept: i
 
 def _batch_shape(*inputs: Any) -> tuple[int, ...]:
     """Return batch and length: the shape of the first input with two axes."""
-    shapes = (tuple(each.shape) for each in inputs if isinstance(each, Tensor))
+    shapes = (tuple(tensor.shape) for tensor in inputs if isinstance(tensor, Tensor))
     return next((shape for shape in shapes if len(shape) == 2), ())
 
 

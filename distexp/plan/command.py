@@ -71,15 +71,15 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
     """Yield what the verdicts are about."""
     found = [cell.predicted for cell in planned if cell.predicted is not None]
     configs = [cell.cell.config for cell in planned if cell.predicted is not None]
-    unknown = {each.cluster.device for each in configs if each is not None and memory_to_fit_mib(each) is None}
+    unknown = {config.cluster.device for config in configs if config is not None and memory_to_fit_mib(config) is None}
     yield from (hint for device, hint in UNKNOWN_MEMORY.items() if device in unknown)
-    if not visible_gpus() and any(each and _is_local_on_gpus(each) for each in configs):
+    if not visible_gpus() and any(config and _is_local_on_gpus(config) for config in configs):
         yield "this is for GPUs, but a run on this machine would use its CPUs: set cluster.device=cpu to predict that"
     memories = {
-        (kind, memory, each.error_bound)
-        for each in found
-        for kind, memory in (("GPU memory", each.gpu_memory_mib), ("memory of a node", each.host_memory_mib))
-        if memory is not None and each.error_bound is not None
+        (kind, memory, cell.error_bound)
+        for cell in found
+        for kind, memory in (("GPU memory", cell.gpu_memory_mib), ("memory of a node", cell.host_memory_mib))
+        if memory is not None and cell.error_bound is not None
     }
     for kind, memory, error in sorted(memories):
         yield f"{kind}: {format_memory(memory)}; error of a prediction: up to {error:.0%}"

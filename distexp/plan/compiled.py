@@ -60,7 +60,7 @@ class GraphMemory:
         for node in self.nodes:
             if _is_extern(node):
                 found.add(node)
-                found |= {self.bases[each] for each in node.all_input_nodes}
+                found |= {self.bases[source] for source in node.all_input_nodes}
             elif _is_reduction(node):
                 found.add(node)
         return {node for node in found if node.op == "call_function"}
@@ -101,7 +101,7 @@ class GraphMemory:
             recorder.count(node for node in self.nodes if node in self.buffers)
             for position, node in enumerate(self.nodes):
                 if node in self.buffers:
-                    dying = [each for each in self._reads(node) if self.last_use[each] == position]
+                    dying = [source for source in self._reads(node) if self.last_use[source] == position]
                     if not _is_extern(node):  # The kernel writes into a buffer that it reads for the last time.
                         self._reuse(node, dying, memory)
                     memory[node] = _allocate(node)
@@ -124,7 +124,11 @@ class GraphMemory:
         if self.bases[node] is node or not isinstance(value, Tensor):
             return base
         if isinstance(base, (tuple, list)):
-            base = next(each for each in base if tuple(each.shape) == tuple(value.shape) and each.dtype == value.dtype)
+            base = next(
+                candidate
+                for candidate in base
+                if tuple(candidate.shape) == tuple(value.shape) and candidate.dtype == value.dtype
+            )
         flat = base.as_strided((base.untyped_storage().nbytes() // base.element_size(),), (1,), 0)
         return flat.as_strided(value.shape, value.stride(), value.storage_offset())
 
@@ -199,7 +203,7 @@ def _values(node: fx.Node) -> Iterator[Tensor]:
 
 
 def _bytes(node: fx.Node) -> int:
-    return sum(each.numel() * each.element_size() for each in _values(node))
+    return sum(tensor.numel() * tensor.element_size() for tensor in _values(node))
 
 
 def _allocate(node: fx.Node) -> Any:

@@ -162,7 +162,7 @@ def _flash_attention(  # noqa: PLR0917
     size = query.size(-1)
     padding = -size % 8
     if padding:
-        query, key, value = (functional.pad(each, (0, padding)) for each in (query, key, value))
+        query, key, value = (functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
         scale = size**-0.5 if scale is None else scale
     output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout, is_causal, scale=scale

@@ -149,7 +149,7 @@ def started_server(processes: int) -> Iterator[Server]:
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     # A signal that is ignored stays ignored, as with nohup.
-    ending = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     with (
         handle_signals(_raise_interrupted, *ending),
         tempfile.TemporaryDirectory(prefix="distexp-plan-") as name,

@@ -112,7 +112,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record its outputs."""
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # The operations on the local tensors come here too.
         if self._forward_blocks and self._is_in_backward():
             self.end_forward()
@@ -205,7 +205,9 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Start with a new list of changes. Blocks that are alive become allocations of the phase ``setup``."""
         self.history = self.changes
         self.work.clear()
-        alive = sorted((each.block for each in self._storages.values() if each.block), key=lambda block: block.number)
+        alive = sorted(
+            (storage.block for storage in self._storages.values() if storage.block), key=lambda block: block.number
+        )
         self.changes = [Change(block, "setup", is_free=False) for block in alive]
         self._forward_blocks = []
 
@@ -228,7 +230,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end_forward(self) -> None:
         """Mark the blocks of the forward pass that are still alive."""
-        alive = {id(each.block) for each in self._storages.values()}
+        alive = {id(storage.block) for storage in self._storages.values()}
         for block in self._forward_blocks:
             block.kept = block.kept or id(block) in alive
         self._forward_blocks = []
@@ -236,7 +238,11 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def blocks_since(self, start: int) -> Iterable[Block]:
         """Return the blocks that are alive and were allocated at or after position ``start`` of ``changes``."""
         born = {id(change.block) for change in self.changes[start:] if not change.is_free}
-        return [each.block for each in self._storages.values() if each.block is not None and id(each.block) in born]
+        return [
+            storage.block
+            for storage in self._storages.values()
+            if storage.block is not None and id(storage.block) in born
+        ]
 
     def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
         """Set the part of the blocks of some tensors, unless they have one."""

@@ -64,11 +64,11 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
         Column("strategy", tuple(cell.title for cell in cells), 95, right=False),
         Column(_workers_title(configs), tuple(str(config.cluster.world_size) for config in configs), 90),
         Column("micro-\nbatch", tuple(map(_micro_batch, configs)), 60),
-        Column("peak", tuple(_peak(each) for each in found), ALWAYS),
-        Column("reserved", tuple(_memory(each.peak_reserved_mib) for each in found), 80),
-        Column("nvidia-smi", tuple(_memory(each.nvidia_smi_mib) for each in found), 70),
-        Column("host", tuple(_memory(each.host_peak_mib) for each in found), 75),
-        Column("phase", tuple(each.phase or "-" for each in found), 50, right=False),
+        Column("peak", tuple(_peak(cell) for cell in found), ALWAYS),
+        Column("reserved", tuple(_memory(cell.peak_reserved_mib) for cell in found), 80),
+        Column("nvidia-smi", tuple(_memory(cell.nvidia_smi_mib) for cell in found), 70),
+        Column("host", tuple(_memory(cell.host_peak_mib) for cell in found), 75),
+        Column("phase", tuple(cell.phase or "-" for cell in found), 50, right=False),
         Column("verdict", tuple(cell.verdict for cell in cells), ALWAYS, right=False),
     ]
     return columns if len(cells) > 1 else columns[1:]

@@ -106,7 +106,7 @@ class TracedDDP(DistributedDataParallel):
             return
         if not self._is_rebuilt:
             self._order.append(parameter)
-        bucket = next(each for each in self._buckets if parameter in each.views)
+        bucket = next(candidate for candidate in self._buckets if parameter in candidate.views)
         view, gradient = bucket.views[parameter], parameter.grad
         assert gradient is not None
         with torch.no_grad():
@@ -146,7 +146,7 @@ def _broadcast(tensors: list[Tensor]) -> None:
     for group in group_by_size(tensors, [BROADCAST_MB * MIB]):
         if len(sent) == sent.maxlen:
             sent.popleft()
-        sent.append(torch.cat([each.flatten() for each in group]) if len(group) > 1 else group[0])
+        sent.append(torch.cat([gradient.flatten() for gradient in group]) if len(group) > 1 else group[0])
 
 
 def group_by_size(tensors: Iterable[AnyTensor], limits: Sequence[float]) -> list[list[AnyTensor]]:
@@ -157,7 +157,7 @@ def group_by_size(tensors: Iterable[AnyTensor], limits: Sequence[float]) -> list
     for tensor in tensors:
         group = open_groups.setdefault(tensor.dtype, [])
         group.append(tensor)
-        if sum(each.numel() * each.element_size() for each in group) >= left[0]:
+        if sum(gradient.numel() * gradient.element_size() for gradient in group) >= left[0]:
             groups.append(open_groups.pop(tensor.dtype))
             del left[: len(left) - 1]
     return [*groups, *open_groups.values()]

@@ -58,7 +58,7 @@ class ZeroOneTwo(ShardedOptimizer):
         """Compute the shares of the rank that keeps most."""
         sizes = [[param.numel() for param in group] for group in groups]
         rank = fullest_rank(sizes, world_size)
-        shares = [partition_group(each, world_size, rank) for each in sizes]
+        shares = [partition_group(group_sizes, world_size, rank) for group_sizes in sizes]
         self.shares = [share.size for share in shares]
         self.rank = rank
         self.owned: dict[nn.Parameter, int] = {}
@@ -76,7 +76,7 @@ class ZeroOneTwo(ShardedOptimizer):
         buffers.empty_cache()
         missing = share * self.world_size - sum(param.numel() for param in group)
         padding = [torch.zeros(missing, dtype=self.dtype, device=group[0].device)] if missing else []
-        pieces = [each.detach().flatten() for each in (*group, *padding)]
+        pieces = [tensor.detach().flatten() for tensor in (*group, *padding)]
         flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         buffers.assign("parameters", [flat])
         offset = 0
@@ -142,7 +142,7 @@ class ZeroOneTwo(ShardedOptimizer):
             return
         for slices in reduced_at_once([self.slices[param] for param in bucket.params], self.bucket_size):
             if len(slices) > 1:  # They are flattened into a copy.
-                flat = self.buffers.on_gpu(sum(each.size for each in slices), self.dtype, "communication")
+                flat = self.buffers.on_gpu(sum(part.size for part in slices), self.dtype, "communication")
                 del flat
         for param in bucket.params:
             if self.owned[param]:

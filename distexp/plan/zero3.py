@@ -144,7 +144,7 @@ class ZeroThree(ShardedOptimizer):
         """Take a gradient (``reduce_independent_p_g_buckets_and_remove_grads``)."""
         assert isinstance(param, nn.Parameter)
         assert param.grad is not None
-        elements = sum(each.numel() for each in self.bucket)
+        elements = sum(gradient.numel() for gradient in self.bucket)
         if self.bucket and elements + param.numel() > self.bucket_size:
             self._reduce()
             elements = 0
@@ -360,7 +360,7 @@ class _Fetcher:
             self.order = tuple(self.recorded)
         self.recorded = []
         self.queue = deque(
-            (param, index) for index, each in enumerate(self.order) for param in each.parameters(recurse=False)
+            (param, index) for index, module in enumerate(self.order) for param in module.parameters(recurse=False)
         )
         self.next_use, self.position, self.live = {}, 0, 0
 

@@ -75,8 +75,8 @@ def reduced_at_once(gradients: Sequence[Sequence[Slice]], bucket_size: int) -> l
 
     Neighbors of one rank are one slice. A reduction ends when it has more elements than a bucket.
     """
-    slices = [each for gradient in gradients for each in gradient]
-    merged = [Slice(rank, sum(each.size for each in found)) for rank, found in groupby(slices, lambda each: each.rank)]
+    slices = [part for gradient in gradients for part in gradient]
+    merged = [Slice(rank, sum(part.size for part in found)) for rank, found in groupby(slices, lambda each: each.rank)]
     reductions: list[list[Slice]] = [[]]
     for each in merged:
         reductions[-1].append(each)

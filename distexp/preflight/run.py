@@ -89,7 +89,7 @@ def _measure_all(options: PreflightConfig, context: Context, precision: str) -> 
             "problems": problems,
             "copies": measure_host_copies(context.device),
             "matrix": {"precision": precision, "tflops": measure_matrix_ceiling(context.device, precision)},
-            "measurements": [asdict(each) for each in measurements],
+            "measurements": [asdict(measurement) for measurement in measurements],
         }
     )
     return {

@@ -62,7 +62,7 @@ def fit_columns(columns: Sequence[Column], width: int) -> tuple[list[Column], li
         kept.remove(least)
         hidden.append(least)
     for column in reversed(hidden[:]):  # hiding a wide column may have made room for narrower ones
-        with_column = [each for each in columns if each in kept or each is column]
+        with_column = [candidate for candidate in columns if candidate in kept or candidate is column]
         if _total_width(with_column) <= width:
             kept = with_column
             hidden.remove(column)

@@ -121,12 +121,12 @@ def _compare_best(overview: Overview, ranking: Ranking, start: str, number_forma
     """Yield the best group and the next one. The next one is the first that is equal to the best, if there is one."""
     best, equal = ranking.best, ranking.equal_to_best
     following = equal[0] if equal else ranking.ranked[1]
-    first, other = (_describe_value(overview, each, number_format) for each in (best, following))
+    first, other = (_describe_value(overview, group, number_format) for group in (best, following))
     noise = difference_noise(best.value, following.value)
     if equal and noise is not None:
         yield f"{start}{first}, and {other}, are equal within the noise of {format_noise(noise, best.value.mean)}."
         if len(equal) > 1:
-            yield f"Also equal within the noise: {name_runs(each.group.label for each in equal[1:])}."
+            yield f"Also equal within the noise: {name_runs(group.group.label for group in equal[1:])}."
         return
     yield f"{start}{first}."
     if noise is not None:

@@ -174,7 +174,7 @@ def read_memory(directory: Path) -> MemoryTrace:
 def _read_nodes(directory: Path) -> dict[int, list[MemorySample]]:
     """Return the samples of each node that has any, in the order of the nodes."""
     numbers = [path.stem.removeprefix("node") for path in directory.glob("node*.csv")]
-    samples = {int(each): _read_samples(directory / f"node{each}.csv") for each in numbers if each.isdigit()}
+    samples = {int(number): _read_samples(directory / f"node{number}.csv") for number in numbers if number.isdigit()}
     return {node: samples[node] for node in sorted(samples) if samples[node]}
 
 

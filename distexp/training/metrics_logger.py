@@ -285,8 +285,8 @@ class MetricsLogger:
             return ranks
         median_s = (metrics.step_time_s or {})["p50"]
         metrics.step_breakdown = [
-            remove_overhead(entry, median_s, data_wait_s=each.median_data_wait_s, sizes_differ=sizes_differ)
-            for entry, each in zip(profiled.breakdown, ranks, strict=True)
+            remove_overhead(entry, median_s, data_wait_s=times.median_data_wait_s, sizes_differ=sizes_differ)
+            for entry, times in zip(profiled.breakdown, ranks, strict=True)
         ]
         return [include_cpu_work(*pair) for pair in zip(ranks, profiled.breakdown, strict=True)]
 

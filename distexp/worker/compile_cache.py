@@ -34,15 +34,15 @@ def use_compile_cache() -> Path:
     user = cache_dir() / f"compile-{os.getuid()}"
     folder = user / f"torch-{torch.__version__}-python-{python}"
     try:
-        for each in (user, folder):
-            each.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in (user, folder):
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise ConfigError(
             f"train.compile needs a cache, but {folder} cannot be created ({error.strerror}): "
             "set the environment variable DISTEXP_CACHE to a writable directory"
         ) from error
-    for each in (user, folder):
-        _check_private(each)
+    for path in (user, folder):
+        _check_private(path)
     os.environ[VARIABLE] = str(folder)
     return folder
 

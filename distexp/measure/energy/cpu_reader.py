@@ -77,7 +77,7 @@ class CpuEnergyReader:
         return self._tree_j
 
     def _read_busy_ticks(self) -> int:
-        fields = [int(each) for each in self._stat.read_text().split("\n", 1)[0].split()[1:]]
+        fields = [int(field) for field in self._stat.read_text().split("\n", 1)[0].split()[1:]]
         return sum(sum(fields[part]) for part in BUSY_FIELDS)
 
 

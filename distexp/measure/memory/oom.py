@@ -188,7 +188,7 @@ def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[int, str]]:
 def _tensors_of(value: Any) -> Iterator[Tensor]:
     """Yield a tensor, or the tensors that a mapping or a sequence contains directly."""
     members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-    return (each for each in list(members) if isinstance(each, Tensor) and each.layout == torch.strided)
+    return (member for member in list(members) if isinstance(member, Tensor) and member.layout == torch.strided)
 
 
 def _line(frames: Iterable[Frame]) -> str | None:

@@ -60,7 +60,7 @@ class SavedTensorCounter:
             self._saved, self._bytes, self._in_backward = set(), 0, False
         sizes = storage_sizes(iter([tensor])) if tensor.layout == torch.strided else {}
         for address, size in sizes.items():
-            if address not in self._saved and not any(address in each for each in self._parameters):
+            if address not in self._saved and not any(address in parameters for parameters in self._parameters):
                 self._saved.add(address)
                 self._bytes += size
         self.peak_bytes = max(self.peak_bytes, self._bytes)

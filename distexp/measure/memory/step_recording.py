@@ -70,7 +70,9 @@ class StepRecording:
         self._start = blocks_in_use(segments, self._index)
         self._known = known_parts(tensors, self._start)
         self._vocabulary = tensors.vocabulary
-        self._weight_sizes = frozenset(int(getattr(each, "ds_numel", each.numel())) for each in tensors.parameters)
+        self._weight_sizes = frozenset(
+            int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in tensors.parameters
+        )
         start_memory_history(MOST_ENTRIES)
         self._stack.enter_context(around_backward(self._in_backward))
 
@@ -183,7 +185,7 @@ def changes_of(entries: Iterable[Mapping[str, Any]]) -> list[Change]:
 
 def frames_of(entry: Mapping[str, Any]) -> tuple[Frame, ...]:
     """Return the Python stack of an allocation, the innermost call first; empty if none was recorded."""
-    return tuple(Frame(each["filename"], each["line"], each["name"]) for each in entry.get("frames") or ())
+    return tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or ())
 
 
 def known_parts(tensors: ModelTensors, blocks: Mapping[int, tuple[int, int]]) -> dict[int, str]:

@@ -82,7 +82,9 @@ def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) 
         window: Start and end of the step.
         collectives: Collectives of the rank, with the waiting for other ranks.
     """
-    running = [each for each in collectives if _overlaps((each.wait[0], each.transfer[1]), window)]
+    running = [
+        collective for collective in collectives if _overlaps((collective.wait[0], collective.transfer[1]), window)
+    ]
     layers = _gpu_layers(trace, window, running) if trace.on_gpu else _cpu_layers(trace, window, running)
     parts: dict[str, list[Interval]] = {name: [] for name in PARTS}
     left = [window]
@@ -90,10 +92,14 @@ def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) 
         covered = merge(clip(intervals, window))
         parts[name] += intersect(left, covered)
         left = subtract(left, covered)
-    for name, interval in _idle_parts(trace, left) if trace.on_gpu else (("host", each) for each in left):
+    for name, interval in (
+        _idle_parts(trace, left) if trace.on_gpu else (("host", interval_left) for interval_left in left)
+    ):
         parts[name].append(interval)
     merged = {name: merge(intervals) for name, intervals in parts.items()}
-    busy = total_length(merge(clip((when for each in running for when in (each.wait, each.transfer)), window)))
+    busy = total_length(
+        merge(clip((when for collective in running for when in (collective.wait, collective.transfer)), window))
+    )
     exposed = total_length(merged["exposed_communication"]) + total_length(merged["waiting"])
     launches = _count_launches(trace.kernels, window) if trace.on_gpu else None
     return StepParts(window, merged, max(0.0, busy - exposed), launches)
@@ -101,8 +107,8 @@ def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) 
 
 def _count_launches(kernels: Sequence[Kernel], window: Interval) -> int:
     """Return the number of calls that launched kernels. A CUDA graph is one."""
-    launched = [each for each in kernels if each.category != COPY and window[0] <= each.when[0] < window[1]]
-    return len({each.launch or each.when for each in launched})
+    launched = [kernel for kernel in kernels if kernel.category != COPY and window[0] <= kernel.when[0] < window[1]]
+    return len({kernel.launch or kernel.when for kernel in launched})
 
 
 Layers = Iterator[tuple[str, list[Interval]]]
@@ -112,13 +118,13 @@ Layers = Iterator[tuple[str, list[Interval]]]
 def _gpu_layers(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> Layers:
     optimizer = merge(trace.optimizer)
     kernels: dict[str, list[Interval]] = {MATMUL: [], OTHER_KERNEL: [], COPY: [], "optimizer": [], "optimizer copy": []}
-    for each in trace.kernels:
-        if not _overlaps(each.when, window):
+    for kernel in trace.kernels:
+        if not _overlaps(kernel.when, window):
             continue
-        category = each.category
-        if _is_inside(each, optimizer):
+        category = kernel.category
+        if _is_inside(kernel, optimizer):
             category = "optimizer copy" if category == COPY else "optimizer"
-        kernels[category].append(each.when)
+        kernels[category].append(kernel.when)
     yield "matmul", kernels[MATMUL]
     yield "other_kernels", kernels[OTHER_KERNEL]
     yield "optimizer", kernels["optimizer"]
@@ -140,8 +146,8 @@ def _cpu_layers(trace: Trace, window: Interval, collectives: Sequence[Transfer])
 
 def _communication_layers(collectives: Sequence[Transfer]) -> Layers:
     """Yield the transfers, then the waiting: an instant in which one collective transfers is no waiting."""
-    yield "exposed_communication", [each.transfer for each in collectives]
-    yield "waiting", [each.wait for each in collectives]
+    yield "exposed_communication", [collective.transfer for collective in collectives]
+    yield "waiting", [collective.wait for collective in collectives]
 
 
 def _idle_parts(trace: Trace, idle: Sequence[Interval]) -> Iterator[tuple[str, Interval]]:

@@ -120,8 +120,8 @@ def timeline_of(trace: Trace) -> Timeline:
     Copies between host and GPU are neither communication nor computation.
     """
     collectives: dict[str, list[Interval]] = {}
-    for each in trace.collectives:
-        collectives.setdefault(each.kind, []).append(each.when)
+    for collective in trace.collectives:
+        collectives.setdefault(collective.kind, []).append(collective.when)
     kernels = [kernel.when for kernel in trace.kernels if kernel.category != COPY]
     return Timeline(len(trace.steps), trace.window, collectives, kernels if trace.on_gpu else None)
 
@@ -146,7 +146,7 @@ def _size_of(arguments: dict[str, Any]) -> int | None:
     """Return the bytes of a collective: of its input or output, if that is larger. None: unknown."""
     elements = [arguments.get(f"{side} msg nelems") for side in ("In", "Out")]
     width = DTYPE_BYTES.get(str(arguments.get("dtype")))
-    counts = [each for each in elements if isinstance(each, int)]
+    counts = [element for element in elements if isinstance(element, int)]
     return max(counts) * width if counts and width else None
 
 

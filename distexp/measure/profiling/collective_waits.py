@@ -55,7 +55,7 @@ def split_collectives(collectives: Sequence[Collective], ranks: Sequence[Duratio
         ranks: Durations of all ranks. Ranks of other process groups have other keys. If ranks of one group have
             different numbers of collectives, nothing is known about their waiting.
     """
-    shortest = {key: _shortest([each[key] for each in ranks if key in each]) for rank in ranks for key in rank}
+    shortest = {key: _shortest([times[key] for times in ranks if key in times]) for rank in ranks for key in rank}
     positions: dict[Key, int] = {}
     found: list[Transfer] = []
     for each in sorted(collectives, key=lambda collective: collective.when):
@@ -69,6 +69,6 @@ def split_collectives(collectives: Sequence[Collective], ranks: Sequence[Duratio
 
 
 def _shortest(ranks: Sequence[Sequence[float]]) -> list[float] | None:
-    if len({len(each) for each in ranks}) != 1:
+    if len({len(rank) for rank in ranks}) != 1:
         return None
-    return [min(each) for each in zip(*ranks, strict=True)]
+    return [min(values) for values in zip(*ranks, strict=True)]

@@ -37,8 +37,8 @@ def communication_shares(timeline: Timeline) -> CommunicationShares:
     start, end = timeline.window
     if timeline.steps < 1 or end <= start:
         raise ValueError(f"no duration to compute a share of: {timeline.steps} steps from {start} s to {end} s")
-    kinds = {kind: merge(clip(each, timeline.window)) for kind, each in timeline.collectives.items()}
-    running = merge(interval for each in kinds.values() for interval in each)
+    kinds = {kind: merge(clip(intervals, timeline.window)) for kind, intervals in timeline.collectives.items()}
+    running = merge(interval for intervals in kinds.values() for interval in intervals)
     exposed = None
     if timeline.kernels is not None:
         exposed = total_length(running) - intersection_length(running, merge(clip(timeline.kernels, timeline.window)))
@@ -46,5 +46,7 @@ def communication_shares(timeline: Timeline) -> CommunicationShares:
         step_s=(end - start) / timeline.steps,
         share=total_length(running) / (end - start),
         exposed_share=None if exposed is None else max(0.0, exposed) / (end - start),
-        by_collective={kind: total_length(each) / timeline.steps for kind, each in sorted(kinds.items()) if each},
+        by_collective={
+            kind: total_length(intervals) / timeline.steps for kind, intervals in sorted(kinds.items()) if intervals
+        },
     )

@@ -55,7 +55,7 @@ def collectives_of_hooks(
     if any(hook == "all_gather" for _, hook, _ in parsed):  # several workers
         gathered = [HookCollective(when, ALL_GATHER, u.gathered_bytes) for when, h, u in known if h == "all_gather"]
     else:
-        gathered = _gathers([each for each in parsed if each[2] in units], units, phases)
+        gathered = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
     return sorted([*gathered, *reduced], key=lambda each: each.when)
 
 

@@ -39,9 +39,9 @@ def _compute(step: StepParts) -> Iterator[tuple[str, Sequence[Interval]]]:
 
 
 def _communication(collectives: Sequence[Transfer]) -> Iterator[tuple[str, Sequence[Interval]]]:
-    for kind in sorted({each.kind for each in collectives}):
-        yield kind, [each.transfer for each in collectives if each.kind == kind]
-    yield "waiting", [each.wait for each in collectives]
+    for kind in sorted({collective.kind for collective in collectives}):
+        yield kind, [collective.transfer for collective in collectives if collective.kind == kind]
+    yield "waiting", [collective.wait for collective in collectives]
 
 
 def _cpu(trace: Trace) -> Iterator[tuple[str, Sequence[Interval]]]:
@@ -56,7 +56,7 @@ def _paint(window: Interval, layers: Iterator[tuple[str, Sequence[Interval]]]) -
     left, spans = [window], []
     for label, intervals in layers:
         covered = merge(clip(intervals, window))
-        spans += [(each, label) for each in intersect(left, covered)]
+        spans += [(interval, label) for interval in intersect(left, covered)]
         left = subtract(left, covered)
     joined = _join(sorted(spans), GAP * (window[1] - window[0]))
     return joined if len(joined) <= MOST_SPANS else _rasterize(joined, window)

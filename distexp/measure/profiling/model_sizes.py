@@ -61,9 +61,9 @@ def _units(model: nn.Module) -> Iterator[Parameters]:
     def unit(name: str) -> str:
         return next((block for block in blocks if name.startswith(f"{block}.")), name.split(".", maxsplit=1)[0])
 
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, members in groupby(trained, key=lambda each: unit(each[0])):
-        yield Parameters(name, tuple(_elements(each) for _, each in members))
+        yield Parameters(name, tuple(_elements(parameter) for _, parameter in members))
 
 
 def _elements(parameter: nn.Parameter) -> int:
@@ -73,10 +73,12 @@ def _elements(parameter: nn.Parameter) -> int:
 
 def _positions_by_module(model: nn.Module) -> Iterator[tuple[int, ...]]:
     """Yield the positions of the trained parameters of each module that has some. Modules may share a parameter."""
-    trained = [each for each in model.parameters() if each.requires_grad]
-    positions = {id(each): position for position, each in enumerate(trained)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    positions = {id(parameter): position for position, parameter in enumerate(trained)}
     for module in model.modules():
-        own = tuple(positions[id(each)] for each in module.parameters(recurse=False) if each.requires_grad)
+        own = tuple(
+            positions[id(parameter)] for parameter in module.parameters(recurse=False) if parameter.requires_grad
+        )
         if own:
             yield own
 
@@ -84,5 +86,5 @@ def _positions_by_module(model: nn.Module) -> Iterator[tuple[int, ...]]:
 def _bucket_elements(module: nn.Module) -> list[int]:
     if not isinstance(module, DistributedDataParallel):
         return []
-    width = next(each.element_size() for each in module.parameters() if each.requires_grad)
+    width = next(parameter.element_size() for parameter in module.parameters() if parameter.requires_grad)
     return [size // width for size in ddp_bucket_sizes(module)]

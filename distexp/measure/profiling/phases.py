@@ -40,7 +40,7 @@ class StepPhases:
 
     def edges(self) -> list[float]:
         """Return the times at which a phase starts or ends."""
-        return sorted({*self.window, self.optimizer, *(edge for each in self.backward for edge in each)})
+        return sorted({*self.window, self.optimizer, *(edge for interval in self.backward for edge in interval)})
 
 
 def find_phases(
@@ -62,9 +62,9 @@ def find_phases(
         micro_batches: Micro-batches of the step.
         hooks: Times of reductions. Those after the last event of a backward pass belong to it.
     """
-    inside = sorted(each for each in backward if window[0] <= each[0] < window[1])
+    inside = sorted(interval for interval in backward if window[0] <= interval[0] < window[1])
     update = min((start for start, _ in optimizer if window[0] <= start < window[1]), default=window[1])
-    passes = _split_at_gaps([each for each in inside if each[0] < update], micro_batches)
+    passes = _split_at_gaps([interval for interval in inside if interval[0] < update], micro_batches)
     nexts = [*(start for start, _ in passes[1:]), update]
     passes = [
         (start, max([end, *(after(hook) for hook in hooks if end <= hook < limit)]))

@@ -169,8 +169,8 @@ class StepProfiler:
             return None
         trace = _result_or_error(self._read_trace)
         ranks = gather_to_all(_result_or_error(lambda: _summarize(trace)))
-        communication = _combine([each if isinstance(each, str) else each.shares for each in ranks], self.window)
-        known = [each for each in ranks if isinstance(each, RankSummary)]
+        communication = _combine([rank if isinstance(rank, str) else rank.shares for rank in ranks], self.window)
+        known = [summary for summary in ranks if isinstance(summary, RankSummary)]
         if isinstance(trace, str) or len(known) < len(ranks):
             return ProfileResult(communication, None)
         return ProfileResult(communication, self._break_down(trace, known))
@@ -182,10 +182,10 @@ class StepProfiler:
             The parts, or None if a rank has none. Rank 0 then prints the reason.
         """
         found = gather_to_all(_result_or_error(lambda: self._own_parts(trace, ranks)))
-        errors = list(dict.fromkeys(each for each in found if isinstance(each, str)))
+        errors = list(dict.fromkeys(result for result in found if isinstance(result, str)))
         if self.context.rank == 0 and not errors:
             self._write_step_model(trace, ranks)
-        known = [each for each in found if not isinstance(each, str)]
+        known = [result for result in found if not isinstance(result, str)]
         if self.context.rank == 0 and errors:
             print_despite_full_disk(f"note: the parts of the profiled step are unknown: {'; '.join(errors)}")
         elif self.context.rank == 0:
@@ -211,11 +211,11 @@ class StepProfiler:
 
     def _step_model(self, trace: Trace, ranks: Sequence[RankSummary]) -> StepModel:
         """Return the median step of this rank."""
-        times = [each.step_s for each in ranks]
+        times = [rank.step_s for rank in ranks]
         position = _median_step(times)
         if position is None:
             raise ValueError("the ranks have different numbers of profiled steps")
-        transfers = split_collectives(trace.collectives, [each.collectives for each in ranks])
+        transfers = split_collectives(trace.collectives, [rank.collectives for rank in ranks])
         parts = split_step(trace, step_windows(trace)[position], transfers)
         sizes = read_model_sizes(self.module)
         context = self.context
@@ -287,9 +287,9 @@ def _median_step(ranks: Sequence[Sequence[float]]) -> int | None:
 
     It is None if the ranks have different numbers of steps.
     """
-    if len({len(each) for each in ranks}) > 1:
+    if len({len(rank) for rank in ranks}) > 1:
         return None
-    means = [_mean(each) for each in zip(*ranks, strict=True)]
+    means = [_mean(values) for values in zip(*ranks, strict=True)]
     return sorted(range(len(means)), key=lambda position: means[position])[(len(means) - 1) // 2]
 
 
@@ -304,8 +304,8 @@ def _combine(ranks: Sequence[CommunicationShares | str], window: ProfileWindow |
 
     ``first_step``, counted from 1, is the profiler's warm-up: the first step that counts in no other metric.
     """
-    known = [each for each in ranks if isinstance(each, CommunicationShares)]
-    errors = list(dict.fromkeys(each for each in ranks if isinstance(each, str)))
+    known = [result for result in ranks if isinstance(result, CommunicationShares)]
+    errors = list(dict.fromkeys(result for result in ranks if isinstance(result, str)))
     entry: dict[str, Any] = {
         "share": None,
         "exposed_share": None,
@@ -318,15 +318,16 @@ def _combine(ranks: Sequence[CommunicationShares | str], window: ProfileWindow |
     }
     if errors:
         return entry
-    exposed = [each.exposed_share for each in known if each.exposed_share is not None]
-    kinds = sorted({kind for each in known for kind in each.by_collective})
+    exposed = [shares.exposed_share for shares in known if shares.exposed_share is not None]
+    kinds = sorted({kind for shares in known for kind in shares.by_collective})
     return entry | {
-        "share": _mean([each.share for each in known]),
+        "share": _mean([shares.share for shares in known]),
         "exposed_share": _mean(exposed) if exposed else None,
-        "step_s": _mean([each.step_s for each in known]),
-        "by_collective": {kind: _mean([each.by_collective.get(kind, 0.0) for each in known]) for kind in kinds},
+        "step_s": _mean([shares.step_s for shares in known]),
+        "by_collective": {kind: _mean([shares.by_collective.get(kind, 0.0) for shares in known]) for kind in kinds},
         "ranks": [
-            {"rank": rank, "share": each.share, "exposed_share": each.exposed_share} for rank, each in enumerate(known)
+            {"rank": rank, "share": shares.share, "exposed_share": shares.exposed_share}
+            for rank, shares in enumerate(known)
         ],
     }
 

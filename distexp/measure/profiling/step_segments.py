@@ -105,7 +105,7 @@ def _calls(step: ProfiledStep, phases: StepPhases, hooks: Sequence[HookCollectiv
     first, last = phases.window
     for each in hooks:
         yield each.when, Collective(each.kind, each.bytes, 1, "shard", FORWARD, 0)
-    sharded = {each.kind for each in hooks}
+    sharded = {hook.kind for hook in hooks}
     for name, when in step.trace.calls:
         if not name.startswith(FSDP_HOOK) and first <= when[0] < last and name not in (*sharded, "barrier"):
             yield when[0], Collective(name, None, 1, "all", FORWARD, 0)

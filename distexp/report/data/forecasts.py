@@ -71,8 +71,11 @@ def find_forecasts(overview: Overview) -> list[ForecastRow]:
 def _with_measured(overview: Overview, group: RunGroup, row: Row, forecast: StoredForecast) -> ForecastRow:
     """Return a forecast with the first training that is the same at this size, by its id, or in the same series."""
     for other in _candidates(overview, group, forecast):
-        compared = [(each, compare_with_run(row.record, forecast, each.record)) for each in other.counted_rows]
-        errors = tuple((each, error) for each, error in compared if error is not None)
+        compared = [
+            (measured_row, compare_with_run(row.record, forecast, measured_row.record))
+            for measured_row in other.counted_rows
+        ]
+        errors = tuple((measured_row, error) for measured_row, error in compared if error is not None)
         if errors:
             return ForecastRow(row, forecast, other, errors)
     return ForecastRow(row, forecast)
@@ -103,11 +106,11 @@ def build_forecast_table(overview: Overview, found: Sequence[ForecastRow]) -> Te
     """Build the table with a row per size; None without forecasts."""
     if not found:
         return None
-    measured = any(each.errors for each in found)
+    measured = any(entry.errors for entry in found)
     header = ("run", SIZE, "forecast (ms/step)", "interval (ms)", "samples/s", *(MEASURED if measured else ()))
-    rows = tuple(_cells(each, measured=measured) for each in found[:MAX_ROWS])
+    rows = tuple(_cells(entry, measured=measured) for entry in found[:MAX_ROWS])
     title = "Forecast and measured" if measured else "Forecast"
-    machines = dict.fromkeys(machine_name(each.row.record) for each in found if each.errors)
+    machines = dict.fromkeys(machine_name(entry.row.record) for entry in found if entry.errors)
     notes = [NOTE if measured else "Forecast by distexp forecast."]
     notes += [f"{machine}: {text}" for machine in machines if (text := running_error(read_errors(machine)))]
     notes += [f"{len(found) - MAX_ROWS} more sizes are in the files forecast.json."] if len(found) > MAX_ROWS else []
@@ -180,20 +183,20 @@ def _keeps_work(config: Mapping[str, Any]) -> bool:
 
 def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[ForecastCurve]:
     """Return a curve for each profiled run. A run in no series gets one with itself as the only measured point."""
-    runs = {id(each.row): each.row for each in found}
-    curves = [_curve(overview, row, [each.forecast for each in found if each.row is row]) for row in runs.values()]
+    runs = {id(entry.row): entry.row for entry in found}
+    curves = [_curve(overview, row, [entry.forecast for entry in found if entry.row is row]) for row in runs.values()]
     return [curve for curve in curves if curve is not None]
 
 
 def _curve(overview: Overview, row: Row, forecasts: Sequence[StoredForecast]) -> ForecastCurve | None:
-    group = next(group for group in overview.groups if any(each is row for each in group.rows))
+    group = next(group for group in overview.groups if any(member is row for member in group.rows))
     series = next((s for s in overview.series if any(point.group is group for point in s.points)), None)
     series = series or make_forecast_series(group, overview.varied)
     if series is None:
         return None
     fewest = series.baseline.workers
-    newest = max(each.created_at for each in forecasts)  # Earlier commands may have had another global batch.
-    chosen = [each for each in forecasts if each.workers >= fewest and each.created_at == newest]
-    drawn = {each.workers: each for each in reversed(chosen)}  # with the fewest nodes
+    newest = max(forecast.created_at for forecast in forecasts)  # Earlier commands may have had another global batch.
+    chosen = [forecast for forecast in forecasts if forecast.workers >= fewest and forecast.created_at == newest]
+    drawn = {forecast.workers: forecast for forecast in reversed(chosen)}  # with the fewest nodes
     points = tuple(drawn[workers] for workers in sorted(drawn))
-    return ForecastCurve(series, row, points) if any(each.workers > fewest for each in points) else None
+    return ForecastCurve(series, row, points) if any(point.workers > fewest for point in points) else None

@@ -88,8 +88,8 @@ def _predicted_parts(record: RunRecord) -> dict[str, float]:
 
 def build_peaks_table(overview: Overview, found: Sequence[GroupPeaks]) -> TextTable:
     """Build the table with a row for each measured and each predicted peak."""
-    shown = [(each, peak) for each in found[:MAX_RUNS] for peak in each.peaks]
-    columns = overview.label_columns([each.row.label for each, _ in shown], [each.group for each, _ in shown])
+    shown = [(run, peak) for run in found[:MAX_RUNS] for peak in run.peaks]
+    columns = overview.label_columns([run.row.label for run, _ in shown], [run.group for run, _ in shown])
     columns["peak"] = [peak.kind for _, peak in shown]
     num_labels = len(columns)
     columns["phase"] = [peak.phase or NOT_MEASURED for _, peak in shown]

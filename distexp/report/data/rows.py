@@ -88,8 +88,10 @@ def _shorten(folders: Sequence[str]) -> dict[str, str]:
     """Return the shortest unique end of each path, without a common date."""
     parts = [folder.split("/") for folder in folders]
     deepest = max(map(len, parts))
-    count = next(n for n in range(1, deepest + 1) if len({tuple(each[-n:]) for each in parts}) == len(parts))
-    ends = ["/".join(each[-count:]) for each in parts]
+    count = next(
+        n for n in range(1, deepest + 1) if len({tuple(path_parts[-n:]) for path_parts in parts}) == len(parts)
+    )
+    ends = ["/".join(path_parts[-count:]) for path_parts in parts]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(min(ends), max(ends), strict=False))
     cut = "".join(first for first, _ in same).rfind("_") + 1
     return {folder: end[cut:] for folder, end in zip(folders, ends, strict=True)}

@@ -47,7 +47,7 @@ def read_lanes(run_dir: Path) -> tuple[RankLanes, ...]:
         return ()
     labels = texts_of(content, "labels")
     found = [_read_rank(entry, labels) for entry in _list(content.get("ranks")) if isinstance(entry, dict)]
-    return tuple(sorted((each for each in found if each is not None), key=lambda each: each.rank))
+    return tuple(sorted((lane for lane in found if lane is not None), key=lambda each: each.rank))
 
 
 def _read_rank(entry: dict[str, Any], labels: Sequence[str]) -> RankLanes | None:
@@ -59,7 +59,7 @@ def _read_rank(entry: dict[str, Any], labels: Sequence[str]) -> RankLanes | None
         title: tuple(_read_spans(lane.get("spans"), labels))
         for name, title in LANES.items() for lane in lanes if lane.get("name") == name
     }  # fmt: skip
-    drawn = {title: each for title, each in spans.items() if each}
+    drawn = {title: intervals for title, intervals in spans.items() if intervals}
     return RankLanes(int(rank), step, drawn) if drawn else None
 
 

@@ -67,8 +67,8 @@ def load_layouts() -> dict[str, Layout]:
 
 def _flatten(columns: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield the columns of a list with nested lists."""
-    for each in columns:
-        if isinstance(each, list):
-            yield from _flatten(each)
+    for column in columns:
+        if isinstance(column, list):
+            yield from _flatten(column)
         else:
-            yield each
+            yield column

@@ -22,7 +22,7 @@ Rows = list[dict[str, Any]]
 def panel_legend(curves: Sequence[LossCurve], *, others: bool) -> tuple[LegendEntry, ...]:
     """Return the legend of panels with one run each; ``others`` are the gray curves behind it."""
     lines = [LegendEntry(kind, COLORS[kind], "line") for kind in (BOTH if others else ONE)]
-    rings = [LegendEntry(EVALUATION, COLORS[EVALUATION], "ring")] if any(each.evaluation for each in curves) else []
+    rings = [LegendEntry(EVALUATION, COLORS[EVALUATION], "ring")] if any(curve.evaluation for curve in curves) else []
     return (*lines, *rings)
 
 
@@ -34,8 +34,8 @@ def draw_together(curves: Sequence[LossCurve]) -> alt.LayerChart:
         "color": _run_color(curves),
         "opacity": alt.condition(picked, alt.value(0.95), alt.value(0.12)),
     }
-    rows = [row for each in curves for row in _rows(each, each.training)]
-    rings = [row for each in curves for row in _rows(each, each.evaluation)]
+    rows = [row for curve in curves for row in _rows(curve, curve.training)]
+    rings = [row for curve in curves for row in _rows(curve, curve.evaluation)]
     layers = [alt.Chart(inline_data(rows)).mark_line().encode(**encoding)]
     if rings:
         layers.append(_rings(rings).encode(**encoding, shape=_ring_shape()))
@@ -45,7 +45,7 @@ def draw_together(curves: Sequence[LossCurve]) -> alt.LayerChart:
 def draw_apart(curves: Sequence[LossCurve]) -> Iterator[Panel]:
     """Yield a panel per run, with the other runs in gray behind it. All have the same axes."""
     for curve in curves:
-        others = [row for each in curves if each is not curve for row in _rows(each, each.training)]
+        others = [row for other in curves if other is not curve for row in _rows(other, other.training)]
         behind = _lines(others, OTHERS, BOTH).encode(**_axes(curves), detail="run:N")
         yield Panel(curve.name, alt.layer(behind, *_draw_run(curve, curves, BOTH)).properties(height=PANEL_HEIGHT))
 
@@ -69,7 +69,7 @@ def is_equal(curve: LossCurve, baseline: LossCurve) -> bool:
 
 def _widest_difference(curve: LossCurve, baseline: LossCurve) -> float:
     pairs = ((curve.training, baseline.training), (curve.evaluation, baseline.evaluation))
-    return max((abs(each) for pair in pairs for each in relative_differences(*pair).values()), default=0.0)
+    return max((abs(difference) for pair in pairs for difference in relative_differences(*pair).values()), default=0.0)
 
 
 def _draw_difference(curve: LossCurve, baseline: LossCurve, limit: float) -> alt.LayerChart:
@@ -128,7 +128,7 @@ def _ring_shape() -> alt.Shape:
 
 
 def _run_color(curves: Sequence[LossCurve]) -> alt.Color:
-    names = [each.name for each in curves]
+    names = [curve.name for curve in curves]
     style = {"symbolType": "stroke", "symbolStrokeWidth": 3, "labelLimit": alt.ExprRef("width")}
     legend = alt.Legend(title=None, columns=1, **style) if len(names) > 1 else None
     return alt.Color("run:N", scale=alt.Scale(domain=names), legend=legend)

@@ -100,7 +100,7 @@ def _median_distance(one: Losses, other: Losses) -> float:
 
 def loss_range(curves: Sequence[LossCurve]) -> tuple[float, float]:
     """Return the range of an axis for all losses, at least MIN_SPAN of the largest wide."""
-    values = [loss for each in curves for losses in (each.training, each.evaluation) for loss in losses.values()]
+    values = [loss for curve in curves for losses in (curve.training, curve.evaluation) for loss in losses.values()]
     low, high = min(values), max(values)
     missing = MIN_SPAN * max(abs(low), abs(high)) - (high - low)
     return (low, high) if missing <= 0 else (low - missing / 2, high + missing / 2)

@@ -44,10 +44,10 @@ def build_losses(overview: Overview, traces: Sequence[RunTrace]) -> Figure | Non
 def _difference_figure(
     overview: Overview, curves: Sequence[LossCurve], caption: str, sentences: tuple[str, ...]
 ) -> Figure:
-    baseline = next((each for each in curves if each.trace.group is overview.baseline), curves[0])
-    equal = [each for each in curves if each is not baseline and is_equal(each, baseline)]
+    baseline = next((curve for curve in curves if curve.trace.group is overview.baseline), curves[0])
+    equal = [curve for curve in curves if curve is not baseline and is_equal(curve, baseline)]
     panels = tuple(draw_differences(curves, baseline))
-    labels = name_runs((each.trace.row.label for each in equal), MAX_TRACES)
+    labels = name_runs((curve.trace.row.label for curve in equal), MAX_TRACES)
     notes = [
         f"Equal to it at every step: {labels}." if equal else "",
         "The axis of a difference is at least as wide as the tolerance." if len(panels) > 1 else "",
@@ -63,9 +63,9 @@ def _difference_figure(
 def compare_losses(curves: Sequence[LossCurve]) -> Iterator[str]:
     """Report which runs trained the same model: at each logged step their losses agree."""
     trainings: dict[str, list[LossCurve]] = {}
-    for each in curves:
-        trainings.setdefault(_training_key(each.trace), []).append(each)
-    several_tasks = len({task_name(each.trace.row.settings) for each in curves}) > 1
+    for curve in curves:
+        trainings.setdefault(_training_key(curve.trace), []).append(curve)
+    several_tasks = len({task_name(curve.trace.row.settings) for curve in curves}) > 1
     for alike in trainings.values():
         if len(alike) > 1:
             yield _compare(alike, task_name(alike[0].trace.row.settings) if several_tasks else "")

@@ -29,7 +29,7 @@ def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
         return None
     shown = found[:MAX_BARS]
     titles = [
-        title for name, title in TITLES.items() if any(peak.parts.get(name) for each in shown for peak in each.peaks)
+        title for name, title in TITLES.items() if any(peak.parts.get(name) for run in shown for peak in run.peaks)
     ]
     return Figure(
         "peak_parts", "GPU memory by part at the peak", (Panel("", _draw(overview, shown, titles)),),
@@ -40,18 +40,18 @@ def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
 
 def _describe(found: Sequence[GroupPeaks]) -> Iterator[str]:
     yield "One worker, at the peak of a step."
-    if any(len(each.peaks) > 1 for each in found):
+    if any(len(run.peaks) > 1 for run in found):
         yield "Pale: predicted by distexp plan before the run."
     if len(found) > MAX_BARS:
         yield f"Drawn: {MAX_BARS} of {len(found)}."
 
 
 def _draw(overview: Overview, shown: Sequence[GroupPeaks], titles: Sequence[str]) -> alt.LayerChart:
-    few = sum(len(each.peaks) for each in shown) <= FEW_BARS
-    labels = [overview.describe(each.group, each.row.label) if few else run_label(each.row.label) for each in shown]
+    few = sum(len(run.peaks) for run in shown) <= FEW_BARS
+    labels = [overview.describe(run.group, run.row.label) if few else run_label(run.row.label) for run in shown]
     rows = [
-        row for each, label in zip(shown, labels, strict=True) for peak in each.peaks
-        for row in _rows(overview, each, peak, label)
+        row for run, label in zip(shown, labels, strict=True) for peak in run.peaks
+        for row in _rows(overview, run, peak, label)
     ]  # fmt: skip
     bars = list(dict.fromkeys(row["bar"] for row in rows))
     scale = alt.Scale(domain=list(titles), range=[color(COLORS[title]) for title in titles])

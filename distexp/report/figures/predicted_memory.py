@@ -26,9 +26,9 @@ def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Fi
     table = build_predictions_table(overview)
     if table is None:
         return None
-    drawn = [each for each in traces if each.predicted]
-    parts = list(dict.fromkeys(part for each in drawn for part in _parts(each.predicted)))
-    panels = tuple(Panel(each.name, _draw(each.predicted, parts)) for each in drawn)
+    drawn = [trace for trace in traces if trace.predicted]
+    parts = list(dict.fromkeys(part for trace in drawn for part in _parts(trace.predicted)))
+    panels = tuple(Panel(trace.name, _draw(trace.predicted, parts)) for trace in drawn)
     caption = f"{CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
     legend = tuple(LegendEntry(_title(part), _shade(part), "bar") for part in parts)
     return Figure(

@@ -37,7 +37,7 @@ def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | No
     ordered = sorted([*overview.series, *added], key=lambda series: KINDS.index(series.kind))
     titles = dict.fromkeys(series.title for series in ordered)
     panels = tuple(
-        panel for title in titles for panel in _panels([each for each in ordered if each.title == title], curves)
+        panel for title in titles for panel in _panels([series for series in ordered if series.title == title], curves)
     )
     built = (build_scaling_table(overview), build_nodes_table(overview), build_forecast_table(overview, forecasts))
     sentences = [text for series in overview.series if series.has_several_sizes for text in _describe(series)]

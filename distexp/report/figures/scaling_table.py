@@ -23,7 +23,7 @@ def build_scaling_table(overview: Overview) -> TextTable | None:
     points = [(series, point) for series in overview.series for point in series.points]
     if not points:
         return None
-    columns = {title: [read(*each) for each in points] for title, read in _columns(overview).items()}
+    columns = {title: [read(*point) for point in points] for title, read in _columns(overview).items()}
     more = f"{len(points) - MAX_ROWS} more rows are in results.csv." if len(points) > MAX_ROWS else ""
     table = TextTable.from_columns("Work, efficiency and memory", columns, more)
     return replace(table, rows=table.rows[:MAX_ROWS])

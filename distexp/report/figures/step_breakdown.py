@@ -97,7 +97,9 @@ def _draw(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) 
                  alt.Tooltip("ms:Q", title=unit.title, format=",.3~f"),
                  alt.Tooltip("share:Q", title="of the step", format=".1%")],
     )  # fmt: skip
-    totals = [{"bar": name, "ms": each, "text": f"{each:,.3g}"} for name, each in zip(names, lengths, strict=True)]
+    totals = [
+        {"bar": name, "ms": length, "text": f"{length:,.3g}"} for name, length in zip(names, lengths, strict=True)
+    ]
     labels = alt.Chart(inline_data(totals)).mark_text(align="left", dx=5).encode(x="ms:Q", y=y, text="text:N")
     return alt.layer(parts, labels).properties(height=bar_height(names, 30) * len(bars))
 

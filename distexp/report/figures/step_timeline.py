@@ -30,13 +30,13 @@ ZOOM = "wheel![event.ctrlKey]"
 
 def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no run has the lanes of a step."""
-    drawn = [each for each in traces if each.lanes]
+    drawn = [trace for trace in traces if trace.lanes]
     if not drawn:
         return None
-    chosen = [(each, choose_ranks(each, max(1, MAX_RANKS // len(drawn)))) for each in drawn]
+    chosen = [(trace, choose_ranks(trace, max(1, MAX_RANKS // len(drawn)))) for trace in drawn]
     colors = assign_colors(rank for _, ranks in chosen for rank in ranks)
     panels = tuple(
-        Panel(each.name, _draw(ranks, colors, f"zoom_{n}"), each.profiles) for n, (each, ranks) in enumerate(chosen)
+        Panel(trace.name, _draw(ranks, colors, f"zoom_{n}"), trace.profiles) for n, (trace, ranks) in enumerate(chosen)
     )
     legend = tuple(LegendEntry(label, shade, "bar") for label, shade in colors.items())
     return Figure(
@@ -48,12 +48,12 @@ def choose_ranks(trace: RunTrace, limit: int) -> list[RankLanes]:
     """Return the ranks to draw: all, or the slowest and the fastest one without waiting, then the first ones."""
     if len(trace.lanes) <= limit:
         return list(trace.lanes)
-    own = {each.rank: each.own_ms for each in read_ranks(trace.row)}
+    own = {times.rank: times.own_ms for times in read_ranks(trace.row)}
     by_time = sorted(trace.lanes, key=lambda each: own.get(each.rank, 0.0), reverse=True)
     first = [by_time[0].rank, by_time[-1].rank] if own else []
-    order = dict.fromkeys([*first, *(each.rank for each in trace.lanes)])
+    order = dict.fromkeys([*first, *(lane.rank for lane in trace.lanes)])
     kept = set(list(order)[:limit])
-    return [each for each in trace.lanes if each.rank in kept]
+    return [lane for lane in trace.lanes if lane.rank in kept]
 
 
 def assign_colors(ranks: Iterator[RankLanes]) -> dict[str, str]:

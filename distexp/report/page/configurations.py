@@ -44,7 +44,7 @@ def first_pair(overview: Overview) -> tuple[int, int]:
 
     def preference(position: int) -> tuple[bool, bool, bool]:
         row = overview.rows[position]
-        return not row.completed, row.record.status == "invalid", not any(row is each for each in baseline)
+        return not row.completed, row.record.status == "invalid", not any(row is other for other in baseline)
 
     best = sorted(range(len(overview.rows)), key=preference)
     return best[0], best[min(1, len(best) - 1)]

@@ -65,7 +65,7 @@ def _describe_efficiency(best: ScalingSeries, others: Sequence[ScalingSeries]) -
     parts = [f"{last.workers} workers", best.name]
     if best.noise is not None:
         parts.append(f"noise {format_noise(best.noise, 1)}")
-        equal = [each for each in others if each is not best and _is_equal_efficiency(best, each)]
+        equal = [point for point in others if point is not best and _is_equal_efficiency(best, point)]
         parts.append(f"{len(equal)} more equal within the noise" if equal else "")
     return ", ".join(filter(None, parts))
 

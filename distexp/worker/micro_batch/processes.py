@@ -120,7 +120,7 @@ class Round:
     def _candidates(self) -> list[Candidate]:
         """Return the candidates of this round so far."""
         count = self.store.add("candidates", 0)
-        return [typed(Candidate, json.loads(self.store.get(f"candidate/{each}"))) for each in range(count)]
+        return [typed(Candidate, json.loads(self.store.get(f"candidate/{number}"))) for number in range(count)]
 
     def _wait(self, pid: int, deadline: float) -> int | None:
         """Wait for the process of this rank; end it if another rank's has failed, or after the deadline.
@@ -133,7 +133,7 @@ class Round:
             if ended:
                 return os.waitstatus_to_exitcode(status)
             late = time.monotonic() > deadline and any(
-                each.outcome == FITS for each in [*self.tried, *self._candidates()]
+                candidate.outcome == FITS for candidate in [*self.tried, *self._candidates()]
             )
             if late:
                 self.store.set("stop", "")
@@ -246,7 +246,7 @@ def needs_new_process(config: Config, first: int, size: int) -> bool:
     """
     if size == first:
         return False
-    steps = [micro_batches_per_step(config, each) for each in (first, size)]
+    steps = [micro_batches_per_step(config, micro_batch_size) for micro_batch_size in (first, size)]
     return config.train.compiled != "none" or (load_strategy(config).fixes_accumulation and steps[0] != steps[1])
 
 

@@ -62,7 +62,7 @@ def nothing_fits(config: Config, search: MicroBatchSearch) -> Exception:
     """Return the error of a search without a result: that of the device whose memory is too small."""
     on_gpu, is_text = config.cluster.device == "cuda", config.model.task == "causal_lm"
     choices = ["sharding=full_shard", *(["offload=true"] if on_gpu else []), "train.activation_checkpointing=true"]
-    smallest = min((each.micro_batch_size for each in search.candidates), default=1)
+    smallest = min((candidate.micro_batch_size for candidate in search.candidates), default=1)
     message = NOTHING_FITS.format(
         size=f"{smallest} sample{'s' if smallest > 1 else ''}",
         input="dataset.max_length" if is_text else "dataset.image_size",

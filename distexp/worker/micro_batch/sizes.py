@@ -70,12 +70,12 @@ class SizeSearch:
         if self.compiled and len(self._fitting()) == 1 and self.next_size() is not None:
             return max(size for size in self.sizes if self._needs_no_trial(size))
         best = self._best_speed()
-        fast = [each for each in self._fitting() if _speed(each) >= best * (1 - MIN_GAIN)]
-        return min((each.micro_batch_size for each in fast), default=None)
+        fast = [candidate for candidate in self._fitting() if _speed(candidate) >= best * (1 - MIN_GAIN)]
+        return min((candidate.micro_batch_size for candidate in fast), default=None)
 
     def too_large(self) -> int | None:
         """Return the smallest size that was not tried because it needs more memory than there is; None if none."""
-        tried = {each.micro_batch_size for each in self.tried}
+        tried = {candidate.micro_batch_size for candidate in self.tried}
         open_sizes = [size for size in self.sizes if size not in tried and size < self._bound()]
         return next((size for size in open_sizes if not self._should_fit(size)), None)
 
@@ -85,7 +85,7 @@ class SizeSearch:
             return self.sizes[0]
         if not fitting or self._has_plateau():
             return None
-        largest = max(each.micro_batch_size for each in fitting)
+        largest = max(candidate.micro_batch_size for candidate in fitting)
         rungs = [size for size in ladder(self.sizes) if size > largest]
         if rungs and rungs[0] < self._bound() and self._should_fit(rungs[0]):
             return rungs[0]
@@ -97,7 +97,7 @@ class SizeSearch:
         if not fitting:
             smaller = [size for size in self.sizes if size <= FIRST_COMPILED and size < bound]
             return max(smaller, default=None)
-        largest = max(each.micro_batch_size for each in fitting)
+        largest = max(candidate.micro_batch_size for candidate in fitting)
         if above := [size for size in self.sizes if size > largest and self._may_try(size)]:
             return max(above)
         after_first = sorted(fitting[1:], key=lambda each: each.micro_batch_size)
@@ -107,29 +107,34 @@ class SizeSearch:
         return max(filter(self._may_try, below), default=None)
 
     def _fitting(self) -> list[Candidate]:
-        return [each for each in self.tried if each.outcome == FITS]
+        return [candidate for candidate in self.tried if candidate.outcome == FITS]
 
     def _best_speed(self) -> float:
         return max(map(_speed, self._fitting()), default=0.0)
 
     def _bound(self) -> float:
         """Return the smallest size that did not fit, or infinity."""
-        return min((each.micro_batch_size for each in self.tried if each.outcome != FITS), default=float("inf"))
+        return min(
+            (candidate.micro_batch_size for candidate in self.tried if candidate.outcome != FITS), default=float("inf")
+        )
 
     def _has_plateau(self) -> bool:
         """Return whether the last sizes are not faster than the best one before them."""
         fitting = self._fitting()
         before, last = fitting[:-PATIENCE], fitting[-PATIENCE:]
         best = max(map(_speed, before), default=0.0)
-        return bool(before) and all(_speed(each) < best * (1 + MIN_GAIN) for each in last)
+        return bool(before) and all(_speed(candidate) < best * (1 + MIN_GAIN) for candidate in last)
 
     def _may_try(self, size: int) -> bool:
-        is_new = all(each.micro_batch_size != size for each in self.tried)
+        is_new = all(candidate.micro_batch_size != size for candidate in self.tried)
         return is_new and size < self._bound() and self._should_fit(size)
 
     def _should_fit(self, size: int) -> bool:
         """Return whether a size should fit, if memory grows linearly. Growth is never slower than that."""
-        needed, usable = self._predicted_mib(size), min((each.usable_mib or 0 for each in self._fitting()), default=0)
+        needed, usable = (
+            self._predicted_mib(size),
+            min((candidate.usable_mib or 0 for candidate in self._fitting()), default=0),
+        )
         return needed is None or not usable or needed <= usable * USABLE_SHARE
 
     def _needs_no_trial(self, size: int) -> bool:
@@ -143,9 +148,9 @@ class SizeSearch:
 
     def _predicted_mib(self, size: int) -> float | None:
         known = sorted(
-            (each.micro_batch_size, each.peak_mib, each.base_mib or 0.0)
-            for each in self._fitting()
-            if each.peak_mib is not None
+            (candidate.micro_batch_size, candidate.peak_mib, candidate.base_mib or 0.0)
+            for candidate in self._fitting()
+            if candidate.peak_mib is not None
         )
         if not known:
             return None
