@@ -96,7 +96,7 @@ def silent_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
 
     The rank that waits least decides. The other ranks only wait for it, and this time is no gain.
     """
-    for run in (each for each in runs if f"{each.name} silent" in records):
+    for run in (run for run in runs if f"{run.name} silent" in records):
         metrics, silent = records[run.name]["metrics"], records[f"{run.name} silent"]["metrics"]
         step, without = (part["step_time_s"]["p50"] for part in (metrics, silent))
         ranks = metrics["step_breakdown"] or []

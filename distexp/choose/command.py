@@ -99,8 +99,8 @@ def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> lis
 def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> None:
     """Search, and check the losses of the winner. One with other losses is followed by the next best."""
     settings = outcome.settings
-    waiting = [each for each in outcome.candidates if each.status is Status.WAITING]
-    most = max((each.workers for each in waiting), default=1)
+    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
+    most = max((candidate.workers for candidate in waiting), default=1)
     outcome.result = search(outcome.candidates, trials.try_all, settings.objective, settings.budget_gpu_s(most))
     checker = LossChecker(outcome.candidates, trials, singles)
     for candidate in ranked(outcome.candidates, settings.objective)[:MAX_CHECKED]:

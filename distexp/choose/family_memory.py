@@ -50,7 +50,7 @@ class FamilyMemory:
     @property
     def largest_that_fits(self) -> Candidate | None:
         """Return the largest member that is predicted or known to fit; None if there is none."""
-        fitting = [each for each in self.members if self._verdicts.get(each.micro_batch) == FITS]
+        fitting = [member for member in self.members if self._verdicts.get(member.micro_batch) == FITS]
         return fitting[-1] if fitting else None
 
     def is_too_large(self, micro_batch: int) -> bool:
@@ -89,9 +89,9 @@ class FamilyMemory:
         """Infer that smaller members fit. Those that accumulate gradients may need another copy of them."""
         extra = 0.0 if _accumulates(member) else self._gradients_mib()
         if extra is not None and (estimate.most_mib or 0.0) + extra <= (self.memory_mib or 0.0):
-            for each in self.members:
-                if each.micro_batch < member.micro_batch:
-                    self._verdicts.setdefault(each.micro_batch, FITS)
+            for other in self.members:
+                if other.micro_batch < member.micro_batch:
+                    self._verdicts.setdefault(other.micro_batch, FITS)
 
     def _gradients_mib(self) -> float | None:
         parameters = parameter_count(self.config.model)
@@ -102,27 +102,27 @@ class FamilyMemory:
         needed, least = estimate.needed_mib, estimate.least_mib
         does_not_fit = self._verdicts[member.micro_batch] == DOES_NOT_FIT
         if does_not_fit and needed is None:  # The states alone are too large.
-            for each in self.members:
-                self._verdicts.setdefault(each.micro_batch, DOES_NOT_FIT)
+            for other in self.members:
+                self._verdicts.setdefault(other.micro_batch, DOES_NOT_FIT)
         if not needed or least is None or self.memory_mib is None:
             return
         shrinking = sum(estimate.parts.get(part, 0.0) for part in (*PER_SAMPLE, "temporaries"))
-        for each in (each for each in self.members if each.micro_batch < member.micro_batch):
-            saved = shrinking * (1 - each.micro_batch / member.micro_batch)
+        for smaller in (other for other in self.members if other.micro_batch < member.micro_batch):
+            saved = shrinking * (1 - smaller.micro_batch / member.micro_batch)
             if (needed - saved) * least / needed > self.memory_mib:
-                self._verdicts.setdefault(each.micro_batch, DOES_NOT_FIT)
+                self._verdicts.setdefault(smaller.micro_batch, DOES_NOT_FIT)
 
     def decide(self) -> None:
         """Prune the members that do not fit, and mark those that are too close to call."""
-        for each in self.waiting():
+        for member in self.waiting():
             if self.unknown:
-                each.reason = f"its memory is not predicted: {self.unknown}"
-            verdict = self._verdicts.get(each.micro_batch)
-            each.too_close = verdict == TOO_CLOSE
-            if each.expected_mib is None:
-                each.expected_mib = self._expected_mib(each)
+                member.reason = f"its memory is not predicted: {self.unknown}"
+            verdict = self._verdicts.get(member.micro_batch)
+            member.too_close = verdict == TOO_CLOSE
+            if member.expected_mib is None:
+                member.expected_mib = self._expected_mib(member)
             if verdict == DOES_NOT_FIT:
-                each.prune(self._reason(each))
+                member.prune(self._reason(member))
 
     def _nearest(self, member: Candidate) -> Candidate | None:
         """Return the predicted member with the nearest micro-batch that is larger; None if there is none."""

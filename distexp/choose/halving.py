@@ -207,8 +207,8 @@ class _Search:
         if name != FINALISTS:  # Their order alternates. The others run so that few of them need another start-up.
             affordable.sort(key=lambda each: _shared_start(each.candidate))
         trials = self.try_all(affordable)
-        for each, trial in zip(affordable, trials, strict=True):
-            add_trial(each.candidate, trial, self.families[each.candidate.family], self.objective)
+        for started, trial in zip(affordable, trials, strict=True):
+            add_trial(started.candidate, trial, self.families[started.candidate.family], self.objective)
         self.rungs.append(Rung(name, tuple(affordable), sum(trial.gpu_seconds for trial in trials)))
 
 

@@ -93,8 +93,8 @@ class LossChecker:
             found = self._compare(own, reference, steps, without_dropout, winner.config.precision.name)
             if found is not None:
                 return LossCheck(label(reference), found, _why_not_single(reference))
-        tried = [f"{label(each)}: {self._errors[each]}" for each in references if each in self._errors]
-        reason = f"no reference completed: {'; '.join(tried)}" if tried else "no trial has equal steps"
+        failed = [f"{label(failure)}: {self._errors[failure]}" for failure in references if failure in self._errors]
+        reason = f"no reference completed: {'; '.join(failed)}" if failed else "no trial has equal steps"
         return LossCheck(label(references[0]), reason=reason)
 
     def _compare(

@@ -29,8 +29,8 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
     line("")
     if result is not None and result.stopped:
         line(f"{result.stopped}: there may be a better one. For more trials, raise choose.budget_min")
-    for each in outcome.rejected:
-        line(f"not chosen: {label(each.candidate)}: {loss_sentence(each.check)}", "red")
+    for rejection in outcome.rejected:
+        line(f"not chosen: {label(rejection.candidate)}: {loss_sentence(rejection.check)}", "red")
     if outcome.winner is None:
         line(outcome.statement or "no candidate completed a trial")
     else:

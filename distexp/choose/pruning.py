@@ -119,17 +119,17 @@ class _Pruning:
         lighter = self._lighter(name)
         if lighter is None:
             return
-        for each in family.waiting():
-            if lighter.is_too_large(each.micro_batch):
-                each.prune(f"needs more memory than {lighter.label}, which does not fit")
+        for member in family.waiting():
+            if lighter.is_too_large(member.micro_batch):
+                member.prune(f"needs more memory than {lighter.label}, which does not fit")
 
     def _prune_offloaded(self, family: FamilyMemory) -> None:
         """Prune a family with offloading, which is slow, if something fits without it on the same workers."""
         for other in self.families.values():
             same = other.members[0].workers == family.members[0].workers
             if same and not other.config.offload.enabled and (fitting := other.largest_that_fits) is not None:
-                for each in family.waiting():
-                    each.prune(f"offloading is slower, and not needed: {' '.join(fitting.overrides)} fits")
+                for member in family.waiting():
+                    member.prune(f"offloading is slower, and not needed: {' '.join(fitting.overrides)} fits")
                 return
 
     def _prune_checkpointed(self, family: FamilyMemory, name: tuple[str, ...]) -> None:
@@ -138,9 +138,9 @@ class _Pruning:
         fitting = other.largest_that_fits if other is not None and other is not family else None
         if fitting is None:
             return
-        for each in family.waiting():
-            if each.micro_batch <= fitting.micro_batch:
-                each.prune(f"checkpointing is slower, and not needed: micro-batch {fitting.micro_batch} fits without")
+        for member in family.waiting():
+            if member.micro_batch <= fitting.micro_batch:
+                member.prune(f"checkpointing is slower, and not needed: micro-batch {fitting.micro_batch} fits without")
 
     def _lighter(self, name: tuple[str, ...]) -> FamilyMemory | None:
         """Return the family that differs only in the strategy, which needs less memory; None if there is none."""

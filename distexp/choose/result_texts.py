@@ -82,10 +82,10 @@ def loss_sentence(check: LossCheck) -> str:
 def trade_offs(candidates: Sequence[Candidate], winner: Candidate) -> Iterator[str]:
     """Yield the candidates that no other one beats in everything, with what they cost and give."""
     best = mean_metrics(winner)
-    measured = [(other, mean_metrics(other)) for other in candidates if other.completed]
+    measured = [(candidate, mean_metrics(candidate)) for candidate in candidates if candidate.completed]
     for candidate, values in measured:
-        others = [other for each, other in measured if each is not candidate]
-        if candidate is winner or any(other.dominates(values) for other in others):
+        others = [other_values for other, other_values in measured if other is not candidate]
+        if candidate is winner or any(other_values.dominates(values) for other_values in others):
             continue
         changes = ", ".join(values.changes_from(best))
         if any(better in changes for better in BETTER_WORDS):

@@ -29,7 +29,7 @@ READS_PER_WRITE = 1.5
 HIDDEN_SHARE = 0.7
 """Share of the computation during which communication can run, if the strategy overlaps them."""
 
-LEAST_EXPOSED = 0.1
+MIN_EXPOSED_SHARE = 0.1
 """Share of the communication that is never hidden: that of the first and the last layers."""
 
 CPU_OPTIMIZER_GB_PER_S = 15.0
@@ -65,8 +65,8 @@ def set_forecasts(
     for members in families.values():
         estimated = [member for member in members if member.estimate is not None and member.estimate.flops is not None]
         if estimated:
-            for each in (each for each in members if each.status is Status.WAITING):
-                each.forecast_s = _forecast_s(each, estimated, speeds_of)
+            for waiting in (member for member in members if member.status is Status.WAITING):
+                waiting.forecast_s = _forecast_s(waiting, estimated, speeds_of)
 
 
 def _forecast_s(
@@ -149,7 +149,7 @@ def _exposed_s(config: Config, work: Work, speeds: MachineSpeeds, body: float) -
     total = _sent_bytes_per_parameter(config) * work.parameters * (workers - 1) / workers / (link * GB)
     # Stage 3 of DeepSpeed overlaps by default too, but hides little: measured runs are slower than at stage 2.
     overlaps = config.strategy.name != "deepspeed" or config.deepspeed.overlap_comm
-    return max(LEAST_EXPOSED * total, total - HIDDEN_SHARE * body) if overlaps else total
+    return max(MIN_EXPOSED_SHARE * total, total - HIDDEN_SHARE * body) if overlaps else total
 
 
 def _sent_bytes_per_parameter(config: Config) -> float:

@@ -51,7 +51,9 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
             f" set train.global_batch_size, for example to {16 * base.cluster.world_size}"
         )
     typed = {text.lstrip("+").partition("=")[0] for text in command}
-    candidates = [each for size in cluster_sizes(base, gpus) for each in _combinations(base, size, axes, typed)]
+    candidates = [
+        candidate for size in cluster_sizes(base, gpus) for candidate in _combinations(base, size, axes, typed)
+    ]
     if not candidates:
         raise ConfigError("no configuration is left to try: strategy=single needs choose.gpus=1, or vary more keys")
     overrides = [with_overrides(command, candidate.overrides) for candidate in candidates]

@@ -44,7 +44,7 @@ def result_table(
 
 def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None) -> Table:
     """Return the table of the candidates that were tried."""
-    values = [mean_metrics(each) for each in candidates]
+    values = [mean_metrics(candidate) for candidate in candidates]
     energy, price = any(metrics.j_per_sample for metrics in values), any(metrics.price_per_sample for metrics in values)
     table = _table("candidate", "workers", "samples/s", "peak GB", "predicted")
     for title, shown in (("J/sample", energy), ("price/10⁶", price)):

@@ -37,10 +37,10 @@ def expected_gpu_seconds(planned: PlannedTrial, candidates: Sequence[Candidate])
     The step time is that of the candidate's last trial. Without one it is the forecast, scaled by the median of
     measured / forecast step times.
     """
-    tried = [each for each in candidates if each.status is Status.TRIED]
-    done = [(each, trial) for each in tried for trial in each.completed if trial.step_s]
-    startups = [trial.gpu_seconds / each.workers - trial.steps * (trial.step_s or 0.0) for each, trial in done]
-    scales = [(trial.step_s or 0.0) / each.forecast_s for each, trial in done if each.forecast_s]
+    all_tried = [candidate for candidate in candidates if candidate.status is Status.TRIED]
+    done = [(tried, trial) for tried in all_tried for trial in tried.completed if trial.step_s]
+    startups = [trial.gpu_seconds / tried.workers - trial.steps * (trial.step_s or 0.0) for tried, trial in done]
+    scales = [(trial.step_s or 0.0) / tried.forecast_s for tried, trial in done if tried.forecast_s]
     candidate = planned.candidate
     step_s = (candidate.forecast_s or 0.0) * (median(scales) if scales else 1.0)
     if candidate.completed and candidate.completed[-1].step_s:

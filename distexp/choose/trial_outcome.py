@@ -45,9 +45,9 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
 def _prune_larger(candidate: Candidate, family: Sequence[Candidate]) -> None:
     """Prune the members with a larger micro-batch than that of a candidate that ran out of memory."""
     size = candidate.micro_batch
-    for each in family:
-        if each.status is Status.WAITING and each.micro_batch > size:
-            each.prune(f"micro-batch {each.micro_batch} needs more than {size}, which ran out of memory")
+    for member in family:
+        if member.status is Status.WAITING and member.micro_batch > size:
+            member.prune(f"micro-batch {member.micro_batch} needs more than {size}, which ran out of memory")
 
 
 def _prune_failing_family(reason: str, family: Sequence[Candidate]) -> None:
@@ -55,9 +55,9 @@ def _prune_failing_family(reason: str, family: Sequence[Candidate]) -> None:
     failed = [candidate for candidate in family if candidate.status is Status.FAILED and not _ran_out(candidate)]
     if len(failed) <= MAX_FAILURES:
         return
-    for each in family:
-        if each.status is Status.WAITING:
-            each.prune(f"{len(failed)} trials of this family failed: {reason}")
+    for member in family:
+        if member.status is Status.WAITING:
+            member.prune(f"{len(failed)} trials of this family failed: {reason}")
 
 
 def _ran_out(candidate: Candidate) -> bool:

@@ -28,13 +28,13 @@ def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective,
     scale = median(scales) if scales else 1.0
     for members in members_of_families:
         tried = ranked(members, objective)
-        for each in (each for each in members if each.status is Status.WAITING):
+        for waiting in (member for member in members if member.status is Status.WAITING):
             reason = ""
             if tried and best:
                 reason = _reason_of_family(tried[0], (tried[0].score(objective) or 0.0) / best, near, stopped)
-            forecast = each.forecast(objective)
+            forecast = waiting.forecast(objective)
             ratio = None if best is None or forecast is None else forecast * scale / best
-            each.prune(f"{NOT_TRIED}: {reason or _reason_of_forecast(ratio, stopped)}")
+            waiting.prune(f"{NOT_TRIED}: {reason or _reason_of_forecast(ratio, stopped)}")
 
 
 def _reason_of_family(best_member: Candidate, ratio: float, near: float, stopped: str) -> str:

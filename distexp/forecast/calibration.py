@@ -15,7 +15,7 @@ from distexp.forecast.simulate import Scales
 
 TYPICAL_HOST = 0.6
 """Time of the CPU for a launch without the profiler, as a fraction of that with it (docs/results/explain.md)."""
-LEAST_HOST = 0.3
+MIN_HOST_FACTOR = 0.3
 """Smallest factor of the CPU's times on a GPU: more than the profiler's overhead is work that the step did not have."""
 CLOSE = 0.03
 """Relative difference up to which all times are scaled alike."""
@@ -53,9 +53,9 @@ def calibrate(step_s: StepTime, median_s: float, *, on_gpu: bool) -> Calibration
         return _fit(lambda factor: Scales(factor, 1.0), step_s, median_s, (0.0, 10.0))
     if abs(step_s(Scales(TYPICAL_HOST, 1.0)) - median_s) <= CLOSE * median_s:
         return _fit(lambda factor: Scales(TYPICAL_HOST * factor, factor), step_s, median_s, (0.9, 1.1))
-    if step_s(Scales(LEAST_HOST, 1.0)) > median_s:
+    if step_s(Scales(MIN_HOST_FACTOR, 1.0)) > median_s:
         return _fit(lambda factor: Scales(TYPICAL_HOST * factor, factor), step_s, median_s, (0.0, 1.0))
-    return _fit(lambda factor: Scales(factor, 1.0), step_s, median_s, (LEAST_HOST, 1.0))
+    return _fit(lambda factor: Scales(factor, 1.0), step_s, median_s, (MIN_HOST_FACTOR, 1.0))
 
 
 def _fit(

@@ -100,8 +100,8 @@ def interpolate(curve: Sequence[CurvePoint], size: int) -> float:
 
 def _nearest(layouts: Sequence[tuple[int, int]], layout: Layout) -> tuple[int, int] | None:
     """Return the measured layout that is most similar: first by whether it has several nodes, then by size."""
-    known = [each for each in layouts if each[0] > 1 and (each[1] > 1) == (layout.nodes > 1)]
-    return min(known, key=lambda each: abs(math.log(each[0] / layout.ranks)), default=None)
+    similar = [(ranks, nodes) for ranks, nodes in layouts if ranks > 1 and (nodes > 1) == (layout.nodes > 1)]
+    return min(similar, key=lambda measured: abs(math.log(measured[0] / layout.ranks)), default=None)
 
 
 def model_time(machine: MachineCurves, kind: str, size: int, layout: Layout) -> float:

@@ -12,10 +12,10 @@ from distexp.plan.planner import Planner, with_gpu
 
 CACHED, OFF = "cached", "off"
 
-MOST_PREDICTED = 64
+MAX_PREDICTED_WORKERS = 64
 """Most workers of a size whose memory is predicted."""
 
-TOO_LARGE = f"memory is predicted up to {MOST_PREDICTED} workers only"
+TOO_LARGE = f"memory is predicted up to {MAX_PREDICTED_WORKERS} workers only"
 NOT_CACHED = "memory was not predicted before: leave forecast.memory=cached out"
 
 
@@ -44,7 +44,7 @@ def _reason(row: SizeRow, mode: str, planner: Planner) -> str:
     """Return why the memory of a size is not predicted; empty if it is."""
     if mode == CACHED and row.cell.config is not None:
         return "" if planner.cached(with_gpu(row.cell.config)) is not None else NOT_CACHED
-    return TOO_LARGE if row.workers > MOST_PREDICTED else ""
+    return TOO_LARGE if row.workers > MAX_PREDICTED_WORKERS else ""
 
 
 def _with_memory(row: SizeRow, planned: PlannedCell) -> SizeRow:

@@ -19,7 +19,7 @@ from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
 from distexp.runs.step_model import read_step_model
 from distexp.runs.sweep_dirs import not_a_sweep
 
-MOST_SHOWN = 5
+MAX_LISTED_RUNS = 5
 """Most runs that a message lists."""
 
 
@@ -102,8 +102,8 @@ def find_profiled_run(directory: Path) -> ProfiledRun:
         raise ConfigError(f"{directory} contains no readable {RECORD}{reason}: give the directory of a profiled run")
     profiled = [run for run in runs if run.record.status == "completed" and read_step_model(run.directory) is not None]
     if len(profiled) > 1:
-        shown = "\n  ".join(_title(run) for run in profiled[:MOST_SHOWN])
-        more = f"\n  and {len(profiled) - MOST_SHOWN} more" if len(profiled) > MOST_SHOWN else ""
+        shown = "\n  ".join(_title(run) for run in profiled[:MAX_LISTED_RUNS])
+        more = f"\n  and {len(profiled) - MAX_LISTED_RUNS} more" if len(profiled) > MAX_LISTED_RUNS else ""
         raise ConfigError(f"{directory} has {len(profiled)} profiled runs: give one of them:\n  {shown}{more}")
     if not profiled:
         raise ConfigError(_not_profiled(directory, runs))
@@ -117,7 +117,7 @@ def _title(run: ProfiledRun) -> str:
 
 def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
     """Return why no run can be forecast, and what to type."""
-    run = next((each for each in runs if each.record.status == "completed"), None)
+    run = next((run for run in runs if run.record.status == "completed"), None)
     if run is None:
         status = runs[0].record.status
         return f"{directory} has no profile, because the run is {status}: give a completed run with profile=true"

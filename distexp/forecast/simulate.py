@@ -13,7 +13,7 @@ from itertools import islice
 
 from distexp.runs.step_model import NEXT, OPTIMIZER, Collective, Item, Segment
 
-MOST_STEPS = 40
+MAX_STEPS = 40
 """Steps after which the last one counts, even if the duration is not constant."""
 CONSTANT = 1e-6
 """Relative difference of two durations that are equal."""
@@ -70,7 +70,7 @@ def simulate(
     """
     awaited = dependencies(items)
     clocks, previous = _Clocks(), SimulatedStep()
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         before = max(clocks.host, clocks.device)
         clocks.parts = SimulatedStep()
         _run_step(items, durations, awaited, clocks, scales if on_gpu else Scales(scales.host, 0.0), on_gpu=on_gpu)
@@ -129,14 +129,14 @@ def _run_step(
         if isinstance(item, Collective):
             ends[position] = _run_collective(item, durations[position], clocks, scales, on_gpu=on_gpu)
             continue
-        ready = max((ends[each] for each in awaited.get(position, ())), default=0.0)
+        ready = max((ends[collective] for collective in awaited.get(position, ())), default=0.0)
         if on_gpu:
             _run_on_device(item, ready, clocks, scales)
         else:
             clocks.parts.exposed_s += max(0.0, ready - clocks.host)
             clocks.host = max(clocks.host, ready) + scales.host * item.host_s
             clocks.parts.compute_s += scales.host * item.host_s
-    last = max((ends[each] for each in awaited.get(len(items), ())), default=0.0)
+    last = max((ends[collective] for collective in awaited.get(len(items), ())), default=0.0)
     now = clocks.device if on_gpu else clocks.host
     clocks.parts.exposed_s += max(0.0, last - now)
     if on_gpu:

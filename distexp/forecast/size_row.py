@@ -15,7 +15,7 @@ from distexp.runs.forecast_errors import ForecastError
 from distexp.runs.record import Predicted
 
 COMPUTE = "compute"
-LEAST_LOSS = 0.005
+MIN_NAMED_LOSS = 0.005
 """Smaller losses are not named."""
 
 
@@ -107,7 +107,7 @@ class SizeRow:
         losses = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != COMPUTE}
         name = max(losses, key=lambda each: losses[each], default="")
         share = self.share(name) or 0.0
-        return (name, share) if share >= LEAST_LOSS else None
+        return (name, share) if share >= MIN_NAMED_LOSS else None
 
     @property
     def j_per_sample(self) -> float | None:

@@ -14,7 +14,7 @@ from distexp.system.hardware import visible_gpus
 NODES, WORKERS_PER_NODE = "cluster.nodes", "cluster.workers_per_node"
 SIZE_KEYS = (NODES, WORKERS_PER_NODE)
 
-MOST_WORKERS = 4096
+MAX_WORKERS = 4096
 """Most workers of a forecast."""
 
 DEFAULT_WORKERS = 64
@@ -43,10 +43,10 @@ def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
     nodes, workers = run.size
     sizes = list(dict.fromkeys(product(values.get(NODES, [nodes]), values.get(WORKERS_PER_NODE, [workers]))))
     for count, per_node in sizes:
-        if count * per_node > MOST_WORKERS:
+        if count * per_node > MAX_WORKERS:
             raise ConfigError(
                 f"{NODES}={count} x {WORKERS_PER_NODE}={per_node} makes {count * per_node:,} workers, but a forecast "
-                f"has at most {MOST_WORKERS:,}: lower one of them"
+                f"has at most {MAX_WORKERS:,}: lower one of them"
             )
     return sizes
 

@@ -21,7 +21,7 @@ from distexp.forecast.target import Forecast, Target
 from distexp.forecast.uncertainty import describe_distance, describe_limit, interval_of
 from distexp.runs.step_model import Collective, Item
 
-MOST_MICRO_BATCHES = 6
+MAX_MICRO_BATCHES = 6
 """Micro-batches that are simulated. Each further one takes as long as the last of these."""
 
 
@@ -60,11 +60,11 @@ class Forecaster:
     def simulate(self, target: Target, scales: Scales) -> SimulatedTarget:
         """Return the simulated step of a target."""
         count = target.micro_batches
-        if count <= MOST_MICRO_BATCHES:
+        if count <= MAX_MICRO_BATCHES:
             return self._simulate(target, scales)
-        most = self._simulate(replace(target, micro_batches=MOST_MICRO_BATCHES), scales)
-        fewer = self._simulate(replace(target, micro_batches=MOST_MICRO_BATCHES - 1), scales)
-        return replace(most, step=extrapolate(fewer.step, most.step, count - MOST_MICRO_BATCHES))
+        most = self._simulate(replace(target, micro_batches=MAX_MICRO_BATCHES), scales)
+        fewer = self._simulate(replace(target, micro_batches=MAX_MICRO_BATCHES - 1), scales)
+        return replace(most, step=extrapolate(fewer.step, most.step, count - MAX_MICRO_BATCHES))
 
     def _simulate(self, target: Target, scales: Scales) -> SimulatedTarget:
         items = self.items(target)

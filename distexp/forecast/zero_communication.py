@@ -50,11 +50,11 @@ def _without_transfer(item: Item) -> Item:
 def zero_buckets(units: Sequence[Parameters], settings: CommunicationSettings) -> list[int]:
     """Return the elements of the buckets of DeepSpeed: a bucket is reduced before it would exceed its size."""
     buckets, open_bucket = [], 0
-    for each in (elements for unit in reversed(units) for elements in reversed(unit.elements)):
-        if open_bucket and open_bucket + each > settings.zero.reduce_bucket_size:
+    for size in (elements for unit in reversed(units) for elements in reversed(unit.elements)):
+        if open_bucket and open_bucket + size > settings.zero.reduce_bucket_size:
             buckets.append(open_bucket)
             open_bucket = 0
-        open_bucket += each
+        open_bucket += size
     return [*buckets, open_bucket] if open_bucket else buckets
 
 
@@ -85,7 +85,7 @@ def _insert_gathers(
     items: list[Item], model: StepModel, settings: CommunicationSettings, micro_batch: int
 ) -> list[Item]:
     """Insert the all-gathers of stage 3 into a micro-batch; the work of a module is as its parameters."""
-    elements = [each for unit in model.units for each in unit.elements]
+    elements = [count for unit in model.units for count in unit.elements]
     modules = model.modules or _modules_of_units(model.units)
     found = gathers_of_micro_batch(modules, elements, settings.zero)
     places = _places_of_modules(modules, elements)
@@ -157,7 +157,7 @@ def _gathers_of_persistent(
     units: Sequence[Parameters], settings: CommunicationSettings, micro_batch: int
 ) -> Iterator[Collective]:
     """Yield the all-gathers of stage 3 after the update: one for each parameter that no pass gathers."""
-    elements = [each for unit in units for each in unit.elements]
+    elements = [count for unit in units for count in unit.elements]
     for param in persistent_parameters(elements, settings.zero):
         size = elements[param] * settings.weight_bytes
         yield Collective("all_gather", size, 1, "all", OPTIMIZER, micro_batch, LAUNCH_S)

@@ -45,7 +45,7 @@ COLLECTIVES = (
 )
 """Methods of a process group that ``torch.distributed`` calls. Without ``async_op`` they return no ``Work``."""
 
-MOST_STEPS = 256
+MAX_STEPS = 256
 """The latest steps that are kept."""
 
 
@@ -197,7 +197,7 @@ class SlowRankWatch:
             if self.on_gpu and pairs and not pairs[-1][1].query():  # all of them are on one stream
                 return
             self._waits_s[step] = sum(_seconds(start, end) for start, end in self._pairs.pop(step))
-            if len(self._waits_s) > MOST_STEPS:
+            if len(self._waits_s) > MAX_STEPS:
                 oldest = next(iter(self._waits_s))
                 del self._waits_s[oldest]
                 self._without_core_s.pop(oldest, None)

@@ -35,7 +35,8 @@ With many steps, the test of significance finds small differences too. A disturb
 NO_CPU_WORK = " (without the work of the CPUs: measure it with train.profile_steps=3)"
 """Added to own times of GPUs without a profile."""
 
-MOST_SECTIONS, SECTION_STEPS = 4, 20
+MAX_SECTIONS = 4
+SECTION_STEPS = 20
 """And half of it is there in each section of the training: in 2 to 4 sections, of 20 steps if there are so many."""
 
 OVERSUBSCRIBED = 0.05
@@ -100,13 +101,13 @@ def step_times(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
     """Return ``metrics.step_times_by_rank`` of the record."""
     return [
         {
-            "rank": each.rank,
-            **{f"{name}_s": value for name, value in each.quantiles.items()},
-            "watched_p50_s": each.watched_p50_s,
-            "unwatched_p50_s": each.unwatched_p50_s,
-            "own_ms": 1000 * statistics.median(each.own_s) if each.own_s else None,
+            "rank": rank.rank,
+            **{f"{name}_s": value for name, value in rank.quantiles.items()},
+            "watched_p50_s": rank.watched_p50_s,
+            "unwatched_p50_s": rank.unwatched_p50_s,
+            "own_ms": 1000 * statistics.median(rank.own_s) if rank.own_s else None,
         }
-        for each in ranks
+        for rank in ranks
     ]
 
 
@@ -118,7 +119,7 @@ def find_stragglers(ranks: Sequence[RankTimes]) -> list[dict[str, Any]] | None:
     steps = min((len(rank.own_s) for rank in ranks), default=0)
     if len(ranks) < 2 or steps < (MIN_STEPS_CPU if ranks[0].on_cpu else MIN_STEPS):
         return None
-    found = [pair for each in ranks if (pair := _straggler(each, [one for one in ranks if one is not each]))]
+    found = [pair for rank in ranks if (pair := _straggler(rank, [one for one in ranks if one is not rank]))]
     return [entry for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
@@ -152,7 +153,7 @@ def _is_consistent(excess: Sequence[float], least: float) -> bool:
     """Return whether a rank is slow in the whole training, and not only disturbed in some steps."""
     middle, count = statistics.median(excess), len(excess)
     spread = MAD_OF_NORMAL * statistics.median(abs(value - middle) for value in excess)
-    sections = max(2, min(MOST_SECTIONS, count // SECTION_STEPS))
+    sections = max(2, min(MAX_SECTIONS, count // SECTION_STEPS))
     bounds = [count * section // sections for section in range(sections + 1)]
     return middle >= MIN_EFFECT * spread and all(
         statistics.median(excess[start:end]) >= least / 2 for start, end in pairwise(bounds)

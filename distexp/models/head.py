@@ -124,8 +124,8 @@ def adapt_head(model: nn.Module, train: TrainConfig) -> None:
 
 def describe_head(module: nn.Module) -> tuple[str, str]:
     """Return the logits that a model computes, and its loss, read from the live modules."""
-    for each in module.modules():
-        forward = vars(each).get("forward")
+    for submodule in module.modules():
+        forward = vars(submodule).get("forward")
         if isinstance(forward, HeadForward):
             tokens = forward.chunk_tokens
             return forward.logits, "full" if tokens is None else f"chunked({tokens})"

@@ -65,7 +65,7 @@ def read_compiled(module: nn.Module) -> str:
     settings = compiler_settings(model)
     if settings is not None:
         return "graphs" if settings.get("triton.cudagraphs") else "model"
-    return "blocks" if any(compiler_settings(each) is not None for each in model.modules()) else "none"
+    return "blocks" if any(compiler_settings(module) is not None for module in model.modules()) else "none"
 
 
 @contextmanager

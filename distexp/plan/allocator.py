@@ -161,7 +161,8 @@ class CachingAllocator:
     def release_free_segments(self) -> None:
         """Return all segments without a used block to the GPU."""
         for pool in self._pools.values():
-            for block in [each for each in pool.blocks.values() if each.before is None and each.after is None]:
+            unused = [block for block in pool.blocks.values() if block.before is None and block.after is None]
+            for block in unused:
                 pool.remove(block)
                 self.reserved -= block.size
 

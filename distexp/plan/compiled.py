@@ -83,14 +83,14 @@ class GraphMemory:
         seen: set[fx.Node] = set()
         pending = list(node.all_input_nodes)
         while pending:
-            each = self.bases[pending.pop()]
-            if each in seen:
+            source = self.bases[pending.pop()]
+            if source in seen:
                 continue
-            seen.add(each)
-            if each in self.buffers or each.op == "placeholder":
-                found.add(each)
+            seen.add(source)
+            if source in self.buffers or source.op == "placeholder":
+                found.add(source)
             else:
-                pending += each.all_input_nodes
+                pending += source.all_input_nodes
         return found
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
@@ -105,15 +105,15 @@ class GraphMemory:
                     if not _is_extern(node):  # The kernel writes into a buffer that it reads for the last time.
                         self._reuse(node, dying, memory)
                     memory[node] = _allocate(node)
-                    for each in dying:
-                        memory.pop(each, None)
+                    for dead in dying:
+                        memory.pop(dead, None)
             return [self._output(node, memory) for node in self.outputs]
 
     def _reuse(self, node: fx.Node, dying: list[fx.Node], memory: dict[fx.Node, Any]) -> None:
         size = _bytes(node)
-        for each in dying:
-            if _bytes(each) == size and each in memory:
-                del memory[each]
+        for source in dying:
+            if _bytes(source) == size and source in memory:
+                del memory[source]
                 return
 
     def _output(self, node: Any, memory: dict[fx.Node, Any]) -> Any:
@@ -197,9 +197,9 @@ def _base(node: fx.Node) -> fx.Node:
 
 def _values(node: fx.Node) -> Iterator[Tensor]:
     value = node.meta.get("val")
-    for each in value if isinstance(value, (tuple, list)) else [value]:
-        if isinstance(each, Tensor):
-            yield each
+    for item in value if isinstance(value, (tuple, list)) else [value]:
+        if isinstance(item, Tensor):
+            yield item
 
 
 def _bytes(node: fx.Node) -> int:

@@ -11,7 +11,7 @@ from distexp.config.batch_sizes import samples_per_worker
 from distexp.plan.estimate import Estimate
 
 LARGEST_MICRO_BATCH = 1 << 20
-MOST_ROUNDS = 5
+MAX_ROUNDS = 5
 """Most rounds of a search. In each, two sizes are estimated at the same time."""
 
 NOT_PREDICTED = "the memory of a larger one could not be predicted"
@@ -62,13 +62,13 @@ class MicroBatchSizes:
             return LargestMicroBatch(sizes[-1], invalid="it is the whole global batch of a worker")
         position = sizes.index(first)
         low, high = (position, len(sizes)) if self._fit([first]) else (-1, position)
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             positions = self._next_positions(sizes, low, high)
             if not positions:
                 break
-            fitting = self._fit([sizes[each] for each in positions])
-            low = max([low, *(each for each in positions if sizes[each] in fitting)])
-            high = min([high, *(each for each in positions if sizes[each] not in fitting)])
+            fitting = self._fit([sizes[index] for index in positions])
+            low = max([low, *(index for index in positions if sizes[index] in fitting)])
+            high = min([high, *(index for index in positions if sizes[index] not in fitting)])
             high = self._first_invalid(sizes, low, high)
         is_exact = high - low == 1 or low == len(sizes) - 1
         reason = self._invalid.get(sizes[high], "") if high < len(sizes) else ""
@@ -143,5 +143,5 @@ class MicroBatchSizes:
         """Return the two estimated sizes nearest to both bounds. The whole batch is not on the line of the others."""
         is_kept = self.config.train.global_batch_size is not None
         whole = samples_per_worker(self.config) if is_kept else None
-        on_line = [each for each in self._most.items() if each[0] != whole]
+        on_line = [(size, mib) for size, mib in self._most.items() if size != whole]
         return sorted(sorted(on_line, key=lambda each: abs(each[0] - low) + abs(each[0] - high))[:2])

@@ -32,7 +32,7 @@ SERVER = "distexp.plan.server"
 MEMORY_PER_PROCESS = 3 * GIB
 """Memory that a process may need to trace a model."""
 
-MOST_PROCESSES = 16
+MAX_PROCESSES = 16
 """Most configurations that are traced at a time; a login node has many cores and many users."""
 
 GRACE_S = 1.0
@@ -136,7 +136,7 @@ class Server:
 
 def parallel_processes() -> int:
     """Return how many configurations to trace at a time, by the cores and the memory that are free for this process."""
-    cores = min(cpu_count(), int(cpu_limit() or MOST_PROCESSES), MOST_PROCESSES)
+    cores = min(cpu_count(), int(cpu_limit() or MAX_PROCESSES), MAX_PROCESSES)
     return max(1, min(cores, available_memory() // MEMORY_PER_PROCESS))
 
 

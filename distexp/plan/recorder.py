@@ -255,8 +255,8 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def tensors_in(content: Any) -> Iterator[Tensor]:
     """Yield the local tensors in nested containers."""
-    for each in tree_iter(content):
-        if isinstance(each, DTensor):
-            yield each._local_tensor
-        elif isinstance(each, Tensor):
-            yield each
+    for leaf in tree_iter(content):
+        if isinstance(leaf, DTensor):
+            yield leaf._local_tensor
+        elif isinstance(leaf, Tensor):
+            yield leaf

@@ -134,7 +134,7 @@ def repeated_blocks(step: Sequence[Event]) -> dict[int, int] | None:
     born = {event.block: event.bytes for event in step if event.bytes >= 0}
     freed = {event.block: -event.bytes for event in step if event.bytes < 0}
     kept: dict[int, list[int]] = defaultdict(list)
-    for block in reversed([each for each in born if each not in freed]):
+    for block in reversed([block for block in born if block not in freed]):
         kept[born[block]].append(block)
     older = [block for block in freed if block not in born]
     if sorted(freed[block] for block in older) != sorted(size for size, blocks in kept.items() for _ in blocks):

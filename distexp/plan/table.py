@@ -20,7 +20,7 @@ from distexp.system.units import format_memory
 
 STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
 NOT_TRACED = "not traced:"
-MOST_NAMED = 3
+MAX_NAMED_CELLS = 3
 """Most cells with the same error that are named."""
 
 LABELS = {"optimizer_states": "optimizer states"}
@@ -53,7 +53,8 @@ def _error_lines(cells: Sequence[PlannedCell]) -> Iterator[str]:
         elif len(same) == len(cells):
             yield f"all {len(cells)} cells: {error}"
         else:
-            yield f"{len(same)} cells ({join_first((' '.join(_varied(cell)) for cell in same), MOST_NAMED)}): {error}"
+            names = join_first((" ".join(_varied(cell)) for cell in same), MAX_NAMED_CELLS)
+            yield f"{len(same)} cells ({names}): {error}"
 
 
 def _columns(cells: Sequence[PlannedCell]) -> list[Column]:

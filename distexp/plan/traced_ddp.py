@@ -69,7 +69,7 @@ class TracedDDP(DistributedDataParallel):
         self._state: MasterReduction | None = None
         self._order: list[nn.Parameter] = []
         self._sent: list[Tensor] = []
-        self._trained = [each for each in module.parameters() if each.requires_grad]
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._mark_ready)  # type: ignore[no-untyped-call]
         _broadcast([*module.parameters(), *module.buffers()])
@@ -165,7 +165,7 @@ def group_by_size(tensors: Iterable[AnyTensor], limits: Sequence[float]) -> list
 
 def _make_bucket(parameters: list[nn.Parameter]) -> Bucket:
     first = parameters[0]
-    flat = torch.zeros(sum(each.numel() for each in parameters), dtype=first.dtype, device=first.device)
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=first.dtype, device=first.device)
     views, offset = {}, 0
     for parameter in parameters:
         views[parameter] = flat.as_strided(parameter.shape, parameter.stride(), offset)

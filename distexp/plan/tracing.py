@@ -168,7 +168,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
             recorder.phase = "forward"
             # As in a run, the batches of the previous step are still there.
             batches = [_to_fake(batch, fake_mode) for _ in range(config.train.gradient_accumulation_steps)]
-            recorder.assign("batch", tensors_in([(each.inputs, each.labels) for each in batches]))
+            recorder.assign("batch", tensors_in([(batch.inputs, batch.labels) for batch in batches]))
             step.run(batches)
         end = len(recorder.changes)
         work = recorder.step_work(config.train.gradient_accumulation_steps, MICRO_BATCHES)

@@ -42,7 +42,7 @@ class ZeroOneTwo(ShardedOptimizer):
         self.num_buckets = 2 if read_zero(settings, "overlap_comm", False) else 1
         self._partition(self.groups, config.cluster.world_size)
         self.optimizer = make_optimizer(module, config)
-        self.masters = [self._flatten(*each) for each in zip(self.groups, self.shares, strict=True)]
+        self.masters = [self._flatten(group, share) for group, share in zip(self.groups, self.shares, strict=True)]
         self.host_buffers: list[Tensor] = []
         if self.offloads:
             self._allocate_offload_buffers(MOMENTS[config.train.optimizer])
@@ -154,7 +154,7 @@ class ZeroOneTwo(ShardedOptimizer):
         """Keep the gradient of a parameter of this rank (``copy_grads_in_partition``)."""
         if not self.offloads:
             if self.new_gradients is None:
-                total = sum(each.numel() for each in self.params if self.owned[each])
+                total = sum(owned.numel() for owned in self.params if self.owned[owned])
                 self.new_gradients = self.buffers.on_gpu(total, self.dtype, "gradients")
         elif self.is_last:
             norm = self.buffers.on_gpu(self.owned[param], torch.float64, "temporaries")

@@ -240,12 +240,12 @@ class _Fetcher:
         if not self.gathers:
             return
         module.register_forward_pre_hook(lambda *_: self._reset())
-        for each in module.modules():
-            if any(True for _ in each.parameters(recurse=False)):
-                each.register_forward_pre_hook(lambda module, _: self._fetch(module))
-                each.register_forward_hook(lambda module, *_: self._release(module))
-                each.register_full_backward_pre_hook(lambda module, _: self._fetch(module))
-                each.register_full_backward_hook(lambda module, *_: self._release(module))
+        for submodule in module.modules():
+            if any(True for _ in submodule.parameters(recurse=False)):
+                submodule.register_forward_pre_hook(lambda module, _: self._fetch(module))
+                submodule.register_forward_hook(lambda module, *_: self._release(module))
+                submodule.register_full_backward_pre_hook(lambda module, _: self._fetch(module))
+                submodule.register_full_backward_hook(lambda module, *_: self._release(module))
 
     @torch.no_grad()
     def _fetch(self, module: nn.Module) -> None:

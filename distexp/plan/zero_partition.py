@@ -78,8 +78,8 @@ def reduced_at_once(gradients: Sequence[Sequence[Slice]], bucket_size: int) -> l
     slices = [part for gradient in gradients for part in gradient]
     merged = [Slice(rank, sum(part.size for part in found)) for rank, found in groupby(slices, lambda each: each.rank)]
     reductions: list[list[Slice]] = [[]]
-    for each in merged:
-        reductions[-1].append(each)
-        if sum(one.size for one in reductions[-1]) > bucket_size:
+    for merged_slice in merged:
+        reductions[-1].append(merged_slice)
+        if sum(part.size for part in reductions[-1]) > bucket_size:
             reductions.append([])
     return [slices for slices in reductions if slices]

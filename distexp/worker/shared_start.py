@@ -65,8 +65,8 @@ class GroupServer:
         self._selector = DefaultSelector()
         # SIGCHLD writes to this pair, so that it interrupts no system call and is never missed.
         self._children, self._wakeup = socket.socketpair()
-        for each in (self._children, self._wakeup):
-            each.setblocking(False)
+        for end in (self._children, self._wakeup):
+            end.setblocking(False)
 
     def serve(self) -> None:
         """Fork groups until the launcher and all agents have closed their sockets."""
@@ -125,8 +125,9 @@ class GroupServer:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        for each in (self._control, self._children, self._wakeup, *(one.socket for one in self._connections.values())):
-            each.close()
+        connections = [connection.socket for connection in self._connections.values()]
+        for opened in (self._control, self._children, self._wakeup, *connections):
+            opened.close()
 
     def _report_ended(self) -> None:
         """Send the exit codes of the groups that have ended. They stay zombies until their agents have read them."""

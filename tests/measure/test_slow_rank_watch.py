@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
 from distexp.measure import slow_rank_watch
-from distexp.measure.slow_rank_watch import MOST_STEPS, SlowRankWatch
+from distexp.measure.slow_rank_watch import MAX_STEPS, SlowRankWatch
 from distexp.system.torch_internals.autograd import queue_backward_callback
 
 ONE = Context(0, 1, 0, 1, 1, torch.device("cpu"), Path())
@@ -149,10 +149,10 @@ def test_one_worker_is_not_watched_and_nothing_stays_replaced() -> None:
 def test_a_long_training_keeps_the_latest_steps(clock: Clock) -> None:
     watch = SlowRankWatch(TWO)
     watch.start_step(measured=True)
-    for _ in range(MOST_STEPS + 10):
+    for _ in range(MAX_STEPS + 10):
         watch.end_step(measured=True)
         watch.start_step(measured=True)
-    assert list(watch.waits_s()) == list(range(10, MOST_STEPS + 10))
+    assert list(watch.waits_s()) == list(range(10, MAX_STEPS + 10))
 
 
 class FakeStream:

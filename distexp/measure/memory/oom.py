@@ -20,7 +20,9 @@ from distexp.measure.memory.step_recording import ALLOCATED, frames_of, has_hist
 from distexp.system.torch_internals.memory import on_out_of_memory, start_memory_history, stop_memory_history
 from distexp.system.units import MIB
 
-MOST_TENSORS = 8
+MAX_TENSORS = 8
+"""Kinds of tensors that the record lists, the largest first."""
+
 REST, UNKNOWN = "rest", "unknown"
 """Activations and temporaries, which only a recorded step separates; and all memory while there is no model."""
 
@@ -156,7 +158,7 @@ def describe_blocks(
         part = parts.get(block.address) or (COMMUNICATION if is_communication(block.frames) else others)
         sizes[part] += block.size
         groups[block.size, part, names.get(block.address) or _line(block.frames)] += 1
-    largest = sorted(groups.items(), key=lambda item: -item[0][0])[:MOST_TENSORS]
+    largest = sorted(groups.items(), key=lambda item: -item[0][0])[:MAX_TENSORS]
     return {
         "line": _line([_as_frame(frame) for frame in frames]),
         "parts": {f"{part}_mib": size / MIB for part, size in sizes.items()},

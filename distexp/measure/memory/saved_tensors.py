@@ -43,9 +43,9 @@ class SavedTensorCounter:
     def count(self, module: nn.Module) -> Iterator[None]:
         """Count what is saved during the block."""
         with ExitStack() as stack:
-            for each in module.modules():
-                stack.callback(each.register_forward_pre_hook(self._enter).remove)
-                stack.callback(each.register_forward_hook(self._leave, always_call=True).remove)
+            for submodule in module.modules():
+                stack.callback(submodule.register_forward_pre_hook(self._enter).remove)
+                stack.callback(submodule.register_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
             yield
 

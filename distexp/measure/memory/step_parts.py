@@ -195,7 +195,7 @@ def phase_peaks(step: RecordedStep) -> dict[str, Counter[str]]:
         total += sign * block.size
         if phase in PHASES and total > _total(peaks, phase):
             peaks[phase] = used.copy()
-    return {each: peaks[each] for each in PHASES if each in peaks}
+    return {phase: peaks[phase] for phase in PHASES if phase in peaks}
 
 
 def _total(peaks: Mapping[str, Counter[str]], phase: str) -> int:

@@ -31,7 +31,7 @@ from distexp.system.torch_internals.autograd import around_backward
 from distexp.system.torch_internals.memory import start_memory_history, stop_memory_history
 from distexp.system.units import MIB
 
-MOST_ENTRIES = 2_000_000
+MAX_ENTRIES = 2_000_000
 """Allocations and frees that are kept; a step has some ten thousand."""
 
 ALLOCATED = "active_allocated"
@@ -73,7 +73,7 @@ class StepRecording:
         self._weight_sizes = frozenset(
             int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in tensors.parameters
         )
-        start_memory_history(MOST_ENTRIES)
+        start_memory_history(MAX_ENTRIES)
         self._stack.enter_context(around_backward(self._in_backward))
 
     @property

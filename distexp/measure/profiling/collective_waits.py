@@ -32,9 +32,10 @@ def durations_of(collectives: Sequence[Collective], *, several_groups: bool = Fa
         several_groups: Whether the rank is in several process groups. Then collectives of unknown groups are left out.
     """
     found: dict[Key, list[float]] = {}
-    for each in sorted(collectives, key=lambda collective: collective.when):
-        if each.kind not in ONE_SIDED and (each.group or not several_groups):
-            found.setdefault((each.kind, each.group), []).append(each.when[1] - each.when[0])
+    for collective in sorted(collectives, key=lambda collective: collective.when):
+        if collective.kind not in ONE_SIDED and (collective.group or not several_groups):
+            start, end = collective.when
+            found.setdefault((collective.kind, collective.group), []).append(end - start)
     return found
 
 
@@ -58,13 +59,13 @@ def split_collectives(collectives: Sequence[Collective], ranks: Sequence[Duratio
     shortest = {key: _shortest([times[key] for times in ranks if key in times]) for rank in ranks for key in rank}
     positions: dict[Key, int] = {}
     found: list[Transfer] = []
-    for each in sorted(collectives, key=lambda collective: collective.when):
-        key = each.kind, each.group
+    for collective in sorted(collectives, key=lambda collective: collective.when):
+        key = collective.kind, collective.group
         position = positions[key] = positions.get(key, -1) + 1
         durations = shortest.get(key)
-        start, end = each.when
+        start, end = collective.when
         started_last = start if durations is None else max(start, end - durations[position])
-        found.append(Transfer(each.kind, (start, started_last), (started_last, end)))
+        found.append(Transfer(collective.kind, (start, started_last), (started_last, end)))
     return found
 
 

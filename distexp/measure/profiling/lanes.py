@@ -11,7 +11,7 @@ from distexp.measure.profiling.chrome_trace import Trace
 from distexp.measure.profiling.collective_waits import Transfer
 from distexp.measure.profiling.intervals import Interval, clip, intersect, merge, subtract
 
-MOST_SPANS = 400
+MAX_SPANS = 400
 """Most spans of a lane. With more, the step is divided into so many cells, each with its longest label."""
 GAP = 0.002
 """Spans are merged if the gap between them is a smaller fraction of the step."""
@@ -59,7 +59,7 @@ def _paint(window: Interval, layers: Iterator[tuple[str, Sequence[Interval]]]) -
         spans += [(interval, label) for interval in intersect(left, covered)]
         left = subtract(left, covered)
     joined = _join(sorted(spans), GAP * (window[1] - window[0]))
-    return joined if len(joined) <= MOST_SPANS else _rasterize(joined, window)
+    return joined if len(joined) <= MAX_SPANS else _rasterize(joined, window)
 
 
 def _join(spans: Spans, gap: float) -> Spans:
@@ -74,11 +74,11 @@ def _join(spans: Spans, gap: float) -> Spans:
 
 
 def _rasterize(spans: Spans, window: Interval) -> Spans:
-    """Return at most MOST_SPANS spans: each cell has the label that fills most of it, if half of it is filled."""
-    start, width = window[0], (window[1] - window[0]) / MOST_SPANS
-    cells: list[dict[str, float]] = [{} for _ in range(MOST_SPANS)]
+    """Return at most MAX_SPANS spans: each cell has the label that fills most of it, if half of it is filled."""
+    start, width = window[0], (window[1] - window[0]) / MAX_SPANS
+    cells: list[dict[str, float]] = [{} for _ in range(MAX_SPANS)]
     for (begin, end), label in spans:
-        for index in range(int((begin - start) / width), min(MOST_SPANS, int((end - start) / width) + 1)):
+        for index in range(int((begin - start) / width), min(MAX_SPANS, int((end - start) / width) + 1)):
             covered = min(end, start + (index + 1) * width) - max(begin, start + index * width)
             cells[index][label] = cells[index].get(label, 0.0) + max(0.0, covered)
     painted = [

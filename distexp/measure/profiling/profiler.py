@@ -194,10 +194,10 @@ class StepProfiler:
 
     def _own_parts(self, trace: Trace, ranks: Sequence[RankSummary]) -> tuple[dict[str, Any], dict[str, Any]] | str:
         """Return the parts of the median step of this rank and its lanes, or why there are none."""
-        position = _median_step([each.step_s for each in ranks])
+        position = _median_step([summary.step_s for summary in ranks])
         if position is None:
             return "the ranks have different numbers of profiled steps"
-        collectives = split_collectives(trace.collectives, [each.collectives for each in ranks])
+        collectives = split_collectives(trace.collectives, [summary.collectives for summary in ranks])
         step = split_step(trace, step_windows(trace)[position], collectives)
         rank = self.context.rank
         entry = step.to_json(rank, on_gpu=trace.on_gpu) | {"cpu_busy_ms": cpu_busy_ms(trace, position)}

@@ -103,8 +103,8 @@ def _observed(kind: str, size: int | None, ranks: int, transfer: Interval) -> Co
 def _calls(step: ProfiledStep, phases: StepPhases, hooks: Sequence[HookCollective]) -> Iterator[Launched]:
     """Yield the collectives that one worker calls and does not execute, or those of FSDP's hooks."""
     first, last = phases.window
-    for each in hooks:
-        yield each.when, Collective(each.kind, each.bytes, 1, "shard", FORWARD, 0)
+    for hook in hooks:
+        yield hook.when, Collective(hook.kind, hook.bytes, 1, "shard", FORWARD, 0)
     sharded = {hook.kind for hook in hooks}
     for name, when in step.trace.calls:
         if not name.startswith(FSDP_HOOK) and first <= when[0] < last and name not in (*sharded, "barrier"):

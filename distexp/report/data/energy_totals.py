@@ -26,7 +26,7 @@ def energy_totals(rows: Sequence[Row]) -> Iterator[str]:
     attempts)``.
     """
     attempts = [_energies_of_attempts(row) for row in rows if row.record.status != "invalid"]
-    energies = [energy for each in attempts for energy in each]
+    energies = [energy for energies_of_run in attempts for energy in energies_of_run]
     repeated = len(energies) > len(attempts)
     noun = "attempts" if repeated else "runs"
     for key, text in TOTALS.items():

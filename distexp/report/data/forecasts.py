@@ -65,7 +65,7 @@ def find_forecasts(overview: Overview) -> list[ForecastRow]:
         if row.path is not None and row.completed
         for forecast in read_forecasts(row.path.parent)
     ]
-    return [_with_measured(overview, *each) for each in found]
+    return [_with_measured(overview, group, row, forecast) for group, row, forecast in found]
 
 
 def _with_measured(overview: Overview, group: RunGroup, row: Row, forecast: StoredForecast) -> ForecastRow:

@@ -135,7 +135,7 @@ def group_repeats(rows: Sequence[Row]) -> list[RunGroup]:
         for row, environment in _with_environments(same_training, varied):
             members.setdefault((key, *environment), []).append(row)
     positions = {id(row): position for position, row in enumerate(rows)}
-    return sorted((RunGroup(tuple(each)) for each in members.values()), key=lambda group: positions[id(group.rows[0])])
+    return sorted((RunGroup(tuple(rows)) for rows in members.values()), key=lambda group: positions[id(group.rows[0])])
 
 
 def _by_training(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -125,12 +125,12 @@ def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> li
     measured = [group for group in groups if _is_measured(group)]
     names = _configuration_settings(measured, varied)
     several = [
-        each
+        same_threads
         for members in group_by_settings(measured, names).values()
-        for each in _by_threads(members)
-        if _has_several_worlds(each)
+        for same_threads in _by_threads(members)
+        if _has_several_worlds(same_threads)
     ]
-    return sorted((_make_series(each, names) for each in several), key=lambda one: -len(one.points))
+    return sorted((_make_series(members, names) for members in several), key=lambda series: -len(series.points))
 
 
 def make_forecast_series(group: RunGroup, varied: Sequence[str]) -> ScalingSeries | None:
@@ -147,7 +147,8 @@ def groups_without_baseline(groups: Sequence[RunGroup], varied: Sequence[str]) -
     found: list[RunGroup] = []
     for members in group_by_settings(measured, _configuration_settings(measured, varied)).values():
         if _has_several_worlds(members):
-            found += [group for each in _by_threads(members) if not _has_several_worlds(each) for group in each]
+            alone = [same_threads for same_threads in _by_threads(members) if not _has_several_worlds(same_threads)]
+            found += [group for same_threads in alone for group in same_threads]
     return found
 
 
@@ -171,7 +172,7 @@ def _has_several_worlds(groups: Sequence[RunGroup]) -> bool:
 
 def add_efficiency(series: Sequence[ScalingSeries]) -> None:
     """Fill in the efficiencies of the rows, in percent."""
-    for point in (point for each in series for point in each.points):
+    for point in (point for one_series in series for point in one_series.points):
         for row in point.group.counted_rows:
             if (speed := row.metrics[SPEED]) is not None and point.speed:
                 row.metrics[EFFICIENCY] = 100 * point.efficiency * speed / point.speed

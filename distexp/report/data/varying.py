@@ -33,11 +33,11 @@ def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings])
     """
     overridden = overridden_names(records)
     kept = []
-    for name in dict.fromkeys(name for each in settings for name in each):
+    for name in dict.fromkeys(name for settings_of_run in settings for name in settings_of_run):
         if is_environment_setting(name) and not is_distinguishing(name, overridden):
             continue
-        known = [each for record, each in zip(records, settings, strict=True) if _is_known(record, name, each)]
-        if len({value_key(each.get(name)) for each in known}) < 2:
+        known = [own for record, own in zip(records, settings, strict=True) if _is_known(record, name, own)]
+        if len({value_key(own.get(name)) for own in known}) < 2:
             continue
         leaders = _leading_settings(name, known)
         if not leaders or name in overridden or not _follows(known, name, leaders):
@@ -47,7 +47,7 @@ def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings])
 
 def _leading_settings(name: str, known: Sequence[Settings]) -> tuple[str, ...]:
     """Return the settings that decide another together, as ``model`` of ``model.width``; empty if none do."""
-    if name in kernel_options() and any(each.get("kernels") == "fast" for each in known):
+    if name in kernel_options() and any(settings.get("kernels") == "fast" for settings in known):
         return KERNELS_DEPEND_ON
     if is_strategy_option(name):
         return ("strategy",)

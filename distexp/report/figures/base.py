@@ -103,7 +103,7 @@ def describe_selection(overview: Overview, traces: Sequence[RunTrace]) -> str:
 
 def render_files(figures: Sequence[Figure], directory: Path) -> Iterator[tuple[Path, bytes]]:
     """Yield path and content of a PNG and an SVG file of each figure that has panels."""
-    for figure in (each for each in figures if each.panels):
+    for figure in (figure for figure in figures if figure.panels):
         spec = figure.file_spec()
         png = vl_convert.vegalite_to_png(spec, vl_version=VEGALITE, scale=PNG_SCALE)
         yield directory / f"{figure.name}.png", png

@@ -52,10 +52,10 @@ def draw_apart(curves: Sequence[LossCurve]) -> Iterator[Panel]:
 
 def draw_differences(curves: Sequence[LossCurve], baseline: LossCurve) -> Iterator[Panel]:
     """Yield the losses of the baseline, then the differences of each other run that is not equal to it."""
-    others = [each for each in curves if not is_equal(each, baseline)]
+    others = [curve for curve in curves if not is_equal(curve, baseline)]
     chart = alt.layer(*_draw_run(baseline, curves, ONE))
     yield Panel(baseline.name, chart.properties(height=PANEL_HEIGHT if others else SINGLE_HEIGHT))
-    limit = 100 * max(max(each.tolerance, _widest_difference(each, baseline)) for each in curves)
+    limit = 100 * max(max(curve.tolerance, _widest_difference(curve, baseline)) for curve in curves)
     for curve in others:
         size, step = largest_difference(curve, baseline)
         title = f"{curve.name}: at most {100 * size:.2g}%, at step {step}"
@@ -111,7 +111,7 @@ def _step_axis() -> alt.X:
 
 def _lines(rows: Rows, kind: str, kinds: Sequence[str]) -> alt.Chart:
     """Return lines whose color is that of a kind, with a legend of all kinds in the figure."""
-    scale = alt.Scale(domain=list(kinds), range=[color(COLORS[each]) for each in kinds])
+    scale = alt.Scale(domain=list(kinds), range=[color(COLORS[name]) for name in kinds])
     legend = alt.Legend(title=None, direction="horizontal", symbolType="stroke")
     marked = inline_data([{**row, "kind": kind} for row in rows])
     return alt.Chart(marked).mark_line().encode(color=alt.Color("kind:N", scale=scale, legend=legend))

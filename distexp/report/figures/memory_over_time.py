@@ -96,7 +96,7 @@ def _highest_peak(traces: Sequence[RunTrace], kind: str) -> str:
         for n, trace in enumerate(traces) for curve in trace.curves(kind) for second, mib in curve.points
     ]  # fmt: skip
     mib, negative_second, n = max(peaks)
-    intervals = (each for each in traces[n].phases if each.begin_s <= -negative_second < each.end_s)
+    intervals = (interval for interval in traces[n].phases if interval.begin_s <= -negative_second < interval.end_s)
     phase = next((interval.phase for interval in intervals), None)
     during = f" in phase {phase}" if phase else ""
     return f"Highest peak: {mib:,.0f} MiB{during}, {traces[n].name}."

@@ -22,13 +22,13 @@ def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
     memories = list(dict.fromkeys((memory, "cpu_peak_mib")))
     rows = tuple(
         (
-            *(format_setting(each.setting(name), MAX_LENGTH) for name in names),
-            *(format_setting(one.setting("offload")) for one in (each, baseline)),
-            _time(baseline, each),
-            *(_memory(baseline, each, name) for name in memories),
+            *(format_setting(group.setting(name), MAX_LENGTH) for name in names),
+            *(format_setting(one.setting("offload")) for one in (group, baseline)),
+            _time(baseline, group),
+            *(_memory(baseline, group, name) for name in memories),
         )
         for baseline, *others in _by_offload(overview.groups, names)
-        for each in others
+        for group in others
     )
     if not rows:
         return None
@@ -39,8 +39,8 @@ def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
 def _by_offload(groups: Sequence[RunGroup], names: Sequence[str]) -> list[list[RunGroup]]:
     """Collect groups that differ only in ``offload``, the baseline first."""
     members = group_by_settings(groups, names).values()
-    alike = (sorted(each, key=lambda group: OFFLOADS.index(group.setting("offload"))) for each in members)
-    return [each for each in alike if each[0].setting("offload") != each[-1].setting("offload")]
+    alike = (sorted(similar, key=lambda group: OFFLOADS.index(group.setting("offload"))) for similar in members)
+    return [similar for similar in alike if similar[0].setting("offload") != similar[-1].setting("offload")]
 
 
 def _time(baseline: RunGroup, group: RunGroup) -> str:

@@ -68,11 +68,11 @@ def _draw(overview: Overview, shown: Sequence[GroupPeaks], titles: Sequence[str]
     return alt.layer(parts).properties(height=bar_height(labels, BAR_HEIGHT) * len(bars))
 
 
-def _rows(overview: Overview, each: GroupPeaks, peak: Peak, label: str) -> Iterator[dict[str, Any]]:
+def _rows(overview: Overview, peaks: GroupPeaks, peak: Peak, label: str) -> Iterator[dict[str, Any]]:
     for order, (name, title) in enumerate(TITLES.items()):
         if name in peak.parts:
             yield {
                 "bar": f"{label} {peak.kind}|{label if peak.kind == 'measured' else 'predicted'}",
-                "run": each.row.label, "settings": overview.format_settings(each.group), "kind": peak.kind,
+                "run": peaks.row.label, "settings": overview.format_settings(peaks.group), "kind": peak.kind,
                 "phase": peak.phase or "-", "part": title, "order": order, "mib": round(peak.parts[name], 1),
             }  # fmt: skip

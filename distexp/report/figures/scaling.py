@@ -79,7 +79,7 @@ def _are_equal(one: ScalingPoint, other: ScalingPoint) -> bool:
 def _panels(series: Sequence[ScalingSeries], curves: Sequence[ForecastCurve]) -> Iterator[Panel]:
     """Yield the panels of one kind of scaling; none if no series of this kind has several sizes or a forecast."""
     kind, title, drawn = series[0].kind, series[0].title, series[:MAX_COLORS]
-    rows = [row for each in drawn for row in _rows(each)]
+    rows = [row for drawn_series in drawn for row in _rows(drawn_series)]
     forecasts = [row for curve in curves if curve.series in drawn for row in forecast_rows(curve)]
     measured = sorted({row["workers"] for row in rows})
     workers = sorted({*measured, *(row["workers"] for row in forecasts)})

@@ -73,8 +73,8 @@ def _describe(chosen: Sequence[tuple[RunTrace, Sequence[RankLanes]]]) -> Iterato
 def _draw(ranks: Sequence[RankLanes], colors: dict[str, str], zoom_name: str) -> alt.LayerChart:
     lanes = {f"rank {rank.rank} {title}": spans for rank in ranks for title, spans in rank.lanes.items()}
     rows = (
-        (lane, round(each.begin_ms, 3), round(each.end_ms, 3), each.label) for lane, spans in lanes.items()
-        for each in spans
+        (lane, round(span.begin_ms, 3), round(span.end_ms, 3), span.label) for lane, spans in lanes.items()
+        for span in spans
     )  # fmt: skip
     names = list(_with_gaps(ranks))
     end = max(rank.step_ms for rank in ranks)

@@ -100,8 +100,8 @@ class Round:
             self.store.set(f"end/{rank}", error.read_text() if known else json.dumps({"code": code}))
         if code not in (0, None):
             self.store.set("stop", "")
-        self.store.wait([f"end/{each}" for each in range(world_size)], LONGEST)
-        ends = [json.loads(self.store.get(f"end/{each}")) for each in range(world_size)]
+        self.store.wait([f"end/{number}" for number in range(world_size)], LONGEST)
+        ends = [json.loads(self.store.get(f"end/{number}")) for number in range(world_size)]
         return self._conclude(ends)
 
     def _conclude(self, ends: list[dict[str, Any]]) -> SizeSearch:

@@ -31,7 +31,7 @@ from distexp.system.units import MIB
 from distexp.worker.micro_batch.sizes import USABLE_SHARE
 
 WARMUP_STEPS, TIMED_STEPS = 2, 3
-MOST_WARMUP_STEPS = 20
+MAX_WARMUP_STEPS = 20
 """Steps until the optimizer has its states. The loss scaling of fp16 may skip the first updates."""
 
 
@@ -78,7 +78,7 @@ class Trials:
         self.model.module.train()
         reset_peak(device)
         others = other_inputs(step, micro_batches)  # a training has them all in memory
-        for number in range(MOST_WARMUP_STEPS):
+        for number in range(MAX_WARMUP_STEPS):
             self._run_step(step)
             if number + 1 >= WARMUP_STEPS and (config.precision.name != "fp16" or self.tensors().optimizer_states):
                 break

@@ -15,7 +15,7 @@ from distexp.measure.profiling.categories import kernel_category, nccl_kind, ope
 from distexp.measure.profiling.chrome_trace import Collective, Trace, read_trace
 from distexp.measure.profiling.collective_waits import durations_of, split_collectives
 from distexp.measure.profiling.intervals import Interval
-from distexp.measure.profiling.lanes import MOST_SPANS, lanes_of
+from distexp.measure.profiling.lanes import MAX_SPANS, lanes_of
 from distexp.runs.profile_summary import read_profile_summary, write_profile_summary
 from distexp.runs.step_parts import PARTS
 from tests.helpers.gpu_traces import ADAM, ALL_REDUCE, GEMM, POINTWISE, GPUTrace, event
@@ -266,7 +266,7 @@ def test_lanes_have_few_spans(tmp_path: Path) -> None:
     read = read_trace(trace.write(tmp_path / "trace.json"), on_gpu=True)
     step = split_step(read, step_windows(read)[0], [])
     found = lanes(lanes_of(read, step, [], 0))["compute"]
-    assert 1 <= len(found) <= MOST_SPANS
+    assert 1 <= len(found) <= MAX_SPANS
     assert {label for _, _, label in found} == {"matmul"}, "the longest of each cell"
     assert sum(end - begin for begin, end, _ in found) == pytest.approx(4000, rel=0.01)
 
