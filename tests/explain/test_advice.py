@@ -1,0 +1,105 @@
+"""Overrides that are proposed against each bottleneck."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.profiled_records import (
+    COMMUNICATION_BOUND,
+    COMPUTE_BOUND,
+    DATA_BOUND,
+    GPU,
+    LAUNCH_BOUND,
+    explanation,
+    profiled,
+    with_memory,
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "proposed"),
+    [
+        ({}, ["kernels=fast"]),
+        ({"kernels__name": "fast"}, []),
+        ({"kernels__name": "fast", "train__compile": "model"}, ["train.compile=graphs"]),
+        ({"train__compile": "blocks"}, []),
+        ({"strategy": "deepspeed", "deepspeed__zero_stage": 3}, []),
+        ({"strategy": "deepspeed", "deepspeed__zero_stage": 2}, ["kernels=fast"]),
+    ],
+)
+def test_kernels_are_proposed_only_where_they_launch_less(settings: dict[str, Any], proposed: list[str]) -> None:
+    assert explanation(profiled(LAUNCH_BOUND, **settings, **GPU)).alternatives == proposed
+
+
+@pytest.mark.parametrize(
+    ("settings", "proposed"),
+    [
+        ({}, ["ddp.communication=bf16", "train.gradient_accumulation_steps=2"]),
+        ({"ddp__communication": "bf16"}, ["train.gradient_accumulation_steps=2"]),
+        ({"train__global_batch_size": 64}, ["ddp.communication=bf16", "train.global_batch_size=128"]),
+        ({"strategy": "fsdp"}, ["sharding=shard_grad_op", "train.micro_batch_size=8"]),
+        ({"strategy": "fsdp", "fsdp__sharding": "shard_grad_op"}, ["train.micro_batch_size=8"]),
+        ({"strategy": "deepspeed", "deepspeed__zero_stage": 3}, ["zero_stage=2", "train.micro_batch_size=8"]),
+    ],
+)
+def test_each_strategy_has_its_advice_against_communication(settings: dict[str, Any], proposed: list[str]) -> None:
+    run = with_memory(profiled(COMMUNICATION_BOUND, **settings, **GPU), 20_000)
+    assert explanation(run).alternatives == proposed
+    full = with_memory(run, 128_000)
+    full.built.parameters = 10**9  # type: ignore[union-attr]
+    memory = ("sharding", "zero_stage", "train.micro_batch_size")
+    assert explanation(full).alternatives == [text for text in proposed if not text.startswith(memory)]
+
+
+@pytest.mark.parametrize(
+    ("cores", "limit", "hosts", "nodes", "proposed"),
+    [
+        (None, None, [], 1, None),
+        (8, None, [], 1, None),
+        (64, None, [], 1, 8),
+        (64, 9.5, [], 1, None),
+        (64, 14.0, [], 1, 6),
+        (16, None, ["a", "b"], 2, 7),
+        (16, None, ["a"], 2, None),
+    ],
+    ids=["unknown", "few", "many", "limit", "higher limit", "two machines", "simulated nodes"],
+)
+def test_advice_for_data_needs_free_cores(
+    cores: int | None, limit: float | None, hosts: list[str], nodes: int, proposed: int | None
+) -> None:
+    run = profiled(DATA_BOUND, dataset__num_workers=4, cluster__nodes=nodes, **GPU)
+    assert run.environment is not None
+    run.environment.cpu_count, run.environment.cpu_limit = cores, limit
+    expected = [f"dataset.num_workers={proposed}"] if proposed else []
+    run.run.hosts = hosts
+    assert explanation(run).alternatives == expected
+    run.run.hosts, run.run.attempts = [], [{"hosts": hosts}]  # during a run
+    assert explanation(run).alternatives == expected
+
+
+@pytest.mark.parametrize(
+    ("dataset", "proposed"),
+    [
+        ({"cache": "none"}, True),
+        ({"cache": "gpu"}, False),
+        ({"root": "/missing"}, False),
+        ({"train_size": 10**8, "eval_size": 1}, False),
+    ],
+    ids=["small", "is kept", "unknown", "300 GB"],
+)
+def test_decoded_images_are_kept_only_if_they_fit(dataset: dict[str, Any], proposed: bool) -> None:
+    settings = {f"dataset__{name}": value for name, value in {"keys": ["cache"], **dataset}.items()}
+    assert explanation(profiled(DATA_BOUND, **settings, **GPU)).alternatives == ["dataset.cache=cpu"] * proposed
+
+
+@pytest.mark.parametrize(
+    ("settings", "proposed"),
+    [({}, []), ({"precision__name": "fp32"}, ["precision=bf16"]), ({"precision__name": "fp32", "peak": None}, [])],
+)
+def test_a_compute_bound_run_should_use_bf16_on_gpus_that_have_it(
+    settings: dict[str, Any], proposed: list[str]
+) -> None:
+    device = {} if "peak" in settings else GPU
+    assert explanation(profiled(COMPUTE_BOUND, **settings, **device)).alternatives == proposed

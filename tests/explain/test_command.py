@@ -1,0 +1,113 @@
+"""The command ``distexp explain``: its output, its errors, and damaged records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distexp.explain.__main__ import main
+from tests.helpers.profiled_records import COMMUNICATION_BOUND, COMPUTE_BOUND, GPU, LAUNCH_BOUND, profiled
+from tests.helpers.records import record, write
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    first = profiled(COMPUTE_BOUND, COMPUTE_BOUND, **GPU)
+    first.run.overrides.append("profile=True")  # as in earlier records
+    return write(
+        tmp_path,
+        first,
+        profiled(LAUNCH_BOUND, LAUNCH_BOUND, number=1, **GPU),
+        record(2, overrides=("strategy=ddp", "train.profile_steps=0")),
+        record(3, status="failed"),
+        profiled(COMMUNICATION_BOUND, number=5, **GPU),
+    )
+
+
+def test_command_prints_all_profiled_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(sweep)]) == 0
+    out = capsys.readouterr().out
+    assert f"{sweep}/0: train.seed=0 profile=true\n" in out
+    assert "rank 0" in out
+    assert "rank 1" in out
+    assert "Compute-bound: matrix kernels take 70%" in out
+    assert "try: kernels=fast" in out
+    assert "A larger global batch changes the training: train.gradient_accumulation_steps=2." in out
+    text = out.split(f"{sweep}/1")[1].split(f"{sweep}/5")[0]
+    (line,) = (line for line in text.splitlines() if line.startswith("GPU idle"))
+    assert line.split()[-3:] == ["█" * 24, "55.00", "55.00"]
+    assert main([str(sweep / "1"), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert run["explanation"]["loss"] == "launch_idle"
+    assert run["explanation"]["try"] == ["kernels=fast"]
+    assert [entry["rank"] for entry in run["step_breakdown"]] == [0, 1]
+
+
+def test_command_compares_two_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(sweep / "0"), str(sweep / "1")]) == 0
+    out = capsys.readouterr().out
+    assert "train.seed=0" in out
+    assert "A and B are equally fast" in out
+    assert main([str(sweep / "0"), str(sweep / "1"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parts_ms_per_sample"]["launch_idle"] == {"a": 5 / 8, "b": 55 / 8}
+    assert found["b"]["explanation"]["loss"] == "launch_idle"
+
+
+def test_command_refuses_runs_without_a_profile(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        ([str(sweep / "2")], f"{sweep / '2'} has no profile: run it with distexp strategy=ddp profile=true"),
+        ([str(sweep / "2"), str(sweep / "0")], "has no profile"),
+        ([str(sweep), str(sweep / "0")], f"has 3 profiled runs: give one of them, such as {sweep / '0'}"),
+        ([str(sweep / "3")], "has no profile, because the run is failed: give a completed run"),
+        ([str(sweep / "4")], "no readable record.json below"),
+        ([str(sweep)] * 3, "3 directories: give one, or two to compare"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_command_to_profile_is_that_of_a_completed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = record(0, status="failed", overrides=("strategy=fsdp",))
+    finished = record(1, overrides=("strategy=ddp", "model.name=my model", "offload=True"))
+    folder = write(tmp_path, failed, finished)
+    assert main([str(folder)]) == 2
+    expected = "run it with distexp strategy=ddp 'model.name=my model' offload=true profile=true\n"
+    assert capsys.readouterr().err.endswith(expected)
+    finished.metrics.communication = {"note": "too few steps: train more steps"}
+    folder = write(tmp_path / "noted", failed, finished)
+    assert main([str(folder)]) == 2
+    assert capsys.readouterr().err.endswith("has no profile: too few steps: train more steps\n")
+
+
+def test_damaged_records_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    communicating = profiled(COMMUNICATION_BOUND, train__gradient_accumulation_steps=0, **GPU)
+    communicating.metrics.communication = {"by_collective": {"a": None}}
+    launching = profiled(LAUNCH_BOUND, number=1, train__gradient_accumulation_steps=0, **GPU)
+    empty = profiled({"matmul": 5.0}, number=2, **GPU)
+    empty.metrics.step_breakdown[0]["matmul_ms"] = 0.0  # type: ignore[index]
+    bare = profiled({"matmul": 5.0}, number=3, **GPU)
+    bare.metrics.step_breakdown = [{"rank": 0, "step_ms": 5.0}]
+    assert main([str(write(tmp_path, communicating, launching, empty, bare))]) == 0
+    out = capsys.readouterr().out
+    assert "no computation hides takes 45% of the step." in out
+    assert "4,000 kernels per micro-batch" in out
+
+
+@pytest.mark.parametrize(
+    ("device", "p50", "is_noted"), [(GPU, 0.1, False), (GPU, 0.08, True), ({"peak": None}, 0.06, True)]
+)
+def test_a_profiled_step_that_differs_from_the_median_one_has_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], device: dict[str, Any], p50: float, is_noted: bool
+) -> None:
+    run = profiled(COMPUTE_BOUND, **device)
+    run.metrics.step_breakdown[0]["includes_overhead"] = True  # type: ignore[index]
+    run.metrics.step_time_s = {"p50": p50, "p90": p50, "max": p50}
+    assert main([str(write(tmp_path, run))]) == 0
+    note = f"The parts add up to 100.0 ms. The median of the steps that were not profiled is {1000 * p50:.1f} ms."
+    out = capsys.readouterr().out
+    assert (note in out) == is_noted
+    assert ("because the batches have different sizes" in out) == (device == GPU), "on a CPU it is always included"

@@ -1,0 +1,81 @@
+"""The bottleneck of a run: its name, its share of the step, and its sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from distexp.explain.explanation import explain
+from distexp.runs.record import RunRecord
+from distexp.worker import training_record
+from tests.helpers.profiled_records import (
+    COMMUNICATION_BOUND,
+    COMPUTE_BOUND,
+    DATA_BOUND,
+    GPU,
+    LAUNCH_BOUND,
+    SIX_OVERHEADS,
+    explanation,
+    profiled,
+)
+from tests.helpers.records import record
+
+
+@pytest.mark.parametrize(
+    ("parts", "bottleneck", "share", "words"),
+    [
+        (
+            LAUNCH_BOUND,
+            "launch_idle",
+            0.55,
+            "Launch-bound: the GPU is idle for 55% of the step, because the CPU ",
+        ),
+        (COMMUNICATION_BOUND, "exposed_communication", 0.45, "Communication-bound: communication that no computation "),
+        (
+            DATA_BOUND,
+            "data_wait",
+            0.45,
+            "Data-bound: the training waits for its data for 45% of the step, with ",
+        ),
+        (COMPUTE_BOUND, "compute", 0.9, "Compute-bound: matrix kernels take 70% and other kernels 20% of the step."),
+        (
+            SIX_OVERHEADS,
+            "compute",
+            0.46,
+            "No bottleneck: matrix kernels take 40% and other kernels 6% of the step, waiting for other ranks 9.5%",
+        ),
+        (
+            {"matmul": 80.0, "optimizer": 20.0},
+            "optimizer",
+            0.2,
+            "Clipping and the update of the weights take 20% of",
+        ),
+        (
+            {"matmul": 60.0, "host": 40.0},
+            "host",
+            0.4,
+            "Bound by the CPU: the CPU does other work than launching",
+        ),
+    ],
+)
+def test_the_bottleneck_has_its_name(parts: dict[str, float], bottleneck: str, share: float, words: str) -> None:
+    found = explanation(profiled(parts, parts, **GPU))
+    assert (found.bottleneck, found.share) == (bottleneck, share)
+    assert found.sentence.startswith(words)
+    assert found.sentence.endswith(".")
+
+
+def test_a_run_without_a_profile_has_no_explanation() -> None:
+    assert explain(record(0)) is None
+
+
+def test_an_error_of_the_explanation_keeps_the_record(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: RunRecord) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(training_record, "explain", fail)
+    found = profiled(COMPUTE_BOUND, **GPU)
+    training_record.add_explanation(found)
+    assert found.metrics.explanation is None
+    assert "no explanation: ZeroDivisionError: division by zero" in capfd.readouterr().err

@@ -1,0 +1,62 @@
+"""Comparison of two profiled runs, per sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distexp.explain.__main__ import main
+from distexp.explain.profile_comparison import PerSample, ProfileComparison
+from distexp.explain.step_profile import StepProfile
+from tests.helpers.profiled_records import COMPUTE_BOUND, GPU, LAUNCH_BOUND, profiled
+from tests.helpers.records import write
+
+
+def test_comparison_is_per_sample() -> None:
+    """B has half of the samples: 4 per worker against 8, with two workers."""
+    before = profiled(COMPUTE_BOUND, train__micro_batch_size=8, **GPU)
+    after = profiled(LAUNCH_BOUND, train__micro_batch_size=4, **GPU)
+    profiles = [StepProfile.of(run) for run in (before, after)]
+    assert profiles[0] is not None
+    assert profiles[1] is not None
+    comparison = ProfileComparison(profiles[0], profiles[1])
+    assert comparison.totals == PerSample(100 / 16, 100 / 8)
+    assert comparison.per_sample("launch_idle") == PerSample(5 / 16, 55 / 8)
+    sentence = comparison.sentence()
+    assert sentence.startswith("B is 2.00 times slower than A, 12.500 ms instead of 6.250 ms per sample.")
+    changes = "GPU idle: slow launches +6.562 ms, matrix kernels -1.875 ms."
+    assert sentence.endswith(f"Largest changes: {changes}")
+    assert ProfileComparison(profiles[1], profiles[0]).sentence().startswith("B is 2.00 times faster than A")
+    assert "equally fast" in ProfileComparison(profiles[0], profiles[0]).sentence()
+
+
+def test_comparison_uses_the_steps_that_were_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The profiler makes a step of B five times longer. But without it B is only twice as slow."""
+    before, after = (profiled({"matmul": length}, number=n, peak=None) for n, length in enumerate((100.0, 1000.0)))
+    before.metrics.step_time_s = {"p50": 0.1}
+    after.metrics.step_time_s = {"p50": 0.2}
+    folder = write(tmp_path, before, after)
+    assert main([str(folder / "0"), str(folder / "1")]) == 0
+    out = capsys.readouterr().out
+    assert "B is 2.00 times slower than A" in out
+    assert "\nB: The parts add up to 1,000.0 ms. The median of the steps that were not profiled is 200.0 ms." in out
+    assert out.count("the profiler makes all parts longer") == 1
+    assert main([str(folder / "0"), str(folder / "1"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["median_ms_per_sample"]["b"] == pytest.approx(2 * found["median_ms_per_sample"]["a"])
+
+
+def test_parts_that_change_in_the_other_direction_explain_nothing() -> None:
+    """B is slower by the median of its other steps, but its profiled steps are faster."""
+    runs = [profiled({"matmul": length}, peak=None) for length in (100.0, 50.0)]
+    for run, median_s in zip(runs, (0.1, 0.2), strict=True):
+        run.metrics.step_time_s = {"p50": median_s}
+    a, b = (StepProfile.of(run) for run in runs)
+    assert a is not None
+    assert b is not None
+    sentence = ProfileComparison(a, b).sentence()
+    assert sentence.startswith("B is 2.00 times slower than A")
+    assert "The profiled steps do not show this: they take" in sentence
+    assert "Largest changes" not in sentence
