@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from distexp.runs.record import Built
-from distexp.strategies import ds_model
+from distexp.strategies.ds_built import describe as describe_deepspeed
 from distexp.strategies.fsdp_distribution import read_distribution
 from distexp.strategies.model_tensors import innermost_optimizer
 from distexp.strategies.torch_model import DTYPES, Distribution, read_ddp_distribution
@@ -33,7 +33,7 @@ def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.M
     """
     wrapped = trainer.model_wrapped
     if type(wrapped).__name__ == "DeepSpeedEngine":
-        return ds_model.describe(wrapped, engine_name=ENGINE)
+        return describe_deepspeed(wrapped, engine_name=ENGINE)
     distribution = _distribution(wrapped, model, units)
     # accelerate replaces ``forward`` if it casts, and keeps the original in this attribute.
     casts = "_original_forward" in vars(model)

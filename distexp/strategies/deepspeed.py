@@ -210,4 +210,6 @@ class DeepSpeedModel:
 
     def describe(self) -> Built:
         """Return what was built, read from DeepSpeed's object."""
-        return ds_model.describe(self.module)
+        from distexp.strategies.ds_built import describe
+
+        return describe(self.module)

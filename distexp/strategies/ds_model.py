@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.runs.json_files import write_json
-from distexp.runs.record import Built
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.strategies.ds_buckets import describe_buckets, fit_buckets
 from distexp.strategies.ds_config import effective_config, uses_autocast
@@ -84,38 +83,6 @@ def unpartitioned_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
     yield from engine.module.named_buffers()
 
 
-def describe(engine: Any, *, engine_name: str = "native") -> Built:
-    """Return what was built, read from a deepspeed.DeepSpeedEngine.
-
-    Args:
-        engine: the DeepSpeedEngine.
-        engine_name: name of the trainer, for the record.
-    """
-    import torch.distributed as dist
-
-    from distexp.strategies.torch_model import dtype_name
-
-    stage = engine.zero_optimization_stage()
-    parameters = list(engine.module.parameters())
-    world = dist.get_world_size(engine.seq_data_parallel_group)
-    return Built(
-        strategy="deepspeed",
-        engine=engine_name,
-        wrapper=type(engine).__name__,
-        world_size=world,
-        mesh=[world, 1] if stage == 0 else [1, world],
-        sharded_units=sum(1 for p in parameters if hasattr(p, "ds_tensor")),
-        zero_stage=stage,
-        offload=_offload(engine, stage),
-        param_dtype=dtype_name(parameters[0].dtype),
-        compute_dtype=dtype_name(
-            engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else parameters[0].dtype
-        ),
-        optimizer=_optimizer_name(engine.optimizer),
-        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
-    )
-
-
 def in_16_bits(config: Config) -> bool:
     """Return whether DeepSpeed stores the weights in bf16 or fp16, with fp32 masters."""
     return config.precision.name != "fp32" and not uses_autocast(config)
@@ -158,25 +125,3 @@ def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> t
         return optimizer
     fused = context.device.type == "cuda" and not config.offload.enabled
     return build_optimizer(model, train, fused=fused)
-
-
-def _optimizer_name(optimizer: Any) -> str:
-    """Return the optimizer's name, for example ``DeepSpeedZeroOptimizer(AdamW)``."""
-    inner = getattr(optimizer, "optimizer", None)
-    name = type(optimizer).__name__
-    return name if inner is None or inner is optimizer else f"{name}({type(inner).__name__})"
-
-
-def _offload(engine: Any, stage: int) -> str:
-    """Return what is offloaded to the CPU, read from DeepSpeed's optimizer."""
-    if stage == 0:
-        return "none"
-    offloaded = []
-    zero = engine.optimizer
-    if stage == 3:
-        offloaded += ["optimizer"] if zero.offload_optimizer else []
-        offloaded += ["parameters"] if zero.offload_param else []
-    else:
-        # BF16_Optimizer (stage 1 with data_types in the ds_config) has no such attribute and cannot offload.
-        offloaded += ["optimizer"] if getattr(zero, "cpu_offload", False) else []
-    return "+".join(offloaded) or "none"
