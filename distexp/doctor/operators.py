@@ -11,7 +11,7 @@ from distexp.data.cache import cache_dir
 from distexp.doctor.check_result import CheckResult, missing, ok, warning
 from distexp.launch.operators import OperatorError, build_operators, current_environment, missing_operators
 from distexp.runs.jsonl import Entry
-from distexp.strategies.ds_operators import USUAL
+from distexp.strategies.ds_operators import DEFAULT_OPERATORS
 
 NAME = "DeepSpeed operators"
 
@@ -26,9 +26,9 @@ def check_operators(device: str) -> CheckResult:
         version("deepspeed")
     except PackageNotFoundError:
         return missing(NAME, "DeepSpeed is not installed", "pip install deepspeed")
-    absent = missing_operators(USUAL[device], current_environment(device))
+    absent = missing_operators(DEFAULT_OPERATORS[device], current_environment(device))
     if not absent:
-        return ok(NAME, f"compiled: {', '.join(USUAL[device])}")
+        return ok(NAME, f"compiled: {', '.join(DEFAULT_OPERATORS[device])}")
     hint = (
         f"nothing to do: the first run that needs them compiles them, about {COMPILE_MIN} minutes each. "
         "To do it now: distexp doctor --build"
@@ -39,7 +39,7 @@ def check_operators(device: str) -> CheckResult:
 def build(device: str, console: Console) -> int:
     """Compile the operators that usual runs need, with progress; return the exit code."""
     environment, log = current_environment(device), cache_dir() / "operators.log"
-    absent = missing_operators(USUAL[device], environment)
+    absent = missing_operators(DEFAULT_OPERATORS[device], environment)
     if absent:
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -59,5 +59,5 @@ def build(device: str, console: Console) -> int:
         except KeyboardInterrupt:
             console.print("stopped: distexp doctor --build starts again")
             return 130
-    console.print(f"compiled: {', '.join(USUAL[device])}", highlight=False, markup=False)
+    console.print(f"compiled: {', '.join(DEFAULT_OPERATORS[device])}", highlight=False, markup=False)
     return 0

@@ -36,8 +36,8 @@ def wait_for_baton(folder: Path, report: Callable[[Path], None]) -> None:
     """Wait until no other program builds in a folder. Remove the lock of a program that was killed.
 
     Args:
-        folder: The folder.
-        report: Gets the lock before the first wait.
+        folder: the folder of the operator.
+        report: called once with the path of the lock, before the first wait.
     """
     baton, reported = folder / BATON, False
     while baton.exists():
@@ -71,9 +71,9 @@ def _is_local(path: Path) -> bool:
     """Return whether a path is on a file system of this machine."""
     resolved = path.resolve()
     mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
-    # Of several file systems on one mount point, the last one is visible.
-    mount = max(enumerate(mounts), key=lambda each: (len(each[1].mountpoint), each[0]), default=None)
-    return mount is not None and mount[1].fstype in LOCAL_FILE_SYSTEMS
+    # Of several file systems on one mount point, the last one is visible. max() returns the first of equal ones.
+    mount = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
+    return mount is not None and mount.fstype in LOCAL_FILE_SYSTEMS
 
 
 def _open_files() -> Iterator[tuple[int, int]]:
@@ -114,5 +114,6 @@ def remove_build(folder: Path) -> None:
 
 
 def _stamp(library: Path) -> dict[str, Any]:
+    """Return what a library must have been built for, and its size."""
     versions = {name: version(name) for name in ("torch", "deepspeed")}
     return {"python": platform.python_version(), **versions, "size": library.stat().st_size}

@@ -21,10 +21,10 @@ from distexp.strategies.ds_config_file import get_nested, read_or_empty
 SHARED_MEMORY, CPU_ADAM, QUANTIZER = "deepspeed_shm_comm", "cpu_adam", "quantizer"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
-USUAL = {"cpu": (SHARED_MEMORY,), "cuda": (CPU_ADAM,)}
+DEFAULT_OPERATORS = {"cpu": (SHARED_MEMORY,), "cuda": (CPU_ADAM,)}
 """Operators that runs with default settings need, by device; on GPUs only those with ``offload=true``."""
 
-PREFIX = "distexp:"
+REPORT_PREFIX = "distexp:"
 """Start of the lines that this program prints for the process that started it."""
 
 NINJA_FILE = "build.ninja"
@@ -59,31 +59,33 @@ def main() -> None:
         if builder is None or not builder.is_compatible():
             _print("skipped", name)  # DeepSpeed does without it, or a worker reports why it cannot.
         else:
-            _print("built", name, str(_load(builder, names[position:]).__file__))
+            operator = _load(builder, name, following=names[position + 1 :])
+            _print("built", name, str(operator.__file__))
 
 
-def _load(builder: Any, names: Sequence[str]) -> Any:
-    """Build and import an operator.
+def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
+    """Build an operator, and import it.
 
     Args:
-        builder: Its builder.
-        names: Its name, and the names of the operators after it.
+        builder: its builder.
+        name: its name.
+        following: names of the operators that are built after it.
     """
     from distexp.system.torch_internals.compilation import extension_build_dir
 
-    folder = extension_build_dir(names[0])
-    library = folder / f"{names[0]}.so"
+    folder = extension_build_dir(name)
+    library = folder / f"{name}.so"
     with _locked(folder):
         remove_outdated(folder, library)
         existed = library.exists()
         if not existed or _built_elsewhere(folder):
-            _print("compiling", names[0])
+            _print("compiling", name)
         try:
             loaded = builder.load(verbose=True)  # prints the lines of ninja
         except ImportError:
             if not existed:
                 raise
-            _build_again(folder, names)
+            _build_again(folder, (name, *following))
         write_stamp(folder, library)
         return loaded
 
@@ -138,7 +140,8 @@ def _acquire(lock: IO[str]) -> bool:
 
 
 def _print(*parts: str) -> None:
-    print(PREFIX, *parts, flush=True)
+    """Print a line for the process that started this program."""
+    print(REPORT_PREFIX, *parts, flush=True)
 
 
 if __name__ == "__main__":
