@@ -11,7 +11,6 @@ from distexp.config import ConfigError
 from distexp.launch import ledger
 from distexp.launch.ledger import Entry
 from distexp.launch.slurm.script import JobArray, resource_key
-from distexp.resolve.run_id import run_id
 from distexp.runs.run_dir import LEDGER
 from tests.helpers.runs import REPOSITORY, resolve_cell, run_distexp
 
@@ -116,13 +115,6 @@ def test_shape_depends_on_resources_only() -> None:
     assert resource_key(resolve_cell("cluster=slurm", "train.seed=7", "zero_stage=3")) == base
     for other in ("cluster.nodes=2", "cluster.qos=q", "+cluster.environment.A=b", "cluster.setup=[x]"):
         assert resource_key(resolve_cell("cluster=slurm", other)) != base
-
-
-def test_run_id_does_not_depend_on_the_queue() -> None:
-    base = run_id(resolve_cell("cluster=slurm"))
-    place = ("cluster.partition=p", "cluster.wait=false", "cluster.memory_gb=3", "+cluster.environment.A=b")
-    assert run_id(resolve_cell("cluster=slurm", *place)) == base
-    assert run_id(resolve_cell("cluster=slurm", "cluster.nodes=2")) != base
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""The global batch size, and what it decides."""
+"""The accumulation that follows from the global batch size, and the search for the micro-batch size."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from distexp.config.batch_sizes import searches_micro_batch, with_micro_batch
 from distexp.report.data.settings import global_batch, read_settings
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunRecord
-from distexp.strategies.ds_config import effective_config
 from tests.helpers.runs import make_spec, resolve_cell
 
 TWO = ("strategy=ddp", "cluster.workers_per_node=2", "cluster.device=cpu")
@@ -77,7 +75,7 @@ def test_a_searched_size_is_no_part_of_the_run_id() -> None:
         resolve_cell(*AUTO, change)
         for change in ("train.gradient_accumulation_steps=7", "train.micro_batch_search_s=9")
     ]
-    assert {run_id(each) for each in same} == {run_id(auto)}
+    assert {run_id(config) for config in same} == {run_id(auto)}
     other = [resolve_cell(*AUTO, "train.global_batch_size=96"), with_micro_batch(auto, 6)]
     assert len({run_id(auto), *map(run_id, other)}) == 3
     assert sizes(with_micro_batch(auto, 6)) == (6, 4)
@@ -93,17 +91,3 @@ def test_a_run_without_a_found_size_has_its_global_batch_in_the_report() -> None
     spec = make_spec(*AUTO)
     record = RunRecord("failed", spec.run, asdict(spec.config))
     assert global_batch(read_settings(record)) == 48
-
-
-def test_deepspeed_gets_the_sizes_of_the_trial() -> None:
-    config = resolve_cell(*AUTO[1:], "zero_stage=2")
-    found = effective_config(with_micro_batch(config, 6, accumulation=2), world_size=2)
-    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    assert [found[name] for name in names] == [6, 2, 24]
-
-
-def test_a_file_of_deepspeed_may_not_fix_the_searched_size(tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text('{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}')
-    with pytest.raises(ConfigError, match=r"sets train_micro_batch_size_per_gpu=4, but this run has \"auto\""):
-        resolve_cell(*AUTO[1:], "zero_stage=2", f"deepspeed.config_file={file}")

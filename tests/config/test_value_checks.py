@@ -1,0 +1,35 @@
+"""Values that are wrong regardless of all other values."""
+
+from __future__ import annotations
+
+import pytest
+
+from distexp.config import ConfigError
+from tests.helpers.runs import resolve_cell
+
+
+@pytest.mark.parametrize("key", ["cluster.partition", "cluster.account", "cluster.name", "model.name"])
+def test_a_text_with_a_line_break_is_refused(key: str) -> None:
+    """A line break would start a shell line in the sbatch file."""
+    with pytest.raises(ConfigError, match=rf"{key}='a\\ntouch b' contains a control character: leave it out"):
+        resolve_cell("cluster=slurm", f'{key}="a\ntouch b"')
+
+
+@pytest.mark.parametrize("key", ["cluster.timeout_min", "cluster.hang_timeout_min", "train.learning_rate"])
+def test_infinite_numbers_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=inf must be a finite number"):
+        resolve_cell(f"{key}=inf")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.log_every=1000000000000000000", "has more than 18 digits: lower it"),
+        ("train.seed=4294967296", "train.seed=4294967296 must be from 0 to below"),
+        ("model.keys=[path,nonsense]", "model.keys contains 'nonsense', which is not a key of model: leave it out"),
+        ("dataset.keys=[[1]]", r"dataset.keys contains \[1\], which is not a key of dataset: leave it out"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_cell(override)

@@ -1,0 +1,63 @@
+"""The effective ds_config.json, and conflicts of the user's file with the configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distexp.config import ConfigError
+from distexp.config.batch_sizes import with_micro_batch
+from distexp.strategies.ds_config import effective_config
+from tests.helpers.runs import resolve_cell
+
+SEARCHED = (
+    *("zero_stage=2", "cluster.workers_per_node=2", "cluster.device=cpu"),
+    *("train.micro_batch_size=auto", "train.global_batch_size=48"),
+)
+
+
+def test_a_custom_ds_config_is_filled_in(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    content = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 12345, "sub_group_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "wall_clock_breakdown": True,
+    }
+    path.write_text(json.dumps(content))
+    config = resolve_cell("strategy=deepspeed", f"deepspeed.config_file={path}", "cluster.device=cpu")
+    assert config.deepspeed.zero_stage == 3
+    settings = effective_config(config, world_size=2)
+    assert settings["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 12345}
+    assert settings["wall_clock_breakdown"] is True
+    assert settings["train_batch_size"] == 16
+    assert "auto" not in json.dumps(settings)
+
+
+def test_conflicts_with_a_custom_ds_config_are_refused_together(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    words = ("strategy=deepspeed", f"deepspeed.config_file={path}", "cluster.device=cpu")
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage=3, but this run has 1"):
+        resolve_cell(*words, "zero_stage=1")
+    path.write_text(json.dumps({"optimizer": {"type": "Lamb"}, "scheduler": {}, "gradient_clipping": 9}))
+    with pytest.raises(ConfigError) as caught:
+        resolve_cell(*words)
+    assert len(caught.value.errors) == 3
+
+
+def test_deepspeed_gets_the_sizes_of_the_trial() -> None:
+    config = resolve_cell(*SEARCHED)
+    found = effective_config(with_micro_batch(config, 6, accumulation=2), world_size=2)
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    assert [found[name] for name in names] == [6, 2, 24]
+
+
+def test_a_file_of_deepspeed_may_not_fix_the_searched_size(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}')
+    with pytest.raises(ConfigError, match=r"sets train_micro_batch_size_per_gpu=4, but this run has \"auto\""):
+        resolve_cell(*SEARCHED, f"deepspeed.config_file={file}")
