@@ -126,7 +126,7 @@ def reachable(*modules: str) -> set[str]:
         found.add(name)
         source = source_of(name)
         if source is not None:  # otherwise it is a name in a module
-            waiting |= {each for each in imports(source, names=True) if each.startswith("distexp")} - found
+            waiting |= {imported for imported in imports(source, names=True) if imported.startswith("distexp")} - found
     return {name for name in found if source_of(name) is not None}
 
 

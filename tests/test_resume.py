@@ -95,10 +95,13 @@ def test_of_two_commands_for_one_directory_one_trains(tmp_path: Path) -> None:
     done = run_module("distexp.resume", str(sweep), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [RunRecord.read(path) for path in sorted(sweep.glob("*/record.json"))]
-    assert [(each.status, each.config["train"]["seed"]) for each in records] == [("completed", 1), ("completed", 2)]
+    assert [(record.status, record.config["train"]["seed"]) for record in records] == [
+        ("completed", 1),
+        ("completed", 2),
+    ]
     assert [attempt["reason"] for attempt in records[0].run.attempts] == ["killed", "completed"]
-    for each in "01":
-        lines = [json.loads(line)["step"] for line in (sweep / each / "metrics.jsonl").read_text().splitlines()]
+    for number in "01":
+        lines = [json.loads(line)["step"] for line in (sweep / number / "metrics.jsonl").read_text().splitlines()]
         assert lines == sorted(set(lines))
         assert lines[-1] == 40
 

@@ -63,7 +63,7 @@ def test_the_interval_contains_the_cost_of_simulated_runs(cost: float) -> None:
     """Of 20 intervals at 95 %, one is expected without it."""
     hits = 0
     for seed in range(20):
-        run = {each.step: each for each in simulated(cost, seed=seed)}
+        run = {step.step: step for step in simulated(cost, seed=seed)}
         found = estimate_shift(pair_differences([run]))
         hits += found.low <= cost * 0.1 / 0.125 <= found.high
         assert found.high - found.low < 0.06
@@ -110,8 +110,8 @@ def test_a_real_run_has_watched_and_unwatched_ordinary_steps(tmp_path: Path) -> 
     ordinary = [step for step in range(29) if step not in (0, 13)]
     for rank in range(2):
         found = read_step_times(tmp_path / "run", rank)
-        assert [each.step for each in found] == ordinary
-        assert [each.watched for each in found] == [RandomPairs(42)(step) for step in ordinary]
+        assert [step.step for step in found] == ordinary
+        assert [step.watched for step in found] == [RandomPairs(42)(step) for step in ordinary]
     entries = RunRecord.read(tmp_path / "run" / "record.json").metrics.step_times_by_rank
     assert entries is not None
     assert all(entry["watched_p50_s"] > 0 and entry["unwatched_p50_s"] > 0 for entry in entries)

@@ -21,4 +21,4 @@ def test_the_score_of_a_candidate_is_the_mean_of_its_completed_trials_by_steps()
 
 def test_the_forecast_of_energy_and_cost_counts_the_workers() -> None:
     candidate = Candidate((), (), 1, workers=4, forecast_s=2.0, expected_mib=100.0)
-    assert [candidate.forecast(each) for each in Objective] == [2.0, 8.0, 8.0, 100.0]
+    assert [candidate.forecast(objective) for objective in Objective] == [2.0, 8.0, 8.0, 100.0]

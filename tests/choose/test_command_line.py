@@ -68,8 +68,8 @@ def test_an_interrupted_search_is_resumed(tmp_path: Path) -> None:
     assert found["losses"]["equal"] is True
     assert found["losses"]["reference"].startswith("single")
     assert found["losses"]["steps"] == 8
-    measured = [each for each in found["candidates"] if each["measured"]]
-    assert {each["status"] for each in measured} == {"tried"}
+    measured = [candidate for candidate in found["candidates"] if candidate["measured"]]
+    assert {candidate["status"] for candidate in measured} == {"tried"}
     assert found["gpu_seconds"] > found["startup_gpu_seconds"] > 0
     for number in range(len(found["trials"])):
         record = RunRecord.read(folder / str(number) / "record.json")

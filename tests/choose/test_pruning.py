@@ -69,7 +69,7 @@ def space_maker() -> SpaceOf:
         whole = make_space(make, cell.overrides, (), read_axes(space, cell.overrides))
 
     def space_of(memory_gb: float) -> list[Candidate]:
-        return [replace(each, config=with_memory(each.config, memory_gb)) for each in whole]
+        return [replace(candidate, config=with_memory(candidate.config, memory_gb)) for candidate in whole]
 
     return space_of
 
@@ -88,39 +88,43 @@ def test_few_predictions_decide_as_all_of_them_would(space_of: SpaceOf, memory_g
     candidates, estimates = space_of(memory_gb), Counted()
     prune(candidates, estimates)
     assert estimates.count <= len(candidates) / 3
-    waiting = [each for each in candidates if each.status is Status.WAITING]
+    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
     assert waiting
-    assert all(each.config and needed_gb(each.config) * 1.02 <= memory_gb for each in waiting if not each.too_close)
-    assert all(each.config and needed_gb(each.config) * 0.98 <= memory_gb for each in waiting)
+    assert all(
+        candidate.config and needed_gb(candidate.config) * 1.02 <= memory_gb
+        for candidate in waiting
+        if not candidate.too_close
+    )
+    assert all(candidate.config and needed_gb(candidate.config) * 0.98 <= memory_gb for candidate in waiting)
     slower = ("checkpointing is slower", "offloading is slower")
-    for each in candidates:
-        if each.status is Status.PRUNED and not each.reason.startswith(slower):
-            assert each.config is not None
-            assert needed_gb(each.config) * 0.98 > memory_gb
-    assert any(each.reason.startswith(slower) for each in candidates)
+    for candidate in candidates:
+        if candidate.status is Status.PRUNED and not candidate.reason.startswith(slower):
+            assert candidate.config is not None
+            assert needed_gb(candidate.config) * 0.98 > memory_gb
+    assert any(candidate.reason.startswith(slower) for candidate in candidates)
 
 
 def test_offloading_stays_if_nothing_fits_without(space_of: SpaceOf) -> None:
     candidates = space_of(3.6)
     prune(candidates, Counted())
-    waiting = [each for each in candidates if each.status is Status.WAITING]
+    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
     assert waiting
-    assert all(each.config and each.config.offload.enabled for each in waiting)
+    assert all(candidate.config and candidate.config.offload.enabled for candidate in waiting)
 
 
 def test_for_memory_nothing_is_pruned_because_it_is_slower(space_of: SpaceOf) -> None:
     candidates = space_of(80.0)
     prune(candidates, Counted(), Objective.MEMORY)
-    assert {each.status for each in candidates} == {Status.WAITING}
+    assert {candidate.status for candidate in candidates} == {Status.WAITING}
     least = min(candidates, key=lambda each: each.expected_mib or 0.0)
     assert least.config is not None
-    assert needed_gb(least.config) == min(needed_gb(each.config) for each in candidates if each.config)
+    assert needed_gb(least.config) == min(needed_gb(candidate.config) for candidate in candidates if candidate.config)
 
 
 def test_if_nothing_fits_the_nearest_configuration_is_known(space_of: SpaceOf) -> None:
     candidates = space_of(1.0)
     prune(candidates, Counted())
-    assert {each.status for each in candidates} == {Status.PRUNED}
+    assert {candidate.status for candidate in candidates} == {Status.PRUNED}
     assert "the nearest one is" in (text := describe_no_winner(candidates))
     assert "offload=true" in text
     assert "train.micro_batch_size=1," in text
@@ -130,7 +134,7 @@ def test_if_nothing_fits_the_nearest_configuration_is_known(space_of: SpaceOf) -
 def test_what_cannot_be_predicted_or_is_late_stays(space_of: SpaceOf) -> None:
     candidates = space_of(12.0)
     prune(candidates, Counted(lambda config: "no such file"))
-    assert {each.status for each in candidates} == {Status.WAITING}
+    assert {candidate.status for candidate in candidates} == {Status.WAITING}
     assert candidates[0].reason == "its memory is not predicted: no such file"
     candidates, reports = space_of(12.0), []
     ticks = iter(range(100))
@@ -153,8 +157,14 @@ def test_members_without_an_estimate_get_the_forecast_of_their_family(space_of: 
         candidates,
         lambda config: MachineSpeeds(tflops=100.0, memory_gb_per_s=1000.0, link_gb_per_s=100.0, launch_s=1e-3),
     )
-    family = [each for each in candidates if each.family[0] == "strategy=ddp" and each.forecast_s is not None]
-    times = {each.micro_batch: each.forecast_s or 0.0 for each in family if each.status is Status.WAITING}
+    family = [
+        candidate
+        for candidate in candidates
+        if candidate.family[0] == "strategy=ddp" and candidate.forecast_s is not None
+    ]
+    times = {
+        candidate.micro_batch: candidate.forecast_s or 0.0 for candidate in family if candidate.status is Status.WAITING
+    }
     assert sorted(times) == [1, 2, 4, 8, 16]
     assert times[1] > times[2] > times[16]  # launches of each micro-batch
     assert times[1] - times[2] == pytest.approx(8 * 100 * 1e-3, rel=0.1)
@@ -180,5 +190,5 @@ TWO = ("cluster.workers_per_node=2", "cluster.device=cpu", "precision=bf16")
 def test_the_forecast_orders_what_the_strategies_send(
     better: Sequence[str], worse: Sequence[str], speeds: MachineSpeeds
 ) -> None:
-    first, second = (rough_step_s(resolve_cell(*TWO, *each), WORK, speeds) for each in (better, worse))
+    first, second = (rough_step_s(resolve_cell(*TWO, *overrides), WORK, speeds) for overrides in (better, worse))
     assert first < second

@@ -41,13 +41,13 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert command.endswith("cluster.workers_per_node=2 train.micro_batch_size=4")
     assert "choose." not in command
     assert (found["losses"]["equal"], found["losses"]["reference"].split(",")[0]) == (True, "single")
-    assert {each["status"] for each in found["candidates"]} <= {"tried", "pruned"}
+    assert {candidate["status"] for candidate in found["candidates"]} <= {"tried", "pruned"}
     assert found == document(tmp_path)
     config = launcher.ran[0]
     assert (config.train.log_every, config.train.measure_after_step, config.train.max_steps) == (1, 3, 8)
-    assert {(each.choose.only, each.cluster.timeout_min) for each in launcher.ran} == {(True, 20.0)}
-    assert {each.train.global_batch_size for each in launcher.ran} == {8}
-    assert {each.train.seed for each in launcher.ran} == {42}
+    assert {(config.choose.only, config.cluster.timeout_min) for config in launcher.ran} == {(True, 20.0)}
+    assert {config.train.global_batch_size for config in launcher.ran} == {8}
+    assert {config.train.seed for config in launcher.ran} == {42}
     run_search(tmp_path, again, *FEW)
     assert again.ran == []
     out = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_a_winner_with_other_losses_is_not_taken(tmp_path: Path, capsys: pytest.
     run_search(tmp_path, FakeLauncher(loss=loss), *FEW)
     found = document(tmp_path)
     assert "sharding=full_shard" in found["winner"]["overrides"]
-    assert {each["equal"] for each in found["rejected"]} == {False}
+    assert {rejection["equal"] for rejection in found["rejected"]} == {False}
     out = capsys.readouterr().out
     assert "the losses DIFFER from those of single" in out
     assert "8 steps, largest relative difference 1.0e-03 (the bound is 1e-05)" in out
@@ -90,8 +90,8 @@ def test_there_is_no_winner_if_all_losses_differ(tmp_path: Path, capsys: pytest.
 def test_dropout_is_off_in_the_check_of_the_losses(tmp_path: Path) -> None:
     launcher = FakeLauncher()
     run_search(tmp_path, launcher, *FEW, "model=gpt_tiny", "model.dropout=0.1")
-    assert [each.model.dropout for each in launcher.ran[-2:]] == [0.0, 0.0]
-    assert {each.strategy.name for each in launcher.ran[-2:]} == {"ddp", "single"}
+    assert [config.model.dropout for config in launcher.ran[-2:]] == [0.0, 0.0]
+    assert {config.strategy.name for config in launcher.ran[-2:]} == {"ddp", "single"}
     assert launcher.ran[0].model.dropout == 0.1
     assert document(tmp_path)["losses"]["equal"] is True
 
@@ -110,11 +110,11 @@ def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: p
     arguments = ("choose.gpus=[1,2]", "choose.budget_min=0.001", "cluster.device=cpu", "plan.host_memory_gb=100")
     axes = "choose.space=['strategy=ddp,single','train.micro_batch_size=4']"
     run_search(tmp_path, launcher, axes, *FEW[1:], *arguments, planner=FormulaPlanner(estimate))
-    assert [each.strategy.name for each in launcher.ran] == ["ddp", "single"]
+    assert [config.strategy.name for config in launcher.ran] == ["ddp", "single"]
     found = document(tmp_path)
     assert found["statement"].startswith("the budget of")
     assert {"strategy=single", "train.micro_batch_size=4"} < set(found["winner"]["overrides"])
-    assert {each["status"] for each in found["candidates"]} == {"tried"}
+    assert {candidate["status"] for candidate in found["candidates"]} == {"tried"}
     assert (found["losses"]["equal"], found["losses"]["reference"]) == (True, "ddp, micro-batch 4 x 1, 2 workers")
     out = capsys.readouterr().out
     assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 0.4 GB, 67 % faster than ddp" in out
@@ -136,7 +136,7 @@ def test_failing_trials_do_not_end_the_search(tmp_path: Path) -> None:
     run_search(tmp_path, FakeLauncher(fails=fails), *FEW)
     found = document(tmp_path)
     assert set(found["winner"]["overrides"]) >= {"sharding=full_shard", "train.micro_batch_size=2"}
-    reasons = {each["reason"] for each in found["candidates"] if each["status"] == "failed"}
+    reasons = {candidate["reason"] for candidate in found["candidates"] if candidate["status"] == "failed"}
     assert reasons == {"SomeError: it is failed", "SomeError: it is oom_gpu"}
 
 
@@ -178,7 +178,7 @@ def test_a_dry_run_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     found = json.loads(capsys.readouterr().out)
     assert found["planned_gpu_seconds"] > 0
     assert len(found["planned"]) == 2
-    assert {each["status"] for each in found["candidates"]} == {"waiting"}
+    assert {candidate["status"] for candidate in found["candidates"]} == {"waiting"}
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,6 @@ def test_a_shrunk_training_has_the_same_global_batch_in_all_candidates(batch: li
     with composed(("scale=tiny", "cluster.workers_per_node=2", *batch)) as (cells, make):
         command = read_settings(cells, master).command
         found = make_space(make, command, [1, 2], read_axes(["strategy=ddp", "train.micro_batch_size"], command))
-    configs = [each.config for each in found if each.config is not None]
-    assert {each.train.micro_batch_size for each in configs} >= {1, 2, 4}
-    assert {each.train.global_batch_size for each in configs} == {16 if batch else 8}
+    configs = [candidate.config for candidate in found if candidate.config is not None]
+    assert {config.train.micro_batch_size for config in configs} >= {1, 2, 4}
+    assert {config.train.global_batch_size for config in configs} == {16 if batch else 8}

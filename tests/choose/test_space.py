@@ -38,33 +38,35 @@ def space_maker(command: tuple[list[str], MakeCell]) -> SpaceOf:
 
 
 def labels(candidates: Sequence[Candidate]) -> set[str]:
-    return {" ".join(each.overrides) for each in candidates}
+    return {" ".join(candidate.overrides) for candidate in candidates}
 
 
 def test_the_space_has_divisors_of_the_batch_and_reasons_for_what_is_invalid_or_double(space_of: SpaceOf) -> None:
     found = space_of([], gpus=[1, 2, 3], space=["strategy=single,ddp", "train.activation_checkpointing=false"])
-    assert {each.micro_batch for each in found if each.workers == 1} == {1, 2, 4, 8, 16}
+    assert {candidate.micro_batch for candidate in found if candidate.workers == 1} == {1, 2, 4, 8, 16}
     assert "strategy=ddp cluster.workers_per_node=2 train.micro_batch_size=8" in labels(found)
-    assert {each.config.train.gradient_accumulation_steps for each in found if each.config and each.workers == 2} == {
-        *(1, 2, 4, 8)
-    }
-    reasons = {each.workers: each.reason for each in found if each.status is Status.PRUNED}
+    assert {
+        candidate.config.train.gradient_accumulation_steps
+        for candidate in found
+        if candidate.config and candidate.workers == 2
+    } == {*(1, 2, 4, 8)}
+    reasons = {candidate.workers: candidate.reason for candidate in found if candidate.status is Status.PRUNED}
     assert reasons[3].startswith("invalid: train.global_batch_size=16 is no multiple")
-    doubles = [each for each in found if each.reason.startswith("the same as strategy=")]
-    assert all("kernels=fast" in each.overrides for each in doubles)
+    doubles = [candidate for candidate in found if candidate.reason.startswith("the same as strategy=")]
+    assert all("kernels=fast" in candidate.overrides for candidate in doubles)
 
 
 def test_what_the_command_sets_does_not_vary(space_of: SpaceOf) -> None:
     command = ["sharding=shard_grad_op", "kernels=reference", "train.micro_batch_size=2", "offload=false"]
     found = space_of([*command, "train.activation_checkpointing=true"])
-    assert [each.overrides[0] for each in found] == ["sharding=shard_grad_op"]
+    assert [candidate.overrides[0] for candidate in found] == ["sharding=shard_grad_op"]
     assert found[0].config is not None
     assert found[0].config.train.activation_checkpointing
 
 
 def test_a_key_alone_varies_only_that_axis(space_of: SpaceOf) -> None:
     found = space_of(["train.micro_batch_size=4"], space=["kernels"])
-    assert [each.overrides[:-1] for each in found] == [
+    assert [candidate.overrides[:-1] for candidate in found] == [
         ("cluster.workers_per_node=2",),
         ("kernels=fast", "cluster.workers_per_node=2"),
     ]
@@ -110,7 +112,7 @@ def test_the_global_batch_is_required(space_of: SpaceOf) -> None:
 def test_single_is_searched_on_one_worker(command: tuple[list[str], MakeCell]) -> None:
     given = ["cluster.device=cpu", "train.global_batch_size=4", "strategy=single", "kernels=reference"]
     found = make_space(command[1], given, (), read_axes(["train.micro_batch_size"], given))
-    assert {(each.workers, each.micro_batch) for each in found} == {(1, 1), (1, 2), (1, 4)}
+    assert {(candidate.workers, candidate.micro_batch) for candidate in found} == {(1, 1), (1, 2), (1, 4)}
     with pytest.raises(ConfigError, match=r"strategy=single needs choose\.gpus=1"):
         make_space(command[1], given, (2,), read_axes([], given))
 

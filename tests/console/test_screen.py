@@ -132,7 +132,7 @@ def test_the_same_error_of_invalid_runs_is_printed_once() -> None:
         "run 0 and 1 more: invalid: strategy=single has one worker",
         "run 1: invalid: offload=true",
     ]
-    assert [each.run.number for each in screen.records] == [0, 1, 2]
+    assert [record.run.number for record in screen.records] == [0, 1, 2]
     screen.run_header(3, "")
     assert shown.getvalue().splitlines()[-1].startswith("run 3 (4 of 4)")
 

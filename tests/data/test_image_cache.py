@@ -76,7 +76,7 @@ def test_batches_are_those_of_the_files_to_the_digit(folder: Path, place: str) -
     cached = cache_images(data, place, CPU)
     for rank in (0, 1):
         for train in (True, False):
-            plain, fast = (make_loader(each, train=train, rank=rank, world_size=2) for each in (data, cached))
+            plain, fast = (make_loader(task_data, train=train, rank=rank, world_size=2) for task_data in (data, cached))
             for epoch in (0, 1) if train else (0,):
                 pairs = list(zip(batches(plain, epoch), batches(fast, epoch), strict=True))
                 assert pairs
@@ -94,7 +94,7 @@ def test_resized_images_are_those_of_the_files_within_one_level(folder: Path, si
     assert isinstance(cached.train, CachedImages)
     assert cached.train.pixels.shape == (16, 3, min(size, 32), min(size, 32)), "small images are stored small"
     for train in (True, False):
-        loaders = (make_loader(each, train=train) for each in (data, cached))
+        loaders = (make_loader(task_data, train=train) for task_data in (data, cached))
         plain, fast = (levels(torch.cat([images for images, _ in batches(loader, 1)])) for loader in loaders)
         difference = (plain - fast).abs()
         assert difference.max() < 1.01

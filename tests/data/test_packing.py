@@ -116,7 +116,7 @@ def global_batches(world: int, micro: int, accumulation: int, epoch: int = 0) ->
 def test_batches_have_samples_of_similar_length() -> None:
     batches = global_batches(1, 4, 1)
     lengths = [LENGTHS[np.array(batch) % len(LENGTHS)] for batch in batches]
-    assert np.mean([np.ptp(each) for each in lengths]) < 3 < np.ptp(LENGTHS)
+    assert np.mean([np.ptp(length) for length in lengths]) < 3 < np.ptp(LENGTHS)
     assert max(map(max, lengths)) == max(lengths[0]), "the longest is first"
     real = [index for batch in batches for index in batch if index < len(LENGTHS)]
     assert sorted(real) == list(range(len(LENGTHS)))

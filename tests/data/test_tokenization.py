@@ -28,8 +28,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_text_decodes_to_itself() -> None:
     tokenizer = train_byte_tokenizer(CORPUS, 300)
     ids = tokenizer.encode_batch(UNUSUAL)
-    assert [tokenizer.decode(each.tolist()) for each in ids] == UNUSUAL
-    assert all(each.size == 0 or 0 <= each.min() <= each.max() < tokenizer.size for each in ids)
+    assert [tokenizer.decode(tokens.tolist()) for tokens in ids] == UNUSUAL
+    assert all(tokens.size == 0 or 0 <= tokens.min() <= tokens.max() < tokenizer.size for tokens in ids)
 
 
 def test_special_tokens_in_a_text_are_text() -> None:

@@ -94,13 +94,13 @@ def test_every_preset_of_the_workshop_exists() -> None:
 def test_preset_has_its_runs_and_fills_its_table(preset: str) -> None:
     cells = cells_of(preset)
     configs = [resolve_or_error(cell) for cell in cells]
-    records = [finished(each, n, cells[n]) for n, each in enumerate(configs) if isinstance(each, Config)]
+    records = [finished(config, n, cells[n]) for n, config in enumerate(configs) if isinstance(config, Config)]
     if preset == "deepspeed/zero_stages":
         assert isinstance(configs[1], str)
         assert "offload" in configs[1], "stage 0 has nothing to offload"
     else:
         assert len(records) == len(cells)
-    worlds = [(each.config["cluster"]["nodes"], each.config["cluster"]["workers_per_node"]) for each in records]
+    worlds = [(record.config["cluster"]["nodes"], record.config["cluster"]["workers_per_node"]) for record in records]
     assert sorted(worlds) == sorted(SHAPES[preset][: len(worlds)])
     assert len(cells) == len(SHAPES[preset])
     for record in records:
@@ -167,7 +167,7 @@ def test_command_line_replaces_the_sweep_of_a_preset(words: tuple[str, ...], sha
 def test_table_of_the_profiled_preset() -> None:
     cells = cells_of("time/step")
     configs = [resolve_or_error(cell) for cell in cells]
-    records = [finished(each, n, cells[n]) for n, each in enumerate(configs) if isinstance(each, Config)]
+    records = [finished(config, n, cells[n]) for n, config in enumerate(configs) if isinstance(config, Config)]
     (table,) = exercise_tables(Overview.from_records(records))
     assert [row[:2] for row in table.rows] == [("ddp", "1"), ("ddp", "4"), ("fsdp", "1"), ("fsdp", "4")]
     assert {row[3:] for row in table.rows} == {("250.0", "20")}
@@ -176,7 +176,7 @@ def test_table_of_the_profiled_preset() -> None:
 def weak_scaling(*words: str) -> list[RunRecord]:
     cells = cells_of("fsdp/custom_weak_scaling", *words)
     configs = [resolve_or_error(cell) for cell in cells]
-    return [finished(each, n, cells[n]) for n, each in enumerate(configs) if isinstance(each, Config)]
+    return [finished(config, n, cells[n]) for n, config in enumerate(configs) if isinstance(config, Config)]
 
 
 def test_efficiency_is_ideal_time_divided_by_real_time() -> None:
@@ -220,7 +220,7 @@ def test_table_has_the_figures_of_the_workshop() -> None:
 
 def test_note_names_the_lowest_peak_of_each_size() -> None:
     configs = [resolve_or_error(cell) for cell in cells_of("deepspeed/model_sizes")]
-    records = [finished(each, n) for n, each in enumerate(configs) if isinstance(each, Config)]
+    records = [finished(config, n) for n, config in enumerate(configs) if isinstance(config, Config)]
     records[1].memory["gpu"][0]["peak_mib"] = 10.0
     (table,) = exercise_tables(Overview.from_records(records))
     assert "stage 2 on bloom_560m (10 MiB), stage 1 on bloom_1b1 (20,003 MiB)" in table.note
@@ -228,10 +228,10 @@ def test_note_names_the_lowest_peak_of_each_size() -> None:
 
 def test_note_names_the_lowest_parts_of_each_size_without_a_gpu() -> None:
     configs = [resolve_or_error(cell) for cell in cells_of("deepspeed/model_sizes")]
-    records = [finished(each, n) for n, each in enumerate(configs) if isinstance(each, Config)]
-    for each in records:
-        each.memory["gpu"] = []
-        add_parts(each, parameters=1.0, ranks=1)
+    records = [finished(config, n) for n, config in enumerate(configs) if isinstance(config, Config)]
+    for record in records:
+        record.memory["gpu"] = []
+        add_parts(record, parameters=1.0, ranks=1)
     add_parts(records[2], parameters=0.1, ranks=1)
     (table,) = exercise_tables(Overview.from_records(records))
     assert "Lowest memory that a GPU would hold: stage 3 on bloom_560m (" in table.note

@@ -257,7 +257,7 @@ def test_forecasts_are_kept_and_repeated_ones_replaced(
     forecast(sweep, cells[:2], capsys)
     forecast(sweep, cells[1:], capsys)
     kept = read_forecasts(sweep / "0")
-    assert [each.workers for each in kept] == [2, 4, 8]
+    assert [forecast.workers for forecast in kept] == [2, 4, 8]
     assert kept[2].step_time_s == pytest.approx(0.16)
     (sweep / "0" / "forecast.json").write_text('{"schema": 1, "forecasts": [{"nodes": "x"}]}')
     assert read_forecasts(sweep / "0") == []
@@ -302,7 +302,10 @@ def test_a_forecast_for_another_network_is_no_error_of_the_tool(
     found = json.loads(forecast(sweep, cells, capsys, output="json", network="infiniband-ndr-400g"))
     assert found[1]["error"] is None
     assert read_errors("cpu of unknown") == []
-    assert [each.what_if for each in read_forecasts(sweep / "0")] == ["", *["forecast.network=infiniband-ndr-400g"] * 2]
+    assert [forecast.what_if for forecast in read_forecasts(sweep / "0")] == [
+        "",
+        *["forecast.network=infiniband-ndr-400g"] * 2,
+    ]
     assert as_json(sweep, cells, capsys)[1]["error"] == pytest.approx(-0.2), "the forecast of this machine is kept too"
     assert len(read_forecasts(sweep / "0")) == 5
     assert len(read_errors("cpu of unknown")) == 1

@@ -67,8 +67,8 @@ def places(items: Sequence[Item], kind: str) -> list[tuple[str, int, float, int]
     for position, item in enumerate(items):
         if isinstance(item, Collective) and item.kind == kind and (item.bytes or 0) > 4:
             place = item.phase, item.micro_batch
-            before = [each for each in items[:position] if isinstance(each, Segment)]
-            done = sum(each.device_s for each in before if (each.phase, each.micro_batch) == place)
+            before = [earlier for earlier in items[:position] if isinstance(earlier, Segment)]
+            done = sum(segment.device_s for segment in before if (segment.phase, segment.micro_batch) == place)
             found.append((*place, done, (item.bytes or 0) // MIB))
     return found
 
@@ -158,7 +158,7 @@ def test_another_number_of_micro_batches_has_one_reduction(profiled: int, wanted
     backward = [item for item in found if isinstance(item, Segment) and item.phase == BACKWARD]
     assert [item.micro_batch for item in backward] == list(range(wanted))
     collectives = [(item.phase, item.micro_batch) for item in found if isinstance(item, Collective)]
-    assert [each for each in collectives if each[0] == BACKWARD] == [(BACKWARD, wanted - 1)]
+    assert [collective for collective in collectives if collective[0] == BACKWARD] == [(BACKWARD, wanted - 1)]
     assert collectives.count((FORWARD, 0)) <= 1
     assert isinstance(found[-1], Segment)
     assert (found[-1].phase, found[-1].micro_batch) == (OPTIMIZER, wanted - 1)

@@ -104,6 +104,6 @@ def test_a_real_run_is_forecast_as_measured(runs: Path, name: str, workers: int)
 @pytest.mark.parametrize("name", CELLS)
 def test_the_profile_has_the_parameters_of_the_optimizer(runs: Path, name: str) -> None:
     model = read_measured_step(runs / "2" / name).model
-    elements = [each for unit in model.units for each in unit.elements]
-    assert sorted(each for group in model.group_elements for each in group) == sorted(elements)
+    elements = [size for unit in model.units for size in unit.elements]
+    assert sorted(size for group in model.group_elements for size in group) == sorted(elements)
     assert {position for module in model.modules for position in module} == set(range(len(elements)))

@@ -121,7 +121,7 @@ def test_other_steps_and_other_machines_are_not_compared(tmp_path: Path) -> None
     other_gpu = profiled_record(2, run_id="size-4", cluster__nodes=4, peak=100.0, **ACCUMULATION)
     other_threads = profiled_record(3, run_id="size-4", cluster__nodes=4, cluster__cpus_per_worker=2, **ACCUMULATION)
     write(sweep, other_steps, other_gpu, other_threads)
-    assert [each.errors for each in find_forecasts(overview(sweep))] == [()] * 3
+    assert [entry.errors for entry in find_forecasts(overview(sweep))] == [()] * 3
 
 
 def test_running_error_is_the_median_and_the_interval_covers_most() -> None:

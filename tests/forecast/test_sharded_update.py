@@ -53,7 +53,7 @@ def write_run(
     written.metrics.step_time_s = {"p50": median_s, "p90": median_s, "max": median_s}
     written.write(folder)
     write_json(folder / DS_CONFIG, {"zero_optimization": {"stage": written.config["deepspeed"]["zero_stage"]}})
-    units = (Parameters("model", tuple(each for group in groups or GROUPS for each in group)),)
+    units = (Parameters("model", tuple(elements for group in groups or GROUPS for elements in group)),)
     model = StepModel(on_gpu, workers, 1, 1, median_s, ((median_s,),), items, units, group_elements=groups)
     write_step_model(folder, model)
     return folder
@@ -104,7 +104,8 @@ def test_a_profile_of_two_workers_is_the_start_for_one_and_for_four(tmp_path: Pa
     run = write_run(tmp_path, workers=2, strategy="fsdp", fsdp__sharding="full_shard")
     one, two, four = forecast(run, (1, 1), (1, 2), (1, 4))
     # 20 ms are the update of half of the weights
-    assert [each.parts["compute"] for each in (one, two, four)] == pytest.approx([0.060, 0.040, 0.030], rel=0.002)
+    computed = [size.parts["compute"] for size in (one, two, four)]
+    assert computed == pytest.approx([0.060, 0.040, 0.030], rel=0.002)
 
 
 def test_a_profile_of_an_earlier_version_is_readable_and_has_a_note(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_more_micro_batches_reduce_once_and_take_longer(tmp_path: Path) -> None:
     """Strong scaling to fewer workers: a worker has more micro-batches. Only the last one reduces."""
     run = write_run(tmp_path, ddp_items(), 0.030)
     found = forecast_steps(run, [target(2, micro_batches=count) for count in (1, 2, 20)], MACHINE)
-    assert [each.step_time_s for each in found] == pytest.approx([0.034, 0.054, 0.414], rel=0.001)
+    assert [forecast.step_time_s for forecast in found] == pytest.approx([0.034, 0.054, 0.414], rel=0.001)
 
 
 def test_a_step_of_many_micro_batches_is_forecast_for_4096_gpus(tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_a_step_of_many_micro_batches_is_forecast_for_4096_gpus(tmp_path: Path) 
     run = write_run(tmp_path, items, 0.29, strategy="fsdp")
     sizes = [target(8 * nodes, nodes=nodes, micro_batches=64) for nodes in (1, 8, 64, 512)]
     found = forecast_steps(run, sizes, replace(MACHINE, points=()))
-    steps = [each.step_time_s for each in found]
+    steps = [forecast.step_time_s for forecast in found]
     assert steps == sorted(steps)
     assert found[-1].beyond == (
         "4096 x the workers of the profiled run (1), 512 nodes instead of 1, collectives from link speeds, not measured"
     )
-    assert [each.notes[0].partition(".")[0] for each in found] == [
+    assert [forecast.notes[0].partition(".")[0] for forecast in found] == [
         "collectives in a node are not measured",
         *["collectives between nodes are not measured"] * 3,
     ]
@@ -190,7 +190,7 @@ def test_a_step_of_many_micro_batches_is_forecast_for_4096_gpus(tmp_path: Path) 
         "Assumed: forecast.network=infiniband-ndr-400g. To measure them: distexp preflight cluster.nodes=2"
         in (found[-1].notes[0])
     )
-    widths = [(each.high_s - each.low_s) / each.step_time_s for each in found]
+    widths = [(forecast.high_s - forecast.low_s) / forecast.step_time_s for forecast in found]
     assert widths[0] < widths[-1]
 
 

@@ -51,7 +51,7 @@ def test_without_a_prefetch_bucket_each_module_is_gathered_in_both_passes() -> N
     found = gathers_of_micro_batch(MODULES, ELEMENTS, options)
     large = [position for position, size in enumerate(ELEMENTS) if size > 10]
     expected = [*large, *(15 - position for position in reversed(large))]
-    assert [(each.position, each.used_at) for each in found] == [(position, position) for position in expected]
+    assert [(gather.position, gather.used_at) for gather in found] == [(position, position) for position in expected]
 
 
 @pytest.mark.parametrize("threshold", [100, 1000])
@@ -90,7 +90,7 @@ def test_a_module_waits_for_its_own_gather() -> None:
     segments = [position for position, item in enumerate(items) if isinstance(item, Segment)]
     waits: dict[int, list[int]] = {}
     for position, collectives in dependencies(items).items():
-        found = [items[each] for each in collectives]
+        found = [items[index] for index in collectives]
         gathers = [one for one in found if isinstance(one, Collective) and one.kind == "all_gather"]
         if gathers:
             waits[segments.index(position) if position in segments else -1] = [one.bytes or 0 for one in gathers]
@@ -127,8 +127,9 @@ def gathers_of_hooks(module: nn.Module, options: ZeroOptions) -> list[int]:
     parameters = list(module.parameters())
     threshold = options.stage3_param_persistence_threshold
     zero: Any = SimpleNamespace(
-        params=parameters, order={each: number for number, each in enumerate(parameters)}, world_size=2,
-        persistent=[each for each in parameters if each.numel() <= threshold], offloads=False, dtype=torch.float32,
+        params=parameters, order={parameter: number for number, parameter in enumerate(parameters)}, world_size=2,
+        persistent=[parameter for parameter in parameters if parameter.numel() <= threshold],
+        offloads=False, dtype=torch.float32,
         buffers=SimpleNamespace(on_gpu=lambda elements, dtype, part: torch.empty(elements, dtype=dtype)),
         gather_stream=torch.cpu.Stream(), _share=lambda each: -(-each.numel() // 2),
     )  # fmt: skip
@@ -139,7 +140,7 @@ def gathers_of_hooks(module: nn.Module, options: ZeroOptions) -> list[int]:
         def _gather(self, needed: Iterable[nn.Parameter]) -> None:
             chosen = list(needed)
             if chosen:
-                found.append(sum(each.numel() for each in chosen))
+                found.append(sum(parameter.numel() for parameter in chosen))
             super()._gather(chosen)
 
     fetcher = Recorder(zero, {"zero_optimization": {name: getattr(options, name) for name in names}})
@@ -168,9 +169,9 @@ def test_gathers_are_those_of_the_memory_model(tied: bool, prefetch: int, live: 
     )
     module = model(tied=tied)
     positions = {parameter: position for position, parameter in enumerate(module.parameters())}
-    modules = [[positions[each] for each in one.parameters(recurse=False)] for one in module.modules()]
+    modules = [[positions[parameter] for parameter in one.parameters(recurse=False)] for one in module.modules()]
     elements = [parameter.numel() for parameter in positions]
     expected = gathers_of_hooks(module, options)
     found = gathers_of_micro_batch([params for params in modules if params], elements, options)
-    assert [each.elements for each in found] == expected
+    assert [gather.elements for gather in found] == expected
     assert expected

@@ -35,11 +35,10 @@ def write_profiled(sweep: Path, *records: RunRecord) -> Path:
     write(sweep, *records)
     write_json(sweep / COMMAND, {"words": [], "directory": str(sweep), "cells": len(records)})
     remember_file(sweep / COMMAND)
-    for each in records:
-        world = each.built.world_size if each.built else 1
-        write_step_model(
-            sweep / str(each.run.number), step_model(world, on_gpu=each.config["cluster"]["device"] != "cpu")
-        )
+    for written in records:
+        world = written.built.world_size if written.built else 1
+        on_gpu = written.config["cluster"]["device"] != "cpu"
+        write_step_model(sweep / str(written.run.number), step_model(world, on_gpu=on_gpu))
     return sweep
 
 

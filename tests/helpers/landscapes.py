@@ -73,7 +73,7 @@ class Landscape:
 
     def run(self, batch: Sequence[PlannedTrial]) -> list[Trial]:
         """Run trials with noise."""
-        return [self._run(each.candidate, each.steps) for each in batch]
+        return [self._run(planned.candidate, planned.steps) for planned in batch]
 
     def _run(self, candidate: Candidate, steps: int) -> Trial:
         self.calls += 1
@@ -97,17 +97,19 @@ class Landscape:
 
     def runnable(self) -> list[Candidate]:
         """Return the candidates that run."""
-        return [each for each in self.candidates if self.memory[each] <= min(self.limit, self.hidden_limit)]
+        return [
+            candidate for candidate in self.candidates if self.memory[candidate] <= min(self.limit, self.hidden_limit)
+        ]
 
     def exhaustive_gpu_s(self) -> float:
         """Return the cost of the exhaustive sweep. A run that does not fit costs its start."""
         found = 0.0
-        for each in self.candidates:
-            steps_s = FULL_STEPS * self.true_s[each] if self.memory[each] <= self.limit else 0.0
-            found += each.workers * (self.start_s + steps_s)
+        for candidate in self.candidates:
+            steps_s = FULL_STEPS * self.true_s[candidate] if self.memory[candidate] <= self.limit else 0.0
+            found += candidate.workers * (self.start_s + steps_s)
         return found
 
     def regret(self, winner: Candidate, objective: Objective) -> float:
         """Return how much worse a candidate is than the best one, relative to it."""
-        best = min(self.value(each, objective) for each in self.runnable())
+        best = min(self.value(candidate, objective) for candidate in self.runnable())
         return self.value(winner, objective) / best - 1

@@ -108,8 +108,8 @@ def invalid(number: int, message: str, **settings: Any) -> RunRecord:
 
 def write(sweep: Path, *records: RunRecord) -> Path:
     """Write records as a sweep does. Return its directory."""
-    for each in records:
-        directory = sweep / str(each.run.number)
+    for written in records:
+        directory = sweep / str(written.run.number)
         directory.mkdir(parents=True)
-        copy.deepcopy(each).write(directory)
+        copy.deepcopy(written).write(directory)
     return sweep

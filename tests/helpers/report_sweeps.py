@@ -102,12 +102,13 @@ def growing_sweep(path: Path, *, weak: bool = False, swap: tuple[int, int] | Non
     """Write a scaling sweep: 1, 2, 4 workers on a node, then 2 x 1, 2 x 2, 4 x 2."""
     runs = []
     speeds = {(1, 1): 100.0, (1, 2): 190.0, (1, 4): 340.0, (2, 1): 170.0, (2, 2): 300.0, (4, 2): 520.0}
-    for number, ((nodes, each), speed) in enumerate(speeds.items()):
-        world = nodes * each
+    for number, ((nodes, workers_per_node), speed) in enumerate(speeds.items()):
+        world = nodes * workers_per_node
         run = record(
-            number, strategy="ddp", cluster__nodes=nodes, cluster__workers_per_node=each, cluster__device="cuda",
+            number, strategy="ddp",
+            cluster__nodes=nodes, cluster__workers_per_node=workers_per_node, cluster__device="cuda",
             dataset__train_size=500 * world if weak else 500, speed=speed, peak=30000.0,
-            overrides=(f"cluster.nodes={nodes}", f"cluster.workers_per_node={each}"),
+            overrides=(f"cluster.nodes={nodes}", f"cluster.workers_per_node={workers_per_node}"),
         )  # fmt: skip
         enrich(run)
         run.metrics.total_steps = None

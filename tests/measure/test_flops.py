@@ -92,12 +92,12 @@ def test_the_first_convolution_has_no_gradient_of_its_input(tmp_path: Path) -> N
 @pytest.mark.parametrize("length", [100, 300])
 def test_visited_blocks_are_those_of_flex_attention(length: int) -> None:
     lengths = (90, 10, 40, 100, 60)
-    positions = torch.cat([torch.arange(each) for each in lengths])[:length].expand(2, -1)
+    positions = torch.cat([torch.arange(document) for document in lengths])[:length].expand(2, -1)
     batch = make_batch(length, length)
     packed = replace(batch, inputs={"input_ids": batch.inputs["input_ids"], POSITIONS: positions})
     assert sum(lengths) == 300
-    for each, documents in ((batch, None), (packed, number_documents(positions))):
+    for inputs, documents in ((batch, None), (packed, number_documents(positions))):
         mask = block_mask(length, CPU, documents).to_dense()[:, 0].bool()
         sizes = (length - torch.arange(0, length, BLOCK)).clamp(max=BLOCK)
         expected = (mask * sizes[:, None] * sizes).sum() * (2 // len(mask))
-        assert measure_workload([each]).visited_pairs == int(expected)
+        assert measure_workload([inputs]).visited_pairs == int(expected)

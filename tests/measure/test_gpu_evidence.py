@@ -94,7 +94,7 @@ def test_ranks_of_several_nodes_in_the_order_of_the_gpus(tmp_path: Path) -> None
     events = write_events(tmp_path / EVENTS)
     paths = [write_trace(tmp_path / f"node{node}.csv", samples(3, **GOOD), samples(1, **GOOD)) for node in (0, 1)]
     found = read_gpu_evidence([*paths, tmp_path / "missing.csv"], events, 2)
-    assert {rank: each.index for rank, each in found.items()} == {0: 3, 1: 1, 2: 3, 3: 1}
+    assert {rank: gpu.index for rank, gpu in found.items()} == {0: 3, 1: 1, 2: 3, 3: 1}
 
 
 @pytest.mark.parametrize("stragglers", [None, [], [{"rank": 1, "gpu": None, "host": "b", "slower_by_pct": 12.0,

@@ -55,9 +55,9 @@ def loaded(ranks: int, seed: int, *, steps: int = 115, mean_s: float = 0.03) -> 
 @pytest.mark.parametrize("seed", range(20))
 def test_on_loaded_cpus_a_straggler_of_20_ms_is_named_and_a_disturbed_rank_is_not(seed: int, ranks: int) -> None:
     own = loaded(ranks, seed)
-    assert find_stragglers([cpu_times(rank, each) for rank, each in enumerate(own)]) == []
+    assert find_stragglers([cpu_times(rank, seconds) for rank, seconds in enumerate(own)]) == []
     own[1] = [time + 0.02 for time in own[1]]
-    found = find_stragglers([cpu_times(rank, each) for rank, each in enumerate(own)])
+    found = find_stragglers([cpu_times(rank, seconds) for rank, seconds in enumerate(own)])
     assert found is not None
     assert [(entry["rank"], entry["host"]) for entry in found] == [(1, "host1")]
     assert found[0]["slower_by_pct"] == pytest.approx(65, abs=25)
@@ -77,7 +77,7 @@ def test_oversubscribed_cores_are_named_as_the_cause() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_straggler_of_20_ms_is_named_and_no_other_rank(seed: int) -> None:
     own = [noisy(0.07 if rank == 1 else 0.05, 10 * seed + rank) for rank in range(4)]
-    found = find_stragglers([rank_times(rank, each) for rank, each in enumerate(own)])
+    found = find_stragglers([rank_times(rank, seconds) for rank, seconds in enumerate(own)])
     assert found is not None
     assert [(entry["rank"], entry["host"]) for entry in found] == [(1, "host1")]
     assert found[0]["slower_by_pct"] == pytest.approx(40, abs=20)

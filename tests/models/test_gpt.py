@@ -55,7 +55,7 @@ def test_padding_changes_no_logits(gpt: GPT, side: str) -> None:
         padding, real = torch.full((2, 4), filling), torch.ones_like(ids)
         parts = [(ids, real), (padding, torch.zeros_like(padding))]
         ordered = parts if side == "right" else parts[::-1]
-        padded, mask = (torch.cat(each, dim=1) for each in zip(*ordered, strict=True))
+        padded, mask = (torch.cat(pair, dim=1) for pair in zip(*ordered, strict=True))
         logits = gpt(padded, attention_mask=mask)
         assert logits.isfinite().all()
         kept = logits[:, :8] if side == "right" else logits[:, 4:]

@@ -90,7 +90,7 @@ def measure(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor], 
     loss.backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         sums = evaluation_sums("causal_lm", model.eval()(**batch.inputs), batch).tolist()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return loss.detach(), gradients, sums
 
 
@@ -128,7 +128,7 @@ def test_a_batch_without_targets_has_no_loss(train: TrainConfig) -> None:
     loss, gradients, sums = measure(adapt("bloom", train), collate(train)(samples()[-1:]))
     assert loss == 0
     assert sums == [0, 0, 0, 0]
-    assert not any(each.any() for each in gradients.values())
+    assert not any(gradient.any() for gradient in gradients.values())
 
 
 @pytest.mark.parametrize("train", [options(logits="targets"), options(loss="chunked")], ids=["targets", "chunked"])
@@ -169,7 +169,7 @@ def test_few_shapes_of_compiled_models_occur() -> None:
         kept = kept_tokens(targets, 1 << 20, compiled=True)
         assert targets < kept <= max(targets + COMPILED_MULTIPLE, 1.25 * targets + 1)
         similar = range(targets, targets + targets // 10 + 1, max(1, targets // 100))
-        assert len({kept_tokens(each, 1 << 20, compiled=True) for each in similar}) <= 2
+        assert len({kept_tokens(tokens, 1 << 20, compiled=True) for tokens in similar}) <= 2
 
 
 def test_one_graph_is_enough_for_batches_with_different_numbers_of_targets() -> None:
@@ -273,7 +273,7 @@ def test_image_models_are_refused() -> None:
 
 def test_a_chunked_loss_is_another_run() -> None:
     settings: list[tuple[str, ...]] = [(), ("train.loss=chunked",), ("train.loss=chunked", "train.loss_chunk_tokens=9")]
-    configs: list[Config] = [resolve_cell(*each) for each in settings]
+    configs: list[Config] = [resolve_cell(*overrides) for overrides in settings]
     assert len({*map(run_id, configs)}) == 3
 
 

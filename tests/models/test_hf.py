@@ -121,7 +121,7 @@ def test_the_attention_is_the_chosen_one(name: str, attention: str, tmp_path: Pa
     assert read_attention(model) == ("eager" if name == "bloom" else "sdpa")
     ids = torch.tensor([[5, 7, 11, 13], [2, 3, 0, 0]])
     mask = ids != 0
-    logits = [each(input_ids=ids, attention_mask=mask.long()).logits[mask] for each in (model, chosen)]
+    logits = [variant(input_ids=ids, attention_mask=mask.long()).logits[mask] for variant in (model, chosen)]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-6)
 
 

@@ -65,7 +65,7 @@ def test_16_bits_are_as_precise_as_without_chunks(autocast: Any, dtype: torch.dt
             )
         assert loss.dtype == torch.float32
         found = list(loss_and_gradients(loss, hidden, head))
-        assert [each.dtype for each in found[1:]] == [dtype] * 3
+        assert [tensor.dtype for tensor in found[1:]] == [dtype] * 3
         errors.append(
             [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, exact, strict=True)]
         )
@@ -98,7 +98,7 @@ def test_the_evaluation_has_the_same_loss(chunk: int) -> None:
 def test_without_targets_the_loss_and_its_gradients_are_zero() -> None:
     hidden, head, labels = inputs(bias=True)
     loss = linear_cross_entropy(hidden, head.weight, head.bias, torch.full_like(labels, IGNORE), 5)
-    assert not any(each.any() for each in loss_and_gradients(loss, hidden, head))
+    assert not any(tensor.any() for tensor in loss_and_gradients(loss, hidden, head))
 
 
 def test_an_ignored_token_may_be_nan() -> None:
@@ -108,7 +108,7 @@ def test_an_ignored_token_may_be_nan() -> None:
     values[labels == IGNORE] = torch.nan
     values.requires_grad_()
     loss = linear_cross_entropy(values, head.weight, None, labels, 5)
-    assert all(each.isfinite().all() for each in loss_and_gradients(loss, values, head))
+    assert all(tensor.isfinite().all() for tensor in loss_and_gradients(loss, values, head))
 
 
 def test_frozen_weights_get_no_gradient() -> None:
@@ -144,7 +144,7 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         parts = result if isinstance(result, tuple | list) else [result]
-        self.elements = max([self.elements, *(each.numel() for each in parts if isinstance(each, Tensor))])
+        self.elements = max([self.elements, *(part.numel() for part in parts if isinstance(part, Tensor))])
         return result
 
 

@@ -120,7 +120,7 @@ def test_an_unknown_memory_has_a_hint(
     with composed([*PLAN, "cluster=slurm", f"cluster.device={device}"]) as (cells, make):
         run_plan(cells, make, planner)
     hints = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint: ")]
-    assert [each.startswith(hint) for each in hints] == [True]
+    assert [text.startswith(hint) for text in hints] == [True]
 
 
 def test_json_has_the_fields_of_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,7 @@ def test_a_kernel_writes_into_a_buffer_that_it_reads_for_the_last_time() -> None
         outputs = GraphMemory(fx.GraphModule({}, graph), lambda: recorder)([value])
     sizes = [change.is_free for change in recorder.changes]
     assert sizes == [False, True, False]  # the result takes the place of the product
-    assert [each.shape for each in outputs] == [value.shape]
+    assert [output.shape for output in outputs] == [value.shape]
 
 
 BLOOM = (

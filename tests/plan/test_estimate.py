@@ -93,7 +93,7 @@ def test_parameters_are_counted_without_decoding_images(cache: str, monkeypatch:
 
     monkeypatch.setattr(build, "load_data", keep)
     assert (count_parameters(config) or 0) > 1000
-    assert [(each.cache, each.num_workers) for each in seen] == [("none", 0)]
+    assert [(dataset.cache, dataset.num_workers) for dataset in seen] == [("none", 0)]
     assert (config.dataset.cache, config.dataset.num_workers) == (cache, 2)
 
 

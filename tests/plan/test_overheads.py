@@ -66,11 +66,11 @@ def test_host_peak_is_near_the_latest_measurements() -> None:
     errors = []
     for text, measured in measured_cells().items():
         given = text.replace("fp16", "bf16").split()[1:]  # fp16 is refused on CPUs
-        overrides = dict(each.split("=") for each in given)
+        overrides = dict(override.split("=") for override in given)
         model = overrides["model"]
         if model == "resnet50" or "offload" in overrides:  # The batches of images, and the states, are traced.
             continue
-        config = resolve_cell(*(each for each in given if "=hf" not in each and "LLAMA" not in each))
+        config = resolve_cell(*(override for override in given if "=hf" not in override and "LLAMA" not in override))
         config.model._target_ = f"distexp.models.{model.split('_')[0]}.build"
         predicted = host_peak_mib(config, 0.0, *PARAMETERS[model])
         errors.append(predicted / measured["host_peak_mib"] - 1)

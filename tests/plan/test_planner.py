@@ -55,7 +55,7 @@ def test_estimates_come_from_a_process_and_then_from_the_cache(monkeypatch: pyte
     assert shallow.parts["parameters"] < first.parts["parameters"]
     assert (first.peak_reserved_mib or 0) >= (first.peak_allocated_mib or 0) > sum(first.parts.values()) * 0.99
     assert set(first.curve["phase"]) >= {"forward", "backward"}
-    left = [each for each in psutil.Process().children(recursive=True) if each not in children]
+    left = [process for process in psutil.Process().children(recursive=True) if process not in children]
     assert left == [], "the process was ended"
     monkeypatch.setattr(Server, "trace", refuse)
     with Planner() as planner:

@@ -70,10 +70,10 @@ def test_a_custom_strategy_with_unknown_sharding_has_no_value() -> None:
         record("mine", [4, 1], dtype="bfloat16"),  # with or without a master copy
         record("mine", [4, 1], optimizer="lion"),
     ]
-    for each in unknown:
-        each.memory["torch"] = [{"rank": 0, "states_mib": 1.0}]
-        assert ideal_states_mib(each) is None
-        assert METRICS_BY_NAME["model_states_ideal_mib"].read(each) is None
+    for missing in unknown:
+        missing.memory["torch"] = [{"rank": 0, "states_mib": 1.0}]
+        assert ideal_states_mib(missing) is None
+        assert METRICS_BY_NAME["model_states_ideal_mib"].read(missing) is None
 
 
 def test_a_peak_between_two_samples_is_taken_from_torch() -> None:

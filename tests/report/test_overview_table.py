@@ -95,8 +95,8 @@ def test_columns_without_values_are_not_shown() -> None:
 @pytest.mark.parametrize(("shares", "shown"), [((0.0, 0.0), False), ((0.0, 0.61), True), ((None, None), False)])
 def test_padding_is_a_column_if_a_run_has_any(shares: tuple[float | None, ...], shown: bool) -> None:
     records = [record(number, train__seed=number, overrides=(f"train.seed={number}",)) for number in range(2)]
-    for each, share in zip(records, shares, strict=True):
-        each.metrics.padding_share = share
+    for padded, share in zip(records, shares, strict=True):
+        padded.metrics.padding_share = share
     text = printed(records)
     assert ("ding %" in header(text)) == shown
     assert not shown or "30.5 ± " in text
@@ -160,8 +160,8 @@ def test_many_settings_leave_room_for_the_parts_of_the_memory() -> None:
 def test_a_custom_strategy_section_needs_no_edit_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """The options of the group ``strategy`` define the sections of strategies."""
     records = [record(n, strategy=name) for n, name in enumerate(("ddp", "mine"))]
-    for each, bucket in zip(records, (25, 7), strict=True):
-        each.config["mine"] = {"bucket_mb": bucket}
+    for custom, bucket in zip(records, (25, 7), strict=True):
+        custom.config["mine"] = {"bucket_mb": bucket}
     assert "bucket" in header(printed(records))
     monkeypatch.setattr(setting_names, "options_of", lambda group: ["ddp", "fsdp", "mine"])
     setting_names.strategy_sections.cache_clear()

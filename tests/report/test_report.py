@@ -215,8 +215,8 @@ def test_open_shows_the_page_and_trace_chooses_the_drawn_runs(tmp_path: Path) ->
 def test_equal_workers_on_different_nodes_have_a_table_and_no_curve(tmp_path: Path) -> None:
     shapes = ((1, 2, 100.0), (2, 1, 80.0))
     runs = [
-        record(n, cluster__nodes=nodes, cluster__workers_per_node=each, cluster__device="cuda", speed=speed)
-        for n, (nodes, each, speed) in enumerate(shapes)
+        record(n, cluster__nodes=nodes, cluster__workers_per_node=workers_per_node, cluster__device="cuda", speed=speed)
+        for n, (nodes, workers_per_node, speed) in enumerate(shapes)
     ]
     assert report(write(tmp_path, *runs)).returncode == 0
     text = (tmp_path / "report" / "results.md").read_text()

@@ -189,8 +189,8 @@ def test_memory_of_the_copies_is_counted(tmp_path: Path) -> None:
     train(model, steps=1)
     tensors = read_model_tensors(model.module, model.optimizer)
     values = sum(parameter.numel() for parameter in module.parameters())
-    assert sum(each.numel() * each.element_size() for each in tensors.parameters) == 2 * values
-    states = {id(each): each.numel() for each in tensors.optimizer_states if each.numel() > 1}
+    assert sum(parameter.numel() * parameter.element_size() for parameter in tensors.parameters) == 2 * values
+    states = {id(state): state.numel() for state in tensors.optimizer_states if state.numel() > 1}
     assert sum(states.values()) == 3 * values, "two moments and the fp32 weights"
 
 

@@ -28,9 +28,9 @@ def test_training_batches_have_less_padding_and_the_same_samples(
 ) -> None:
     plain, config = (resolve_cell(*SMALL, *SIZES, *more) for more in ((), (f"dataset.{key}=true",)))
     steps = []
-    for each in (plain, config):
-        data = load_data(each, context)
-        training, evaluation = make_loaders(each, data, context)
+    for settings in (plain, config):
+        data = load_data(settings, context)
+        training, evaluation = make_loaders(settings, data, context)
         steps.append(list(training.iter_steps(0)))
         evaluated = list(evaluation.iter_steps(0))
         assert sum(step.num_samples for step in evaluated) == EVALUATED

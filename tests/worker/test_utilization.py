@@ -57,7 +57,9 @@ def test_utilization_is_that_of_the_datasheet_and_of_the_ceiling(
     flops, metrics = training_flops(config, data, DONE, CPU), run.metrics
     assert metrics.model_tflops_per_sample == pytest.approx(flops.model / SAMPLES / 1e12)
     assert metrics.executed_tflops_per_sample == pytest.approx(flops.executed / SAMPLES / 1e12)
-    model, executed = (each / SAMPLES / 1e12 * SPEED / WORKERS for each in (flops.model, flops.executed))
+    model, executed = (
+        flops_of_run / SAMPLES / 1e12 * SPEED / WORKERS for flops_of_run in (flops.model, flops.executed)
+    )
     assert (metrics.tflops_per_device, metrics.executed_tflops_per_device) == pytest.approx((model, executed))
     assert (metrics.mfu, metrics.hfu) == pytest.approx((model / PEAK, executed / PEAK))
     assert metrics.mfu_of_ceiling is metrics.hfu_of_ceiling is None

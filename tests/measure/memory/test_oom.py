@@ -47,7 +47,7 @@ def test_tensors_have_names_or_lines() -> None:
     ]  # fmt: skip
     report = describe_blocks(blocks, tensors, [sys._getframe()])
     assert report["parts"] == {"parameters_mib": 40, "gradients_mib": 30, "rest_mib": 41, "communication_mib": 5}
-    found = [(each["mib"], each["count"], each["part"], each["line"]) for each in report["largest"]]
+    found = [(group["mib"], group["count"], group["part"], group["line"]) for group in report["largest"]]
     place = "modeling_bloom.py:301 in forward"
     assert found[:2] == [(40, 1, "parameters", "weight"), (30, 1, "gradients", "gradient of weight")]
     assert found[2][2:] == ("rest", found[2][3])
@@ -61,7 +61,7 @@ def test_tensors_have_names_or_lines() -> None:
 def test_the_largest_tensors_come_first_and_not_all_are_listed() -> None:
     blocks = [UsedBlock(number, number * MIB) for number in range(1, 30)]
     report = describe_blocks(blocks, None, [])
-    assert [each["mib"] for each in report["largest"]] == list(range(29, 21, -1))
+    assert [group["mib"] for group in report["largest"]] == list(range(29, 21, -1))
     assert report["line"] is None
 
 

@@ -106,7 +106,7 @@ def test_counting_leaves_the_gradients_and_no_hooks() -> None:
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, gradient)
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_states_are_measured_again_if_the_first_update_was_skipped() -> None:
@@ -176,7 +176,7 @@ def test_one_later_step_is_recorded() -> None:
     assert recording.calls == ["start", "forward", "forward", "update", "finish"]
     tensors, *peaks = watch.summary()
     assert tensors["phase"] == "train"
-    assert [(each["rank"], each["phase"], each["parameters_mib"]) for each in peaks] == [
+    assert [(peak["rank"], peak["phase"], peak["parameters_mib"]) for peak in peaks] == [
         (1, "forward", 1.0), (1, "backward", 2.0),
     ]  # fmt: skip
     unfinished = FakeRecording()

@@ -103,7 +103,7 @@ def test_shared_pages_count_once(tmp_path: Path) -> None:
         before = child.settle()
         child.run(SHARE_PAGES)
         after = child.settle()
-        resident = sum(each.memory_info().rss for each in descendants(child.shell)) / 2**20
+        resident = sum(process.memory_info().rss for process in descendants(child.shell)) / 2**20
     assert after - before == pytest.approx(200, abs=16)
     assert resident > after + 150
 

@@ -264,8 +264,8 @@ def test_a_recorded_step_gives_an_entry_for_each_phase(monkeypatch: pytest.Monke
     model(torch.ones(2, 4)).sum().backward()
     recording.start_update()
     forward, backward, update = recording.finish()
-    assert [each["phase"] for each in (forward, backward, update)] == ["forward", "backward", "optimizer"]
-    assert [each["allocated_mib"] for each in (forward, backward, update)] == [30, 40, 20]
+    assert [entry["phase"] for entry in (forward, backward, update)] == ["forward", "backward", "optimizer"]
+    assert [entry["allocated_mib"] for entry in (forward, backward, update)] == [30, 40, 20]
     assert (forward["activations_mib"], backward["gradients_mib"]) == (1, 1), "what each pass leaves"
     assert forward["logits_mib"] is None, "the model has no vocabulary"
     assert backward["context_mib"] == 1234 - 50

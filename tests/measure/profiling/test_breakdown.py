@@ -52,7 +52,7 @@ ANSWER = {
 
 def breakdown(trace: Trace, *others: Trace, step: int = 0) -> dict[str, Any]:
     """Return the parts of a step of a trace; the other traces are those of the other ranks."""
-    ranks = [durations_of(each.collectives) for each in (trace, *others)]
+    ranks = [durations_of(trace_of_rank.collectives) for trace_of_rank in (trace, *others)]
     collectives = split_collectives(trace.collectives, ranks)
     return split_step(trace, step_windows(trace)[step], collectives).to_json(0, on_gpu=trace.on_gpu)
 
@@ -197,8 +197,8 @@ def collectives(*times: Interval, kind: str = "all_reduce", group: str = "") -> 
 
 
 def waits(own: list[Collective], *others: list[Collective]) -> list[float]:
-    found = split_collectives(own, [durations_of(each) for each in (own, *others)])
-    return [each.wait[1] - each.wait[0] for each in found]
+    found = split_collectives(own, [durations_of(rank) for rank in (own, *others)])
+    return [transfer.wait[1] - transfer.wait[0] for transfer in found]
 
 
 def test_waiting_is_aligned_by_kind_and_group() -> None:
@@ -220,8 +220,8 @@ def test_waiting_is_unknown_if_ranks_are_in_several_groups_of_gloo() -> None:
     """With NCCL the group of a collective is known."""
     own = [*collectives((0, 5)), *collectives((10, 12), group="[0, 1]")]
     other = [*collectives((4, 5)), *collectives((11, 12), group="[0, 1]")]
-    known = [durations_of(each, several_groups=True) for each in (own, other)]
-    assert [each.wait[1] - each.wait[0] for each in split_collectives(own, known)] == [0, 1]
+    known = [durations_of(rank, several_groups=True) for rank in (own, other)]
+    assert [transfer.wait[1] - transfer.wait[0] for transfer in split_collectives(own, known)] == [0, 1]
 
 
 def test_a_transfer_next_to_a_waiting_collective_is_no_waiting(tmp_path: Path) -> None:
@@ -238,8 +238,8 @@ def lanes(found: dict[str, Any]) -> dict[str, list[list[Any]]]:
 
 def test_lanes_of_a_step(tmp_path: Path) -> None:
     slow = GPUTrace().step(1, 0, 20).kernel(ALL_REDUCE, 10, 12, launch=9)
-    traces = [read_trace(each.write(tmp_path / "trace.json"), on_gpu=True) for each in (gpu_step(), slow)]
-    transfers = split_collectives(traces[0].collectives, [durations_of(each.collectives) for each in traces])
+    traces = [read_trace(rank.write(tmp_path / "trace.json"), on_gpu=True) for rank in (gpu_step(), slow)]
+    transfers = split_collectives(traces[0].collectives, [durations_of(trace.collectives) for trace in traces])
     step = split_step(traces[0], step_windows(traces[0])[0], transfers)
     entry = lanes_of(traces[0], step, transfers, 3)
     assert (entry["rank"], entry["step_ms"]) == (3, pytest.approx(20))

@@ -115,7 +115,7 @@ def test_gpu_trace_separates_nccl_and_compute_kernels(tmp_path: Path) -> None:
     assert found.share == pytest.approx((3 + 1 + 0.5 + 1 + 0.5) / 20)
     assert found.exposed_share == pytest.approx((2 + 1 + 0.5 + 1 + 0.5) / 20), "a copy is no computation"
     kinds = {"all_gather": 0.5, "all_reduce": 1.5, "broadcast": 0.25, "other": 0.25, "reduce_scatter": 0.5}
-    assert found.by_collective == pytest.approx({kind: each / 1000 for kind, each in kinds.items()})
+    assert found.by_collective == pytest.approx({kind: nanoseconds / 1000 for kind, nanoseconds in kinds.items()})
 
 
 @pytest.mark.parametrize(
@@ -252,10 +252,10 @@ def test_collectives_of_gloo_are_measured_by_kind(runs: Path, name: str) -> None
 @pytest.mark.parametrize("name", ["ddp", "full_shard", "shard_grad_op", "hf_full_shard"])
 @pytest.mark.slow
 def test_profiling_does_not_change_the_training(runs: Path, name: str) -> None:
-    plain, profiled = (lines(runs / each / "metrics.jsonl") for each in ("plain", name))
+    plain, profiled = (lines(runs / folder / "metrics.jsonl") for folder in ("plain", name))
     assert [line["step"] for line in profiled] == list(range(1, 17))
     assert [line["loss"] for line in profiled] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
-    before, after = (RunRecord.read(runs / each / "record.json").metrics for each in ("plain", name))
+    before, after = (RunRecord.read(runs / folder / "record.json").metrics for folder in ("plain", name))
     assert after.eval_losses == pytest.approx(before.eval_losses, rel=1e-5)
     assert before.communication is None
     assert not profile_trace_path(runs / "plain").exists()

@@ -75,8 +75,8 @@ def test_nothing_is_removed_from_a_fast_step_or_on_a_cpu(times: dict[str, float 
 def test_steps_are_compared_by_the_sizes_of_their_batches(sizes: list[tuple[int, ...]], differ: bool) -> None:
     """Rows, positions and computed logits; images have rows only."""
     found = StepSizes()
-    for each in sizes:
-        found.add(*each)
+    for size in sizes:
+        found.add(*size)
     assert found.differ == differ
 
 

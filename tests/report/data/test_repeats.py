@@ -126,9 +126,9 @@ def test_a_failed_run_keeps_the_variables_of_its_configuration() -> None:
 
 def test_an_environment_variable_distinguishes_runs() -> None:
     records = [record(n, run_id="a", peak=9.0) for n in range(4)]
-    for each in records[1:]:
-        assert each.environment is not None
-        each.environment.variables = {"NCCL_ALGO": "Ring", "NCCL_VERSION": f"2.{each.run.number}"}
+    for other in records[1:]:
+        assert other.environment is not None
+        other.environment.variables = {"NCCL_ALGO": "Ring", "NCCL_VERSION": f"2.{other.run.number}"}
     text = printed(records)
     assert "NCCL_" in header(text)
     rows = [line.split()[:4] for line in text.splitlines() if "completed" in line]

@@ -25,7 +25,7 @@ def rows(number_of_new_ones: int = 1, **changed: object) -> list[Row]:
     for name in ("packing", "bucketing", "cache"):
         del old.config["dataset"][name]
     new = [record(n + 1, **{**REFERENCE, **changed}) for n in range(number_of_new_ones)]
-    return [row_from_record(each, str(n)) for n, each in enumerate([old, *new])]
+    return [row_from_record(other, str(n)) for n, other in enumerate([old, *new])]
 
 
 def test_a_missing_key_has_its_default() -> None:

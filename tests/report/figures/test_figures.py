@@ -136,7 +136,7 @@ def test_a_growing_model_counts_as_work(tmp_path: Path) -> None:
         runs.append(enrich(run, parameters=1_000_000 * layers))
         run.metrics.total_steps = None
     series = overview(with_traces(tmp_path, runs)).series
-    assert [each.title for each in series] == ["Weak scaling of the model"]
+    assert [scaling.title for scaling in series] == ["Weak scaling of the model"]
     assert [round(point.efficiency, 3) for point in series[0].points] == [1.0, 0.8, 0.667]
 
 
@@ -181,7 +181,7 @@ def test_each_configuration_has_its_own_series(tmp_path: Path) -> None:
         record(4 * n + k, strategy=name, cluster__workers_per_node=workers, speed=speed * workers / (1 + k * n / 2))
         for n, (name, speed) in enumerate((("ddp", 100.0), ("fsdp", 50.0))) for k, workers in enumerate((1, 2))
     ]  # fmt: skip
-    series = {each.name: each for each in overview(with_traces(tmp_path, runs)).series}
+    series = {scaling.name: scaling for scaling in overview(with_traces(tmp_path, runs)).series}
     assert round(series["strategy=ddp"].points[-1].efficiency, 3) == 1.0
     assert round(series["strategy=fsdp"].points[-1].efficiency, 3) == 0.667
 

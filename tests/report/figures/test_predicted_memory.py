@@ -43,7 +43,7 @@ def test_report_shows_predicted_next_to_measured(tmp_path: Path) -> None:
     assert (row["reserved, predicted"], row["reserved, measured"]) == ("9,950", "10,100.0")
     (panel,) = figure.panels
     values = panel.chart.to_dict(validate=False)["layer"][0]["data"]["values"]
-    assert [each["mib"] for each in values if each["part"] == "logits"] == [0.0, 9.0, 0.0]
+    assert [value["mib"] for value in values if value["part"] == "logits"] == [0.0, 9.0, 0.0]
     assert [entry.label for entry in figure.legend] == ["parameters", "logits"]
     assert [entry.color for entry in figure.legend] == [COLORS["parameters"], COLORS["logits"]], "as at the peak"
 

@@ -51,7 +51,7 @@ def bars(drawn: Figure) -> list[dict[str, Any]]:
 
 def test_a_single_run_has_a_bar_for_each_rank(tmp_path: Path) -> None:
     drawn = figure(tmp_path, profiled(0, breakdown(0, 25.0), breakdown(1)))
-    sums = {name: sum(each["ms"] for each in bars(drawn) if each["bar"] == name) for name in ("rank 0", "rank 1")}
+    sums = {name: sum(bar["ms"] for bar in bars(drawn) if bar["bar"] == name) for name in ("rank 0", "rank 1")}
     assert sums == pytest.approx({"rank 0": 125.0, "rank 1": 100.0})
     (table,) = drawn.tables
     cells = [dict(zip(table.header, row, strict=True)) for row in table.rows]
@@ -67,8 +67,8 @@ def test_runs_are_compared_by_the_rank_that_the_others_wait_for(tmp_path: Path) 
     slow = breakdown(1, matmul_ms=65.0, step_ms=125.0)
     runs = [profiled(n, breakdown(0, 25.0), slow, strategy=name) for n, name in enumerate(("ddp", "fsdp"))]
     drawn = figure(tmp_path, *runs)
-    assert {each["rank"] for each in bars(drawn)} == {1}
-    assert {each["bar"] for each in bars(drawn)} == {"run 0 (strategy=ddp)", "run 1 (strategy=fsdp)"}
+    assert {bar["rank"] for bar in bars(drawn)} == {1}
+    assert {bar["bar"] for bar in bars(drawn)} == {"run 0 (strategy=ddp)", "run 1 (strategy=fsdp)"}
     assert "per sample" not in drawn.caption
 
 
@@ -77,7 +77,7 @@ def test_runs_with_other_global_batches_are_compared_per_sample(tmp_path: Path) 
     runs[1].config["train"]["micro_batch_size"] = 8
     drawn = figure(tmp_path, *runs)
     assert "Times are per sample, because the global batch sizes differ." in drawn.caption
-    sums = {name: sum(each["ms"] for each in bars(drawn) if each["run"] == name) for name in ("0", "1")}
+    sums = {name: sum(bar["ms"] for bar in bars(drawn) if bar["run"] == name) for name in ("0", "1")}
     assert sums == pytest.approx({"0": 100 / 8, "1": 100 / 16})
     assert [row[-1] for row in drawn.tables[0].rows] == ["30.0", "30.0"], "percent of the step"
 
@@ -88,14 +88,14 @@ def test_packed_rows_have_several_samples(tmp_path: Path) -> None:
         run.config["dataset"]["packing"] = run.run.number == 1
         run.metrics.steps_per_epoch = 3 if run.run.number else 12
     drawn = figure(tmp_path, *runs)
-    sums = {name: sum(each["ms"] for each in bars(drawn) if each["run"] == name) for name in ("0", "1")}
+    sums = {name: sum(bar["ms"] for bar in bars(drawn) if bar["run"] == name) for name in ("0", "1")}
     assert sums == pytest.approx({"0": 100 / 8, "1": 100 / 32})
 
 
 def test_a_part_that_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     drawn = figure(tmp_path, profiled(0, breakdown(0, launch_idle_ms=None), breakdown(1, launch_idle_ms=None)))
     title = STEP_PARTS["launch_idle_ms"]
-    assert title not in {each["part"] for each in bars(drawn)} | set(drawn.tables[0].header)
+    assert title not in {bar["part"] for bar in bars(drawn)} | set(drawn.tables[0].header)
     assert title not in {entry.label for entry in drawn.legend}
 
 
@@ -133,7 +133,7 @@ def test_a_hundred_runs_are_a_few_bars(tmp_path: Path) -> None:
         run.config["train"]["learning_rate"] = (1 + run.run.number) / 1e6
         run.metrics.explanation = {"sentence": "It is compute-bound."}
     drawn = figure(tmp_path, *runs)
-    assert len({each["bar"] for each in bars(drawn)}) == 24
+    assert len({bar["bar"] for bar in bars(drawn)}) == 24
     assert "Drawn: 24 of 30." in drawn.caption
     assert drawn.sentences[-1] == "22 more are in the records (metrics.explanation)."
 

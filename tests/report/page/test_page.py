@@ -396,7 +396,7 @@ def _expect(page: Page, runs: list[str]) -> None:
 
 
 def _filter(page: Page, title: str, text: str) -> None:
-    titles = [each.strip() for each in page.locator("#runs-table thead tr").first.locator("th").all_inner_texts()]
+    titles = [title.strip() for title in page.locator("#runs-table thead tr").first.locator("th").all_inner_texts()]
     page.locator("#runs-table thead tr").nth(1).locator("th, td").nth(titles.index(title)).locator("input").fill(text)
 
 

@@ -48,13 +48,14 @@ def test_the_workers_agree_and_train_as_with_the_found_size(tmp_path: Path) -> N
     found, *_, failed = [RunRecord.read(folder / "record.json") for folder in folders]
     search = found.metrics.micro_batch_search
     assert search is not None
-    outcomes = {each["micro_batch_size"]: each["outcome"] for each in search["candidates"]}
+    outcomes = {candidate["micro_batch_size"]: candidate["outcome"] for candidate in search["candidates"]}
     assert outcomes == {1: "fits", 2: "fits", 4: "oom"}
     size = found.config["train"]["micro_batch_size"]
     assert found.config["train"]["gradient_accumulation_steps"] == 4 // size
     assert f"micro-batch: {size} (of 1, 2; 4 ran out of memory; " in done.stdout
     curves = [
-        [json.loads(line)["loss"] for line in (each / "metrics.jsonl").read_text().splitlines()] for each in folders[:3]
+        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in folders[:3]
     ]
     assert curves[0] == curves[size], "to the digit, with dropout"
     assert failed.status == "oom_host", "the device is the CPU"

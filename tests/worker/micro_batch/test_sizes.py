@@ -42,7 +42,7 @@ def run(
 
 
 def tried(search: SizeSearch) -> list[int]:
-    return [each.micro_batch_size for each in search.tried]
+    return [candidate.micro_batch_size for candidate in search.tried]
 
 
 def test_sizes_are_the_divisors_that_the_samples_of_a_worker_allow() -> None:
@@ -84,7 +84,7 @@ def test_sizes_between_two_doublings_are_tried_if_memory_is_the_limit() -> None:
 def test_memory_that_grows_faster_than_predicted_ends_the_search() -> None:
     """For example, the peak of small sizes is in the update of the optimizer."""
     search = run(36, memory=lambda size: max(900.0, 100.0 * size))
-    assert [(each.micro_batch_size, each.outcome) for each in search.tried[-3:]] == [
+    assert [(candidate.micro_batch_size, candidate.outcome) for candidate in search.tried[-3:]] == [
         (6, FITS),
         (12, OUT_OF_MEMORY),
         (9, FITS),
@@ -94,7 +94,7 @@ def test_memory_that_grows_faster_than_predicted_ends_the_search() -> None:
 
 def test_a_size_that_leaves_too_little_memory_is_not_chosen() -> None:
     search = run(16, memory=lambda size: 980.0 if size >= 8 else 100.0)
-    assert [each.outcome for each in search.tried] == [FITS, FITS, FITS, TOO_LARGE]
+    assert [candidate.outcome for candidate in search.tried] == [FITS, FITS, FITS, TOO_LARGE]
     assert search.choose() == 4
 
 

@@ -153,7 +153,10 @@ CONNECTION_CLOSED = {"code": 1, "time": 5.0, "type": "RuntimeError", "message": 
 def test_one_rank_without_memory_ends_the_size_on_all_ranks(code: int, tmp_path: Path) -> None:
     for other in (ENDED_BY_OTHERS, CONNECTION_CLOSED):
         search = conclude(tmp_path, other, {"code": code})
-        assert [(each.micro_batch_size, each.outcome) for each in search.tried] == [(1, FITS), (2, OUT_OF_MEMORY)]
+        assert [(candidate.micro_batch_size, candidate.outcome) for candidate in search.tried] == [
+            (1, FITS),
+            (2, OUT_OF_MEMORY),
+        ]
         assert search.next_size() is None
 
 
@@ -171,7 +174,7 @@ def test_other_errors_stop_the_run_with_the_first_cause(tmp_path: Path) -> None:
 
 def test_a_round_that_ended_in_time_has_its_candidates(tmp_path: Path) -> None:
     search = conclude(tmp_path, ENDED_BY_OTHERS, ENDED_BY_OTHERS)
-    assert [each.micro_batch_size for each in search.tried] == [1]
+    assert [candidate.micro_batch_size for candidate in search.tried] == [1]
     assert search.next_size() == 2
 
 
