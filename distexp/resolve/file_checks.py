@@ -14,8 +14,11 @@ from distexp.config.weights_source import loads_from_source, weights_source, wei
 from distexp.resolve.data_checks import same_task
 
 EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
+"""Checks by the kind of path that a key has in the schema."""
 
 TINYIMAGENET = "distexp.data.tinyimagenet."
+"""Start of the targets of datasets that read a folder of TinyImageNet."""
+
 TINYIMAGENET_FILES = ("wnids.txt", "train", "val/val_annotations.txt")
 """Files and folders of the official archive of TinyImageNet that a run reads."""
 
@@ -39,6 +42,16 @@ def check_files(config: Config) -> Iterator[str]:
 
 def check_dataset_files(config: Config) -> Iterator[str]:
     """Yield an error for each dataset path that is missing."""
+    yield from _image_folder_errors(config)
+    pair = {"dataset.train_path": config.dataset.train_path, "dataset.eval_path": config.dataset.eval_path}
+    given = [key for key, path in pair.items() if path is not None]
+    if len(given) == 1:
+        (missing,) = set(pair) - set(given)
+        yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
+
+
+def _image_folder_errors(config: Config) -> Iterator[str]:
+    """Yield an error if ``dataset.root`` is needed and missing, or is no folder of TinyImageNet."""
     dataset = config.dataset
     # A dataset of another task is an error already, and the user will probably replace it.
     if dataset.root is None and "root" in dataset.keys and same_task(config):
@@ -50,11 +63,6 @@ def check_dataset_files(config: Config) -> Iterator[str]:
                 f"dataset.root={dataset.root} contains no {', '.join(missing_files)}: set it to the top folder of the "
                 "official archive of TinyImageNet"
             )
-    pair = {"dataset.train_path": dataset.train_path, "dataset.eval_path": dataset.eval_path}
-    given = [key for key, path in pair.items() if path is not None]
-    if len(given) == 1:
-        (missing,) = set(pair) - set(given)
-        yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
 
 
 def check_checkpoint(config: Config) -> Iterator[str]:
@@ -91,11 +99,15 @@ def check_tokenizer_files(config: Config) -> Iterator[str]:
     if source == "auto":
         source = (weights_source(model) if loads_from_source(model) else None) or "byte"
     folder = Path(source)
-    if folder.is_absolute() and folder.is_dir() and not any(map(any, map(folder.glob, TOKENIZER_FILES))):
+    if folder.is_absolute() and folder.is_dir() and not _has_tokenizer(folder):
         yield (
             f"model.tokenizer={model.tokenizer} needs a tokenizer in {source}, which contains none: "
             "set it to byte, a hub id, or a folder with a tokenizer"
         )
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def looks_like_path(text: str) -> bool:
