@@ -14,7 +14,7 @@ from distexp.checkpoints.folder import checkpoint_dir, tmp_dir
 from distexp.launch import ledger
 from distexp.launch.exit_codes import HANG_CODE, STOPPED_CODE
 from distexp.launch.outcome import finalize_run, start_attempt
-from distexp.launch.slurm.client import JobState
+from distexp.launch.slurm.job_states import JobState
 from distexp.launch.slurm.status import write_missing_record
 from distexp.launch.unsuccessful_records import invalid_record
 from distexp.runs.attempts import NO_RECORD

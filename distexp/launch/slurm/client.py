@@ -1,7 +1,4 @@
-"""Wrappers of Slurm's commands: sbatch, squeue, sacct, scancel and scontrol.
-
-Each call has a timeout.
-"""
+"""Wrappers of Slurm's commands: sbatch, squeue, scancel and scontrol. Each call has a timeout."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, TIME_LEFT_TIMEOUT_S = 60, 300, 10
@@ -18,23 +14,13 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 MAX_IDS_PER_CALL = 500
 """More job ids than this are split over several calls, to keep command lines short."""
 
+TIME_LEFT = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)")
+"""squeue's format: days-hours:minutes:seconds, of which days and hours may be missing."""
+
 UNREACHABLE = re.compile(
     r"unable to contact|connection refused|timed out|could not establish|not responding|zero bytes", re.IGNORECASE
 )
 """Error messages of Slurm's commands if the controller does not answer."""
-
-FINAL_STATES = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "NODE_FAIL",
-    "BOOT_FAIL",
-    "DEADLINE",
-)
-"""Slurm states of a job that has ended."""
 
 
 class SlurmError(Exception):
@@ -43,21 +29,6 @@ class SlurmError(Exception):
 
 class UnreachableError(SlurmError):
     """Slurm is not installed, or its controller does not answer."""
-
-
-@dataclass(frozen=True)
-class JobState:
-    """State of one array element, as reported by Slurm."""
-
-    state: str  # Slurm's name: PENDING, RUNNING, COMPLETED, ...
-    reason: str = ""  # why it is pending
-    nodes: str = ""
-    expected_start: str = ""  # empty if Slurm has not planned it yet
-
-    @property
-    def is_final(self) -> bool:
-        """Return whether the job has ended."""
-        return self.state in FINAL_STATES
 
 
 def has_sbatch() -> bool:
@@ -75,7 +46,7 @@ def submit(script: Path) -> str:
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"
     }
-    output = _call(["sbatch", "--parsable", str(script)], SUBMIT_TIMEOUT_S, environment)
+    output = run_command(["sbatch", "--parsable", str(script)], SUBMIT_TIMEOUT_S, environment)
     found = re.search(r"^(\d+)(;.*)?$", output, re.MULTILINE)
     if found is None:
         raise SlurmError(f"sbatch printed no job id: {output.strip()!r}")
@@ -84,13 +55,13 @@ def submit(script: Path) -> str:
 
 def cancel(jobs: Sequence[str]) -> None:
     """Cancel jobs, given as ARRAY_INDEX; ignore those that have ended."""
-    for chunk in _chunks(jobs):
-        _call(["scancel", "--quiet", *chunk], QUERY_TIMEOUT_S)
+    for chunk in chunk_ids(jobs):
+        run_command(["scancel", "--quiet", *chunk], QUERY_TIMEOUT_S)
 
 
 def requeue(job: str) -> None:
     """Stop a running job and put it back into the queue under the same id."""
-    _call(["scontrol", "requeue", job], QUERY_TIMEOUT_S)
+    run_command(["scontrol", "requeue", job], QUERY_TIMEOUT_S)
 
 
 def max_array_size() -> int:
@@ -99,7 +70,7 @@ def max_array_size() -> int:
     Raises:
         UnreachableError: If Slurm does not answer.
     """
-    output = _call(["scontrol", "show", "config"], QUERY_TIMEOUT_S)
+    output = run_command(["scontrol", "show", "config"], QUERY_TIMEOUT_S)
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", output, re.MULTILINE)
     return int(found.group(1)) if found else DEFAULT_MAX_ARRAY_SIZE
 
@@ -110,103 +81,28 @@ def minutes_left(job: str) -> float | None:
     The result is None if there is no limit or Slurm does not answer.
     """
     try:
-        output = _call(["squeue", "-h", "-j", job, "-O", "TimeLeft:30"], TIME_LEFT_TIMEOUT_S).strip()
+        output = run_command(["squeue", "-h", "-j", job, "-O", "TimeLeft:30"], TIME_LEFT_TIMEOUT_S).strip()
     except SlurmError:
         return None
-    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", output)
+    found = TIME_LEFT.fullmatch(output)
     if found is None:
         return 0.0 if output.startswith("0:") else None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return days * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return the states of jobs.
-
-    They come from the queue, or from the accounting if the queue has forgotten the job.
-
-    Args:
-        jobs: Job ids as ARRAY_INDEX.
-
-    Returns:
-        A state for each job that Slurm knows.
-
-    Raises:
-        UnreachableError: If the controller does not answer.
-    """
-    wanted = set(jobs)
-    found = _select(wanted, _read_queue(_array_ids(wanted)))
-    missing = wanted - set(found)
-    return found | _select(missing, _read_accounting(_array_ids(missing)))
-
-
-def _array_ids(jobs: set[str]) -> list[str]:
-    return sorted({job.partition("_")[0] for job in jobs}, key=int)
-
-
-def _select(jobs: set[str], states: Mapping[str, JobState]) -> dict[str, JobState]:
-    """Return the states of the given jobs.
-
-    Slurm reports never-started array elements as one entry.
-    """
-    found = {job: states.get(job) or states.get(job.partition("_")[0]) for job in jobs}
-    return {job: state for job, state in found.items() if state is not None}
-
-
-def _job_id(array: str, index: str) -> str:
-    return f"{array}_{index}" if index.isdigit() else array
-
-
-def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
-    """Return squeue's states by ARRAY_INDEX.
-
-    Elements that squeue does not list separately are under ARRAY.
-    """
-    found: dict[str, JobState] = {}
-    for chunk in _chunks(arrays):
-        command = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(chunk), "-o", "%F|%K|%T|%r|%N|%S"]
-        try:
-            output = _call(command, QUERY_TIMEOUT_S)
-        except UnreachableError:
-            raise
-        except SlurmError as error:
-            if "Invalid job id" not in str(error):
-                raise UnreachableError(str(error)) from None
-            continue  # the controller forgets jobs some time after their end
-        for line in output.splitlines():
-            array, index, state, reason, nodes, start = line.split("|")
-            reason = "" if reason == "None" else reason
-            start = "" if start == "N/A" else start
-            found[_job_id(array, index)] = JobState(state, reason, nodes, start)
-    return found
-
-
-def _read_accounting(arrays: Sequence[str]) -> dict[str, JobState]:
-    """Return sacct's states, with the keys of ``_read_queue``.
-
-    The result is empty if there is no accounting.
-    """
-    found: dict[str, JobState] = {}
-    for chunk in _chunks(arrays):
-        command = ["sacct", "-X", "-n", "-P", "-j", ",".join(chunk), "-o", "JobID,State,NodeList"]
-        try:
-            output = _call(command, QUERY_TIMEOUT_S)
-        except SlurmError:
-            return found
-        for line in output.splitlines():
-            job, state, nodes = line.split("|")
-            nodes = "" if nodes == "None assigned" else nodes
-            array, _, index = job.partition("_")
-            found[_job_id(array, index)] = JobState(state.split()[0], "", nodes)
-    return found
-
-
-def _chunks(ids: Sequence[str]) -> list[Sequence[str]]:
+def chunk_ids(ids: Sequence[str]) -> list[Sequence[str]]:
+    """Return job ids in parts that fit into a command line."""
     return [ids[start : start + MAX_IDS_PER_CALL] for start in range(0, len(ids), MAX_IDS_PER_CALL)]
 
 
-def _call(command: list[str], timeout_s: float, environment: dict[str, str] | None = None) -> str:
-    """Run a Slurm command and return its stdout."""
+def run_command(command: list[str], timeout_s: float, environment: dict[str, str] | None = None) -> str:
+    """Run a Slurm command and return its stdout.
+
+    Raises:
+        UnreachableError: If Slurm is not installed, or does not answer.
+        SlurmError: With Slurm's message, if the command failed.
+    """
     name = command[0]
     try:
         # In a group of its own, so that Ctrl-C does not end sbatch between the submission and its answer.

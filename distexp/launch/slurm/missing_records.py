@@ -11,7 +11,7 @@ from distexp.launch import ledger
 from distexp.launch.failures import Cause, classify_failure
 from distexp.launch.outcome import read_result
 from distexp.launch.record_measurements import add_traces
-from distexp.launch.slurm.client import JobState
+from distexp.launch.slurm.job_states import JobState
 from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs import attempts
 from distexp.runs.errors import read_rank_errors

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from distexp.checkpoints.folder import list_checkpoints, step_of
-from distexp.launch.slurm.client import SlurmError, query_jobs, requeue
+from distexp.launch.slurm.client import SlurmError, requeue
+from distexp.launch.slurm.job_states import query_jobs
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distexp.launch import ledger
-from distexp.launch.slurm import client
-from distexp.launch.slurm.client import JobState
+from distexp.launch.slurm import job_states
+from distexp.launch.slurm.client import UnreachableError
+from distexp.launch.slurm.job_states import JobState
 from distexp.launch.slurm.missing_records import has_started, write_missing_record
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
@@ -86,8 +87,8 @@ def _ask_slurm(sweep_dir: Path, entries: Sequence[ledger.Entry]) -> SlurmAnswer:
     undecided = [entry for entry in entries if _needs_slurm(sweep_dir, entry)]
     runs = frozenset(entry.run for entry in undecided)
     try:
-        return SlurmAnswer(client.query_jobs([entry.job for entry in undecided if entry.job]), runs)
-    except client.UnreachableError as error:
+        return SlurmAnswer(job_states.query_jobs([entry.job for entry in undecided if entry.job]), runs)
+    except UnreachableError as error:
         return SlurmAnswer({}, runs, str(error))
 
 
