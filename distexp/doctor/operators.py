@@ -9,7 +9,8 @@ from rich.console import Console
 from distexp.console.operator_build import COMPILE_MIN, build_message
 from distexp.data.cache import cache_dir
 from distexp.doctor.check_result import CheckResult, missing, ok, warning
-from distexp.launch.operators import OperatorError, build_operators, current_environment, missing_operators
+from distexp.launch.operator_build import OperatorError, build_operators
+from distexp.launch.operator_marks import current_environment, missing_operators
 from distexp.runs.jsonl import Entry
 from distexp.strategies.ds_operators import DEFAULT_OPERATORS
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from distexp.config.paths import PACKAGE
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
-from distexp.launch.operators import OperatorError, build_operators, missing_operators
+from distexp.launch.operator_build import OperatorError, build_operators
+from distexp.launch.operator_marks import missing_operators
 from distexp.runs.errors import write_error
 from distexp.runs.jsonl import Entry, append_line
 from distexp.runs.record import RunError

@@ -18,7 +18,8 @@ from distexp.doctor import operators
 from distexp.launch import node_requirements
 from distexp.launch.exit_codes import TIMEOUT_CODE
 from distexp.launch.failures import classify_failure
-from distexp.launch.operators import OperatorError, build_operators, missing_operators
+from distexp.launch.operator_build import OperatorError, build_operators
+from distexp.launch.operator_marks import missing_operators
 from distexp.launch.timeouts import watch
 from distexp.runs.jsonl import append_line, read_entries
 from distexp.runs.progress import read_progress
