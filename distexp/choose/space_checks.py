@@ -16,7 +16,8 @@ from distexp.config.paths import options_of
 FURTHER_SECTIONS = ("ddp", "fsdp", "deepspeed", "offload")
 FURTHER_KEYS = (
     *("train.logits", "train.loss", "train.loss_chunk_tokens", "train.compile", "train.activation_budget"),
-    *("train.compute_weights", "train.channels_last", "model.attention", "dataset.num_workers", "dataset.cache"),
+    *("train.compute_weights", "train.fused_update", "train.channels_last"),
+    *("model.attention", "dataset.num_workers", "dataset.cache"),
 )
 """Keys outside of FURTHER_SECTIONS that ``choose.space`` may add, because the training stays the same."""
 

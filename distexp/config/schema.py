@@ -147,6 +147,10 @@ class TrainConfig:
         None, "When weights are cast for `precision=bf16`: in each micro-batch, or once per step.",
         choices=("autocast", "step"), reference="autocast", id_if_changed=True,
     )  # fmt: skip
+    fused_update: bool | None = key(
+        None, "Clip the gradients, update the weights by AdamW, and cast them, in one kernel, for single and DDP.",
+        reference=False, id_if_changed=True,
+    )  # fmt: skip
     channels_last: bool | None = key(
         None, "Keep weights of convolutions in the channels-last format, as images are, for single and DDP.",
         reference=False, id_if_changed=True,

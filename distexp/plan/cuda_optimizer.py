@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from distexp.config import Config
+from distexp.strategies.fused_adamw import FusedAdamW
 from distexp.strategies.optimizer import build_optimizer
 
 
@@ -19,6 +20,9 @@ def make_optimizer(module: nn.Module, config: Config) -> torch.optim.Optimizer:
 def use_cuda_kernels(config: Config, optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer of tensors on the GPU use the kernels that it uses on CUDA."""
     if config.offload.enabled:
+        return
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.update = lambda updates, scale: None  # It reads addresses, and allocates less than 2 MB.
         return
     for group in optimizer.param_groups:
         if config.train.optimizer == "adamw":

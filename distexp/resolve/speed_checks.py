@@ -1,4 +1,4 @@
-"""Checks of the options of speed: compilation, the format of convolutions, and the cast of weights.
+"""Checks of the options of speed: compilation, the format of convolutions, the cast of weights, and their update.
 
 Each one needs the support of the strategy and of the trainer, and some need a precision, a task or a device.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from distexp.config import Config
 from distexp.config.size_checks import several_lengths
 from distexp.strategies.base import load_strategy
+from distexp.strategies.fast import fused_update_error
 
 WHOLE_MODEL = ("model", "graphs")
 """Values of ``train.compile`` that compile the whole model."""
@@ -21,6 +22,7 @@ def check_speed_options(config: Config) -> Iterator[str]:
     yield from _channels_last_errors(config)
     yield from _activation_budget_errors(config)
     yield from _compute_weights_errors(config)
+    yield from _fused_update_errors(config)
 
 
 def _compile_errors(config: Config) -> Iterator[str]:
@@ -69,6 +71,15 @@ def _compute_weights_errors(config: Config) -> Iterator[str]:
         )
     if setting := _unsupported_by(config, strategy_supports=load_strategy(config).casts_once_per_step):
         yield f"train.compute_weights=step is not supported by {setting}: leave it out"
+
+
+def _fused_update_errors(config: Config) -> Iterator[str]:
+    if not config.train.fused_update:
+        return
+    if setting := _unsupported_by(config, strategy_supports=load_strategy(config).fuses_update):
+        yield f"train.fused_update=true is not supported by {setting}: leave it out"
+    elif reason := fused_update_error(config):
+        yield f"train.fused_update=true {reason}"
 
 
 def _unsupported_by(config: Config, *, strategy_supports: bool) -> str | None:

@@ -105,6 +105,7 @@ class Strategy(ABC):
         requires: what must work on the machine: COMMUNICATION between workers, and names of libraries.
         compile_scopes: supported values of ``train.compile``.
         casts_once_per_step: whether ``train.compute_weights=step`` is supported.
+        fuses_update: whether ``train.fused_update`` is supported.
         keeps_channels_last: whether ``train.channels_last`` is supported.
         fixes_accumulation: whether ``setup`` fixes the number of micro-batches per step.
         hf_adapter: dotted name of the HFAdapter class for ``engine=hf_trainer``; None if that is not supported.
@@ -113,6 +114,7 @@ class Strategy(ABC):
     requires: ClassVar[tuple[str, ...]] = (COMMUNICATION,)
     compile_scopes: ClassVar[tuple[str, ...]] = ("blocks",)
     casts_once_per_step: ClassVar[bool] = False
+    fuses_update: ClassVar[bool] = False
     keeps_channels_last: ClassVar[bool] = False
     fixes_accumulation: ClassVar[bool] = False
     hf_adapter: ClassVar[str | None] = None

@@ -41,10 +41,10 @@ class StepWeights:
                 continue
             for name, master in owner.named_parameters(recurse=False, remove_duplicate=False):
                 if master.is_floating_point():
-                    self._owners.append((owner, name, master, self._copy_of(master)))
+                    self._owners.append((owner, name, master, self._shared_copy(master)))
         self._install(copies=True)
 
-    def _copy_of(self, master: nn.Parameter) -> nn.Parameter:
+    def _shared_copy(self, master: nn.Parameter) -> nn.Parameter:
         if id(master) not in self._copies:
             copy = nn.Parameter(master.detach().to(self.dtype, copy=True), requires_grad=master.requires_grad)
             self._copies[id(master)], self._masters[id(copy)] = copy, master
@@ -64,12 +64,15 @@ class StepWeights:
             self._install(copies=True)
 
     def refresh(self) -> None:
-        """Set the copies to the rounded weights, and free their gradients."""
-        for copy in self._copies.values():
-            copy.grad = None
+        """Set the copies to the rounded weights."""
         pairs = [(copy, self._masters[id(copy)]) for copy in self._copies.values()]
         with torch.no_grad():
             copy_tensors([copy for copy, _ in pairs], [master for _, master in pairs])
+
+    def free_gradients(self) -> None:
+        """Free the gradients of the copies."""
+        for copy in self._copies.values():
+            copy.grad = None
 
     def cast_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs of the module with the floating point ones, such as images, in the type of the copies."""
@@ -78,6 +81,10 @@ class StepWeights:
     def master_of(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the fp32 weight of a copy; None if the parameter is no copy."""
         return self._masters.get(id(parameter))
+
+    def copy_of(self, master: Tensor) -> nn.Parameter | None:
+        """Return the copy of an fp32 weight; None if it has none."""
+        return self._copies.get(id(master))
 
     @torch.no_grad()
     def collect_gradients(self) -> None:

@@ -24,11 +24,24 @@ def whole_model_values(config: Config) -> dict[str, Any]:
     native = config.engine.name == "native"
     if native and config.precision.name == "bf16":
         values["train.compute_weights"] = "step"
+    if native and fused_update_error(config) is None:
+        values["train.fused_update"] = True
     if native and config.model.task == "image_classification" and config.cluster.device == "cuda":
         values["train.channels_last"] = True
     if config.cluster.device == "cuda":
         values["train.compile"] = "model" if native and not several_lengths(config.dataset) else "blocks"
     return values
+
+
+def fused_update_error(config: Config) -> str | None:
+    """Return why ``train.fused_update`` is not possible with this device, optimizer and precision; None if it is."""
+    if config.cluster.device != "cuda":
+        return f"needs a GPU, but this run is on {config.cluster.device}: leave it out"
+    if config.train.optimizer != "adamw":
+        return f"is for train.optimizer=adamw, but this run has train.optimizer={config.train.optimizer}: leave it out"
+    if config.precision.name == "fp16":
+        return "is for precision=fp32 and bf16, but this run has precision=fp16: use precision=bf16, or leave it out"
+    return None
 
 
 def block_values(config: Config) -> dict[str, Any]:

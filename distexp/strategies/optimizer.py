@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,12 +61,26 @@ def keep_hyperparameters(groups: list[dict[str, Any]]) -> Iterator[None]:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-    """Scale the gradients to a norm of at most ``limit``; return the norm before.
+    """Scale the gradients to a norm of at most ``limit``; return the norm before, fp32, shape ()."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = gradient_norm(gradients)
+    if limit is not None:
+        local = _local(gradients)
+        scale_tensors(local, clipping_scale(norm, limit).to(local[0].dtype))
+    return norm.to(torch.float32)
+
+
+def clipping_scale(norm: Tensor, limit: float) -> Tensor:
+    """Return the factor that scales gradients of this norm to a norm of at most ``limit``."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients, shape ().
 
     Each rank computes the norm of its shards. One number is reduced over the ranks that share the shards.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    local = _local(gradients)
     # A CPU adds the squares one after the other, so float32 would keep two of seven digits. A GPU adds them as a tree.
     dtype = torch.float64 if local[0].device.type == "cpu" else torch.float32
     norm: Tensor = torch.stack(tensor_norms(local, dtype)).norm(2)
@@ -77,7 +91,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
             if placement.is_shard():
                 dist.all_reduce(squared, group=first.device_mesh.get_group(axis))
         norm = squared.sqrt()
-    if limit is not None:
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-        scale_tensors(local, scale.to(local[0].dtype))
-    return norm.to(torch.float32)
+    return norm
+
+
+def _local(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the part of each gradient that this rank has."""
+    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]

@@ -21,6 +21,7 @@ class Single(Strategy):
     requires: ClassVar[tuple[str, ...]] = ()
     compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", "model", "graphs")
     casts_once_per_step: ClassVar[bool] = True
+    fuses_update: ClassVar[bool] = True
     keeps_channels_last: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.SingleAdapter"
 

@@ -24,6 +24,7 @@ from distexp.models.objective import loss_sum, partial_metrics
 from distexp.models.transforms import MODEL_SCOPES, explained_compilation
 from distexp.runs.record import Built
 from distexp.strategies.compute_weights import StepWeights
+from distexp.strategies.fused_adamw import FusedAdamW, fused_adamw
 from distexp.strategies.optimizer import build_optimizer, clip_gradients, keep_hyperparameters, trained_parameters
 from distexp.system.torch_internals.ddp import ddp_communication_dtype
 from distexp.system.torch_internals.tensors import active_autocast_dtype
@@ -82,10 +83,10 @@ class TorchModel:
         dtype = DTYPES[config.precision.name]
         needs_autocast = autocast and weights is None and dtype != torch.float32
         self.autocast = torch.autocast(context.device.type, dtype, enabled=needs_autocast)
-        # The fused kernel runs on the GPU, but offloaded shards are on the CPU.
-        fused = context.device.type == "cuda" and not config.offload.enabled
+        # A single micro-batch leaves its gradients to the update, in place of collecting them.
+        self.collects = not (config.train.fused_update and config.train.gradient_accumulation_steps == 1)
         with self._masters():
-            self.optimizer = build_optimizer(module, config.train, fused=fused)
+            self.optimizer = self._build_optimizer(config)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=config.precision.name == "fp16")
         self.distribution = distribution
         if self.compiled == "graphs":
@@ -94,6 +95,13 @@ class TorchModel:
     def _masters(self) -> AbstractContextManager[None]:
         """Return the context in which the module has the weights that the optimizer updates."""
         return nullcontext() if self.copies is None else self.copies.masters()
+
+    def _build_optimizer(self, config: Config) -> torch.optim.Optimizer:
+        if config.train.fused_update:
+            return fused_adamw(self.module, config.train, self.copies)
+        # torch's fused kernel runs on the GPU, but offloaded shards are on the CPU.
+        fused = self.device.type == "cuda" and not config.offload.enabled
+        return build_optimizer(self.module, config.train, fused=fused)
 
     def _allocate_gradients(self) -> None:
         """Allocate gradients that live as long as the model.
@@ -115,7 +123,7 @@ class TorchModel:
             del outputs  # Frees the logits, which are large and not needed in the backward pass.
             # Gradients are averaged over the ranks, but the normalizer requires their sum.
             self.scaler.scale(loss * self.world_size).backward()  # type: ignore[no-untyped-call]
-        if self.copies is not None and not (last_micro and self.reduces_masters):
+        if self.copies is not None and self.collects and not (last_micro and self.reduces_masters):
             self.copies.collect_gradients()
         return metrics
 
@@ -132,13 +140,22 @@ class TorchModel:
 
     def step(self, learning_rate: float) -> Tensor:
         """Clip, update the weights, clear the gradients; return the norm before clipping."""
-        self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(trained_parameters(self.optimizer), self.clipping)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        norm = self._update()
+        self.optimizer.zero_grad(set_to_none=self.compiled != "graphs")
+        if self.copies is not None:
+            self.copies.free_gradients()
+        return norm
+
+    def _update(self) -> Tensor:
+        """Clip, update the weights and their copies; return the norm before clipping."""
+        if isinstance(self.optimizer, FusedAdamW):
+            return self.optimizer.clip_and_step(self.clipping)
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_gradients(trained_parameters(self.optimizer), self.clipping)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=self.compiled != "graphs")
         if self.copies is not None:
             self.copies.refresh()
         return norm

@@ -30,7 +30,8 @@ def changed(*overrides: str) -> dict[str, Any]:
     return {key: values[key] for key, reference in speed_references().items() if values[key] != reference}
 
 
-WHOLE = {"train.compile": "model", "train.logits": "targets"}
+FUSED = {"train.fused_update": True}
+WHOLE = {"train.compile": "model", "train.logits": "targets", **FUSED}
 BLOCKS = {"train.compile": "blocks", "train.logits": "targets"}
 
 
@@ -46,8 +47,11 @@ IMAGES = {"train.compile": "blocks", "dataset.cache": "gpu"}
         (("strategy=ddp", GPU, BF16), {**WHOLE, "train.compute_weights": "step", "ddp.bucket_cap_mb": 250.0}),
         (("strategy=ddp", GPU, BF16, "ddp.find_unused_parameters=true"), {**WHOLE, "ddp.bucket_cap_mb": 250.0}),
         (("strategy=ddp", GPU, BF16, "engine=hf_trainer", "cluster.workers_per_node=2"), BLOCKS),
-        (("strategy=ddp", GPU, "dataset.padding=longest"), BLOCKS),
-        (("model=gpt_tiny", "strategy=ddp", GPU, "dataset.padding=longest", "dataset.packing=true"), BLOCKS),
+        (("strategy=ddp", GPU, "dataset.padding=longest"), {**BLOCKS, **FUSED}),
+        (
+            ("model=gpt_tiny", "strategy=ddp", GPU, "dataset.padding=longest", "dataset.packing=true"),
+            {**BLOCKS, **FUSED},
+        ),
         (("sharding=hybrid_shard", GPU, BF16), {**BLOCKS, "fsdp.blocks_per_unit": "auto"}),
         (("strategy=fsdp", GPU, "engine=hf_trainer", "cluster.workers_per_node=2"), BLOCKS),
         (("zero_stage=2", GPU, BF16), {**BLOCKS, "deepspeed.check_overflow": False}),
@@ -112,7 +116,8 @@ def test_fast_chooses_an_attention_for_packed_rows_on_a_cpu() -> None:
 
 
 def test_a_key_that_the_user_sets_wins() -> None:
-    given = ("train.compile=false", "train.logits=all", "train.compute_weights=autocast", "ddp.bucket_cap_mb=25")
+    given = ("train.compile=false", "train.logits=all", "train.compute_weights=autocast", "train.fused_update=false")
+    given = (*given, "ddp.bucket_cap_mb=25")
     assert changed("kernels=fast", "strategy=ddp", GPU, BF16, *given) == {"train.loss": "chunked"}
     assert changed("kernels=fast", "strategy=ddp", GPU, BF16, *given, "train.loss=full") == {}
     assert changed("kernels=reference", "strategy=ddp", GPU, "train.compile=graphs") == {"train.compile": "graphs"}
@@ -132,7 +137,7 @@ def test_unknown_keys_and_values_of_a_strategy_are_refused(monkeypatch: pytest.M
 
 
 def test_the_run_id_is_that_of_the_chosen_options() -> None:
-    chosen = ("train.compile=model", "train.logits=targets", "model.attention=flex")
+    chosen = ("train.compile=model", "train.logits=targets", "train.fused_update=true", "model.attention=flex")
     assert run_id(resolve_cell("kernels=fast", "strategy=single", ONE, GPU)) == run_id(
         resolve_cell("strategy=single", ONE, GPU, *chosen)
     )
@@ -142,7 +147,9 @@ def test_the_choice_is_described() -> None:
     def text(*overrides: str) -> str:
         return describe_kernels(asdict(resolve_cell("strategy=single", ONE, *overrides)))
 
-    assert text("kernels=fast", GPU) == "fast (train.logits=targets, train.compile=model, model.attention=flex)"
+    assert text("kernels=fast", GPU) == (
+        "fast (train.logits=targets, train.compile=model, train.fused_update=true, model.attention=flex)"
+    )
     assert text(CPU, "train.compile=true") == "train.compile=true"
     assert text(CPU) == ""
     assert describe_kernels({"train": {"compile": False}}) == "", "a record of an earlier version"

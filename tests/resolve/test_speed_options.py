@@ -36,6 +36,17 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
         (("strategy=fsdp", *BF16_STEP), r"compute_weights=step is not supported by strategy=fsdp"),
         (("zero_stage=1", *BF16_STEP), r"compute_weights=step is not supported by strategy=deepspeed"),
         (("strategy=ddp", "engine=hf_trainer", *BF16_STEP), r"compute_weights=step is not supported by engine="),
+        ((*SINGLE, "train.fused_update=true"), r"fused_update=true needs a GPU, but this run is on cpu: leave it out"),
+        (("strategy=fsdp", "train.fused_update=true"), r"fused_update=true is not supported by strategy=fsdp"),
+        (("strategy=ddp", "engine=hf_trainer", "train.fused_update=true"), r"fused_update=true is not supported by en"),
+        (
+            (*SINGLE[:2], "cluster=slurm", *IMAGES, "train.optimizer=sgd", "train.fused_update=true"),
+            r"is for train\.optimizer=adamw, but this run has train\.optimizer=sgd",
+        ),
+        (
+            (*SINGLE[:2], "cluster=slurm", "precision=fp16", "train.fused_update=true"),
+            r"is for precision=fp32 and bf16, but this run has precision=fp16",
+        ),
         (("strategy=ddp", *BF16_STEP, "ddp.find_unused_parameters=true"), r"gives every weight a gradient"),
         ((*SINGLE, "train.activation_budget=0.5"), r"is for compiled graphs, but train\.compile=false: use .*=blocks"),
         (

@@ -1,0 +1,92 @@
+"""The optimizer of ``train.fused_update``: clipping, AdamW and the cast of the weights in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distexp.config import TrainConfig
+from distexp.strategies.compute_weights import StepWeights
+from distexp.strategies.optimizer import clipping_scale, gradient_norm, parameter_groups
+from distexp.strategies.weight_update import WeightUpdate
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW with the states and checkpoints of torch's, which updates all weights on a GPU by one kernel.
+
+    Args:
+        groups: the parameters with their weight decay, as of ``parameter_groups``.
+        copies: the 16-bit copies of the weights. A weight without a gradient has that of its copy. None: no copies.
+        options: other arguments of ``torch.optim.AdamW``.
+
+    Attributes:
+        copies: as the argument.
+        update: does the update. Its arguments are those of ``distexp.strategies.adamw_kernel.update_weights``.
+            ``distexp.plan`` replaces it.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], copies: StepWeights | None, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.copies = copies
+        self.update: Callable[[Sequence[WeightUpdate], Tensor], None] = _update_on_gpu
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the weights without clipping, as torch does to make the states for a checkpoint."""
+        updates = list(self._updates())
+        self.update(updates, torch.ones((), device=updates[0].weight.device))
+
+    @torch.no_grad()
+    def clip_and_step(self, limit: float | None) -> Tensor:
+        """Scale the gradients to a norm of at most ``limit``, update the weights, and return the norm before."""
+        updates = list(self._updates())
+        norm = gradient_norm([update.gradient for update in updates]).to(torch.float32)
+        scale = torch.ones_like(norm) if limit is None else clipping_scale(norm, limit)
+        self.update(updates, scale)
+        return norm
+
+    def _updates(self) -> Iterator[WeightUpdate]:
+        """Count the step of each weight that has a gradient, and yield what to do."""
+        for group in self.param_groups:
+            constants = {"weight_decay": group["weight_decay"], "betas": group["betas"], "eps": group["eps"]}
+            for weight in group["params"]:
+                copy = None if self.copies is None else self.copies.copy_of(weight)
+                gradient = weight.grad if weight.grad is not None or copy is None else copy.grad
+                if gradient is not None:
+                    state = self._state_of(weight)
+                    state["step"] += 1
+                    yield WeightUpdate(
+                        weight, _like(gradient, weight), state["exp_avg"], state["exp_avg_sq"], copy,
+                        learning_rate=float(group["lr"]), step=state["step"], **constants,
+                    )  # fmt: skip
+
+    def _state_of(self, weight: nn.Parameter) -> dict[str, Any]:
+        """Return the states of a weight, with zeros before its first step; they are named as in torch's AdamW."""
+        state: dict[str, Any] = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        return state
+
+
+def fused_adamw(model: nn.Module, train: TrainConfig, copies: StepWeights | None) -> FusedAdamW:
+    """Build the optimizer of a model that has its fp32 weights; the loop sets the learning rate before each step."""
+    beta1, beta2 = train.betas
+    groups = parameter_groups(model, train.weight_decay)
+    return FusedAdamW(groups, copies, lr=train.learning_rate, betas=(beta1, beta2), eps=train.eps)
+
+
+def _like(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return a gradient in the layout of its weight."""
+    if gradient.stride() == weight.stride():
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def _update_on_gpu(updates: Sequence[WeightUpdate], scale: Tensor) -> None:
+    from distexp.strategies.adamw_kernel import update_weights
+
+    update_weights(updates, scale)
