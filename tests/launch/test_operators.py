@@ -256,7 +256,7 @@ def test_the_doctor_builds_ahead_and_reports_it(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(operators, "USUAL", {"cpu": ("adam",)})
+    monkeypatch.setattr(operators, "DEFAULT_OPERATORS", {"cpu": ("adam",)})
     monkeypatch.setattr(doctor, "visible_gpus", tuple)
     before = operators.check_operators("cpu")
     assert (before.state, before.found) == ("warning", "not compiled yet: adam")
@@ -274,7 +274,7 @@ def test_a_failed_build_of_the_doctor_names_the_error(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(operators, "USUAL", {"cpu": ("broken",)})
+    monkeypatch.setattr(operators, "DEFAULT_OPERATORS", {"cpu": ("broken",)})
     monkeypatch.setattr(doctor, "visible_gpus", tuple)
     assert doctor.main(["--build"]) == 1
     assert "one.cpp:3:1: fatal error: no omp.h" in capsys.readouterr().out
