@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,11 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from distexp.doctor import __main__ as doctor
-from distexp.doctor import operators
 from distexp.launch import node_requirements
 from distexp.launch.exit_codes import TIMEOUT_CODE
 from distexp.launch.failures import classify_failure
@@ -24,66 +20,15 @@ from distexp.launch.timeouts import watch
 from distexp.runs.jsonl import append_line, read_entries
 from distexp.runs.progress import read_progress
 from distexp.runs.run_dir import OPERATORS, log_dir
-from distexp.strategies import ds_build_folder
 from distexp.strategies.base import load_strategy
+from tests.helpers.fake_deepspeed import fake_deepspeed
 from tests.helpers.runs import make_spec
-
-FAKE_DEEPSPEED = """
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
-from types import SimpleNamespace
-
-
-class Operator:
-    def __init__(self, name):
-        self.folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / name
-        self.library = self.folder / (name + ".so")
-        self.plan = self.folder / "build.ninja"
-
-    def is_compatible(self):
-        return True
-
-    def load(self, verbose):
-        assert verbose
-        assert not (self.folder / "lock").exists(), "torch would wait for the lock of a killed build"
-        plan = "build one.o: compile " + str(Path(__file__).parents[2] / "one.cpp") + "\\n"
-        if not self.library.exists() or self.plan.read_text() != plan:
-            self.plan.write_text(plan)
-            print("[1/2] c++ one.cpp")
-            print("[2/2] c++ -shared one.o", flush=True)
-            self.library.write_text("library")
-        if self.library.read_text() == "cut":
-            raise ImportError(str(self.library) + ": file too short")
-        return SimpleNamespace(__file__=str(self.library))
-
-
-class Unsupported(Operator):
-    def is_compatible(self):
-        return False
-
-
-class Broken(Operator):
-    def is_compatible(self):
-        print("one.cpp:3:1: fatal error: no omp.h", flush=True)
-        raise RuntimeError("Error building extension")
-
-
-ALL_OPS = {"adam": Operator("adam"), "gpu": Unsupported("gpu"), "broken": Broken("broken")}
-"""
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Return an environment with a fake DeepSpeed and an empty cache of extensions."""
-    package = tmp_path / "fake/deepspeed/ops/op_builder"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):
-        (folder / "__init__.py").touch()
-    (package / "all_ops.py").write_text(FAKE_DEEPSPEED)
-    return {**os.environ, "PYTHONPATH": str(tmp_path / "fake"), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    return fake_deepspeed(tmp_path)
 
 
 def test_operators_are_built_once_and_each_step_is_reported(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -160,41 +105,6 @@ def test_the_lock_of_a_running_program_is_waited_for(tmp_path: Path, environment
     assert (lock.parent / "adam.so").read_text() == "library"
 
 
-def test_a_lock_on_a_shared_file_system_is_abandoned_after_a_long_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock = tmp_path / "lock"
-    (tmp_path / ".distexp_lock").touch()
-    lock.touch()
-    known = frozenset(mount.fstype for mount in psutil.disk_partitions(all=True))
-    monkeypatch.setattr(ds_build_folder, "LOCAL_FILE_SYSTEMS", known)
-    assert ds_build_folder.is_abandoned(lock)
-    with lock.open():
-        assert not ds_build_folder.is_abandoned(lock)
-    monkeypatch.setattr(ds_build_folder, "LOCAL_FILE_SYSTEMS", frozenset())
-    assert not ds_build_folder.is_abandoned(lock)
-    os.utime(lock, (time.time() - 3600,) * 2)
-    assert ds_build_folder.is_abandoned(lock)
-    (tmp_path / "one.o").touch()
-    assert not ds_build_folder.is_abandoned(lock)
-
-
-@pytest.mark.parametrize("version", ["torch", "python", "deepspeed"])
-def test_a_library_for_other_versions_is_removed(tmp_path: Path, version: str) -> None:
-    """After an upgrade of PyTorch, the commands of the compiler may be the same."""
-    library, stamp = tmp_path / "adam.so", tmp_path / ds_build_folder.STAMP
-    for name in ("adam.so", "one.o", "build.ninja", "lock"):
-        (tmp_path / name).write_text("of another version")
-    ds_build_folder.remove_outdated(tmp_path, library)
-    assert library.exists(), "it was built by another program"
-    ds_build_folder.write_stamp(tmp_path, library)
-    ds_build_folder.remove_outdated(tmp_path, library)
-    assert library.exists(), "it is for these versions"
-    stamp.write_text(json.dumps({**json.loads(stamp.read_text()), version: "1.0"}))
-    ds_build_folder.remove_outdated(tmp_path, library)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-
-
 def test_a_library_that_cannot_be_imported_is_built_again(tmp_path: Path, environment: dict[str, str]) -> None:
     """Another program has built it, so no stamp shows that it is outdated."""
     folder = tmp_path / "extensions/adam"
@@ -249,35 +159,6 @@ def test_the_phase_is_compile_until_the_build_ends(tmp_path: Path) -> None:
         assert str(read_progress(tmp_path)) == "compile"
         append_line(file, {"compiled_s": 100})
     assert str(read_progress(tmp_path)) == "start"
-
-
-def test_the_doctor_builds_ahead_and_reports_it(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(operators, "DEFAULT_OPERATORS", {"cpu": ("adam",)})
-    monkeypatch.setattr(doctor, "visible_gpus", tuple)
-    before = operators.check_operators("cpu")
-    assert (before.state, before.found) == ("warning", "not compiled yet: adam")
-    assert before.hint is not None
-    assert "distexp doctor --build" in before.hint
-    assert doctor.main(["--build"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "compiling DeepSpeed's operator adam, once, about 3 minutes"
-    assert operators.check_operators("cpu").state == "ok"
-    assert doctor.main(["--build"]) == 0
-    assert capsys.readouterr().out == "compiled: adam\n", "nothing is left to compile"
-
-
-def test_a_failed_build_of_the_doctor_names_the_error(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(operators, "DEFAULT_OPERATORS", {"cpu": ("broken",)})
-    monkeypatch.setattr(doctor, "visible_gpus", tuple)
-    assert doctor.main(["--build"]) == 1
-    assert "one.cpp:3:1: fatal error: no omp.h" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("built", "code"), [(False, TIMEOUT_CODE), (True, 0)])
