@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf, isnan, nan
 from pathlib import Path
 
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 from distexp.runs.jsonl import read_entries
 from distexp.runs.run_dir import METRICS
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from distexp.choose.candidate import COMPLETED, Trial
 from distexp.config import Config
-from distexp.runs.checked_values import number_of
-from distexp.runs.devices import cpu_peak_mib, device_values
+from distexp.runs.device_entries import cpu_peak_mib, device_values
+from distexp.runs.entry_values import number_of
 from distexp.runs.failure_text import failure_text
 from distexp.runs.jsonl import read_entries
 from distexp.runs.record import RunRecord

@@ -20,7 +20,7 @@ from distexp.config import Config
 from distexp.launch.assigned_runs import AssignedRun, make_run_info
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.run_dir_claim import claim_run_dir, run_dir_for
-from distexp.runs.errors import SUBMISSION_REFUSED
+from distexp.runs.error_files import SUBMISSION_REFUSED
 from distexp.runs.failure_text import join_errors
 from distexp.runs.record import RunRecord
 

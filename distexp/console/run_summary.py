@@ -8,7 +8,7 @@ from typing import Any
 from distexp.config import Config, ModelConfig
 from distexp.config.key_info import speed_references
 from distexp.console.energy import energy_lines
-from distexp.runs.devices import cpu_peak_mib, device_values, node_peak_mib
+from distexp.runs.device_entries import cpu_peak_mib, device_values, node_peak_mib
 from distexp.runs.failure_text import failure_text
 from distexp.runs.listing import format_count
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, tensor_entries

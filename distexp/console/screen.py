@@ -26,7 +26,7 @@ from distexp.console.sweep_progress import SweepProgress
 from distexp.report.exercise_tables import build_exercise_tables
 from distexp.report.overview_table import build_overview_table
 from distexp.runs.command_text import suggest_command
-from distexp.runs.errors import ERROR_HEADING
+from distexp.runs.error_files import ERROR_HEADING
 from distexp.runs.failure_text import failure_text
 from distexp.runs.jsonl import Tail
 from distexp.runs.listing import format_count

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.explain.step_profile import StepProfile
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 from distexp.runs.spec import typed_config
 from distexp.system.overheads import overhead_mib
 from distexp.system.units import MIB

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from distexp.explain.slow_rank import describe_excess, is_one_rank_slow, slow_part
 from distexp.explain.step_profile import OVERHEADS, StepProfile
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 from distexp.runs.step_parts import PARTS
 
 BOUND_SHARE = 0.3

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import HIDDEN, PARTS
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from distexp.forecast.profiled_run import ProfiledRun
 from distexp.forecast.target import Forecast
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 
 SECONDS_PER_HOUR = 3600.0
 MILLION = 1e6

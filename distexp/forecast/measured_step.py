@@ -10,7 +10,7 @@ from distexp.config import ConfigError
 from distexp.forecast.observed import assign_waits, fill_sizes
 from distexp.forecast.settings import CommunicationSettings, read_zero_options
 from distexp.forecast.target import Target
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.step_model import StepModel, read_step_model

@@ -25,7 +25,7 @@ from distexp.launch.shared_group import NotSharedError, SharedGroup
 from distexp.launch.timeouts import watch
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
-from distexp.runs.errors import write_error
+from distexp.runs.error_files import write_error
 from distexp.runs.full_disk import ERROR_TYPE, free_bytes, full_disk_message, is_full_disk, release_reserve
 from distexp.runs.owner import write_agent
 from distexp.runs.record import RunError

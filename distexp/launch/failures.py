@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from distexp.launch.exit_codes import HANG_CODE, TIMEOUT_CODE, decode_group_signal
 from distexp.launch.hang import hang_error
 from distexp.launch.oom import oom_killed
-from distexp.runs.errors import read_rank_errors
+from distexp.runs.error_files import read_rank_errors
 from distexp.runs.phases import read_phase_events
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import EVENTS, worker_exits_paths

@@ -10,7 +10,7 @@ from distexp.config.paths import PACKAGE
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
 from distexp.launch.operator_build import OperatorError, build_operators
 from distexp.launch.operator_marks import missing_operators
-from distexp.runs.errors import write_error
+from distexp.runs.error_files import write_error
 from distexp.runs.jsonl import Entry, append_line
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import OPERATORS, agent_error_path, operators_log_path

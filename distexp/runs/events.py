@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 from distexp.runs.jsonl import append_line, read_entries
 from distexp.runs.rank_progress import ProgressWriter
 from distexp.runs.run_dir import EVENTS

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 from distexp.runs.forecast import StoredForecast
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import RunRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 
 PARTS_WITHOUT_LABEL = ("unknown", "rest")
 """Parts that a text about a tensor leaves out: they explain nothing."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 from distexp.runs.heartbeat import last_heartbeat
 from distexp.runs.jsonl import read_entries, read_last_entry
 from distexp.runs.phases import phase_events_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distexp.runs.checked_values import number_of, texts_of
+from distexp.runs.entry_values import number_of, texts_of
 
 
 def describe_straggler(entry: Mapping[str, Any]) -> str:

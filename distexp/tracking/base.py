@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distexp.config.flatten import flatten
-from distexp.runs.devices import cpu_peak_mib, device_values, mean_or_none
+from distexp.runs.device_entries import cpu_peak_mib, device_values, mean_or_none
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import DS_CONFIG, EVENTS, MEMORY, METRICS, RECORD, SPEC
 from distexp.runs.spec import RunSpec

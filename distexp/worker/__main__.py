@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distexp.config import ConfigError
-from distexp.runs.errors import ERROR_HEADING, write_error
+from distexp.runs.error_files import ERROR_HEADING, write_error
 from distexp.runs.events import Events
 from distexp.runs.full_disk import (
     ERROR_TYPE,

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from distexp.console.screen import LiveRun, Screen
 from distexp.console.trial_screen import TrialScreen
-from distexp.runs.errors import ERROR_HEADING
+from distexp.runs.error_files import ERROR_HEADING
 from distexp.runs.jsonl import Tail
 from distexp.runs.record import RunError
 from distexp.runs.run_dir import METRICS, OPERATORS

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distexp.launch.node import worker_environment
-from distexp.runs.devices import UNCOUNTED_CPU_PHASES
+from distexp.runs.device_entries import UNCOUNTED_CPU_PHASES
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import make_spec, run_distexp
 

@@ -14,7 +14,7 @@ from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.plan.cache import store_estimate
 from distexp.report.data.failures import failure_notes
 from distexp.report.data.rows import Row
-from distexp.runs.errors import write_error
+from distexp.runs.error_files import write_error
 from distexp.runs.micro_batch import MicroBatchSearch
 from distexp.runs.record import RunError, RunRecord
 from distexp.runs.run_dir import MICRO_BATCH, error_path

@@ -27,7 +27,7 @@ from distexp.launch.slurm.client import minutes_left
 from distexp.launch.slurm.peers import Job, Peers, SupersededError, write_exit_status
 from distexp.launch.slurm.requeue import requeue_if_needed
 from distexp.runs import stop_request
-from distexp.runs.errors import write_error
+from distexp.runs.error_files import write_error
 from distexp.runs.failure_text import failure_text
 from distexp.runs.record import RunError, RunRecord
 from distexp.runs.run_dir import agent_error_path

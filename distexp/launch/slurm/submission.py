@@ -19,7 +19,7 @@ from distexp.launch.slurm.prepare import PreparedRun
 from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs.command_text import suggest_command
-from distexp.runs.errors import SUBMISSION_REFUSED
+from distexp.runs.error_files import SUBMISSION_REFUSED
 from distexp.runs.json_files import write_json
 from distexp.runs.listing import format_count, format_runs
 from distexp.runs.record import RunError

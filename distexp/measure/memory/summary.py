@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.devices import UNCOUNTED_CPU_PHASES
+from distexp.runs.device_entries import UNCOUNTED_CPU_PHASES
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
 from distexp.runs.phases import PhaseEvent, phase_at, read_phase_events
 from distexp.runs.run_dir import EVENTS, memory_trace_path

@@ -7,7 +7,7 @@ from typing import Any
 
 from distexp.report.data.rows import Row
 from distexp.runs.attempts import earlier_records
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 from distexp.system.units import format_amount, format_kwh
 
 TOTALS: dict[str, Callable[[float], str]] = {

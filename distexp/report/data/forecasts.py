@@ -13,7 +13,7 @@ from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.report.data.scaling import ScalingSeries, make_forecast_series
 from distexp.report.data.text_table import TextTable
-from distexp.runs.checked_values import number_of
+from distexp.runs.entry_values import number_of
 from distexp.runs.forecast import StoredForecast, cap_efficiency, read_forecasts
 from distexp.runs.forecast_errors import (
     ForecastError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distexp.report.data import metric_readers as read
-from distexp.runs.devices import cpu_peak_mib
+from distexp.runs.device_entries import cpu_peak_mib
 from distexp.runs.record import RunRecord
 
 

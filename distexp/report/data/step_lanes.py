@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.checked_values import number_of, texts_of
+from distexp.runs.entry_values import number_of, texts_of
 from distexp.runs.profile_summary import read_profile_summary
 from distexp.runs.step_parts import PARTS
 from distexp.runs.typed_values import matches

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distexp.measure.memory.summary import Statistics, join_phases, summarize
-from distexp.runs.devices import cpu_peak_mib
+from distexp.runs.device_entries import cpu_peak_mib
 from distexp.runs.memory_trace import REQUIRED_COLUMNS, MemorySample, MemoryTraceWriter, read_memory_trace
 from distexp.runs.phases import PhaseEvent, PhaseTail, phase_at, phase_intervals, read_phase_events
 

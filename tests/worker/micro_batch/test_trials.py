@@ -17,7 +17,7 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.launch.failures import classify_failure
 from distexp.launch.unsuccessful_records import failed_record
-from distexp.runs.errors import write_error
+from distexp.runs.error_files import write_error
 from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, Candidate, MicroBatchSearch, add_search
 from distexp.runs.record import RunError, RunRecord
 from distexp.runs.run_dir import error_path
