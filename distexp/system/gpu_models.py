@@ -85,8 +85,11 @@ def peak_tflops(gpu_name: str | None, precision: str) -> float | None:
     return PEAK_TFLOPS[max(found, key=len)].get(precision)
 
 
-LARGE_WORKSPACE, SMALL_WORKSPACE = 32 * MIB, 8 * MIB + MIB // 8
-"""Bytes that torch gives to each handle of cuBLAS: on GPUs since Hopper, and on older ones."""
+LARGE_WORKSPACE = 32 * MIB
+"""Bytes that torch gives to each handle of cuBLAS on GPUs since Hopper."""
+
+SMALL_WORKSPACE = 8 * MIB + MIB // 8
+"""Bytes that torch gives to each handle of cuBLAS on older GPUs."""
 
 SINCE_HOPPER = (
     *("h100", "h200", "h20", "h800", "b100", "b200", "b300", "gb10", "blackwell"),
@@ -101,15 +104,39 @@ def cublas_workspace(name: str | None) -> int:
     Args:
         name: a model of ``GPU_MODELS``, or the name that NVML reports. None for an unknown GPU: the larger size.
     """
-    compact = "" if name is None else name.lower().replace(" ", "")
-    return LARGE_WORKSPACE if name is None or any(part in compact for part in SINCE_HOPPER) else SMALL_WORKSPACE
+    if name is None or any(part in _compact(name) for part in SINCE_HOPPER):
+        return LARGE_WORKSPACE
+    return SMALL_WORKSPACE
+
+
+def _compact(name: str) -> str:
+    return name.lower().replace(" ", "")
 
 
 DEFAULT_MULTIPROCESSORS = 132
+"""Multiprocessors of an H100."""
+
 MULTIPROCESSORS: Mapping[str, int] = {
-    **{"h100pcie": 114, "h20": 78, "h200": 132, "h100": 132, "gb200": 148, "b200": 148, "b300": 148},
-    **{"a100": 108, "a10": 72, "a40": 84, "a6000": 84, "v100": 80, "p100": 56, "t4": 40},
-    **{"l40": 142, "l4": 58, "6000ada": 142, "3090": 82, "4090": 128, "5090": 170},
+    "p100": 56,
+    "v100": 80,
+    "t4": 40,
+    "3090": 82,
+    "a10": 72,
+    "a40": 84,
+    "a6000": 84,
+    "a100": 108,
+    "4090": 128,
+    "6000ada": 142,
+    "l4": 58,
+    "l40": 142,
+    "h20": 78,
+    "h100": 132,
+    "h100pcie": 114,
+    "h200": 132,
+    "5090": 170,
+    "b200": 148,
+    "b300": 148,
+    "gb200": 148,
 }
 """Multiprocessors of GPUs, by parts of their names in lower case and without spaces."""
 
@@ -120,6 +147,6 @@ def multiprocessors(name: str | None) -> int:
     Args:
         name: a model of ``GPU_MODELS``, or the name that NVML reports.
     """
-    compact = (name or "").lower().replace(" ", "")
-    found = [part for part in MULTIPROCESSORS if part in compact]
-    return MULTIPROCESSORS[max(found, key=len)] if found else DEFAULT_MULTIPROCESSORS
+    found = [part for part in MULTIPROCESSORS if part in _compact(name or "")]
+    longest = max(found, key=len, default="")  # "a100" is a better match than "a10".
+    return MULTIPROCESSORS.get(longest, DEFAULT_MULTIPROCESSORS)
