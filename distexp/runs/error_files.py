@@ -25,11 +25,13 @@ def write_error(path: Path, error: RunError) -> None:
 
 def read_rank_errors(run_dir: Path) -> list[RunError]:
     """Read the errors of all ranks and agents in the order of time."""
-    found = []
+    by_time: list[tuple[float, RunError]] = []
     for path in error_paths(run_dir):
         try:
-            found.append(read_json(path))
+            content = read_json(path)
         except ValueError:
             continue  # Torn, because its rank was killed. The rank's log has more.
-    found.sort(key=lambda error: float(error.pop("unix_time_s")))
-    return [RunError(**error) for error in found]
+        unix_time_s = float(content.pop("unix_time_s"))
+        by_time.append((unix_time_s, RunError(**content)))
+    by_time.sort(key=lambda timed: timed[0])
+    return [error for _, error in by_time]
