@@ -154,28 +154,29 @@ def read_step_model(run_dir: Path) -> StepModel | None:
         content = read_json(step_model_path(run_dir))
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
             return None
-        items = tuple(_read_item(entry) for entry in content["items"])
-        units = tuple(Parameters(str(unit["name"]), tuple(map(int, unit["elements"]))) for unit in content["units"])
-        times = tuple(tuple(map(float, times)) for times in content["step_s_by_rank"])
-        return StepModel(
-            on_gpu=bool(content["on_gpu"]),
-            workers=int(content["workers"]),
-            nodes=int(content["nodes"]),
-            micro_batches=int(content["micro_batches"]),
-            step_s=float(content["step_s"]),
-            step_s_by_rank=times,
-            items=items,
-            units=units,
-            bucket_elements=tuple(map(int, content["bucket_elements"])),
-            group_elements=_read_lists(content.get("group_elements", ())),
-            modules=_read_lists(content.get("modules", ())),
-        )
+        return _parse_step_model(content)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _read_lists(lists: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(int, each)) for each in lists)
+def _parse_step_model(content: Mapping[str, Any]) -> StepModel:
+    return StepModel(
+        on_gpu=bool(content["on_gpu"]),
+        workers=int(content["workers"]),
+        nodes=int(content["nodes"]),
+        micro_batches=int(content["micro_batches"]),
+        step_s=float(content["step_s"]),
+        step_s_by_rank=tuple(tuple(map(float, seconds)) for seconds in content["step_s_by_rank"]),
+        items=tuple(map(_read_item, content["items"])),
+        units=tuple(Parameters(str(unit["name"]), _whole_numbers(unit["elements"])) for unit in content["units"]),
+        bucket_elements=_whole_numbers(content["bucket_elements"]),
+        group_elements=tuple(map(_whole_numbers, content.get("group_elements", ()))),
+        modules=tuple(map(_whole_numbers, content.get("modules", ()))),
+    )
+
+
+def _whole_numbers(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(map(int, values))
 
 
 def _read_item(entry: Mapping[str, Any]) -> Item:
