@@ -77,8 +77,8 @@ def write_forecasts(run_dir: Path, forecasts: Sequence[StoredForecast]) -> None:
         OSError: the run directory is not writable.
     """
     kept = [old for old in read_forecasts(run_dir) if not any(old.same_size(new) for new in forecasts)]
-    ordered = sorted([*kept, *forecasts], key=lambda each: (each.workers, each.nodes))
-    write_json(run_dir / FORECAST, {"schema": SCHEMA, "forecasts": [asdict(each) for each in ordered]})
+    ordered = sorted([*kept, *forecasts], key=lambda forecast: (forecast.workers, forecast.nodes))
+    write_json(run_dir / FORECAST, {"schema": SCHEMA, "forecasts": [asdict(forecast) for forecast in ordered]})
 
 
 def read_forecasts(run_dir: Path) -> list[StoredForecast]:

@@ -35,7 +35,7 @@ def write_step_times(run_dir: Path, rank: int, steps: Iterable[StepTime]) -> Non
     with replace_atomically(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        writer.writerows((each.step, round(1e6 * each.seconds), int(each.watched)) for each in steps)
+        writer.writerows((step.step, round(1e6 * step.seconds), int(step.watched)) for step in steps)
 
 
 def read_step_times(run_dir: Path, rank: int) -> list[StepTime]:
