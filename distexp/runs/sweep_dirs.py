@@ -11,30 +11,25 @@ from distexp.config import ConfigError
 from distexp.runs.run_dir import COMMAND, OUTPUTS
 
 
-def newest_sweep() -> Path | None:
-    """Return the newest sweep below ``multirun_outputs/`` in the current directory; None if there is none."""
-    sweeps = [(command.stat().st_mtime, command.parent) for command in _command_files(Path(OUTPUTS))]
-    return max(sweeps)[1] if sweeps else None
-
-
 def choose_newest_sweep() -> Path:
-    """Return the newest sweep, and print which one it is to stderr.
+    """Return the newest sweep below ``multirun_outputs/``, and print which one it is to stderr.
 
     Raises:
         ConfigError: if there is none.
     """
-    sweep_dir = newest_sweep()
-    if sweep_dir is None:
+    newest = max(_command_files(Path(OUTPUTS)), key=lambda command: command.stat().st_mtime, default=None)
+    if newest is None:
         raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
+    sweep_dir = newest.parent
     print(f"newest sweep: {sweep_dir}", file=sys.stderr)
     return sweep_dir
 
 
 def _command_files(folder: Path) -> Iterator[Path]:
     """Yield the command file of every sweep below a folder."""
-    for where, folders, names in os.walk(folder):
-        if COMMAND in names:
-            folders.clear()
+    for where, subfolders, files in os.walk(folder):
+        if COMMAND in files:
+            subfolders.clear()  # A sweep contains no other sweep.
             yield Path(where, COMMAND)
 
 
