@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.runs.record import Built
-from distexp.strategies import ds_model
 from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy
 from distexp.strategies.ds_config_file import get_nested, read_or_empty
 from distexp.strategies.ds_conflicts import conflicts
@@ -17,9 +14,6 @@ from distexp.strategies.ds_operators import needed_operators
 from distexp.strategies.fast import block_values
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from distexp.data.base import Batch
     from distexp.models.blueprint import Blueprint
 
 PRELOAD = ("distexp.strategies.ds_import",)
@@ -27,9 +21,6 @@ PRELOAD = ("distexp.strategies.ds_import",)
 
 PRELOAD_ON_CPU = ("torch.utils.cpp_extension",)
 """Imported once too, if there is no GPU that an import could initialize. DeepSpeed's operators are built with it."""
-
-TAG = "state"
-"""The tag of DeepSpeed's checkpoints: the name of their subfolder."""
 
 STAGES = (0, 1, 2, 3)
 DEFAULT_STAGE = 2
@@ -104,7 +95,10 @@ class DeepSpeed(Strategy):
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Write the effective ds_config.json and give model and optimizer to DeepSpeed."""
-        return DeepSpeedModel(blueprint, config, context, ds_model.build_settings(blueprint, config, context))
+        from distexp.strategies.deepspeed_model import DeepSpeedModel
+        from distexp.strategies.ds_model import build_settings
+
+        return DeepSpeedModel(blueprint, config, context, build_settings(blueprint, config, context))
 
 
 def _offload_errors(config: Config) -> Iterator[str]:
@@ -130,86 +124,3 @@ def _overflow_errors(config: Config) -> Iterator[str]:
             f"deepspeed.check_overflow=false is for precision=bf16 with zero_stage=1,2, but this run has "
             f"precision={config.precision.name} and zero_stage={config.deepspeed.zero_stage}: leave it out"
         )
-
-
-class DeepSpeedModel:
-    """The DistributedModel of a deepspeed.DeepSpeedEngine."""
-
-    def __init__(self, blueprint: Blueprint, config: Config, context: Context, settings: dict[str, Any]) -> None:
-        import deepspeed
-
-        self.config, self.context = config, context
-        self.task, self.world_size = config.model.task, context.world_size
-        ds_model.initialize_weights(blueprint, config, settings)
-        self.module, *_ = deepspeed.initialize(
-            model=blueprint.model,
-            optimizer=ds_model.build_optimizer_for(blueprint.model, config, context),
-            config=settings,
-            dist_init_required=False,
-        )
-        if ds_model.in_16_bits(config):
-            ds_model.restore_masters(self.module, blueprint)
-
-    def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
-        """Run one micro-batch, accumulate its gradients, return its share of the metrics."""
-        from distexp.models.objective import loss_sum, partial_metrics
-
-        outputs = self.module(**batch.inputs)
-        loss = loss_sum(self.task, outputs, batch) / normalizer
-        metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
-        del outputs  # Frees the logits, which are large and not needed in the backward pass.
-        # The normalizer includes the accumulation steps. DeepSpeed averages over the ranks.
-        self.module.backward(loss * self.world_size, scale_wrt_gas=False)
-        if not last_micro:
-            self.module.step()  # DeepSpeed counts micro-batches by the calls of step().
-        return metrics
-
-    def step(self, learning_rate: float) -> Tensor:
-        """Clip, update the weights, clear the gradients; return the norm before clipping."""
-        import torch
-
-        for group in self.module.optimizer.param_groups:
-            group["lr"] = learning_rate
-        norm = ds_model.unpartitioned_norm(self.module) if ds_model.keeps_plain_gradients(self.config) else None
-        self.module.step()
-        if norm is None:
-            norm = self.module.get_global_grad_norm()
-        return torch.as_tensor(norm, device=self.context.device)
-
-    def forward(self, batch: Batch) -> Any:
-        """Return the outputs of the module in the precision of the training."""
-        import torch
-
-        with torch.no_grad():
-            return self.module(**batch.inputs)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter (its fp32 master, if any) and buffer; a collective."""
-        return ds_model.unpartitioned_weights(self.module)
-
-    @property
-    def checkpoint_format(self) -> str:
-        """Return the format, which depends on stage, precision and number of workers."""
-        stage, precision = self.module.zero_optimization_stage(), self.config.precision.name
-        return f"deepspeed, zero_stage={stage}, {precision}, {self.world_size} workers"
-
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint with DeepSpeed's ``save_checkpoint``."""
-        self.module.save_checkpoint(str(folder), tag=TAG, save_latest=False)
-
-    def load(self, folder: Path) -> None:
-        """Read weights and fp32 masters with DeepSpeed's ``load_checkpoint``."""
-        from torch.serialization import safe_globals
-
-        from distexp.strategies.optimizer import keep_hyperparameters
-
-        with safe_globals(ds_model.checkpoint_classes()), keep_hyperparameters(self.module.optimizer.param_groups):
-            found, _ = self.module.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
-        if found is None:
-            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
-
-    def describe(self) -> Built:
-        """Return what was built, read from DeepSpeed's object."""
-        from distexp.strategies.ds_built import describe
-
-        return describe(self.module)

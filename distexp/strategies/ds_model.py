@@ -1,25 +1,25 @@
 """DeepSpeed models of both trainers: initialization, optimizer and weights.
 
-torch and DeepSpeed are imported only inside functions, as in a strategy.
+DeepSpeed is imported only inside functions, because a prediction of memory works without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from distexp.config import Config
 from distexp.distributed.context import Context
+from distexp.models.blueprint import Blueprint
 from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.strategies.ds_buckets import describe_buckets, fit_buckets
 from distexp.strategies.ds_config import effective_config, uses_autocast
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from distexp.models.blueprint import Blueprint
+from distexp.strategies.optimizer import build_optimizer, clip_gradients, parameter_groups
+from distexp.strategies.torch_model import DTYPES
 
 
 def build_settings(blueprint: Blueprint, config: Config, context: Context) -> dict[str, Any]:
@@ -40,7 +40,6 @@ def restore_masters(engine: Any, blueprint: Blueprint) -> None:
     DeepSpeed initializes the masters from weights that are already rounded to 16 bits. Then a first update of less than
     half a 16-bit step changes no weight. The loss was up to 6 % higher because of that.
     """
-    import torch
     from deepspeed.utils import safe_set_full_fp32_param
 
     for name, parameter in engine.module.named_parameters():
@@ -68,8 +67,6 @@ def keeps_plain_gradients(config: Config) -> bool:
 
 def unpartitioned_norm(engine: Any) -> Tensor:
     """Return the norm of the gradients in ``.grad``."""
-    from distexp.strategies.optimizer import clip_gradients
-
     return clip_gradients(engine.module.parameters(), limit=None)
 
 
@@ -96,8 +93,6 @@ def initialize_weights(blueprint: Blueprint, config: Config, settings: dict[str,
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    from distexp.strategies.torch_model import DTYPES
-
     deepspeed.init_distributed(dist_init_required=False)  # uses the existing process group
     for module in reversed(list(blueprint.model.modules())):
         blueprint.materialize(module, recurse=False)
@@ -109,8 +104,6 @@ def initialize_weights(blueprint: Blueprint, config: Config, settings: dict[str,
 
 def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> torch.optim.Optimizer:
     """Build AdamW or SGD, or DeepSpeed's CPU Adam for offloaded states."""
-    from distexp.strategies.optimizer import build_optimizer, parameter_groups
-
     train = config.train
     if config.offload.enabled and config.deepspeed.cpu_optimizer == "deepspeed":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
