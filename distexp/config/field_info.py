@@ -37,16 +37,18 @@ class FieldInfo:
     @property
     def limits(self) -> str:
         """Return the accepted values, as in ``at least 1``; empty if any value of the type is accepted."""
-        if self.at_least is not None and self.below is not None:
-            text = f"from {self.at_least:g} to below {self.below:.10g}"
-        elif self.at_least is not None:
-            text = f"at least {self.at_least:g}"
-        elif self.above is not None:
-            text = f"above {self.above:g}" + (f" and below {self.below:g}" if self.below is not None else "")
-        else:
-            text = ""
-        choices = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in self.choices)
-        return " or ".join(filter(None, (text, choices)))
+        choices = (str(value).lower() if isinstance(value, bool) else str(value) for value in self.choices)
+        return " or ".join(filter(None, (self._range, ", ".join(choices))))
+
+    @property
+    def _range(self) -> str:
+        """Return the accepted numbers, as in ``at least 1``; empty if there are no limits."""
+        if self.at_least is not None:
+            start = f"{self.at_least:g}"
+            return f"at least {start}" if self.below is None else f"from {start} to below {self.below:.10g}"
+        if self.above is None:
+            return ""
+        return f"above {self.above:g}" + ("" if self.below is None else f" and below {self.below:g}")
 
     def find_error(self, value: Any) -> str | None:
         """Return why a value is not accepted, to be printed after ``KEY=VALUE``; None if it is."""

@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from distexp.config import Config
-from distexp.config.field_info import info_of
+from distexp.config.field_info import FieldInfo, info_of
 from distexp.config.paths import config_groups
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
@@ -64,16 +64,22 @@ def describe_values(key: str) -> str | None:
     hint = get_type_hints(owner)[name]
     if is_dataclass(hint):
         return f"a section: set one of its keys, {', '.join(spec.name for spec in fields(hint)[:3])} ..."
-    info = info_of(specs[name])
-    text = f"one of {info.limits}" if info.choices and info.at_least is None else _describe_type(hint)
-    if info.choices and info.at_least is not None:
-        text = text.replace(TYPE_NAMES[str], ", ".join(map(str, info.choices)))
-    return f"{text} or null" if NoneType in get_args(hint) else text
+    accepted = _describe_accepted(info_of(specs[name]), hint)
+    return f"{accepted} or null" if NoneType in get_args(hint) else accepted
 
 
 def takes_list(key: str) -> bool:
     """Return whether the value of a key is a list."""
     return "a list" in (describe_values(key) or "")
+
+
+def _describe_accepted(info: FieldInfo, hint: Any) -> str:
+    if not info.choices:
+        return _describe_type(hint)
+    if info.at_least is None:
+        return f"one of {info.limits}"
+    # The key takes a number or one of these texts, as train.micro_batch_size does.
+    return _describe_type(hint).replace(TYPE_NAMES[str], ", ".join(map(str, info.choices)))
 
 
 def _describe_type(hint: Any) -> str:
