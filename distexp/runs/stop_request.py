@@ -20,8 +20,11 @@ from distexp.runs.run_dir import STOP_REQUEST
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a command or an agent to stop its run after a checkpoint."""
 
-POLL_S = 1.0  # On a network file system each poll is a message to the server.
-CLOCK_ERROR_S = 2.0  # The kernel's start time of a process may be off by this.
+POLL_S = 1.0
+"""Shortest time between two polls. On a network file system each poll is a message to the server."""
+
+CLOCK_ERROR_S = 2.0
+"""Largest error of the kernel's start time of a process."""
 
 
 def request_stop(run_dir: Path, reason: str) -> None:
@@ -48,18 +51,18 @@ class StopRequest:
 
     def __init__(self, run_dir: Path, *, enabled: bool) -> None:
         self.run_dir = run_dir
-        parent = psutil.Process().parent() if enabled else None
-        self.since = parent.create_time() - CLOCK_ERROR_S if parent else 0.0
-        self.polled = float("-inf") if enabled else float("inf")
+        self.enabled = enabled
         self.received = False
+        parent = psutil.Process().parent() if enabled else None
+        self._valid_since_s = parent.create_time() - CLOCK_ERROR_S if parent else 0.0
+        self._next_poll_s = 0.0
 
     def __call__(self) -> bool:
         """Return whether a stop was requested; once true, it stays true."""
-        now = time.monotonic()
-        if not self.received and now - self.polled >= POLL_S:
-            self.polled = now
+        if self.enabled and not self.received and time.monotonic() >= self._next_poll_s:
+            self._next_poll_s = time.monotonic() + POLL_S
             request = _read(self.run_dir)
-            self.received = request is not None and float(request["unix_time_s"]) >= self.since
+            self.received = request is not None and float(request["unix_time_s"]) >= self._valid_since_s
         return self.received
 
     def reason(self) -> str:
