@@ -13,6 +13,7 @@ from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPT_FILES, ATTEMPTS, HEART
 from distexp.runs.typed_values import typed
 
 Attempt = dict[str, Any]
+"""An entry of ``run.attempts`` in a record. ``new_attempt`` makes one with all its keys."""
 
 NO_RECORD = "ended without a record"
 """Reason of an attempt whose launcher died before it could write the record, as when the head node crashes."""
@@ -20,16 +21,17 @@ NO_RECORD = "ended without a record"
 
 def archive_previous(directory: Path) -> None:
     """Move the files of the previous attempt to ``attempts/<k>/``, if there are any."""
-    names = {name: name for name in ATTEMPT_FILES} | {RECORD: ARCHIVED_RECORD}
-    found = [name for name in names if (directory / name).exists()]
+    archived_names = {name: name for name in ATTEMPT_FILES} | {RECORD: ARCHIVED_RECORD}
+    found = [name for name in archived_names if (directory / name).exists()]
     if not found:
         return
     archive = directory / ATTEMPTS
     archive.mkdir(exist_ok=True)
-    folder = archive / str(len(list(archive.iterdir())))
+    number = len(list(archive.iterdir()))
+    folder = archive / str(number)
     folder.mkdir()
     for name in found:
-        (directory / name).rename(folder / names[name])
+        (directory / name).rename(folder / archived_names[name])
 
 
 def read_attempts(directory: Path) -> list[Attempt]:
