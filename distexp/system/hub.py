@@ -27,11 +27,11 @@ def offline_if_unreachable(source: str) -> None:
         source: Hub id or local folder that will be read. A local folder needs no Hub.
     """
     if not Path(source).expanduser().exists():
-        _check_hub_once()
+        _go_offline_if_unreachable()
 
 
 @cache
-def _check_hub_once() -> None:
+def _go_offline_if_unreachable() -> None:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or connection_error(constants.ENDPOINT) is None:
