@@ -1,0 +1,41 @@
+"""Graceful-stop requests: which ones the poller of rank 0 obeys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distexp.runs import stop_request
+from distexp.runs.run_dir import STOP_REQUEST
+from distexp.runs.stop_request import StopRequest, request_stop
+
+
+def test_a_request_is_received_once_and_for_all(tmp_path: Path) -> None:
+    poller = StopRequest(tmp_path, enabled=True)
+    request_stop(tmp_path, "time_limit")
+    assert poller()
+    assert poller.reason() == "time_limit"
+    (tmp_path / STOP_REQUEST).unlink()
+    assert poller()
+    assert poller.reason() == "unknown"
+
+
+def test_a_disabled_poller_receives_nothing(tmp_path: Path) -> None:
+    poller = StopRequest(tmp_path, enabled=False)
+    request_stop(tmp_path, "time_limit")
+    assert not poller()
+
+
+def test_a_request_for_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / STOP_REQUEST).write_text(json.dumps({"unix_time_s": 1.0, "reason": "preemption"}))
+    assert not StopRequest(tmp_path, enabled=True)()
+
+
+def test_the_file_is_polled_at_most_once_in_an_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_request, "POLL_S", 3600.0)
+    poller = StopRequest(tmp_path, enabled=True)
+    assert not poller()
+    request_stop(tmp_path, "time_limit")
+    assert not poller()
