@@ -7,39 +7,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from distexp.launch.failures import signal_deaths
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import worker_exits_path
 from tests.helpers.processes import find_processes, have_ended
-from tests.helpers.runs import HELPERS, REPOSITORY, run_distexp
+from tests.helpers.runs import run_distexp
+from tests.helpers.sabotaged_runs import DEADLINE_S, ENV, QUICK, StartedCommand, sabotage, tree_of, wait_for
 from tests.helpers.small_disk import fill, small_disk
 
-QUICK = (
-    "model=gpt_tiny",  # does not import transformers, which takes seconds
-    "dataset.train_size=256",
-    "dataset.eval_size=8",
-    "train.num_epochs=2",
-    "train.log_every=1",
-    "cluster.device=cpu",
-    "trusted_packages=[failing_runs]",
-    "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options]",
-)
-ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HELPERS)])}
-DEADLINE_S = 120.0
-"""A time that only a broken program misses. Hung workers sleep for ten minutes."""
 REPEATS = int(os.environ.get("DISTEXP_KILL_REPEATS", "1"))
 """Repetitions of each kill. Use 10 before a release."""
-
-
-def sabotage(kind: str, rank: int = 0, at: int = 40) -> tuple[str, ...]:
-    return f"dataset._target_=failing_runs.{kind}", f"+dataset.options.rank={rank}", f"+dataset.options.at={at}"
 
 
 def only_record(folder: Path) -> RunRecord:
@@ -51,15 +33,6 @@ def only_record(folder: Path) -> RunRecord:
 def remaining_processes(folder: Path) -> list[list[str]]:
     """Return the command lines of processes that have a folder among their arguments."""
     return [process.info["cmdline"] for process in find_processes(str(folder))]
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -181,39 +154,6 @@ def test_a_nan_evaluation_loss_stops_the_run(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("model.safetensors")), "weights with NaN are not exported"
 
 
-class Started:
-    """A command in the background. It is killed when the block ends."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "distexp", *arguments],
-            cwd=folder,
-            env={**os.environ, **ENV},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> Started:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-    def until_training(self) -> Path:
-        """Wait for the first steps and return the run directory."""
-        assert wait_for(lambda: any(p.stat().st_size for p in self.folder.rglob("metrics.jsonl")))
-        (found,) = self.folder.rglob("metrics.jsonl")
-        return found.parent
-
-
-def tree_of(pid: int) -> list[psutil.Process]:
-    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-
-
 @pytest.mark.parametrize("attempt", range(REPEATS))
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
@@ -222,7 +162,7 @@ def test_a_stopped_launcher_leaves_a_record_and_no_process(
     number: signal.Signals, attempt: int, tmp_path: Path
 ) -> None:
     overrides = ("--multirun", "train.seed=1,2", *sabotage("hangs", rank=1, at=100), *QUICK)
-    with Started(tmp_path, *overrides) as command:
+    with StartedCommand(tmp_path, *overrides) as command:
         run_dir = command.until_training()
         family = tree_of(command.process.pid)
         assert len(family) >= 4
@@ -241,7 +181,7 @@ def test_a_stopped_launcher_leaves_a_record_and_no_process(
 
 @pytest.mark.parametrize("attempt", range(REPEATS))
 def test_a_killed_agent_ends_its_workers(attempt: int, tmp_path: Path) -> None:
-    with Started(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK) as command:
+    with StartedCommand(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK) as command:
         command.until_training()
         family = tree_of(command.process.pid)
         (agent,) = [p for p in family if "distexp.launch.agent" in p.cmdline()]
@@ -255,7 +195,7 @@ def test_a_killed_agent_ends_its_workers(attempt: int, tmp_path: Path) -> None:
 
 
 def test_the_killed_parent_of_the_workers_is_named(tmp_path: Path) -> None:
-    with Started(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK) as command:
+    with StartedCommand(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK) as command:
         command.until_training()
         family = tree_of(command.process.pid)
         parent = next(process for process in family if "distexp.worker.group" in process.cmdline())
@@ -276,7 +216,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_record_is_written_to_a_full_disk(disk: Path, tmp_path: Path) -> None:
     overrides = (*QUICK, "strategy=single", "train.num_epochs=100000", f"hydra.sweep.dir={disk}/sweep")
-    with Started(tmp_path, *overrides) as command:
+    with StartedCommand(tmp_path, *overrides) as command:
         assert wait_for(lambda: any(disk.rglob("metrics.jsonl")))
         fill(disk)
         assert command.process.wait(DEADLINE_S) == 1

@@ -24,7 +24,7 @@ from distexp.runs.record import RunRecord
 from distexp.system.messages import message_pair, send
 from tests.helpers.processes import find_processes, have_ended
 from tests.helpers.runs import REPOSITORY, make_spec, run_distexp
-from tests.launch.test_failures import ENV, QUICK, Started, sabotage, tree_of, wait_for
+from tests.helpers.sabotaged_runs import ENV, QUICK, StartedCommand, sabotage, tree_of, wait_for
 
 SERVER = """
 import os, signal, socket, sys
@@ -221,7 +221,7 @@ def _threads(run: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_runs_continue_without_a_killed_shared_process_and_none_outlives_the_launcher(tmp_path: Path) -> None:
-    with Started(tmp_path, *SHARED, "train.seed=1,2", *sabotage("hangs", at=100), *QUICK) as command:
+    with StartedCommand(tmp_path, *SHARED, "train.seed=1,2", *sabotage("hangs", at=100), *QUICK) as command:
         first = command.until_training()
         children = psutil.Process(command.process.pid).children()
         (shared,) = [child for child in children if "distexp.worker.shared_start" in child.cmdline()]
