@@ -129,7 +129,7 @@ class Trials:
         directory_of = partial(run_dir_for, composed, self.state.folder)
         stored = self.state.find(overrides, steps, repeat)
         if stored is None:
-            number, _ = claim_run_dir(directory_of, 0, resume=False)
+            number = claim_run_dir(directory_of, 0, resume=False).number
             stored = self.state.add(StoredTrial(list(overrides), steps, repeat, number))
         return _TrialRun(cell, cell.config, stored, composed, directory_of(stored.number))
 

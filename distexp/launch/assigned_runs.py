@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.launch.cell import Cell
 from distexp.launch.git_state import GitState
-from distexp.launch.run_dir_claim import claim_run_dir, run_dir_for
+from distexp.launch.run_dir_claim import ClaimedDir, claim_run_dir, run_dir_for
 from distexp.launch.unsuccessful_records import invalid_record
 from distexp.resolve import without_hydra
 from distexp.runs.command_text import format_override
@@ -92,14 +92,15 @@ def assign_run_dirs(
     warning = unmatched_message([run for run in existing.unfinished(below=sweep_dir) if run.number not in active])
     if warning is not None:
         warn(warning)
-    free = 0
+    first_free = 0
     for cell, info, known in zip(cells, infos, matches, strict=True):
         if known is not None and should_skip(known):
             continue
         composed = cell.composed
         if known is None:
-            info.number, directory = claim_run_dir(partial(run_dir_for, composed, sweep_dir), free, resume=resume)
-            free = info.number + 1
+            claimed = claim_run_dir(partial(run_dir_for, composed, sweep_dir), first_free, resume=resume)
+            first_free = claimed.number + 1
         else:
-            info.number, directory = known.number, run_dir_for(composed, sweep_dir, known.number)
-        yield AssignedRun(cell, info, directory, composed)
+            claimed = ClaimedDir(known.number, run_dir_for(composed, sweep_dir, known.number))
+        info.number = claimed.number
+        yield AssignedRun(cell, info, claimed.directory, composed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig, open_dict
 
@@ -22,7 +23,14 @@ def run_dir_for(composed: DictConfig, sweep_dir: Path, number: int) -> Path:
     return (sweep_dir / str(composed.hydra.sweep.subdir)).absolute()
 
 
-def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> tuple[int, Path]:
+class ClaimedDir(NamedTuple):
+    """Number and directory of a run that no other command can get."""
+
+    number: int
+    directory: Path
+
+
+def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> ClaimedDir:
     """Claim the first free run directory by creating its ``.hydra`` folder.
 
     Creating a folder is atomic, so two commands never share a run directory.
@@ -31,9 +39,6 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bo
         directory_of: Returns the directory of a number.
         first: First number to try.
         resume: Whether the sweep is resumed. It changes the message only.
-
-    Returns:
-        The number and its directory.
 
     Raises:
         ConfigError: if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory
@@ -49,7 +54,7 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bo
                 raise ConfigError(_taken_message(directory, resume=resume)) from None
             continue
         _check_no_foreign_files(directory)
-        return number, directory
+        return ClaimedDir(number, directory)
     raise AssertionError("unreachable")
 
 
