@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sequence
 
 from distexp.report.data.energy_totals import energy_totals
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP
-from distexp.report.data.noise import SINGLE_CPU_RUN, distinct_ratio
 from distexp.report.data.overview import NOISE_MARK, Overview
 from distexp.report.data.ranking import RankedGroup, Ranking, group_by_task, memory_metric, rank_by_metric
 from distexp.report.data.repeats import RunGroup, difference_noise
@@ -18,6 +17,7 @@ from distexp.report.data.stragglers import describe_stragglers
 from distexp.report.data.text import format_noise, name_runs
 from distexp.runs.listing import join_first
 from distexp.runs.model_label import STAND_IN, record_model_label
+from distexp.runs.noise import SINGLE_CPU_RUN, distinct_ratio
 
 MAX_TASKS = 4
 SAME = 0.005  # relative difference

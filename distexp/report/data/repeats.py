@@ -11,11 +11,11 @@ from typing import Any
 
 from distexp.report.data.environment_settings import is_environment_setting, is_hardware, knows_hardware
 from distexp.report.data.metrics import METRICS_BY_NAME, SPEED, STEP_NOISE, Metric
-from distexp.report.data.noise import SINGLE_CPU_RUN, Deviation, pool_deviations
 from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import SEED, short_name
 from distexp.report.data.settings import format_setting, task_name, training_key
 from distexp.report.data.varying import varying_settings
+from distexp.runs.noise import SINGLE_CPU_RUN, Deviation, pool_deviations
 
 
 @dataclass(frozen=True)
