@@ -113,6 +113,11 @@ class Candidate:
         """Return the trials that completed."""
         return tuple(trial for trial in self.trials if trial.status == COMPLETED)
 
+    @property
+    def longest_steps(self) -> int:
+        """Return the measured steps of the longest trial that completed; 0 without one."""
+        return max((trial.steps for trial in self.completed), default=0)
+
     def score(self, objective: Objective) -> float | None:
         """Return the mean score of the completed trials, weighted by their steps; None without one."""
         found = [(trial.score(objective), trial.steps) for trial in self.completed]

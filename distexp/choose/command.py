@@ -14,17 +14,20 @@ from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status
 from distexp.choose.dry_run import print_plan
 from distexp.choose.halving import search
+from distexp.choose.labels import label
 from distexp.choose.loss_check import LossChecker
 from distexp.choose.outcome import Outcome, Rejected
 from distexp.choose.print_outcome import print_outcome
 from distexp.choose.pruning import prune_by_plan
-from distexp.choose.ranking import ranked
+from distexp.choose.ranking import by_score, ranked
 from distexp.choose.rough_forecast import set_forecasts
+from distexp.choose.search_result import PlannedTrial
 from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles
 from distexp.choose.space import base_config, make_space
 from distexp.choose.state import SearchState
 from distexp.choose.trial_launcher import TrialLauncher
+from distexp.choose.trial_outcome import add_trial
 from distexp.choose.trials import Trials
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
 from distexp.launch.cell import Cell, MakeCell
@@ -107,19 +110,26 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
         check = checker.check(candidate)
         if check.equal is not False:
             outcome.winner, outcome.check = candidate, check
-            _prefer_reference(outcome)
+            _prefer_reference(outcome, trials)
             return
         outcome.rejected.append(Rejected(candidate, check))
 
 
-def _prefer_reference(outcome: Outcome) -> None:
-    """Take the reference of the losses as the winner, if it is a candidate whose trial was better."""
+def _prefer_reference(outcome: Outcome, trials: Trials) -> None:
+    """Take the reference of the losses as the winner, if it is a candidate whose trials are better.
+
+    The search may have left it out because of its forecast. So it is repeated as often as the winner.
+    """
+    winner, check, objective = outcome.winner, outcome.check, outcome.settings.objective
     rejected = [rejection.candidate for rejection in outcome.rejected]
-    best = next(
-        candidate for candidate in ranked(outcome.candidates, outcome.settings.objective) if candidate not in rejected
-    )
-    if outcome.winner is not best and outcome.winner is not None and outcome.check is not None and outcome.check.equal:
-        outcome.winner, outcome.check = best, outcome.check.of_reference(outcome.winner)
+    best = next(candidate for candidate in by_score(outcome.candidates, objective) if candidate not in rejected)
+    if winner is None or check is None or not check.equal or label(best) != check.reference:
+        return
+    missing = [PlannedTrial(best, trial.steps) for trial in winner.completed[len(best.completed) :]]
+    for trial in trials.try_all(missing):
+        add_trial(best, trial, [best], objective)
+    if ranked([winner, best], objective)[0] is best:
+        outcome.winner, outcome.check = best, check.of_reference(winner)
 
 
 def _device_notes(make: MakeCell, settings: Settings) -> list[str]:

@@ -5,6 +5,8 @@
 2. *neighbors*: the next smaller and larger micro-batches of the best families, until none is better.
 3. *finalists*: the best candidates, again with more steps, half as many after each rung. The order alternates, so that
    a machine that gets slower is no advantage for those that are first.
+4. *challengers*: on a busy machine, the repeats may show that the finalists were only lucky. Then a candidate with one
+   short trial is the best one. It is repeated as often as the finalists, before it can win.
 
 A search is deterministic: with the same trials it makes the same decisions.
 """
@@ -19,7 +21,7 @@ from distexp.choose.axis_keys import STAGE
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.forecast_scale import best_score, largest_useful_forecast
 from distexp.choose.no_winner import describe_no_winner
-from distexp.choose.ranking import ranked
+from distexp.choose.ranking import by_score, ranked
 from distexp.choose.search_result import PlannedTrial, Rung, SearchResult, TryAll
 from distexp.choose.search_rules import DEFAULT_RULES, SearchRules
 from distexp.choose.trial_budget import affordable_trials
@@ -51,6 +53,7 @@ def search(
     state.try_families()
     state.try_neighbors()
     state.try_finalists()
+    state.try_challengers()
     prune_untried(state.families.values(), objective, near=rules.near, stopped=state.stopped)
     winner = next(iter(ranked(candidates, objective)), None)
     statement = "" if winner is not None else describe_no_winner(candidates)
@@ -136,8 +139,8 @@ class _Search:
 
     def _neighbors(self, members: Sequence[Candidate]) -> list[Candidate]:
         """Return the members next to the best one of a family that are not tried yet."""
-        best = ranked(members, self.objective)[0]
-        usable = [member for member in members if member.status in (Status.WAITING, Status.TRIED)]
+        best = by_score(members, self.objective)[0]
+        usable = [candidate for candidate in members if candidate.status in (Status.WAITING, Status.TRIED)]
         position = usable.index(best)
         around = usable[max(0, position - 1) : position + 2]
         return [
@@ -161,30 +164,41 @@ class _Search:
         """Try the best candidates again, until two are left. The peak of the memory has no noise."""
         if self.objective is Objective.MEMORY:
             return
-        count, steps, forward = self.rules.finalists, self.rules.steps, True
+        count, steps = self.rules.finalists, self.rules.steps
         while not self.stopped:
             finalists = self._finalists(count)
             if len(finalists) < 2:
                 return
             steps *= self.rules.growth
-            rounds = 1 if len(finalists) > 2 else 2
-            for _ in range(rounds):
-                order = finalists if forward else finalists[::-1]
-                self._run(FINALISTS, [candidate for candidate in order if candidate.status is Status.TRIED], steps)
-                forward = not forward
             if len(finalists) == 2:
+                self._repeat(finalists, steps)
                 return
+            self._run(FINALISTS, finalists, steps)
             count = max(2, len(finalists) // 2)
+
+    def try_challengers(self) -> None:
+        """Repeat candidates that were tried once, as long as one of them is better than all that were repeated."""
+        for _ in range(self.rules.challengers):
+            steps = max((each.longest_steps for each in self.candidates), default=0)
+            best = next(iter(by_score(self.candidates, self.objective)), None)
+            if self.stopped or best is None or best.longest_steps == steps:
+                return
+            self._repeat([best], steps)
+
+    def _repeat(self, batch: Sequence[Candidate], steps: int) -> None:
+        """Run a batch twice, the second time in the other order and without those that failed."""
+        self._run(FINALISTS, batch, steps)
+        self._run(FINALISTS, [each for each in batch[::-1] if each.status is Status.TRIED], steps)
 
     def _finalists(self, count: int) -> list[Candidate]:
         """Return the best candidates: at most ``count``, and only the first two if the others are not close."""
         close = self._within(self.rules.close)
-        return ranked(self.candidates, self.objective)[: min(count, max(2, len(close)))]
+        return by_score(self.candidates, self.objective)[: min(count, max(2, len(close)))]
 
     def _within(self, excess: float) -> list[Candidate]:
         """Return the candidates whose score exceeds the best one by at most a fraction, the best one first."""
         limit = self._best_score() * (1 + excess)
-        return [candidate for candidate in ranked(self.candidates, self.objective) if self._score(candidate) <= limit]
+        return [candidate for candidate in by_score(self.candidates, self.objective) if self._score(candidate) <= limit]
 
     def _score(self, candidate: Candidate) -> float:
         score = candidate.score(self.objective)

@@ -1,15 +1,12 @@
-"""Measured values of a candidate, and what one gives up for another."""
+"""Measured values of a candidate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.choose.candidate import Candidate, Trial
-
-SAME = 0.02
-"""Relative difference from which a change is worth a mention."""
+from distexp.choose.candidate import Candidate, Objective, Trial
 
 
 @dataclass(frozen=True)
@@ -32,17 +29,14 @@ class MeanMetrics:
         speed = self.samples_per_second
         return (1 / speed if speed else None, self.peak_allocated_mib, self.j_per_sample, self.price_per_sample)
 
-    def changes_from(self, other: MeanMetrics) -> Iterator[str]:
-        """Yield how these values differ from others: ``3 % slower``, ``40 % less memory``."""
-        pairs = (
-            (self.samples_per_second, other.samples_per_second, "faster", "slower"),
-            (self.peak_allocated_mib, other.peak_allocated_mib, "more memory", "less memory"),
-            (self.j_per_sample, other.j_per_sample, "more energy", "less energy"),
-            (self.price_per_sample, other.price_per_sample, "more expensive", "cheaper"),
-        )
-        for own, theirs, more, less in pairs:
-            if own and theirs and abs(own / theirs - 1) >= SAME:
-                yield f"{100 * abs(own / theirs - 1):.0f} % {more if own > theirs else less}"
+    def value(self, objective: Objective) -> float | None:
+        """Return what an objective is about; None if it was not measured."""
+        return {
+            Objective.THROUGHPUT: self.samples_per_second,
+            Objective.ENERGY: self.j_per_sample,
+            Objective.COST: self.price_per_sample,
+            Objective.MEMORY: self.peak_allocated_mib,
+        }[objective]
 
 
 def mean_metrics(candidate: Candidate) -> MeanMetrics:

@@ -8,9 +8,10 @@ from rich.console import Console
 
 from distexp.choose.labels import label
 from distexp.choose.outcome import Outcome
-from distexp.choose.result_texts import command_line, loss_sentence, trade_offs
+from distexp.choose.result_texts import command_line, loss_sentence
 from distexp.choose.state import SearchState
 from distexp.choose.table import result_table
+from distexp.choose.trade_offs import trade_offs
 from distexp.runs.command_text import suggest_command
 
 MAX_TRADE_OFFS = 5

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
 from distexp.choose.candidate import Candidate, Objective, Status
+from distexp.runs.noise import Deviation
 
 
-def ranked(candidates: Sequence[Candidate], objective: Objective) -> list[Candidate]:
+def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
     """Return the candidates with a score, the best one first. If scores are equal, the faster one is first."""
     tried = [
         candidate
@@ -19,46 +20,65 @@ def ranked(candidates: Sequence[Candidate], objective: Objective) -> list[Candid
     return sorted(tried, key=lambda each: (each.score(objective) or 0.0, each.score(Objective.THROUGHPUT) or 0.0))
 
 
+def ranked(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
+    """Return the candidates with a score: those with the longest trial first, then by their scores.
+
+    A search repeats only the best candidates, with longer trials. The others have one short trial, and the best of
+    many short trials was often only lucky.
+    """
+    return sorted(by_score(candidates, objective), key=lambda each: -each.longest_steps)
+
+
 @dataclass(frozen=True)
 class Margin:
     """How much worse one candidate is than another.
 
     Attributes:
         value: Difference of the scores, relative to the score of the better one.
-        error: Twice the standard error of ``value``; None if no trial of both was repeated.
+        error: Half of the 95 % confidence interval of ``value``; None if no trial was repeated.
     """
 
     value: float
     error: float | None
 
-
-def margin_between(winner: Candidate, second: Candidate, objective: Objective) -> Margin | None:
-    """Return by how much the second candidate is worse; None if one of both has no score.
-
-    The noise of a trial is taken to shrink with the root of its steps. It is estimated from the repeated trials of
-    both candidates.
-    """
-    winner_score, second_score = winner.score(objective), second.score(objective)
-    if not winner_score or second_score is None:
-        return None
-    value = second_score / winner_score - 1
-    variance = _variance_of_a_step([(winner, winner_score), (second, second_score)], objective)
-    if variance is None:
-        return Margin(value, None)
-    winner_steps, second_steps = (sum(trial.steps for trial in candidate.completed) for candidate in (winner, second))
-    return Margin(value, 2 * (1 + value) * sqrt(variance / winner_steps + variance / second_steps))
+    @property
+    def is_noise(self) -> bool:
+        """Return whether the difference is within the noise. If the noise is unknown, it is not."""
+        return self.error is not None and abs(self.value) <= self.error
 
 
-def _variance_of_a_step(scored: Sequence[tuple[Candidate, float]], objective: Objective) -> float | None:
-    """Return the relative variance of the score of a trial with one step; None without repeated trials.
+def margin_between(
+    winner: Candidate, other: Candidate, objective: Objective, candidates: Iterable[Candidate] = ()
+) -> Margin | None:
+    """Return by how much another candidate is worse than the winner; None if one of both has no score.
+
+    The variance of a trial is taken to be in inverse proportion to its steps. It is estimated from all repeated trials.
 
     Args:
-        scored: Candidates with their mean scores.
-        objective: The objective of the scores.
+        winner: The winner.
+        other: The candidate to compare.
+        objective: What both are compared by.
+        candidates: Further candidates, whose repeated trials show the noise too.
     """
+    winner_score, other_score = winner.score(objective), other.score(objective)
+    if not winner_score or other_score is None:
+        return None
+    value = other_score / winner_score - 1
+    step = _deviation_of_a_step(list(dict.fromkeys((winner, other, *candidates))), objective)
+    if step is None:
+        return Margin(value, None)
+    root = sqrt(sum(1 / sum(trial.steps for trial in candidate.completed) for candidate in (winner, other)))
+    return Margin(value, (1 + value) * root * step.noise_of_mean(1))
+
+
+def _deviation_of_a_step(candidates: Sequence[Candidate], objective: Objective) -> Deviation | None:
+    """Return the relative deviation of the score of a trial with one step; None without repeated trials."""
     squares, freedom = 0.0, 0
-    for candidate, mean in scored:
+    for candidate in candidates:
+        mean = candidate.score(objective)
         scores = [(trial.score(objective), trial.steps) for trial in candidate.completed]
-        squares += sum(steps * (score / mean - 1) ** 2 for score, steps in scores if score is not None)
-        freedom += len(scores) - 1
-    return squares / freedom if freedom else None
+        known = [(score, steps) for score, steps in scores if score is not None]
+        if mean and len(known) > 1:
+            squares += sum(steps * (score / mean - 1) ** 2 for score, steps in known)
+            freedom += len(known) - 1
+    return Deviation(sqrt(squares / freedom), freedom) if freedom else None

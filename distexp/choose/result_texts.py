@@ -1,9 +1,9 @@
-"""Sentences about the result of a search: the winner, its margin, its command line, and the trade-offs."""
+"""Sentences about the result of a search: the winner, its margin, and its command line."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.labels import BETTER, format_gb, format_share, label
@@ -12,9 +12,6 @@ from distexp.choose.mean_metrics import MeanMetrics, mean_metrics
 from distexp.choose.ranking import Margin, margin_between, ranked
 from distexp.plan.cells import replace_overrides
 from distexp.runs.command_text import format_override
-
-BETTER_WORDS = ("faster", "less memory", "less energy", "cheaper")
-"""Changes for which another configuration may be preferred to the winner."""
 
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
@@ -30,7 +27,7 @@ def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objectiv
     """
     evidence = f"{label(winner)}: {describe_values(mean_metrics(winner))}"
     second = next((candidate for candidate in ranked(candidates, objective) if candidate is not winner), None)
-    margin = None if second is None else margin_between(winner, second, objective)
+    margin = None if second is None else margin_between(winner, second, objective, candidates)
     if second is None or margin is None:
         return evidence
     return f"{evidence}, {describe_margin(margin, objective, label(second))}"
@@ -52,10 +49,13 @@ def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
     share, error = margin.value, margin.error
     if objective is not Objective.THROUGHPUT:  # A saving is a share of what the second best needs.
         share, error = share / (1 + share), None if error is None else error / (1 + share) ** 2
-    if error is not None and abs(share) <= error:
+    if error is not None and margin.is_noise:
         return f"equal within the noise of ±{format_share(error)} to {second}"
-    noise = "" if error is None else f" (±{format_share(error)})"
-    return f"{format_share(share)}{noise} {BETTER[objective]} {second}"
+    if share < 0:  # The budget ended before the second best was repeated.
+        return f"but a shorter trial of {second} was {format_share(-share)} better"
+    if error is None:
+        return f"{format_share(share)} {BETTER[objective]} {second} (noise unknown: no trial was repeated)"
+    return f"{format_share(share)} (±{format_share(error)}) {BETTER[objective]} {second}"
 
 
 def command_line(command: Sequence[str], candidate: Candidate) -> str:
@@ -77,16 +77,3 @@ def loss_sentence(check: LossCheck) -> str:
     if check.equal:
         return f"the losses equal those of {check.reference}{why}: {check.comparison}"
     return f"the losses DIFFER from those of {check.reference}{why}: {check.comparison}"
-
-
-def trade_offs(candidates: Sequence[Candidate], winner: Candidate) -> Iterator[str]:
-    """Yield the candidates that no other one beats in everything, with what they cost and give."""
-    best = mean_metrics(winner)
-    measured = [(candidate, mean_metrics(candidate)) for candidate in candidates if candidate.completed]
-    for candidate, values in measured:
-        others = [other_values for other, other_values in measured if other is not candidate]
-        if candidate is winner or any(other_values.dominates(values) for other_values in others):
-            continue
-        changes = ", ".join(values.changes_from(best))
-        if any(better in changes for better in BETTER_WORDS):
-            yield f"{label(candidate)}: {changes}"

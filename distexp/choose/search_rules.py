@@ -18,6 +18,7 @@ class SearchRules:
         neighbor_rounds: Most rounds of neighbors.
         finalists: Candidates that are tried again.
         close: Most that the score of a finalist may exceed the best one, relative to it. The second is always one.
+        challengers: Most candidates with one trial that are repeated after the finalists.
         doubt: How much better than its scaled forecast a family may be, in standard deviations of the forecasts' error.
         least_error: Smallest error of the forecasts that is assumed, as a standard deviation of their logarithm.
     """
@@ -30,6 +31,7 @@ class SearchRules:
     neighbor_rounds: int = 4
     finalists: int = 4
     close: float = 0.1
+    challengers: int = 4
     doubt: float = 2.0
     least_error: float = 0.45
 

@@ -26,6 +26,7 @@ NUMBER = re.compile(r"(?<![\w=-])\d+(?:[.,]\d+)*")
 
 BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
 RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured memory. predicted: before the trials. steps: of each trial."
+ORDER_LEGEND = " Repeated ones come first: the best of many single trials may only be lucky."
 PLAN_LEGEND = f"{BATCH_LEGEND} steps: measured steps. s/step: forecast. GPU-s: cost with the start-up."
 
 
@@ -38,7 +39,8 @@ def result_table(
     order = [*best, *(candidate for candidate in tried if candidate not in best)]
     if order:
         yield _measured_table(order, winner)
-        yield Text(f"{'*: the winner. ' if winner in order else ''}{RESULT_LEGEND}", style="dim")
+        order_legend = ORDER_LEGEND if len({candidate.longest_steps for candidate in best}) > 1 else ""
+        yield Text(f"{'*: the winner. ' if winner in order else ''}{RESULT_LEGEND}{order_legend}", style="dim")
     yield from others_table([candidate for candidate in candidates if not candidate.trials])
 
 

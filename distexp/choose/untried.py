@@ -7,7 +7,7 @@ from statistics import median
 
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.forecast_scale import best_score, forecast_scales
-from distexp.choose.ranking import ranked
+from distexp.choose.ranking import by_score
 
 NOT_TRIED = "not tried"
 """Start of the reason of a candidate that fits, and that the search left out."""
@@ -27,7 +27,7 @@ def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective,
     best, scales = best_score(candidates, objective), forecast_scales(candidates, objective)
     scale = median(scales) if scales else 1.0
     for members in members_of_families:
-        tried = ranked(members, objective)
+        tried = by_score(members, objective)
         for waiting in (member for member in members if member.status is Status.WAITING):
             reason = ""
             if tried and best:

@@ -90,6 +90,33 @@ def test_the_finalists_are_repeated_with_more_steps_in_both_orders() -> None:
     assert 0 < margin.error < 0.2
 
 
+def test_on_a_busy_machine_the_winner_was_repeated_as_often_as_any_other_candidate() -> None:
+    """Equal trials differ by a factor of 2 to 3, so the best of all short trials is always a lucky one."""
+    for seed in range(SEEDS):
+        found = run_search(Landscape(seed, trial_noise=0.4))
+        assert found.winner is not None
+        assert not found.stopped
+        assert len(found.winner.completed) > 2
+        assert found.winner.longest_steps == max(each.longest_steps for each in found.candidates)
+
+
+def test_a_lucky_trial_is_repeated_before_its_candidate_can_win() -> None:
+    """The finalists are slower when they are repeated. Then the best candidate that was tried once is repeated."""
+    speeds = {"a=1": [9.0, 3.0, 3.0], "a=2": [8.0, 3.0, 3.0], "a=3": [6.0, 6.0, 6.0], "a=4": [2.0]}
+
+    def run(batch: Sequence[PlannedTrial]) -> list[Trial]:
+        return [
+            Trial(each.steps, "completed", samples_per_second=speeds[each.candidate.overrides[0]].pop(0))
+            for each in batch
+        ]
+
+    found = search([Candidate((name,), (name,), 1) for name in speeds], run, Objective.THROUGHPUT)
+    assert found.winner is not None
+    assert found.winner.overrides == ("a=3",)
+    tried = {each.overrides[0]: [trial.steps for trial in each.trials] for each in found.candidates}
+    assert tried == {"a=1": [5, 10, 10], "a=2": [5, 10, 10], "a=3": [5, 10, 10], "a=4": [5]}
+
+
 def test_trials_of_a_batch_are_in_the_order_of_what_they_can_share() -> None:
     found = run_search(Landscape(5))
     for rung in found.rungs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,19 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "or: ddp, micro-batch 2 x 2, 2 workers: 14 % slower, 50 % less memory" in out
     assert "GPU-seconds, of which" in out
     assert f"distexp report {tmp_path}" in out
+
+
+def test_differences_within_the_noise_are_no_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal trials differ by a factor of two, more than the candidates."""
+    factors = cycle((0.7, 1.4, 1.0))
+    run_search(tmp_path, FakeLauncher(speed=lambda config: usual_speed(config) * next(factors)), *FEW)
+    found, out = document(tmp_path), capsys.readouterr().out
+    winner = next(each for each in found["candidates"] if each["overrides"] == found["winner"]["overrides"])
+    assert [trial["steps"] for trial in winner["measured"]["trials"]] == [5, 10, 10]
+    assert "equal within the noise of ±" in found["sentence"]
+    alternatives = [line for line in out.splitlines() if line.startswith("or: ")]
+    assert alternatives
+    assert all("equal speed within the noise of ±" in line and "50 % less memory" in line for line in alternatives)
 
 
 def test_a_winner_with_other_losses_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +132,7 @@ def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: p
     assert (found["losses"]["equal"], found["losses"]["reference"]) == (True, "ddp, micro-batch 4 x 1, 2 workers")
     out = capsys.readouterr().out
     assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 0.4 GB, 67 % faster than ddp" in out
+    assert "2 workers (noise unknown: no trial was repeated)" in out
 
 
 def test_single_is_the_reference_if_it_is_no_candidate(tmp_path: Path) -> None:

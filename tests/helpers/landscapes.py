@@ -22,6 +22,7 @@ class Landscape:
 
     Attributes:
         noise: Standard deviation of the speed of a single step.
+        trial_noise: Standard deviation of the logarithm of a whole trial's speed, as on a busy machine.
         start_s: Time of the start of a trial.
         limit: Memory of the GPU.
         hidden_limit: Memory at which a run fails although its prediction fits, as on a busy GPU.
@@ -29,6 +30,7 @@ class Landscape:
 
     seed: int
     noise: float = 0.03
+    trial_noise: float = 0.0
     forecast_error: float = 0.25
     start_s: float = 2.0
     limit: float = 40.0
@@ -37,7 +39,7 @@ class Landscape:
     calls: int = 0
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
+        self.random, self.busy = random.Random(self.seed), random.Random(self.seed)
         self.true_s: dict[Candidate, float] = {}
         self.memory: dict[Candidate, float] = {}
         for workers in (1, 2):
@@ -80,6 +82,7 @@ class Landscape:
         if self.memory[candidate] > self.hidden_limit:
             return Trial(steps, "oom_gpu", gpu_seconds=self.start_s * candidate.workers)
         seconds = self.true_s[candidate] * (1 + self.random.gauss(0, self.noise / steps**0.5))
+        seconds *= self.busy.lognormvariate(0.0, self.trial_noise)
         return Trial(
             steps,
             "completed",
