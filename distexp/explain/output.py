@@ -53,10 +53,13 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
     console = make_console()
     _print(console, f"A: {a.title}")
     _print(console, f"B: {b.title}")
+    if comparison.is_noise:  # The parts of equal runs explain nothing, so this comes before them.
+        _print(console, f"\n{comparison.sentence()}")
     console.print()
     console.print(comparison_table(comparison, console.width))
     console.print()
-    _print(console, comparison.sentence())
+    if not comparison.is_noise:
+        _print(console, comparison.sentence())
     for note in comparison_notes(comparison):
         _print(console, note, style="dim")
 

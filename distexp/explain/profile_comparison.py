@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,10 +58,30 @@ class ProfileComparison:
     def _per_sample(self, a_ms: float, b_ms: float) -> PerSample:
         return PerSample(a_ms / self.a.samples_per_step, b_ms / self.b.samples_per_step)
 
+    @property
+    def noise(self) -> float | None:
+        """Return the noise of the difference of both speeds, relative to the higher speed; None if it is unknown."""
+        a_noise, b_noise = self.a.speed_noise, self.b.speed_noise
+        if a_noise is None or b_noise is None:
+            return None
+        fastest = min(self.medians.a, self.medians.b)
+        return math.hypot(a_noise * fastest / self.medians.a, b_noise * fastest / self.medians.b)
+
+    @property
+    def is_noise(self) -> bool:
+        """Return whether the difference of the speeds is within the noise. The report has the same test."""
+        times = self.medians.a, self.medians.b
+        return self.noise is not None and 1 - min(times) / max(times) <= self.noise
+
     def sentence(self) -> str:
         """Return why B is slower or faster than A. The parts may include the profiler, so the medians decide."""
         a, b = self.medians.a, self.medians.b
         times = f"{b:,.3f} ms instead of {a:,.3f} ms per sample"
+        if self.is_noise:
+            return (
+                f"A and B are equal within the noise (±{self.noise:.0%}): {times}. The parts below may differ only by "
+                "chance, too. For a smaller noise, repeat both runs, and compare them with distexp report."
+            )
         if abs(b - a) <= SAME * a:
             return f"A and B are equally fast: {times}."
         ratio = f"{b / a:.2f} times slower" if b > a else f"{a / b:.2f} times faster"
@@ -85,6 +106,8 @@ class ProfileComparison:
         return {
             "ms_per_sample": self.totals.to_json(),
             "median_ms_per_sample": self.medians.to_json(),
+            "noise": self.noise,
+            "equal_within_noise": self.is_noise,
             "parts_ms_per_sample": {name: self.per_sample(name).to_json() for name in PARTS},
             "sentence": self.sentence(),
         }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distexp.runs.entry_values import number_of
+from distexp.runs.noise import speed_noise, step_noise
 from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import HIDDEN, PARTS
 
@@ -88,6 +89,11 @@ class StepProfile:
         """Return the median of the steps that were not profiled; None if it is unknown."""
         median_s = number_of(self.record.metrics.step_time_s or {}, "p50")
         return 1000 * median_s if median_s else None
+
+    @property
+    def speed_noise(self) -> float | None:
+        """Return the relative noise of the speed of the run; None if it is unknown."""
+        return speed_noise(step_noise(self.record.metrics.speed_error), self.setting("cluster.device"))
 
     def shares(self) -> dict[str, float]:
         """Return the parts as fractions of a step."""

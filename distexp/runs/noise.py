@@ -75,3 +75,15 @@ def step_noise(error: dict[str, float] | None) -> float | None:
     if not error:
         return None
     return t_quantile(int(error["blocks"]) - 1) * float(error["relative"])
+
+
+def speed_noise(steps: float | None, device: object, *, repeats: float | None = None) -> float | None:
+    """Return the relative noise of a speed: the largest one that is known; None if none is.
+
+    Args:
+        steps: Noise of the step times.
+        device: Device of the run, such as ``cpu``.
+        repeats: Noise between repeats; None if nothing was repeated.
+    """
+    floor = SINGLE_CPU_RUN if repeats is None and device == "cpu" else None
+    return max((noise for noise in (steps, repeats, floor) if noise is not None), default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,35 @@ def test_comparison_is_per_sample() -> None:
     assert sentence.endswith(f"Largest changes: {changes}")
     assert ProfileComparison(profiles[1], profiles[0]).sentence().startswith("B is 2.00 times faster than A")
     assert "equally fast" in ProfileComparison(profiles[0], profiles[0]).sentence()
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "noise"),
+    [
+        ({"peak": None}, None, "±51%"),  # Two runs on a CPU: 40 % each.
+        (GPU, {"relative": 0.1, "blocks": 10}, "±29%"),  # The quantile for 9 degrees of freedom is 2.26.
+        (GPU, {"relative": 0.01, "blocks": 10}, None),
+    ],
+    ids=["CPU", "uneven steps", "even steps"],
+)
+def test_runs_that_are_equal_within_the_noise_are_not_ranked(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    device: dict[str, Any],
+    error: dict[str, float] | None,
+    noise: str | None,
+) -> None:
+    runs = [profiled({"matmul": length}, number=n, **device) for n, length in enumerate((100.0, 125.0))]
+    for run in runs:
+        run.metrics.speed_error = error
+    folder = write(tmp_path, *runs)
+    assert main([str(folder / "0"), str(folder / "1")]) == 0
+    out = capsys.readouterr().out
+    assert ("B is 1.25 times slower than A" in out) == (noise is None)
+    if noise is not None:
+        assert f"A and B are equal within the noise ({noise})" in out.split("matrix kernels")[0], "above the table"
+    assert main([str(folder / "0"), str(folder / "1"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["equal_within_noise"] == (noise is not None)
 
 
 def test_comparison_uses_the_steps_that_were_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

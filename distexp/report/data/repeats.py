@@ -15,7 +15,7 @@ from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import SEED, short_name
 from distexp.report.data.settings import format_setting, task_name, training_key
 from distexp.report.data.varying import varying_settings
-from distexp.runs.noise import SINGLE_CPU_RUN, Deviation, pool_deviations
+from distexp.runs.noise import Deviation, pool_deviations, speed_noise
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ class RunGroup:
     def _relative_noise(self, name: str, count: int) -> float | None:
         """Return the noise of a metric's mean over some runs, relative to the mean; None if unknown."""
         repeated = self.deviations.get(name)
-        known = [] if repeated is None else [repeated.noise_of_mean(count)]
-        if name == SPEED:
-            steps = self.values(STEP_NOISE)
-            known += [statistics.fmean(steps) / 100 / math.sqrt(count)] if steps else []
-            known += [SINGLE_CPU_RUN] if repeated is None and self.setting("device") == "cpu" else []
-        return max(known, default=None)
+        repeats = None if repeated is None else repeated.noise_of_mean(count)
+        if name != SPEED:
+            return repeats
+        steps = self.values(STEP_NOISE)
+        of_steps = statistics.fmean(steps) / 100 / math.sqrt(count) if steps else None
+        return speed_noise(of_steps, self.setting("device"), repeats=repeats)
 
 
 def group_repeats(rows: Sequence[Row]) -> list[RunGroup]:
