@@ -11,8 +11,8 @@ LARGE_OVERHEAD = 0.05
 """Overhead of the profiler, as a share of the step, that is worth a note."""
 
 CPU_NOTE = (
-    "Without a GPU, operators of PyTorch count as kernels, slow launches are unknown, and the profiler makes all parts "
-    "longer."
+    "Without a GPU, operators of PyTorch count as kernels, and slow launches are unknown. The profiled steps may be "
+    "longer or shorter than the others: compare the shares of the parts."
 )
 
 

@@ -128,9 +128,11 @@ class StepUnit:
 
     Attributes:
         per_sample: Whether times are those of a sample, because the steps have different numbers of samples.
+        of_median: Whether times are scaled, so that a step is as long as the median of those without the profiler.
     """
 
     per_sample: bool
+    of_median: bool = False
 
     @property
     def title(self) -> str:
@@ -140,13 +142,20 @@ class StepUnit:
     def convert(self, run: ProfiledRun, milliseconds: float) -> float:
         """Return a time of a run in this unit."""
         batch = run.samples if self.per_sample else None
-        return milliseconds / batch if batch else milliseconds
+        scale = run.median_ms / run.slowest.step_ms if self.of_median and run.median_ms else 1.0
+        return milliseconds * scale / (batch or 1)
 
 
 def fair_unit(runs: Sequence[ProfiledRun]) -> StepUnit:
     """Return the unit: per sample if the runs have different global batches, and all are known."""
     batches = {run.samples for run in runs}
     return StepUnit(per_sample=len(batches) > 1 and None not in batches)
+
+
+def bar_unit(runs: Sequence[ProfiledRun]) -> StepUnit:
+    """Return the fair unit of bars, scaled to the medians if any profiled step differs and all medians are known."""
+    of_median = any(run.differs for run in runs) and all(run.median_ms is not None for run in runs)
+    return replace(fair_unit(runs), of_median=of_median)
 
 
 def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTable:

@@ -14,8 +14,8 @@ from distexp.report.data.step_parts import (
     STEP_PARTS,
     ProfiledRun,
     RankStep,
+    bar_unit,
     build_step_table,
-    fair_unit,
     profiled_runs,
 )
 from distexp.report.figures.bar_labels import FEW_BARS, bar_height, label_axis
@@ -55,13 +55,17 @@ def _describe(runs: Sequence[ProfiledRun], count: int) -> Iterator[str]:
         yield "A bar is the median profiled step of a rank."
     else:
         yield "A bar is the median profiled step of a run's slowest rank."
-    if fair_unit(runs).per_sample:
+    unit = bar_unit(runs)
+    if unit.per_sample:
         yield "Times are per sample, because the global batch sizes differ."
     yield "The parts add up to the step. Communication that runs behind computation is not drawn."
     if different := [run for run in runs if run.differs]:
-        bars = f"Some bars ({len(different)} of {len(runs)} runs)"
-        yield f"{bars} differ from the median of the other steps by more than 5%, for example because of the profiler."
-        yield "Compare their shares, not their times."
+        bars = f"Some profiled steps ({len(different)} of {len(runs)} runs)"
+        yield f"{bars} are shorter or longer than the median of the other steps by more than 5%."
+        if unit.of_median:
+            yield "So each bar has the length of that median, and the shares of the profiled step."
+        else:
+            yield "Compare the shares of the bars, not their times."
     if count > MAX_BARS:
         yield f"Drawn: {MAX_BARS} of {count}."
 
@@ -85,7 +89,7 @@ def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[Bar]:
 
 
 def _draw(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) -> alt.LayerChart:
-    unit = fair_unit(runs)
+    unit = bar_unit(runs)
     names = [bar.label for bar in bars]
     lengths = [unit.convert(bar.run, bar.step.step_ms) for bar in bars]
     y = alt.Y("bar:N", sort=names, title=None, axis=label_axis(names), scale=alt.Scale(paddingInner=0.25))
@@ -119,7 +123,7 @@ def _part_color(bars: Sequence[Bar]) -> alt.Color:
 
 
 def _parts(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
-    unit = fair_unit(runs)
+    unit = bar_unit(runs)
     for bar in bars:
         for order, (part, milliseconds) in enumerate(bar.step.parts.items()):
             yield {

@@ -49,6 +49,11 @@ def bars(drawn: Figure) -> list[dict[str, Any]]:
     return values
 
 
+def lengths(drawn: Figure) -> dict[str, float]:
+    """Return the length of the bar of each run."""
+    return {name: sum(part["ms"] for part in bars(drawn) if part["run"] == name) for name in ("0", "1")}
+
+
 def test_a_single_run_has_a_bar_for_each_rank(tmp_path: Path) -> None:
     drawn = figure(tmp_path, profiled(0, breakdown(0, 25.0), breakdown(1)))
     sums = {name: sum(bar["ms"] for bar in bars(drawn) if bar["bar"] == name) for name in ("rank 0", "rank 1")}
@@ -115,16 +120,28 @@ def test_the_largest_loss_is_explained_with_what_to_try(tmp_path: Path) -> None:
     assert [row[-1] for row in drawn.tables[0].rows] == ["GPU idle: slow launches, 17%"] * 2
 
 
-def test_a_profiled_step_that_is_longer_than_the_others_is_noted(tmp_path: Path) -> None:
-    slowed, other = profiled(0, breakdown(0)), profiled(1, breakdown(0), strategy="fsdp")
-    slowed.metrics.step_time_s, other.metrics.step_time_s = {"p50": 0.05}, {"p50": 0.1}
-    drawn = figure(tmp_path, slowed, other)
-    assert "Some bars (1 of 2 runs) differ from the median of the other steps" in drawn.caption
+def test_bars_have_the_order_of_the_steps_that_were_not_profiled(tmp_path: Path) -> None:
+    """Both profiled steps take 100 ms. Without the profiler, one run is twice as fast."""
+    fast, slow = profiled(0, breakdown(0)), profiled(1, breakdown(0), strategy="fsdp")
+    fast.metrics.step_time_s, slow.metrics.step_time_s = {"p50": 0.05}, {"p50": 0.1}
+    drawn = figure(tmp_path, fast, slow)
+    assert lengths(drawn) == pytest.approx({"0": 50.0, "1": 100.0})
+    assert {part["share"] for part in bars(drawn) if part["part"] == STEP_PARTS["matmul_ms"]} == {0.4}
+    assert "Some profiled steps (1 of 2 runs) are shorter or longer than the median of the other steps" in drawn.caption
+    assert "So each bar has the length of that median" in drawn.caption
     table = drawn.tables[0]
     assert [row[table.header.index("median of the other steps (ms)")] for row in table.rows] == ["50.00", "100.00"]
-    same = figure(tmp_path / "same", profiled(0, breakdown(0)), other)
-    assert "differ" not in same.caption
+    same = figure(tmp_path / "same", profiled(0, breakdown(0)), slow)
+    assert "median" not in same.caption.replace("median profiled step", "")
     assert "median of the other steps (ms)" not in same.tables[0].header
+
+
+def test_bars_are_not_scaled_if_a_median_is_unknown(tmp_path: Path) -> None:
+    fast, unknown = profiled(0, breakdown(0)), profiled(1, breakdown(0), strategy="fsdp")
+    fast.metrics.step_time_s = {"p50": 0.05}
+    drawn = figure(tmp_path, fast, unknown)
+    assert lengths(drawn) == pytest.approx({"0": 100.0, "1": 100.0})
+    assert "Compare the shares of the bars, not their times." in drawn.caption
 
 
 def test_a_hundred_runs_are_a_few_bars(tmp_path: Path) -> None:
