@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch.nn.functional import pad
 
@@ -27,10 +27,13 @@ class TargetTokens:
 
     Attributes:
         compiled: whether the model is compiled.
+        max_targets: the most targets of a batch, by its number of samples. All batches keep as many tokens as that one,
+            so they have one shape.
     """
 
     collate: Callable[[Sequence[Sample]], Batch]
     compiled: bool = False
+    max_targets: Mapping[int, int] = field(default_factory=dict)
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Collate samples, and select their targets."""
@@ -39,7 +42,8 @@ class TargetTokens:
         next_labels = pad(batch.labels[:, 1:], (0, 1), value=IGNORE).flatten()
         positions = (next_labels != IGNORE).nonzero().flatten()
         targets = len(positions)
-        kept = kept_tokens(targets, len(next_labels), compiled=self.compiled)
+        most = max(targets, self.max_targets.get(len(samples), 0))
+        kept = kept_tokens(most, len(next_labels), compiled=self.compiled)
         return replace(
             batch,
             inputs={**batch.inputs, TARGET_POSITIONS: pad(positions, (0, kept - targets))},

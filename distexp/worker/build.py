@@ -26,8 +26,9 @@ from distexp.models.export import check_exportable
 from distexp.models.head import adapt_head
 from distexp.models.introspection import check_forward_arguments
 from distexp.models.packing_check import check_packing
-from distexp.models.transforms import transform_blocks
+from distexp.models.transforms import MODEL_SCOPES, transform_blocks
 from distexp.worker.generation import check_has_references
+from distexp.worker.target_counts import max_targets
 
 
 def load_data(config: Config, context: Context) -> TaskData:
@@ -45,7 +46,7 @@ def load_data(config: Config, context: Context) -> TaskData:
     if config.model.attention in ("sdpa", "flex") and not isinstance(data.collate, TextCollate):
         data = replace(data, collate=RightPadding(data.collate))
     if config.train.logits == "targets":
-        data = replace(data, collate=TargetTokens(data.collate, compiled=bool(config.train.compile)))
+        data = _keep_targets(config, data)
     if config.train.loss == "chunked":
         data = replace(data, collate=LabelsForHead(data.collate))
     if config.train.score_answers:
@@ -54,6 +55,18 @@ def load_data(config: Config, context: Context) -> TaskData:
         for note in data.notes:
             print(f"note: {note}", flush=True)
     return data
+
+
+def _keep_targets(config: Config, data: TaskData) -> TaskData:
+    """Let batches keep only the tokens that predict a target.
+
+    A compiled model is compiled again for each shape of a batch, which takes minutes with a whole model. So all of its
+    batches keep as many tokens as the one with the most targets. During the search for a micro-batch size, the batches
+    are not known yet.
+    """
+    known = config.train.compiled in MODEL_SCOPES and config.train.micro_batch_size != "auto"
+    fixed = max_targets(config, data) if known else {}
+    return replace(data, collate=TargetTokens(data.collate, bool(config.train.compile), fixed))
 
 
 def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
