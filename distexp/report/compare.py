@@ -112,12 +112,20 @@ class Comparison:
                 yield f"{self.describe(pair.after)}: {regression}"
 
     def uncertain(self) -> Iterator[str]:
-        """Yield a line for each lower speed that is no regression, because the noise is as large."""
+        """Yield a line for each lower speed and larger memory that is no regression, because the noise is as large."""
         for pair in self.pairs:
-            ratio, noise = pair.ratio(SPEED), pair.noise(SPEED)
-            if ratio is not None and noise is not None and ratio < MIN_SPEED_RATIO and pair.is_noise(SPEED):
-                change = f"{_format_change(pair, SPEED)} samples/s ({ratio - 1:+.1%})"
-                yield f"{self.describe(pair.after)}: {change}, within the noise of {format_noise(noise, 1)}"
+            memory = pair.first_measured(list(MEMORIES))
+            if (ratio := pair.ratio(SPEED)) is not None and ratio < MIN_SPEED_RATIO:
+                yield from self._within_noise(pair, SPEED, "samples/s", ratio)
+            if memory and (ratio := pair.ratio(memory)) is not None and ratio > MAX_MEMORY_RATIO:
+                yield from self._within_noise(pair, memory, f"MiB of {MEMORIES[memory]}", ratio)
+
+    def _within_noise(self, pair: Pair, name: str, unit: str, ratio: float) -> Iterator[str]:
+        """Yield the line about a metric, if its difference is within the noise."""
+        noise = pair.noise(name)
+        if noise is not None and pair.is_noise(name):
+            change = f"{_format_change(pair, name)} {unit} ({ratio - 1:+.1%})"
+            yield f"{self.describe(pair.after)}: {change}, within the noise of {format_noise(noise, 1)}"
 
     def describe(self, group: RunGroup) -> str:
         """Return ``strategy=fsdp, offload=true``, or the label of the run."""

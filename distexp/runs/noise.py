@@ -6,7 +6,8 @@ OOPSLA 2007). It has two sources:
 - Repeats: the relative standard deviation of all repeats of a task on a device, pooled as in an analysis of variance.
 - Step times: the standard error of a run's speed by batch means, as in ``distexp.measure.clock.speed_error``.
 
-The noise of a speed is the larger of the two. Other metrics have the first one only.
+The noise of a speed is the larger of the two. Other metrics have the first one only. Without repeats, speeds and memory
+on CPU have at least the noise of other programs on the machine.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ SINGLE_CPU_RUN = 0.4
 """Least relative noise of a speed on CPU without repeats.
 
 Other programs share the cores. Equal runs on two cores differed by 1.7x, although the steps of each were even.
+"""
+
+CPU_MEMORY_MIB = 200.0
+"""Noise of the peak CPU memory of a run without repeats, in MiB.
+
+The kernel divides the pages of libraries among all processes that map them. Equal runs had 710 MiB alone,
+and 541 MiB next to four idle processes that import torch.
 """
 
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)

@@ -283,6 +283,19 @@ def test_small_changes_and_noise_are_not_regressions(tmp_path: Path) -> None:
     assert "Not a regression: run 0 +2: 100.0 ± 30.0 -> 86.7 ± 25.2 samples/s (-13.3%), within the noise" in done.stdout
 
 
+def test_more_cpu_memory_of_a_single_run_is_no_regression_within_the_noise(tmp_path: Path) -> None:
+    def sweep_with(name: str, peak_mib: float) -> Path:
+        run = record(0)
+        run.memory["cpu"] = [{"node": 0, "peak_mib": peak_mib, "average_mib": peak_mib, "mode_mib": peak_mib}]
+        return write(tmp_path / name, run)
+
+    before = sweep_with("a", 626.0)
+    done = report("--compare", before, sweep_with("b", 865.0))
+    assert done.returncode == 0
+    assert "626 -> 865 MiB of peak CPU memory (+38.2%), within the noise of ±45%" in " ".join(done.stdout.split())
+    assert report("--compare", before, sweep_with("c", 1000.0)).returncode == 1
+
+
 def test_single_runs_on_cpu_are_compared_within_a_large_noise(tmp_path: Path) -> None:
     """Equal runs on two busy cores had 169.5 and 289.1 samples/s."""
     before = write(tmp_path / "a", record(0, speed=289.1))

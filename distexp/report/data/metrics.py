@@ -45,10 +45,11 @@ EFFICIENCY = "efficiency_pct"
 ENERGY = "energy_j_per_sample"
 COMMUNICATION = "communication_pct"
 EXPOSED = "communication_exposed_pct"
+CPU_PEAK = "cpu_peak_mib"
 MEMORIES = {
     "gpu_peak_mib": "peak GPU memory",
     "torch_peak_allocated_mib": "peak GPU memory allocated by torch",
-    "cpu_peak_mib": "peak CPU memory",
+    CPU_PEAK: "peak CPU memory",
 }
 """Metrics of memory, by preference: a run is compared by the first that was measured."""
 
@@ -83,7 +84,7 @@ TABLE_METRICS = (
     Metric("model_states_mib", read.largest_of_devices("torch", "states_mib"), "model\nst. MiB", "{:z,.0f}",
            importance=28),
     Metric("model_states_ideal_mib", read.ideal_model_states, "by arith-\nmetic MiB", "{:z,.0f}", importance=27),
-    Metric("cpu_peak_mib", lambda record: cpu_peak_mib(record.memory), "CPU peak\nMiB", "{:z,.0f}", importance=70),
+    Metric(CPU_PEAK, lambda record: cpu_peak_mib(record.memory), "CPU peak\nMiB", "{:z,.0f}", importance=70),
     Metric("gpu_utilization_pct", read.mean_utilization("gpu"), "GPU\nutil %", "{:z.0f}", importance=38),
     Metric("cpu_utilization_pct", read.mean_utilization("cpu"), "CPU\nutil %", "{:z.0f}", importance=15),
     Metric("train_runtime_s", read.metrics_field("train_runtime"), "run-\ntime s", importance=48),

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distexp.report.data.environment_settings import is_environment_setting, is_hardware, knows_hardware
-from distexp.report.data.metrics import METRICS_BY_NAME, SPEED, STEP_NOISE, Metric
+from distexp.report.data.metrics import CPU_PEAK, METRICS_BY_NAME, SPEED, STEP_NOISE, Metric
 from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import SEED, short_name
 from distexp.report.data.settings import format_setting, task_name, training_key
 from distexp.report.data.varying import varying_settings
-from distexp.runs.noise import Deviation, pool_deviations, speed_noise
+from distexp.runs.noise import CPU_MEMORY_MIB, Deviation, pool_deviations, speed_noise
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ class RunGroup:
             return None
         deviation = statistics.stdev(values) if len(values) > 1 else None
         mean, noise = statistics.fmean(values), self._relative_noise(name, len(values))
+        if noise is None and name == CPU_PEAK:
+            return Spread(mean, deviation, CPU_MEMORY_MIB)
         return Spread(mean, deviation, None if noise is None else abs(mean) * noise)
 
     def values(self, name: str) -> list[float]:

@@ -38,6 +38,22 @@ def test_speeds_of_single_runs_on_cpu_are_not_ranked() -> None:
     assert "~: equal to this run within the noise." in text
 
 
+def with_cpu_memory(run: RunRecord, peak_mib: float) -> RunRecord:
+    run.memory["cpu"] = [{"node": 0, "peak_mib": peak_mib, "average_mib": peak_mib, "mode_mib": peak_mib}]
+    return run
+
+
+def test_cpu_memory_of_single_runs_is_ranked_only_beyond_what_other_processes_change() -> None:
+    """Equal runs had 626 to 908 MiB, because they share libraries with other processes of the machine."""
+    runs = [record(n, strategy=name) for n, name in enumerate(("ddp", "fsdp", "single"))]
+    peaks = zip(runs, (865.0, 908.0, 626.0), strict=True)
+    text = unwrapped(printed([with_cpu_memory(run, peak) for run, peak in peaks]))
+    assert "626 MiB, and run 0 (strategy=ddp), 865 MiB, are equal within the noise of ±45%" in text
+    large = zip(runs, (4000.0, 9000.0, 5000.0), strict=True)
+    text = unwrapped(printed([with_cpu_memory(run, peak) for run, peak in large]))
+    assert "Lowest peak CPU memory: run 0 (strategy=ddp), 4,000 MiB." in text
+
+
 def test_noise_of_repeats_holds_for_runs_without_repeats() -> None:
     twice = [record(n, run_id="a", speed=speed) for n, speed in enumerate((169.5, 289.1))]
     text = unwrapped(printed([*twice, record(2, strategy="fsdp", speed=240.0)]))
