@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from distexp.plan.kernel_buffers import KernelBuffers
 from distexp.plan.recorder import GPU, StorageRecorder, tensors_in
 from distexp.plan.step_trace import PlanError, StepTrace
 from distexp.plan.trace_events import Recorded, evaluation_events, history_events, step_events
+from distexp.plan.traced_context import traced_context
 from distexp.plan.traced_ddp import TracedDDP, traced_ddp
 from distexp.plan.traced_deepspeed import TracedDeepSpeed
 from distexp.plan.untraced import describe_failure
@@ -192,20 +192,6 @@ def _needs_evaluation(config: Config) -> bool:
     """Return whether to trace an evaluation. A compiled one takes long to trace, and seldom needs more memory."""
     train = config.train
     return train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch
-
-
-def traced_context(config: Config) -> Context:
-    """Return rank 0 of the run, on the device of traced tensors."""
-    cluster = config.cluster
-    return Context(
-        rank=0,
-        world_size=cluster.world_size,
-        local_rank=0,
-        workers_per_node=cluster.workers_per_node or 1,
-        nodes=cluster.nodes,
-        device=GPU,
-        run_dir=Path(),
-    )
 
 
 def _vocabulary(model: nn.Module) -> int | None:

@@ -66,7 +66,7 @@ def _library_folders() -> tuple[Path, ...]:
 
 def count_parameters(config: Config) -> int | None:
     """Return the number of parameters of a model, which is built without weights; None if that fails."""
-    from distexp.plan.tracing import traced_context
+    from distexp.plan.traced_context import traced_context
     from distexp.worker.build import build_model, load_data
 
     # To decode all images takes minutes, and does not change the model.
