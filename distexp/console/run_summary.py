@@ -8,6 +8,7 @@ from typing import Any
 from distexp.config import Config, ModelConfig
 from distexp.config.key_info import speed_references
 from distexp.console.energy import energy_lines
+from distexp.console.padding import padding_lines
 from distexp.runs.device_entries import cpu_peak_mib, device_values, node_peak_mib
 from distexp.runs.failure_text import failure_text
 from distexp.runs.listing import format_count
@@ -83,6 +84,7 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "kernels", kernels
     yield from _quality(record)
     yield from _speed(record)
+    yield from padding_lines(record)
     memory = [
         *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
         *(f"CPU of node {entry['node']} {_mib(node_peak_mib(entry))}" for entry in record.memory["cpu"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from distexp.console.run_summary import run_title, summary_lines
@@ -48,6 +50,44 @@ def test_the_panel_has_the_time_of_the_compilation() -> None:
     assert dict(summary_lines(run))["compilation"] == "8.1 s, 1 graph"
     run.metrics.compile = {"seconds": 2.0, "graphs": 4, "recompilations": 0, "cache_hits": 3}
     assert dict(summary_lines(run))["compilation"] == "2.0 s, 4 graphs, with the cache of earlier runs"
+
+
+KEYS = ["padding", "packing", "bucketing"]
+BLOOM, GPT, HF = (f"distexp.models.{name}.build" for name in ("bloom", "gpt", "hf"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, "model.attention=sdpa dataset.packing=true or dataset.padding=longest"),
+        ({"model__attention": "sdpa"}, "dataset.packing=true or dataset.padding=longest"),
+        ({"model___target_": GPT}, "dataset.packing=true or dataset.padding=longest"),
+        ({"model___target_": HF}, "dataset.bucketing=true or dataset.padding=longest"),
+        ({"model___target_": "my.model"}, "dataset.bucketing=true or dataset.padding=longest"),
+        ({"model___target_": GPT, "dataset__padding": "longest"}, "dataset.packing=true"),
+        ({"model___target_": GPT, "train__compile": "model"}, "dataset.packing=true"),
+        ({"model___target_": HF, "train__compile": "model"}, None),
+        ({"dataset__packing": True}, None),
+        ({"dataset__bucketing": True}, None),
+        ({"dataset__keys": []}, None),
+    ],
+)
+def test_the_panel_names_the_options_of_a_run_with_much_padding(settings: dict[str, Any], options: str | None) -> None:
+    run = record(0, **{"dataset__keys": KEYS, **settings})
+    run.run.duration_s = 4.0
+    run.metrics.padding_share, run.metrics.steps_per_epoch = 0.913, 20
+    expected = None if options is None else f"91% of the tokens: try {options}"
+    assert dict(summary_lines(run)).get("padding") == expected
+
+
+def test_the_panel_names_no_packing_for_few_samples() -> None:
+    run = record(0, dataset__keys=KEYS, model__attention="sdpa")
+    run.run.duration_s = 4.0
+    run.metrics.padding_share, run.metrics.steps_per_epoch = 0.9, 9
+    expected = "90% of the tokens: try dataset.bucketing=true or dataset.padding=longest"
+    assert dict(summary_lines(run))["padding"] == expected
+    run.metrics.padding_share = 0.53
+    assert "padding" not in dict(summary_lines(run)), "the share of the default run"
 
 
 def test_the_panel_has_the_utilization_by_the_peak_and_by_the_ceiling() -> None:
