@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from omegaconf import OmegaConf
+
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.config.paths import conf_dir, options_of
 from distexp.config.value_checks import value_errors
 from distexp.config.weights_source import weights_source, weights_source_key
 
@@ -32,11 +35,23 @@ def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[
         return [f"{group}.keys contains {unknown[0]!r}, which is not a key of {group}: leave it out"]
     available = ", ".join(key for key in section.keys if key != "options") or "none"
     return [
-        f"{group}.{key}={getattr(section, key)} is not a key of {group}={section.name}: leave it out. "
-        f"Its keys: {available}"
+        f"{group}.{key}={getattr(section, key)} is not a key of {group}={section.name}: "
+        + (_dataset_hint(section, key) or f"leave it out. Its keys: {available}")
         for key in vars(unset)
         if key not in COMMON_KEYS and key not in section.keys and getattr(section, key) != getattr(unset, key)
     ]
+
+
+def _dataset_hint(section: ModelConfig | DatasetConfig, key: str) -> str:
+    """Return which other datasets have a key; empty without one, and for models and custom datasets."""
+    options = options_of("dataset")
+    if not isinstance(section, DatasetConfig) or section.name not in options:
+        return ""
+    files = {option: conf_dir() / "dataset" / f"{option}.yaml" for option in options}
+    having = [
+        f"dataset={name}" for name, path in files.items() if key in OmegaConf.select(OmegaConf.load(path), "keys")
+    ]
+    return f"add {' or '.join(having)}, or leave it out" if having else ""
 
 
 def model_errors(model: ModelConfig) -> list[str]:

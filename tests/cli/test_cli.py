@@ -115,6 +115,7 @@ WRONG = {  # command lines, with a part of their message
     "model.hidden_size=63": "multiple of model.num_heads=4",
     "model.ff_dim=64": "model.ff_dim=64 is not a key of model=bloom_tiny",
     "dataset.image_size=32": "dataset.image_size=32 is not a key of dataset=squad_sample",
+    "dataset.train_path=x.json": "is not a key of dataset=squad_sample: add dataset=squad, or leave it out\n",
     "dataset=squad dataset.train_path=/nowhere.json dataset.eval_path=/nowhere.json": "/nowhere.json",
     "dataset=squad dataset.train_path=/etc/hostname": "dataset.eval_path",
     "model=resnet_tiny dataset=tinyimagenet": "dataset.root",
