@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from distexp.cli.commands import COMMANDS, run_command
 from distexp.cli.help import help_text
-from distexp.cli.suggestions import suggest
+from distexp.cli.option_errors import explain_option
+from distexp.cli.suggestions import suggest, suggest_key
 from distexp.cli.topics import topic_names, topic_text
+from distexp.config.paths import config_groups, options_of
 from distexp.exceptions import run_until_pipe_closes
 
 
@@ -25,13 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_topic(name: str) -> int:
-    text = topic_text(name)
+    text = topic_text(name) or topic_text(name.lower())
     if text is None:
-        hint = suggest(name, COMMANDS) or suggest(name, topic_names()) or ": see distexp help"
-        print(f"distexp: {name} is not a command, a group or a key{hint}", file=sys.stderr)
+        print(f"distexp: {_explain_name(name)}", file=sys.stderr)
         return 2
     print(text)
     return 0
+
+
+def _explain_name(name: str) -> str:
+    """Return the error for a name without a help text, such as ``zero_stage=7`` or ``statsu``."""
+    group, equals, option = name.partition("=")
+    if equals and group in config_groups():
+        return explain_option(group, option, options_of(group))
+    hint = suggest(name, COMMANDS) or suggest_key(name.lower(), topic_names()) or ": see distexp help"
+    return f"{name} is not a command, a group or a key{hint}"
 
 
 if __name__ == "__main__":

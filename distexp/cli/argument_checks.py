@@ -92,9 +92,16 @@ def _short_key_errors(overrides: Sequence[str]) -> Iterator[str]:
         if name in ("multirun", "m") and equals:
             yield f"{name} is not a key: write --multirun to start a sweep, or leave it out"
             continue
-        found = _keys_named(name) if equals and name not in keys else []
+        found = _keys_named(_without_unknown_section(name, keys)) if equals and name not in keys else []
         if len(found) == 1:
             yield f"{name} is not a key: write {found[0]}={value}"
+
+
+def _without_unknown_section(key: str, keys: set[str]) -> str:
+    """Return a key without its section if there is no such section, as in ``slurm.partition``."""
+    section, dot, name = key.partition(".")
+    is_known = section in keys or section.startswith(("hydra", "+", "~"))
+    return key if is_known or not dot else name.rpartition(".")[2]
 
 
 def _raise_error(message: str) -> NoReturn:

@@ -7,8 +7,9 @@ import re
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from distexp.cli.option_errors import explain_option
 from distexp.cli.overrides import parse
-from distexp.cli.suggestions import suggest, suggest_key
+from distexp.cli.suggestions import suggest_key
 from distexp.config import ConfigError
 from distexp.config.key_info import describe_values, known_keys
 from distexp.config.paths import options_of
@@ -26,9 +27,6 @@ UNQUOTED_OVERRIDE = re.compile(
     re.VERBOSE,
 )
 """An override inside ``sweep.cells`` without quotes."""
-
-BOOLEAN_NAMES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
-"""Other names of true and false."""
 
 IN_FILE = re.compile(r"In '([^']+)': ")
 """Start of Hydra's message about a value in a YAML file."""
@@ -126,8 +124,4 @@ def _explain_missing_option(error: MissingConfigException) -> str:
     group, slash, option = (error.missing_cfg_file or "").partition("/")
     if not slash:
         return f"{_first_line(error).partition('. ')[0]}: leave --config-name out"
-    options = sorted({*options_of(group), *(error.options or [])})
-    known = "distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"
-    more = ". For other models of transformers: model=hf model.name=ORGANIZATION/MODEL" if group == "model" else ""
-    near = suggest(BOOLEAN_NAMES.get(option.lower(), option), options)
-    return f"{group}={option} is not an option{near or '.'} {known}{more}"
+    return explain_option(group, option, sorted({*options_of(group), *(error.options or [])}))

@@ -32,6 +32,8 @@ def topic_text(name: str) -> str | None:
         return _group_text(group, groups[group])
     chosen = [(group, option)] if option else [(owner, name) for owner in groups]
     found = [_option_text(*pair) for pair in chosen if pair[0] in groups and pair[1] in options_of(pair[0])]
+    if not found and option and group in groups:
+        return None
     if not found and group in sections():
         return _section_text(group)
     return "\n\n".join(found or [_key_text(*pair) for pair in _keys_named(group)]) or None

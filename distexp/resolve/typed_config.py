@@ -11,6 +11,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
 
+EXAMPLES = {"model.name": " to a hub id or a folder, for example model.name=bigscience/bloom-560m"}
+"""Ends of the message for a missing value."""
+
 
 def without_hydra(composed: DictConfig) -> DictConfig:
     """Return a copy of a composed configuration without its ``hydra`` node."""
@@ -37,7 +40,7 @@ def to_dataclasses(composed: DictConfig) -> Config:
         }
     except MissingMandatoryValue as error:
         missing = ", ".join(sorted(OmegaConf.missing_keys(without_hydra(composed))))
-        raise ConfigError(f"{missing} is required: set it, or choose an option of its group") from error
+        raise ConfigError(f"{missing} is required: set it{EXAMPLES.get(missing, '')}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return Config(**typed)

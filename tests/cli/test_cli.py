@@ -37,6 +37,14 @@ WRONG = {  # command lines, with a part of their message
     "--gpus 2": "--gpus is not an option: write cluster.workers_per_node=2\n",
     "train.hidden_size=8": "Did you mean model.hidden_size?",
     "strategy=fdsp": "strategy=fdsp is not an option. Did you mean fsdp? Options: ddp, deepspeed, fsdp, single",
+    "strategy=FSDP": "strategy=FSDP is not an option. Did you mean fsdp? Options: ddp, deepspeed, fsdp, single\n",
+    "strategy=zero2": "strategy=zero2 is not an option. Did you mean zero_stage=2? Options: ddp",
+    "strategy=full_shard": "Did you mean sharding=full_shard? Options: ddp",
+    "precision=BF16": "precision=BF16 is not an option. Did you mean bf16? Options: bf16, fp16, fp32\n",
+    "precision=float16": "precision=float16 is not an option. Did you mean fp16? Options: bf16, fp16, fp32\n",
+    "offload=cpu": "offload=cpu is not an option. Did you mean true? Options: false, pinned, true\n",
+    "slurm.partition=gpu": "distexp: slurm.partition is not a key: write cluster.partition=gpu\n",
+    "training.lr=0.1": "distexp: training.lr is not a key: write train.learning_rate=0.1\n",
     "zero_stage=4": "zero_stage=4 is not an option. Options: 0, 1, 2, 3",
     "model=bloom": "Did you mean bloom_",
     "experiment=deepspeed/zero_stage": "deepspeed/zero_stages",
@@ -105,7 +113,7 @@ WRONG = {  # command lines, with a part of their message
     "zero_stage=3 train.compile=true": "train.compile=true",
     "model=resnet_tiny dataset=squad_sample": "or dataset=tinyimagenet_sample, tinyimagenet or synthetic",
     "dataset=tinyimagenet": "choose model=resnet_tiny or resnet50, or dataset=squad_sample, squad or synthetic",
-    "model=hf": "model.name is required: set it",
+    "model=hf": "model.name is required: set it to a hub id or a folder, for example model.name=bigscience/bloom-560m",
     "model.name=gpt2": "only model=hf reads model.name: write model=hf model.name=gpt2\n",
     "--multirun model=hf,gpt_tiny model.name=gpt2": "model.name=gpt2 does not choose a model",
     "name=condé": "name=condé needs quotes: write \"name='condé'\"\n",
@@ -161,7 +169,10 @@ WRONG = {  # command lines, with a part of their message
     "--multirun zero_stage=1 2": "2 is not KEY=VALUE: write for example strategy=fsdp. Separate several values",
     "--config-name foo": "Cannot find primary config 'foo': leave --config-name out\n",
     "cluster.time=10": "cluster.time is not a key. Did you mean cluster.timeout_min?\n",
-    "model=bloom_560": "resnet_tiny. For other models of transformers: model=hf model.name=ORGANIZATION/MODEL\n",
+    "model=bloom_560": "from the hub or a folder: model=hf model.name=FOLDER_OR_HUB_ID\n",
+    "model=/tmp/mymodel": "resnet_tiny. For another model of transformers, from the hub or a folder: model=hf model.na"
+    "me=/tmp/mymodel\n",
+    "model=bigscience/bloom-560m": "from the hub or a folder: model=hf model.name=bigscience/bloom-560m\n",
     "choose strategy=ddp,fsdp": "use choose.space, for example choose.space='[\"strategy=ddp,fsdp\"]'\n",
     "choose choose.gpus=0": "choose.gpus=[0] must be numbers, each at least 1\n",
     "choose choose.objective=speed": "choose.objective=speed is not one of throughput, energy, cost, memory\n",
@@ -261,6 +272,8 @@ def test_help_is_a_command_too() -> None:
         ("train", ("  train.num_epochs\n", "Passes over the training set.")),
         ("lr", ("train.learning_rate\n", "Values: at least 0.", "Default: 5e-05.")),
         ("cluster.nodes", ("cluster.nodes\n", "distexp cluster.nodes=VALUE")),
+        ("sequence_length", ("dataset.max_length\n", "Length at which texts")),
+        ("FSDP", ("strategy=fsdp\n", "FSDP2")),
         ("profile", ("profile\n", "train.profile_steps=3", "distexp profile=VALUE")),
         ("choose.gpus", ("choose.gpus\n", "  distexp choose choose.gpus=VALUE")),
         ("plan.gpu", ("plan.gpu\n", "  distexp plan.gpu=VALUE")),
@@ -275,9 +288,19 @@ def test_help_explains_groups_options_and_keys(
         assert text in shown
 
 
-def test_help_suggests_a_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert help_main(["zero_stge"]) == 2
-    assert capsys.readouterr().err.endswith("is not a command, a group or a key. Did you mean zero_stage?\n")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("zero_stge", "zero_stge is not a command, a group or a key. Did you mean zero_stage?"),
+        ("ZeRO", "ZeRO is not a command, a group or a key. Did you mean zero_stage?"),
+        ("xyz", "xyz is not a command, a group or a key: see distexp help"),
+        ("zero_stage=7", "zero_stage=7 is not an option. Options: 0, 1, 2, 3"),
+        ("strategy=fsdq", "strategy=fsdq is not an option. Did you mean fsdp? Options: ddp, deepspeed, fsdp, single"),
+    ],
+)
+def test_help_suggests_a_name(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_main([name]) == 2
+    assert capsys.readouterr().err == f"distexp: {message}\n"
 
 
 @pytest.mark.parametrize("module", ["distexp.experiments", "distexp"])

@@ -300,7 +300,9 @@ def test_errors_are_reported_before_anything_starts(tmp_path: Path) -> None:
         return str(caught.value)
 
     nowhere = tmp_path / "nowhere"
-    assert error("model=hf") == "model.name is required: set it, or choose an option of its group"
+    assert error("model=hf") == (
+        "model.name is required: set it to a hub id or a folder, for example model.name=bigscience/bloom-560m"
+    )
     assert error("model=hf", f"model.name={nowhere}") == (
         f"model.name={nowhere} does not exist: correct the path, or use a hub id"
     )
