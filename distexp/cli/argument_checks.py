@@ -46,7 +46,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
         ]
     if not errors and known.overrides and arguments[0] == known.overrides[0] and not is_override(arguments[0]):
         errors.append(_explain_command(arguments[0]))
-    errors = errors or list(_short_key_errors(known.overrides))
+    errors = errors or list(short_key_errors(known.overrides))
     if errors:
         raise ConfigError(errors)
 
@@ -84,7 +84,7 @@ def _continues(previous: str, argument: str, keys: set[str]) -> bool:
     return previous in keys or previous.endswith(("=", ",")) or argument.startswith(("=", ","))
 
 
-def _short_key_errors(overrides: Sequence[str]) -> Iterator[str]:
+def short_key_errors(overrides: Sequence[str]) -> Iterator[str]:
     """Yield an error for each key without its section, such as ``lr=0.1``, if only one key can be meant."""
     keys = known_keys()
     for override in overrides:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from distexp.cli.argument_checks import short_key_errors
 from distexp.cli.overrides import parse
 from distexp.config import ConfigError
 from distexp.forecast.profiled_run import ProfiledRun
@@ -44,7 +45,7 @@ def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool)
     Raises:
         ConfigError: an override changes what the workers compute, or another user's run may run code.
     """
-    errors = [_refused(run, text) for text in typed if not _may_be_set(run, text)]
+    errors = list(short_key_errors(typed)) or [_refused(run, text) for text in typed if not _may_be_set(run, text)]
     if errors:
         raise ConfigError(errors)
     _check_sweeps(typed)

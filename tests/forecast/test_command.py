@@ -183,6 +183,7 @@ def test_a_size_with_other_layers_is_not_forecast(
         (("cluster.nodes=0",), "cluster.nodes=0 must be a whole number from 1"),
         (("cluster.nodes=two",), "cluster.nodes=two must be a whole number from 1"),
         (("cluster.nodes=4096",), "makes 8,192 workers, but a forecast has at most 4,096"),
+        (("nodes=1,2",), "distexp: nodes is not a key: write cluster.nodes=1,2\n"),
         (("strategy=fsdp",), "strategy=fsdp changes what a worker computes"),
         (("cluster.device=cuda",), "cluster.device=cuda changes what a worker computes"),
         (("scaling=fixed,weak_data",), "scaling=fixed,weak_data has several values"),
