@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import Override
 from distexp.cli.argument_checks import check_arguments, split_options
 from distexp.cli.command_keys import ignored_keys
 from distexp.cli.overrides import add_plus_prefix, parse, quote_choice
+from distexp.cli.strategy_sweeps import strategy_sweep_warnings
 from distexp.config import ConfigError
 from distexp.config.key_info import takes_list
 from distexp.config.paths import config_groups, options_of
@@ -49,7 +50,10 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     if any(option.split("=")[0] in HYDRA_FLAGS for option in options):
         check_single_run(overrides)
         return [*overrides, *options]
-    check_sweep(parse(overrides), multirun=bool({"-m", "--multirun"} & set(options)))
+    parsed = parse(overrides)
+    check_sweep(parsed, multirun=bool({"-m", "--multirun"} & set(options)))
+    for warning in strategy_sweep_warnings(parsed):
+        print(f"distexp: warning: {warning}", file=sys.stderr)
     rest = [option for option in options if option not in ("-m", "--multirun", "-r", "--run")]
     return ["--multirun", *(text for override in overrides for text in _use_sweep_dir(override)), *rest]
 
@@ -100,9 +104,10 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
 def _sweep_hint(swept: Sequence[str], by_key: Mapping[str, Override]) -> str:
     """Return what to type instead of several values without ``--multirun``."""
     if "choose.only" in by_key:
+        entries = ",".join(f'"{by_key[key].input_line}"' for key in swept).replace("'", "")
         return (
-            "choose is for one training, so set one value. To vary what keeps the training, use choose.space, for "
-            "example choose.space='[\"strategy=ddp,fsdp\"]'"
+            "choose is for one training, so set one value. To vary what keeps the training, use choose.space: write "
+            f"choose.space='[{entries}]'"
         )
     lists = [key for key in swept if takes_list(key)]
     if lists:

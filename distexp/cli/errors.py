@@ -28,6 +28,9 @@ UNQUOTED_OVERRIDE = re.compile(
 )
 """An override inside ``sweep.cells`` without quotes."""
 
+DURATION = re.compile(r"(\d+):(\d{2}):(\d{2})")
+"""Hours, minutes and seconds."""
+
 IN_FILE = re.compile(r"In '([^']+)': ")
 """Start of Hydra's message about a value in a YAML file."""
 
@@ -70,14 +73,18 @@ def _explain_value(error: Exception) -> str:
         given = text.removeprefix("Error merging override ").lstrip("+")
         if file := IN_FILE.match(text):
             given = f"{file[1]}.yaml: {key}={cause.value}"
-        return f"{given} must be {accepted}{_explain_profile_steps(key, cause.value)}"
+        return f"{given} must be {accepted}{_explain_other_unit(key, str(cause.value))}"
     return text if cause is error else f"{text.rstrip('.')}: {_first_line(cause)}"
 
 
-def _explain_profile_steps(key: str, value: object) -> str:
-    """Return the hint for a number of steps in ``profile``; empty for anything else."""
-    is_number = key == "profile" and str(value).isdecimal()
-    return f": for {value} steps write train.profile_steps={value}" if is_number else ""
+def _explain_other_unit(key: str, value: str) -> str:
+    """Return the hint for steps in ``profile`` and for ``00:30:00`` in a key of minutes; empty for anything else."""
+    if key == "profile" and value.isdecimal():
+        return f": for {value} steps write train.profile_steps={value}"
+    if key.endswith("_min") and (duration := DURATION.fullmatch(value)):
+        hours, minutes, seconds = (int(part) for part in duration.groups())
+        return f", in minutes: write {key}={60 * hours + minutes + seconds / 60:g}"
+    return ""
 
 
 def _explain_syntax(override: str, reason: str) -> str:

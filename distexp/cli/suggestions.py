@@ -19,6 +19,7 @@ ALIASES = {
     "sequence_length": "dataset.max_length",
     "seq_len": "dataset.max_length",
     "max_seq_length": "dataset.max_length",
+    "timeout": "cluster.timeout_min",
     "time": "cluster.timeout_min",
     "walltime": "cluster.timeout_min",
     "mem": "cluster.memory_gb",

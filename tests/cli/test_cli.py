@@ -168,12 +168,15 @@ WRONG = {  # command lines, with a part of their message
     "strategy='ddp": "strategy='ddp cannot be parsed, because ' is not closed",
     "--multirun zero_stage=1 2": "2 is not KEY=VALUE: write for example strategy=fsdp. Separate several values",
     "--config-name foo": "Cannot find primary config 'foo': leave --config-name out\n",
+    "cluster.timeout=10": "cluster.timeout is not a key. Did you mean cluster.timeout_min?\n",
+    "cluster.timeout_min=00:30:00": "must be a number or null, in minutes: write cluster.timeout_min=30\n",
     "cluster.time=10": "cluster.time is not a key. Did you mean cluster.timeout_min?\n",
     "model=bloom_560": "from the hub or a folder: model=hf model.name=FOLDER_OR_HUB_ID\n",
     "model=/tmp/mymodel": "resnet_tiny. For another model of transformers, from the hub or a folder: model=hf model.na"
     "me=/tmp/mymodel\n",
     "model=bigscience/bloom-560m": "from the hub or a folder: model=hf model.name=bigscience/bloom-560m\n",
-    "choose strategy=ddp,fsdp": "use choose.space, for example choose.space='[\"strategy=ddp,fsdp\"]'\n",
+    "choose strategy=ddp,fsdp": "use choose.space: write choose.space='[\"strategy=ddp,fsdp\"]'\n",
+    "choose zero_stage=1,2,3 offload=true,false": 'choose.space=\'["zero_stage=1,2,3","offload=true,false"]\'\n',
     "choose choose.gpus=0": "choose.gpus=[0] must be numbers, each at least 1\n",
     "choose choose.objective=speed": "choose.objective=speed is not one of throughput, energy, cost, memory\n",
     "choose choose.budget_min=0": "distexp: choose.budget_min=0 must be above 0\n",
@@ -208,6 +211,40 @@ def test_a_key_of_another_command_is_accepted_with_its_default() -> None:
     defaults = ["choose.budget_min=10", "choose.objective='throughput'", "forecast.network=null", "plan.output=table"]
     assert normalize_arguments(defaults)[1:] == defaults
     assert "choose.budget_min=5" in normalize_arguments(["choose.only=true", "choose.budget_min=5"])
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        (
+            "strategy=ddp,fsdp zero_stage=2",
+            "zero_stage=2 is for strategy=deepspeed, so the cells with strategy=ddp,fsdp are invalid: to compare them, "
+            "write strategy=ddp,fsdp,deepspeed without zero_stage=2 (the default), or "
+            """'sweep.cells=[["strategy=ddp,fsdp"],["zero_stage=2"]]'""",
+        ),
+        (
+            "strategy=ddp,fsdp,deepspeed zero_stage=1,3",
+            "zero_stage=1,3 is for strategy=deepspeed, so the cells with strategy=ddp,fsdp are invalid: to compare "
+            """them, write 'sweep.cells=[["strategy=ddp,fsdp"],["zero_stage=1,3"]]'""",
+        ),
+        (
+            "strategy=ddp,fsdp sharding=no_shard",
+            "sharding=no_shard is for strategy=fsdp, so the cells with strategy=ddp are invalid: to compare them, "
+            """write 'sweep.cells=[["strategy=ddp"],["sharding=no_shard"]]'""",
+        ),
+    ],
+)
+def test_a_sweep_over_strategies_with_an_option_of_one_gets_a_hint(
+    line: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    normalize_arguments(["--multirun", *line.split()])
+    assert capsys.readouterr().err == f"distexp: warning: {hint}\n"
+
+
+@pytest.mark.parametrize("line", ["strategy=ddp,deepspeed", "strategy=glob(*) zero_stage=2", "zero_stage=1,2"])
+def test_other_sweeps_get_no_hint(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    normalize_arguments(["--multirun", *line.split()])
+    assert capsys.readouterr().err == ""
 
 
 def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
