@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,10 @@ from distexp.data.qa import (
     tokenize_examples,
     tokenizer_corpus,
 )
+from distexp.data.squad_json import find_format_error, format_error, load_json, no_examples
 from distexp.data.text import TextCollate, sequence_length
 from distexp.data.tokenization import Tokenizer, load_tokenizer
 from distexp.system.hub import offline_if_unreachable
-
-JSON_LAYOUT = (
-    "expected data[].paragraphs[] with context and qas[], and in each of qas[] id, question and answers[] with text"
-)
 
 START = "answer_start"
 """Key of the position of an answer in the context, in characters. Positions are optional, and checked if present."""
@@ -99,18 +95,11 @@ def read_json(path: Path) -> list[Example]:
     Raises:
         ConfigError: the file is missing or has another format.
     """
-    try:
-        with path.open(encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]
-        raise ConfigError(f"cannot read {path} as JSON ({reason}): use a SQuAD v1.1 file") from error
+    content = load_json(path)
     try:
         return list(_from_articles(content))
-    except KeyError as error:
-        raise ConfigError(f"{path} lacks the key {error} of SQuAD v1.1: {JSON_LAYOUT}") from error
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not in the format of SQuAD v1.1 ({error}): {JSON_LAYOUT}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(format_error(path, find_format_error(content) or error)) from error
 
 
 def _from_articles(content: Mapping[str, Any]) -> Iterator[Example]:
@@ -226,16 +215,16 @@ def _check_positions(examples: Sequence[Example], name: str, source: str) -> Non
 def _select(split: Split, dataset: DatasetConfig) -> Sequence[Example]:
     """Return the first examples of a split, as many as its size in ``dataset``, with checked positions."""
     count, size = len(split.examples), getattr(dataset, f"{split.key}_size")
+    source = str(getattr(dataset, f"{split.key}_path") or dataset.path)
     if not count:
-        raise ConfigError(f"the data has no {split.name} examples: use data with at least one question")
+        raise ConfigError(no_examples(source, f"{split.name} examples"))
     if size is not None and size > count:
         raise ConfigError(
             f"dataset.{split.key}_size={size} is more than the {count} {split.name} examples of the data: "
             f"set at most {count}, or null for all"
         )
     selected = split.examples[:size]
-    source = getattr(dataset, f"{split.key}_path") or dataset.path
-    _check_positions(selected, f"{split.name} examples", str(source))
+    _check_positions(selected, f"{split.name} examples", source)
     return selected
 
 

@@ -11,6 +11,7 @@ from distexp.config import Config
 from distexp.config.field_info import info_of
 from distexp.config.key_info import get_value, schema_fields
 from distexp.config.weights_source import loads_from_source, weights_source, weights_source_key
+from distexp.data.squad_json import find_small_file_error
 from distexp.resolve.data_checks import same_task
 
 EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
@@ -24,6 +25,9 @@ TINYIMAGENET_FILES = ("wnids.txt", "train", "val/val_annotations.txt")
 
 SQUAD = "distexp.data.squad"
 """Start of the targets of datasets that need a tokenizer."""
+
+SQUAD_FILES = "distexp.data.squad.load"
+"""Target of the dataset that reads JSON files of SQuAD."""
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken")
 """Files of which a folder with a tokenizer has at least one."""
@@ -41,13 +45,17 @@ def check_files(config: Config) -> Iterator[str]:
 
 
 def check_dataset_files(config: Config) -> Iterator[str]:
-    """Yield an error for each dataset path that is missing."""
+    """Yield an error for each dataset path that is missing, and for each small file that is not in the format."""
     yield from _image_folder_errors(config)
     pair = {"dataset.train_path": config.dataset.train_path, "dataset.eval_path": config.dataset.eval_path}
     given = [key for key, path in pair.items() if path is not None]
     if len(given) == 1:
         (missing,) = set(pair) - set(given)
         yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
+    if config.dataset._target_ == SQUAD_FILES:
+        for key, path in pair.items():
+            if path is not None and os.path.isfile(path) and (error := find_small_file_error(path)):
+                yield f"{key}={error}"  # an error starts with the path
 
 
 def _image_folder_errors(config: Config) -> Iterator[str]:

@@ -264,18 +264,37 @@ def test_one_file_alone_is_refused(tmp_path: Path, given: str) -> None:
         squad.load(write_small_squad(tmp_path, **{absent: None}), TEXT_MODEL, 0)
 
 
+FORMAT = "train.json is not in the format of SQuAD v1.1: "
+
+
+def paragraph(content: str) -> str:
+    return f'{{"data": [{{"paragraphs": [{{{content}}}]}}]}}'
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"cannot read .*train.json as JSON \(.*No such file.*\): use a SQuAD v1.1 file"),
-        ("{", r"cannot read .*train.json as JSON"),
-        (b"\xff\xfe\x00", r"cannot read .*train.json as JSON"),
-        ("[" * 100_000, r"cannot read .*train.json as JSON"),
-        ("1" * 5_000, r"cannot read .*train.json as JSON"),
-        ("{}", r"train.json lacks the key 'data' of SQuAD v1.1: expected data\[\]"),
-        ('{"data": [{"title": "x"}]}', r"train.json lacks the key 'paragraphs'"),
-        ("[1]", r"train.json is not in the format of SQuAD v1.1"),
-        ('{"data": [{"paragraphs": [{"context": 3, "qas": []}]}]}', r"train.json is not in the format of SQuAD v1.1"),
+        (None, r"train.json cannot be read \(No such file or directory\): correct the path"),
+        ("{", r"train.json is not JSON \(Expecting .*\): use a file of the form \{\"data\": \[\{\"paragraphs\""),
+        ("question,answer", r"train.json is not JSON \(Expecting value: line 1 column 1 \(char 0\)\)"),
+        ('{"id": 1}\n{"id": 2}', r"train.json is not JSON \(Extra data: line 2"),
+        (b"\xff\xfe\x00", r"train.json is not JSON"),
+        ("[" * 100_000, r"train.json is not JSON"),
+        ("1" * 5_000, r"train.json is not JSON"),
+        ("{}", FORMAT + r"the file has no key 'data'\. Use the form \{\"data\": \[\{\"paragraphs\""),
+        ("[1]", FORMAT + "the file is a list and not an object"),
+        ('{"data": {"paragraphs": []}}', FORMAT + "data is an object and not a list"),
+        ('{"data": [{"title": "x"}]}', FORMAT + r"data\[0\] has no key 'paragraphs'"),
+        (
+            paragraph('"context": 3, "qas": []'),
+            FORMAT + r"data\[0\].paragraphs\[0\].context is a number and not a text",
+        ),
+        (paragraph('"context": "a", "qas": [[]]'), FORMAT + r".*qas\[0\] is a list and not an object"),
+        (paragraph('"context": "a", "qas": [{"answers": [null]}]'), FORMAT + r".*has no key 'id'"),
+        (
+            paragraph('"context": "a", "qas": [{"id": 1, "question": "b", "answers": ["c"]}]'),
+            FORMAT + r".*qas\[0\].answers\[0\] is a text and not an object",
+        ),
     ],
 )
 def test_files_of_another_format_are_refused(tmp_path: Path, content: str | bytes | None, message: str) -> None:
@@ -323,7 +342,7 @@ def test_an_unreachable_hub_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -
 def test_data_without_a_question_is_refused(tmp_path: Path) -> None:
     config = write_small_squad(tmp_path)
     (tmp_path / "train.json").write_text('{"data": []}')
-    with pytest.raises(ConfigError, match=r"^the data has no training examples: use data with at least one question$"):
+    with pytest.raises(ConfigError, match=r"train.json has no training examples: use data with at least one question$"):
         squad.load(config, TEXT_MODEL, 0)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distexp.config import DatasetConfig
+from distexp.data.squad_json import MAX_CHECKED_BYTES
 from distexp.launch.local.interrupts import interrupts_collected
 from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
@@ -280,7 +281,7 @@ def test_training_on_an_official_tinyimagenet_folder(tinyimagenet_folder: Datase
 
 def test_a_failed_run_reports_its_cause_and_exits_with_1(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
-    broken.write_text('{"data": [{"paragraphs": 3}]}')
+    broken.write_text('{"data": [{"paragraphs": 3}]}' + " " * MAX_CHECKED_BYTES)
     overrides = (
         "dataset=squad",
         f"dataset.train_path={broken}",

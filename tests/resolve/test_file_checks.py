@@ -63,3 +63,25 @@ def test_text_data_without_a_tokenizer_is_refused() -> None:
     assert error("strategy=single", "model.tokenizer=null") == (
         "model.tokenizer is null, but dataset=squad_sample needs one: set byte, a hub id or a folder"
     )
+
+
+def test_small_question_files_of_another_format_are_refused(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"{name}.json" for name in ("train", "eval")}
+    overrides = ["dataset=squad", "strategy=single", *(f"dataset.{name}_path={path}" for name, path in paths.items())]
+    paths["train"].write_text("question,answer")
+    paths["eval"].write_text("[1]")
+    form = '{"data": [{"paragraphs": [{"context": "...", "qas": [{"id": "...", "question": "...", "answers": '
+    form += '[{"text": "..."}]}]}]}]}'
+    assert error(*overrides).splitlines() == [
+        f"dataset.train_path={paths['train']} is not JSON (Expecting value: line 1 column 1 (char 0)): use a file of "
+        f"the form {form}",
+        f"dataset.eval_path={paths['eval']} is not in the format of SQuAD v1.1: the file is a list and not an object. "
+        f"Use the form {form}",
+    ]
+    paths["train"].write_text(form)
+    paths["eval"].write_text('{"data": []}')
+    assert error(*overrides) == (
+        f"dataset.eval_path={paths['eval']} has no examples: use data with at least one question"
+    )
+    paths["eval"].write_text(form)
+    assert resolve_cell(*overrides).dataset.train_path == str(paths["train"])
