@@ -137,7 +137,10 @@ def test_dry_run_prints_one_file_per_shape_and_writes_nothing(tmp_path: Path) ->
     done = run_distexp(*words, cwd=tmp_path, env=NO_SLURM)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("#!/bin/bash") == 2
-    assert "# runs 0, 1" in done.stdout
+    assert "# runs 0, 1\n#   0: cluster.nodes=1 train.seed=1\n#   1: cluster.nodes=1 train.seed=2\n" in done.stdout
+    assert done.stdout.endswith(
+        "# 4 jobs, nothing was submitted. The folder of the sweep and its files are made at submission.\n"
+    )
     assert "#SBATCH --array=0-1%2" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -219,6 +222,7 @@ def test_custom_site_is_one_file(tmp_path: Path) -> None:
     words = ("--config-dir", str(tmp_path), "cluster.dry_run=true")
     done = run_distexp(*words, "cluster=mine", cwd=tmp_path, env=NO_SLURM)
     assert options(done.stdout)["partition"] == "ours", done.stderr
+    assert done.stdout.startswith("# run 0\n#   0: cluster.dry_run=true cluster=mine\n")
     done = run_distexp("--config-dir", str(tmp_path), "cluster=torn", cwd=tmp_path)
     assert done.returncode == 2
     assert "chooses no launcher" in done.stderr

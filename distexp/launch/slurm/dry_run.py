@@ -14,9 +14,13 @@ from distexp.launch.cell import Cell
 from distexp.launch.slurm.invalid_printer import InvalidPrinter
 from distexp.launch.slurm.script import JobArray
 from distexp.launch.slurm.submission import group_by_resources
+from distexp.runs.command_text import format_override
 from distexp.runs.failure_text import join_errors
-from distexp.runs.listing import format_runs
+from distexp.runs.listing import format_count, format_runs
 from distexp.runs.run_dir import SNAPSHOT
+
+MAX_LISTED_RUNS = 20
+"""Runs of an array whose overrides are printed."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class PlannedRun:
 
     number: int
     config: Config
+    overrides: str  # as they are typed; of several cells only those that they do not share
 
 
 def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
@@ -35,7 +40,15 @@ def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> N
         directories = tuple(map(str, numbers))
         array = JobArray(f"array{index}", group[0].config, sweep_dir, sweep_dir / SNAPSHOT, directories)
         print_plain(console, f"# {format_runs(numbers)}")
+        for run in group[:MAX_LISTED_RUNS]:
+            print_plain(console, f"#   {run.number}: {run.overrides or 'no overrides'}")
+        if len(group) > MAX_LISTED_RUNS:
+            print_plain(console, f"#   and {len(group) - MAX_LISTED_RUNS} more")
         print_plain(console, array.render())
+    jobs = format_count(len(runs), "job")
+    print_plain(
+        console, f"# {jobs}, nothing was submitted. The folder of the sweep and its files are made at submission."
+    )
 
 
 def _plan_runs(cells: Sequence[Cell], invalid: InvalidPrinter) -> list[PlannedRun]:
@@ -45,5 +58,6 @@ def _plan_runs(cells: Sequence[Cell], invalid: InvalidPrinter) -> list[PlannedRu
         if cell.config is None:
             invalid.print(number, join_errors(cell.errors))
         else:
-            runs.append(PlannedRun(number, cell.config))
+            overrides = " ".join(map(format_override, cell.varied or cell.overrides))
+            runs.append(PlannedRun(number, cell.config, overrides))
     return runs
