@@ -13,9 +13,14 @@ from distexp.config import ConfigError
 from distexp.explain.explanation import Explanation, explain_profile
 from distexp.explain.step_profile import StepProfile
 from distexp.runs.command_text import format_override
+from distexp.runs.json_files import read_json
 from distexp.runs.printable import printable
 from distexp.runs.record import RunRecord
 from distexp.runs.record_search import read_records
+from distexp.runs.run_dir import COMMAND
+
+REPLACED = ("profile=", "train.profile_steps=", "hydra.sweep.", "sweep.resume=")
+"""Overrides that a command with a profile has not, or has with other values."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,19 @@ def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
     if note := (record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile: {note}"
     options = [
-        format_override(text)
-        for text in record.run.overrides
-        if not text.startswith(("profile=", "train.profile_steps="))
+        text if '"' in text else format_override(text)
+        for text in _sweep_command(directory) or record.run.overrides
+        if not text.startswith(REPLACED)
     ]
     return f"{directory} has no profile: run it with {shlex.join(['distexp', *options, 'profile=true'])}"
+
+
+def _sweep_command(directory: Path) -> list[str]:
+    """Return the arguments of a sweep of several runs; empty if the directory is none, or its command is damaged."""
+    try:
+        command = read_json(directory / COMMAND)
+        arguments, cells = command["words"], command["cells"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    is_sweep = isinstance(cells, int) and cells > 1 and isinstance(arguments, list)
+    return [printable(text) for text in arguments if isinstance(text, str)] if is_sweep else []

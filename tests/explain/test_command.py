@@ -83,6 +83,20 @@ def test_command_to_profile_is_that_of_a_completed_run(tmp_path: Path, capsys: p
     assert capsys.readouterr().err.endswith("has no profile: too few steps: train more steps\n")
 
 
+def test_command_to_profile_a_sweep_is_that_of_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path, record(0, overrides=("zero_stage='1'",)), record(1, overrides=("zero_stage='2'",)))
+    words = ["--multirun", "zero_stage='1','2'", 'sweep.cells=[["a=1"]]', "profile=false", "hydra.sweep.dir=sweep"]
+    (folder / "command.json").write_text(json.dumps({"words": words, "cells": 2}))
+    typed = """distexp --multirun zero_stage=1,2 'sweep.cells=[["a=1"]]' profile=true\n"""
+    for directory, command in ((folder, typed), (folder / "1", "distexp zero_stage=2 profile=true\n")):
+        assert main([str(directory)]) == 2
+        assert capsys.readouterr().err.endswith(f"run it with {command}")
+    for damaged in ("[]", '{"words": 1, "cells": 2}', '{"words": [], "cells": null}'):
+        (folder / "command.json").write_text(damaged)
+        assert main([str(folder)]) == 2
+        assert capsys.readouterr().err.endswith("run it with distexp zero_stage=1 profile=true\n")
+
+
 def test_damaged_records_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     communicating = profiled(COMMUNICATION_BOUND, train__gradient_accumulation_steps=0, **GPU)
     communicating.metrics.communication = {"by_collective": {"a": None}}
