@@ -193,7 +193,8 @@ def forecast_steps(
 def _name(longest: Item | None) -> str:
     if not isinstance(longest, Collective):
         return ""
-    return f"{longest.kind} of {(longest.bytes or 0) / 1e6:,.1f} MB"
+    size = longest.bytes or 0
+    return f"{longest.kind} of " + (f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:.3g} kB")
 
 
 def _notes(sources: frozenset[str], machine: MachineCurves, target: Target) -> tuple[str, ...]:

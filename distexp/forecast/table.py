@@ -48,7 +48,15 @@ def answer(rows: Sequence[SizeRow], workers: str) -> str:
     efficiency, (low, high) = row.efficiency or 0.0, row.efficiency_interval or (0.0, 0.0)
     count = format_count(row.workers, workers.removesuffix("s"))
     text = f"{count}: {efficiency:.0%} efficiency ({low:.0%} to {high:.0%}), {row.samples_per_second:,.1f} samples/s"
-    return f"{text}; {_limit(row)}."
+    return f"{text}; {_limit(row)}.{_impossible(rows)}"
+
+
+def _impossible(rows: Sequence[SizeRow]) -> str:
+    """Return how many sizes have no forecast; empty if all have one."""
+    count = sum(1 for row in rows if row.error)
+    if not count:
+        return ""
+    return f" {count} of {format_count(len(rows), 'size')} {'has' if count == 1 else 'have'} no forecast: see below."
 
 
 def _largest(rows: Sequence[SizeRow]) -> SizeRow | None:

@@ -161,6 +161,7 @@ def test_an_impossible_size_is_a_row_with_its_reason(
     found = [cells[0], replace(cells[1], config=None, errors=["one is wrong", "two is wrong"])]
     text = forecast(sweep, found, capsys)
     assert text.startswith("2 workers: 100% efficiency")
+    assert text.splitlines()[0].endswith("limits it. 1 of 2 sizes has no forecast: see below.")
     assert "2 x 2: one is wrong | two is wrong" in text
     with pytest.raises(ConfigError, match="one is wrong"):
         forecast(sweep, found[1:], capsys)

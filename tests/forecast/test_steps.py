@@ -108,6 +108,14 @@ def test_the_last_bucket_is_exposed_on_two_workers(tmp_path: Path) -> None:
     assert found.low_s < found.step_time_s < found.high_s
 
 
+def test_a_small_collective_is_in_kb(tmp_path: Path) -> None:
+    reduce = Collective("all_reduce", 20_500, 1, "all", BACKWARD, 0)
+    run = write_run(tmp_path, [reduce if isinstance(item, Collective) else item for item in ddp_items()], 0.030)
+    slow = replace(MACHINE, points=(CurvePoint("all_reduce", 2, 1, 20_500, 0.02),))
+    (found,) = forecast_steps(run, [target(2)], slow)
+    assert found.limit == "communication, as the all_reduce of 20.5 kB"
+
+
 def test_observed_collectives_are_scaled_to_another_number_of_workers(tmp_path: Path) -> None:
     run = write_run(tmp_path, ddp_items(transfer_s=0.005), 0.035, workers=2)
     (found,) = forecast_steps(run, [target(4)], MACHINE)
