@@ -23,7 +23,13 @@ HOPPER_BLOCKS = {
     **{"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32},
     **{"bwd_num_warps": 4, "bwd_num_stages": 3},
 }
-"""Queries and keys that a program of flex attention handles at a time, for heads of up to 64 on H100 and H200."""
+"""Queries and keys that a program of flex attention handles at a time, for heads of HOPPER_WIDTH on H100 and H200.
+
+They were the fastest ones on an H200 with a length of 512.
+"""
+
+HOPPER_WIDTH = 64
+MIN_HOPPER_LENGTH = 128
 
 
 def number_documents(position_ids: Tensor) -> Tensor:
@@ -121,16 +127,13 @@ def _gpu_generation(device: torch.device) -> tuple[int, int] | None:
 
 
 def _kernel_options(query: Tensor) -> dict[str, Any]:
-    """Return the options of flex attention's kernels.
+    """Return the options of flex attention's kernels: block sizes, if those of torch were measured to be slower.
 
-    Each query attends at least to itself, and the keys of a query are contiguous, so the kernels need not handle other
-    cases. Block sizes are those that were fastest on H200s with heads of 64 and a length of 512; other heads and GPUs
-    have the sizes of torch.
+    Below MIN_HOPPER_LENGTH, torch uses another kernel, with sizes that depend on the length.
     """
-    options: dict[str, Any] = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
-    if query.shape[-1] <= 64 and _gpu_generation(query.device) == (9, 0):
-        options |= HOPPER_BLOCKS
-    return options
+    length, width = query.shape[-2:]
+    is_measured = width == HOPPER_WIDTH and length >= MIN_HOPPER_LENGTH
+    return HOPPER_BLOCKS if is_measured and _gpu_generation(query.device) == (9, 0) else {}
 
 
 @lru_cache(maxsize=1)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from distexp.config import ConfigError
+from distexp.models.attention import (
+    alibi_bias,
+    alibi_score,
+    attend_flex,
+    block_mask,
+    causal_mask,
+    number_documents,
+)
 from distexp.models.blocks import find_units
 from distexp.models.introspection import read_attention
 from tests.helpers.attention import build, compute, logits_of, make_batch
@@ -126,3 +137,32 @@ def test_unsupported_attention_is_refused(overrides: tuple[str, ...], message: s
 
 def test_flex_attention_is_for_gpus() -> None:
     assert resolve_cell("cluster=slurm", "model.attention=flex").model.attention == "flex"
+
+
+@pytest.mark.parametrize(
+    ("length", "starts"),
+    [(64, (0,)), (100, (0,)), (200, (0, 90)), (512, (0,)), (512, (0, 100)), (512, (0, 250, 400)), (512, (0, 400))],
+)
+def test_flex_attention_equals_sdpa(length: int, starts: tuple[int, ...]) -> None:
+    """On a GPU this runs the kernels, whose blocks are masked in parts if several documents are in a row."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, gradient = torch.randn(4, 2, 4, length, 64, generator=generator).to(device)
+    positions = torch.cat([torch.arange(end - start) for start, end in pairwise((*starts, length))])
+    documents = number_documents(positions.expand(2, -1).to(device)) if len(starts) > 1 else None
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
+    bias = alibi_bias(slopes, causal_mask(length, device, documents), torch.float32)
+
+    def flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_flex(query, key, value, block_mask(length, device, documents), alibi_score(slopes))
+
+    def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+
+    results = []
+    for attend in (flex, sdpa):
+        inputs = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
+        output = attend(*inputs)
+        results.append([output, *torch.autograd.grad(output, inputs, gradient)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
