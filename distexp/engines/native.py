@@ -12,6 +12,7 @@ from distexp.distributed.context import Context
 from distexp.engines.base import check_built
 from distexp.runs.record import Built
 from distexp.strategies.base import DistributedModel, EvaluableModel, load_strategy
+from distexp.strategies.fast import FUSED_ADAMW
 from distexp.training.inputs import ModelFactory, TrainingInputs
 
 PRELOAD = ("torch._dynamo", "torch.profiler", "distexp.checkpoints.manager")
@@ -63,6 +64,8 @@ def _build(build_model: ModelFactory, config: Config, context: Context) -> tuple
     check_built(built, strategy.expected_build(config))
     if config.train.compute_weights == "step":
         check_built(built, {"compute_weights": "step"})
+    if config.train.fused_update:
+        check_built(built, {"optimizer": FUSED_ADAMW})
     return model, built
 
 

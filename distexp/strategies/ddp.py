@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy
-from distexp.strategies.fast import FAST_BUCKET_MB, whole_model_values
+from distexp.strategies.fast import FAST_BUCKET_MB, update_values, whole_model_values
 from distexp.strategies.single import offload_errors
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class DDP(Strategy):
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model with few buckets, and cast the weights once per step."""
-        values = whole_model_values(config)
+        values = {**whole_model_values(config), **update_values(config)}
         if config.ddp.find_unused_parameters:
             values.pop("train.compute_weights", None)
         return {**values, "ddp.bucket_cap_mb": FAST_BUCKET_MB} if values.get("train.compile") == "model" else values

@@ -84,7 +84,7 @@ class DeepSpeedModel:
 
     def load(self, folder: Path) -> None:
         """Read weights and fp32 masters with DeepSpeed's ``load_checkpoint``."""
-        with safe_globals(ds_model.checkpoint_classes()), keep_hyperparameters(self.module.optimizer.param_groups):
+        with safe_globals(ds_model.checkpoint_classes()), keep_hyperparameters(self.module.optimizer):
             found, _ = self.module.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
         if found is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")

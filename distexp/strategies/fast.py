@@ -10,6 +10,9 @@ from typing import Any
 from distexp.config import Config
 from distexp.config.size_checks import several_lengths
 
+FUSED_ADAMW = "FusedAdamW"
+"""Class of the optimizer of ``train.fused_update``, as in ``built.optimizer`` of a record."""
+
 FAST_BUCKET_MB = 250.0
 """Size of DDP's buckets if the model is compiled.
 
@@ -24,13 +27,17 @@ def whole_model_values(config: Config) -> dict[str, Any]:
     native = config.engine.name == "native"
     if native and config.precision.name == "bf16":
         values["train.compute_weights"] = "step"
-    if native and fused_update_error(config) is None:
-        values["train.fused_update"] = True
     if native and config.model.task == "image_classification" and config.cluster.device == "cuda":
         values["train.channels_last"] = True
     if config.cluster.device == "cuda":
         values["train.compile"] = "model" if native and not several_lengths(config.dataset) else "blocks"
     return values
+
+
+def update_values(config: Config) -> dict[str, Any]:
+    """Return the fast values of a strategy that supports ``train.fused_update``."""
+    is_possible = config.engine.name == "native" and fused_update_error(config) is None
+    return {"train.fused_update": True} if is_possible else {}
 
 
 def fused_update_error(config: Config) -> str | None:

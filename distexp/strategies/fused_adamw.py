@@ -18,7 +18,7 @@ class FusedAdamW(torch.optim.AdamW):
     """AdamW with the states and checkpoints of torch's, which updates all weights on a GPU by one kernel.
 
     Args:
-        groups: the parameters with their weight decay, as of ``parameter_groups``.
+        groups: the parameters with their weight decay, as from ``parameter_groups``.
         copies: the 16-bit copies of the weights. A weight without a gradient has that of its copy. None: no copies.
         options: other arguments of ``torch.optim.AdamW``.
 
@@ -37,7 +37,8 @@ class FusedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the weights without clipping, as torch does to make the states for a checkpoint."""
         updates = list(self._updates())
-        self.update(updates, torch.ones((), device=updates[0].weight.device))
+        if updates:
+            self.update(updates, torch.ones((), device=updates[0].weight.device))
 
     @torch.no_grad()
     def clip_and_step(self, limit: float | None) -> Tensor:

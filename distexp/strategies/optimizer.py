@@ -52,12 +52,29 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 @contextmanager
-def keep_hyperparameters(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Restore the groups' hyperparameters after the block, which may load others."""
-    saved = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+def keep_hyperparameters(optimizer: Any) -> Iterator[None]:
+    """Restore the hyperparameters of an optimizer after the block, which loads the state of another run.
+
+    Args:
+        optimizer: torch's, or a wrapper with ``param_groups``. Torch replaces the groups when it loads a state.
+    """
+    saved = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     yield
-    for group, values in zip(groups, saved, strict=True):
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
         group.update(values)
+
+
+def place_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Move the step counts of a loaded state to where the optimizer reads them.
+
+    torch's fused kernel reads them on the device of the weights, and the others on the CPU. A checkpoint of one may be
+    loaded by the other.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:
+                state["step"] = state["step"].to(parameter.device if group.get("fused") else "cpu")
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:

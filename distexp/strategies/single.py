@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy
-from distexp.strategies.fast import whole_model_values
+from distexp.strategies.fast import update_values, whole_model_values
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
@@ -27,7 +27,7 @@ class Single(Strategy):
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model, and cast the weights once per step."""
-        return whole_model_values(config)
+        return {**whole_model_values(config), **update_values(config)}
 
     def validate(self, config: Config) -> list[str]:
         """Require one worker and no offload."""

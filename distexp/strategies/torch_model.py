@@ -25,7 +25,13 @@ from distexp.models.transforms import MODEL_SCOPES, explained_compilation
 from distexp.runs.record import Built
 from distexp.strategies.compute_weights import StepWeights
 from distexp.strategies.fused_adamw import FusedAdamW, fused_adamw
-from distexp.strategies.optimizer import build_optimizer, clip_gradients, keep_hyperparameters, trained_parameters
+from distexp.strategies.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    keep_hyperparameters,
+    place_step_counts,
+    trained_parameters,
+)
 from distexp.system.torch_internals.ddp import ddp_communication_dtype
 from distexp.system.torch_internals.tensors import active_autocast_dtype
 
@@ -197,13 +203,14 @@ class TorchModel:
 
         from distexp.system.restricted_loading import DataReader
 
-        with keep_hyperparameters(self.optimizer.param_groups):
+        with keep_hyperparameters(self.optimizer):
             state = self._state()
             load(state, storage_reader=DataReader(folder))
             with self._masters():
                 set_state_dict(
                     self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
                 )
+        place_step_counts(self.optimizer)
         if self.copies is not None:
             self.copies.refresh()
         if self.scaler.is_enabled():

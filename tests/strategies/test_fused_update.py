@@ -58,11 +58,12 @@ def make_gpt() -> GPT:
 
 def make_model(
     folder: Path, *, fused: bool, copies: bool = False, ddp: bool = False, accumulation: int = 1,
-    clipping: float | None = CLIPPING, graphs: bool = False,
+    clipping: float | None = CLIPPING, weight_decay: float = 0.01, graphs: bool = False,
 ) -> TorchModel:  # fmt: skip
     """Wrap a GPT as a strategy does; a configuration with ``train.fused_update`` is refused without a GPU."""
     config = resolve_cell("strategy=single", "cluster.device=cpu", f"train.gradient_accumulation_steps={accumulation}")
     config.train.fused_update, config.train.gradient_clipping = fused, clipping
+    config.train.weight_decay = weight_decay
     if graphs:
         config.train.compile = "graphs"
     module: nn.Module = make_gpt()
@@ -185,6 +186,28 @@ def test_a_checkpoint_of_one_update_continues_with_the_other(fused: bool, tmp_pa
     for ours, theirs in zip(train(other, first=2), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3)
     assert_same_weights(other, first, rounded=True)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_resumed_run_keeps_its_weight_decay(fused: bool, saved: bool, tmp_path: Path) -> None:
+    first = make_model(tmp_path, fused=saved)
+    train(first)
+    first.save(tmp_path / "checkpoint")
+    resumed = make_model(tmp_path, fused=fused, weight_decay=0.5)
+    before = [{**group, "params": None} for group in resumed.optimizer.param_groups]
+    resumed.load(tmp_path / "checkpoint")
+    assert [{**group, "params": None, "lr": 0.0} for group in resumed.optimizer.param_groups] == [
+        {**group, "lr": 0.0} for group in before
+    ]
+    assert before[0]["weight_decay"] == 0.5
+    train(resumed)  # its kernel finds the step counts on the device on which it reads them
+
+
+def test_an_update_without_gradients_changes_nothing(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones(3, device=DEVICE))
+    FusedAdamW([{"params": [weight]}], None, lr=0.1).step()
+    assert weight.tolist() == [1, 1, 1]
 
 
 def test_weights_of_any_size_alignment_and_layout(tmp_path: Path) -> None:
