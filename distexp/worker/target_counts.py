@@ -35,7 +35,7 @@ def training_micro_batches(config: Config, samples: Samples, *, epochs: int) -> 
 
 
 def max_targets(config: Config, data: TaskData) -> dict[int, int]:
-    """Return the most targets of a micro-batch, by its number of samples.
+    """Return the largest number of targets of a micro-batch, by its number of samples.
 
     Both kinds of micro-batches are included, those of the training and those of the evaluation.
 
@@ -53,14 +53,19 @@ def _micro_batch_targets(config: Config, data: TaskData) -> Iterator[tuple[Tenso
     """Yield the micro-batches of training and evaluation, with the targets of each sample."""
     train = config.train
     _, targets = token_counts(data.train)
-    if targets is not None:
+    if targets is not None and _has_prompts(data.train):
         yield training_micro_batches(config, data.train, epochs=MAX_EPOCHS), targets
     _, targets = token_counts(data.evaluation)
-    if targets is not None:
+    if targets is not None and _has_prompts(data.evaluation):
         size = train.eval_batch_size or train.micro_batch
         sharding = BatchSharding(0, config.cluster.world_size, size)
         sampler = ShardedBatchSampler(len(data.evaluation), sharding, seed=train.seed, shuffle=False)
         yield sampler.global_batches(0).view(-1, size), targets
+
+
+def _has_prompts(samples: Samples) -> bool:
+    """Return whether the targets of samples are known. Those of other samples may be fewer than their tokens."""
+    return isinstance(samples.samples if isinstance(samples, PackedSamples) else samples, TokenSamples)
 
 
 def lengths_of(samples: Samples) -> NDArray[np.int64] | None:
@@ -72,7 +77,7 @@ def lengths_of(samples: Samples) -> NDArray[np.int64] | None:
 def token_counts(samples: Samples) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
     """Return tokens and targets of each sample; None if they are not known without reading the samples.
 
-    The first token of a sample is never a target.
+    The first token of a sample is never a target. Without prompts, all other tokens may be targets.
     """
     if isinstance(samples, PackedSamples):
         lengths, targets = token_counts(samples.samples)
