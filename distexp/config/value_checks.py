@@ -1,6 +1,7 @@
 """Checks of single values against the limits in the schema.
 
-The limits are declared in ``distexp.config.schema``. Checks of several keys together are in ``distexp.resolve``.
+The limits are declared in ``distexp.config.schema`` and in the sections that it imports. Checks of several keys are in
+``distexp.resolve``.
 """
 
 from __future__ import annotations

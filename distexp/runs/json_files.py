@@ -10,7 +10,7 @@ from typing import Any
 
 from distexp.config.value_checks import MAX_DIGITS
 from distexp.runs.files import replace_atomically
-from distexp.runs.printable import CONTROL, _printable
+from distexp.runs.printable import CONTROL, printable_content
 from distexp.runs.regular_files import open_file
 from distexp.system.units import MIB
 
@@ -54,7 +54,7 @@ def parse_json(text: str) -> Any:
     """
     try:
         content = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=lambda _: None)
-        return _printable(content) if "\\u" in text or CONTROL.search(text) else content
+        return printable_content(content) if "\\u" in text or CONTROL.search(text) else content
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

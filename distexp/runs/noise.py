@@ -17,6 +17,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from distexp.runs.entry_values import number_of
+
 SINGLE_CPU_RUN = 0.4
 """Least relative noise of a speed on CPU without repeats.
 
@@ -80,9 +82,11 @@ def pool_deviations(repeats: Iterable[Sequence[float]]) -> Deviation | None:
 
 def step_noise(error: dict[str, float] | None) -> float | None:
     """Return the relative noise of a speed from ``metrics.speed_error`` of a record."""
-    if not error:
+    known = error or {}
+    blocks, relative = number_of(known, "blocks"), number_of(known, "relative")
+    if blocks is None or blocks < 2 or relative is None:
         return None
-    return t_quantile(int(error["blocks"]) - 1) * float(error["relative"])
+    return t_quantile(int(blocks) - 1) * relative
 
 
 def speed_noise(steps: float | None, device: object, *, repeats: float | None = None) -> float | None:

@@ -14,9 +14,10 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def _printable(content: Any) -> Any:
+def printable_content(content: Any) -> Any:
+    """Return the content of a JSON file with all its texts printable."""
     if isinstance(content, str):
         return printable(content)
     if isinstance(content, dict):
-        return {printable(key): _printable(value) for key, value in content.items()}
-    return [_printable(value) for value in content] if isinstance(content, list) else content
+        return {printable(key): printable_content(value) for key, value in content.items()}
+    return [printable_content(value) for value in content] if isinstance(content, list) else content

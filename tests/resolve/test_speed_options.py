@@ -64,7 +64,10 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
             ("strategy=fsdp", *IMAGES, "train.channels_last=true"),
             r"channels_last=true is not supported by strategy=fsdp",
         ),
-        ((*SINGLE, "dataset.cache=cpu"), r"dataset\.cache=cpu is not a key of dataset=squad_sample: leave it out"),
+        (
+            (*SINGLE, "dataset.cache=cpu"),
+            r"dataset\.cache=cpu is not a key of dataset=squad_sample: add dataset=tinyimagenet or",
+        ),
         ((*SINGLE, *IMAGES, "dataset.cache=gpu"), r"cache=gpu needs a GPU, but this run is on cpu: choose .*=cpu"),
         ((*SINGLE, *IMAGES, "dataset.cache=disk"), r"dataset\.cache=disk is not one of none, cpu, gpu"),
     ],
