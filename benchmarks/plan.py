@@ -39,7 +39,7 @@ PREDICTED = ROOT / "docs" / "results" / "plan_predicted.json"
 PLANNED_GPU = "plan.gpu=h200-141gb"
 WORKERS = "cluster.workers_per_node="
 FIGURES = ("peak_allocated_mib", "peak_reserved_mib", "nvidia_smi_mib", "host_peak_mib", "required_mib", "phase")
-VERDICTS = {FITS: "fits", TOO_CLOSE: "too close to call", DOES_NOT_FIT: "does not fit"}
+VERDICTS = {FITS: "fits", TOO_CLOSE: "not certain", DOES_NOT_FIT: "does not fit"}
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Candidate:
         estimate: Estimate of ``plan``; None if it was not predicted, or if it follows from another member.
         predicted: Prediction of its memory; None as for ``estimate``.
         expected_mib: Expected peak of the allocated memory, perhaps interpolated; None if it is unknown.
-        too_close: Whether it is predicted to be too close to call. Such a candidate is tried after the others.
+        too_close: Whether the prediction is not certain that it fits. Such a candidate is tried after the others.
         forecast_s: Forecast of the step time; None if it is unknown.
         reason: Why it is pruned or failed.
         trials: All of its trials, in order.

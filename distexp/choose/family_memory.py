@@ -113,7 +113,7 @@ class FamilyMemory:
                 self._verdicts.setdefault(smaller.micro_batch, DOES_NOT_FIT)
 
     def decide(self) -> None:
-        """Prune the members that do not fit, and mark those that are too close to call."""
+        """Prune the members that do not fit, and mark those that are not certain to fit."""
         for member in self.waiting():
             if self.unknown:
                 member.reason = f"its memory is not predicted: {self.unknown}"

@@ -150,7 +150,7 @@ class _Search:
         ]
 
     def _may_improve(self, candidate: Candidate, best: Candidate) -> bool:
-        """Return whether a member may be the best, by the forecasts of both. One that is too close must be better."""
+        """Return whether a member may be the best, by the forecasts of both. One that may not fit must be better."""
         forecast, known = candidate.forecast(self.objective), best.forecast(self.objective)
         if forecast is None or not known:
             return not candidate.too_close

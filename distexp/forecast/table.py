@@ -32,7 +32,7 @@ LONG_TITLES: Mapping[str, str] = {
 }
 """Titles of parts in the answer."""
 
-VERDICTS = {"fits": "fits", "too_close": "too close", "does_not_fit": "does not fit"}
+VERDICTS = {"fits": "fits", "too_close": "not certain", "does_not_fit": "does not fit"}
 
 
 def answer(rows: Sequence[SizeRow], workers: str) -> str:

@@ -166,4 +166,4 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
         )
     if best is None:
         return unknown
-    return f"use {' '.join(best.overrides)} (peak {format_memory(best.estimate.peak_allocated_mib or 0.0)})"
+    return f"use {' '.join(best.overrides)} (needs {format_memory(best.estimate.needed_mib or 0.0)})"

@@ -16,6 +16,7 @@ from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
 from distexp.plan.planner import Planner
 from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table, parts_title
+from distexp.plan.training_lines import sample_notes, training_lines
 from distexp.plan.verdict import FITS, memory_to_fit_mib
 from distexp.runs.json_files import nan_to_none
 from distexp.system.hardware import visible_gpus
@@ -29,6 +30,12 @@ UNKNOWN_MEMORY = {
     "cpu": "hint: set cluster.memory_gb or plan.host_memory_gb for a verdict",
 }
 """What to type if the memory to plan for is unknown, by device."""
+
+DECIDES = {
+    "gpu": "verdict: needs (error up to {error}) is compared with the GPU memory of {memory}",
+    "cpu": "verdict: needs (all processes, error up to {error}) is compared with the memory of {memory}",
+}
+"""Which column decides."""
 
 
 def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
@@ -52,9 +59,11 @@ def _run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
         _check_predicted(planned)
         return
     console = Console()
+    for line in training_lines(planned):
+        _print(console, line)
     for part in cells_table(planned, console.width):
         console.print(part, soft_wrap=True)
-    for line in (*_assumptions(planned), *notes(planned)):
+    for line in (*sample_notes(planned), *_assumptions(planned), *notes(planned)):
         console.print(line, style="dim", highlight=False, markup=False, emoji=False, soft_wrap=True)
     if len(planned) == 1:
         _print_details(planned[0], make, planner, console)
@@ -78,11 +87,11 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
     memories = {
         (kind, memory, cell.error_bound)
         for cell in found
-        for kind, memory in (("GPU memory", cell.gpu_memory_mib), ("memory of a node", cell.host_memory_mib))
+        for kind, memory in (("gpu", cell.gpu_memory_mib), ("cpu", cell.host_memory_mib))
         if memory is not None and cell.error_bound is not None
     }
     for kind, memory, error in sorted(memories):
-        yield f"{kind}: {format_memory(memory)}; error of a prediction: up to {error:.0%}"
+        yield DECIDES[kind].format(memory=format_memory(memory), error=f"{100 * error:.0f} %")
 
 
 def _is_local_on_gpus(config: Config) -> bool:
@@ -108,7 +117,7 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     _print(console, micro_batch_line(largest))
     if predicted.verdict != FITS:
         with show_search():
-            changes = search.changes()
+            changes = search.changes(largest)
         for line in change_lines(changes, search.memory_mib):
             _print(console, line)
 

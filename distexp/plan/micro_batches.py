@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from distexp.config import Config
 from distexp.config.batch_sizes import samples_per_worker
 from distexp.plan.estimate import Estimate
+from distexp.plan.verdict import TOO_CLOSE, verdict_of
 
 LARGEST_MICRO_BATCH = 1 << 20
 MAX_ROUNDS = 5
@@ -28,14 +29,16 @@ class LargestMicroBatch:
     """Result of a search.
 
     Attributes:
-        size: The largest micro-batch that fits; None if not even one sample fits.
+        size: The largest micro-batch that fits; None if not even one sample is certain to fit.
         is_exact: Whether all larger ones are known not to fit.
         invalid: Why a larger one is invalid; empty if its memory is the limit.
+        one_may_fit: Whether no size is certain to fit, but one sample may.
     """
 
     size: int | None
     is_exact: bool = True
     invalid: str = ""
+    one_may_fit: bool = False
 
 
 @dataclass
@@ -52,11 +55,12 @@ class MicroBatchSizes:
     memory_mib: float
     _most: dict[int, float] = field(default_factory=dict)
     _invalid: dict[int, str] = field(default_factory=dict)
+    _not_certain: set[int] = field(default_factory=set)
 
     def largest(self, known: Estimate) -> LargestMicroBatch:
         """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
         sizes, first = self._sizes(), self.config.train.micro_batch
-        self._most[first] = known.most_mib or 0.0
+        self._remember(first, known, known.most_mib or 0.0)
         # A step of a single micro-batch may need less memory than one of several, which adds up whole gradients.
         if self.config.train.global_batch_size is not None and self._fit([sizes[-1]]) == [sizes[-1]]:
             return LargestMicroBatch(sizes[-1], invalid="it is the whole global batch of a worker")
@@ -72,7 +76,9 @@ class MicroBatchSizes:
             high = self._first_invalid(sizes, low, high)
         is_exact = high - low == 1 or low == len(sizes) - 1
         reason = self._invalid.get(sizes[high], "") if high < len(sizes) else ""
-        return LargestMicroBatch(sizes[low] if low >= 0 else None, is_exact, reason)
+        if low < 0:
+            return LargestMicroBatch(None, is_exact, reason, one_may_fit=1 in self._not_certain)
+        return LargestMicroBatch(sizes[low], is_exact, reason)
 
     def _first_invalid(self, sizes: Sequence[int], low: int, high: int) -> int:
         """Return the first position whose size is invalid, if that of ``high`` is; else ``high``."""
@@ -108,11 +114,15 @@ class MicroBatchSizes:
         self._invalid |= {size: found for size, found in composed.items() if isinstance(found, str)}
         valid = {size: found for size, found in composed.items() if not isinstance(found, str)}
         for size, outcome in zip(valid, self.estimate(list(valid.values())), strict=True):
-            most = outcome.most_mib if isinstance(outcome, Estimate) else None
-            if most is None:
-                self._invalid[size] = NOT_PREDICTED
+            if isinstance(outcome, Estimate) and outcome.most_mib is not None:
+                self._remember(size, outcome, outcome.most_mib)
             else:
-                self._most[size] = most
+                self._invalid[size] = NOT_PREDICTED
+
+    def _remember(self, size: int, estimate: Estimate, most_mib: float) -> None:
+        self._most[size] = most_mib
+        if verdict_of(estimate, self.memory_mib) == TOO_CLOSE:
+            self._not_certain.add(size)
 
     def _next_positions(self, sizes: Sequence[int], low: int, high: int) -> list[int]:
         """Return up to two positions between one that fits and one that does not."""

@@ -45,12 +45,15 @@ class Search:
         """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
         return MicroBatchSizes(self.config, self.compose, self.estimate, self.memory_mib).largest(known)
 
-    def changes(self) -> list[Change]:
+    def changes(self, largest: LargestMicroBatch) -> list[Change]:
         """Return the changes that reduce the memory, the smallest change first. Each has its estimate.
 
         The last one is all of them together, without offloading.
+
+        Args:
+            largest: The largest micro-batch that fits.
         """
-        return self._estimate(list(candidate_overrides(self.config)))
+        return self._estimate(list(candidate_overrides(self.config, largest)))
 
     def first_change(self, at_a_time: int, has_time: Callable[[], bool]) -> tuple[Change | None, int]:
         """Return the smallest change that fits, and how many changes there was no time for; None if none fits.
@@ -83,42 +86,66 @@ class Search:
         ]
 
 
-def candidate_overrides(config: Config) -> Iterator[tuple[str, ...]]:
-    """Yield the overrides of each change, the smallest change first: the training stays the same in all of them."""
-    light = list(_light_changes(config))
+def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None) -> Iterator[tuple[str, ...]]:
+    """Yield the overrides of each change, the smallest change first: the training stays the same in all of them.
+
+    Args:
+        config: The configuration.
+        largest: The largest micro-batch that fits. Without it, half of the micro-batch and one sample are tried.
+    """
+    logits, checkpointing = _logits_change(config), _checkpointing_change(config)
+    pair = (*logits, *checkpointing) if logits and checkpointing else ()
+    light = [each for each in (logits, *_micro_batch_changes(config, largest), checkpointing) if each]
     yield from light
+    if pair:
+        yield pair
     sharding = _sharding_change(config)
     if sharding is not None:
         yield sharding
     if not config.offload.enabled:
         yield ("offload=true",) if config.strategy.name in ("fsdp", "deepspeed") else ("zero_stage=2", "offload=true")
     together = [*light, *([sharding] if sharding else [])]
-    if len(together) > 1:
-        yield tuple(last_of_each_key([text for change in together for text in change]))
+    merged = tuple(last_of_each_key([text for change in together for text in change]))
+    if len(together) > 1 and merged != pair:
+        yield merged
 
 
-def _light_changes(config: Config) -> Iterator[tuple[str, ...]]:
-    """Yield the changes that keep the strategy."""
+def _logits_change(config: Config) -> tuple[str, ...]:
     train = config.train
-    if config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full":
-        yield ("train.logits=targets",)
-    steps = train.gradient_accumulation_steps
-    if config.strategy.name == "fsdp" and steps > 1:  # Between micro-batches, FSDP adds up whole gradients.
-        more = () if train.global_batch_size is not None else (f"{ACCUMULATION}=1",)
-        yield (f"{MICRO_BATCH}={train.micro_batch * steps}", *more)
-    if train.micro_batch > 1:
-        for size in _smaller_sizes(train.micro_batch):
-            steps = train.gradient_accumulation_steps * train.micro_batch // size
+    is_possible = config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full"
+    return ("train.logits=targets",) if is_possible else ()
+
+
+def _checkpointing_change(config: Config) -> tuple[str, ...]:
+    return () if config.train.activation_checkpointing else ("train.activation_checkpointing=true",)
+
+
+def _micro_batch_changes(config: Config, largest: LargestMicroBatch | None) -> Iterator[tuple[str, ...]]:
+    """Yield other micro-batches, with the accumulation that keeps the global batch."""
+    train = config.train
+    samples = train.micro_batch * train.gradient_accumulation_steps
+    # Between micro-batches, FSDP adds up whole gradients.
+    whole = [samples] if config.strategy.name == "fsdp" else []
+    smaller = _half_and_one(train.micro_batch) if largest is None else _fitting_divisors(config, largest)
+    for size in dict.fromkeys((*whole, *smaller)):
+        if size != train.micro_batch:
             # A global batch size sets the accumulation.
-            more = () if train.global_batch_size is not None else (f"{ACCUMULATION}={steps}",)
+            more = () if train.global_batch_size is not None else (f"{ACCUMULATION}={samples // size}",)
             yield (f"{MICRO_BATCH}={size}", *more)
-    if not train.activation_checkpointing:
-        yield ("train.activation_checkpointing=true",)
 
 
-def _smaller_sizes(size: int) -> list[int]:
+def _half_and_one(size: int) -> list[int]:
     """Return half of a micro-batch and one sample, if the global batch can stay the same."""
-    return [smaller for smaller in dict.fromkeys((size // 2, 1)) if size % smaller == 0]
+    return [size // 2, 1] if size % 2 == 0 else [1]
+
+
+def _fitting_divisors(config: Config, largest: LargestMicroBatch) -> list[int]:
+    """Return the largest micro-batch that fits and keeps the global batch."""
+    steps = config.train.gradient_accumulation_steps
+    samples = config.train.micro_batch * steps
+    size = max(size for size in range(1, (largest.size or 1) + 1) if samples % size == 0)
+    # The first accumulation keeps gradients between micro-batches. Then the size may be too large.
+    return [size, 1] if steps == 1 else [size]
 
 
 def _sharding_change(config: Config) -> tuple[str, ...] | None:

@@ -20,6 +20,7 @@ from distexp.system.units import format_memory
 
 STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
 NOT_TRACED = "not traced:"
+UNKNOWN = "-"
 MAX_NAMED_CELLS = 3
 """Most cells with the same error that are named."""
 
@@ -64,19 +65,30 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
         Column("cell", tuple(" ".join(map(_without_section, _varied(cell))) for cell in cells), 96, right=False),
         Column("strategy", tuple(cell.title for cell in cells), 95, right=False),
         Column(_workers_title(configs), tuple(str(config.cluster.world_size) for config in configs), 90),
-        Column("micro-\nbatch", tuple(map(_micro_batch, configs)), 60),
-        Column("peak", tuple(_peak(cell) for cell in found), ALWAYS),
+        Column("micro-\nbatch", tuple(map(_micro_batch, configs)), ALWAYS),
+        Column(_peak_title(configs), tuple(_or_states(cell.peak_allocated_mib, cell) for cell in found), 92),
         Column("reserved", tuple(_memory(cell.peak_reserved_mib) for cell in found), 80),
         Column("nvidia-smi", tuple(_memory(cell.nvidia_smi_mib) for cell in found), 70),
         Column("host", tuple(_memory(cell.host_peak_mib) for cell in found), 75),
-        Column("phase", tuple(cell.phase or "-" for cell in found), 50, right=False),
+        Column("phase", tuple(cell.phase or UNKNOWN for cell in found), 50, right=False),
+        Column("needs", tuple(_or_states(cell.required_mib, cell) for cell in found), ALWAYS),
         Column("verdict", tuple(cell.verdict for cell in cells), ALWAYS, right=False),
     ]
-    return columns if len(cells) > 1 else columns[1:]
+    known = [column for column in columns if set(column.cells) != {UNKNOWN}]
+    return known if len(cells) > 1 else known[1:]
 
 
 def _workers_title(configs: Sequence[Config]) -> str:
-    return "workers" if any(config.cluster.device == "cpu" for config in configs) else "GPUs"
+    return "workers" if _on_cpus(configs) else "GPUs"
+
+
+def _peak_title(configs: Sequence[Config]) -> str:
+    """Return the title of the peak. On CPUs it is not the peak of the memory that decides."""
+    return "peak of\na worker" if _on_cpus(configs) else "peak"
+
+
+def _on_cpus(configs: Sequence[Config]) -> bool:
+    return any(config.cluster.device == "cpu" for config in configs)
 
 
 def _varied(cell: PlannedCell) -> list[str]:
@@ -93,14 +105,13 @@ def _micro_batch(config: Config) -> str:
     return f"{config.train.micro_batch_size}" + (f" x {steps}" if steps > 1 else "")
 
 
-def _peak(predicted: Predicted) -> str:
-    if predicted.peak_allocated_mib is None and predicted.parts:
-        return f"over {_memory(sum(predicted.parts.values()))}"
-    return _memory(predicted.peak_allocated_mib)
+def _or_states(mib: float | None, predicted: Predicted) -> str:
+    """Return a memory, or the model states if nothing else is known."""
+    return f"over {_memory(sum(predicted.parts.values()))}" if mib is None and predicted.parts else _memory(mib)
 
 
 def _memory(mib: float | None) -> str:
-    return "-" if mib is None else format_memory(mib, digits=2)
+    return UNKNOWN if mib is None else format_memory(mib, digits=2)
 
 
 def parts_title(predicted: Predicted, config: Config) -> str:
@@ -137,6 +148,8 @@ def notes(cells: Sequence[PlannedCell]) -> list[str]:
 
 def micro_batch_line(largest: LargestMicroBatch) -> str:
     """Return the line about the largest micro-batch."""
+    if largest.one_may_fit:
+        return "largest micro-batch that fits: not certain for 1"
     if largest.size is None:
         return "not even a micro-batch of 1 fits" if largest.is_exact else "no micro-batch found that fits"
     size = f"{largest.size}" if largest.is_exact else f"at least {largest.size}"
@@ -144,12 +157,12 @@ def micro_batch_line(largest: LargestMicroBatch) -> str:
 
 
 def change_lines(changes: Sequence[Change], memory_mib: float) -> Iterator[str]:
-    """Yield the smallest change that makes a training fit, and all changes with their peaks."""
-    best = smallest_change(changes, memory_mib)
-    if best is None:
-        yield "no change makes it fit: use more GPUs, or a GPU with more memory"
-    else:
+    """Yield the smallest change that makes a training fit, and all changes with what they need."""
+    best, found = smallest_change(changes, memory_mib), [predict(change.estimate, memory_mib) for change in changes]
+    if best is not None:
         yield f"smallest change that makes it fit: {' '.join(best.overrides)}"
-    for change in changes:
-        predicted = predict(change.estimate, memory_mib)
-        yield f"  {' '.join(change.overrides)}: peak {_peak(predicted)}, {describe_verdict(predicted)}"
+    else:
+        makes = "is certain to make" if any(predicted.verdict == TOO_CLOSE for predicted in found) else "makes"
+        yield f"no change {makes} it fit: use more GPUs, or a GPU with more memory"
+    for change, predicted in zip(changes, found, strict=True):
+        yield f"  {' '.join(change.overrides)}: needs {_memory(predicted.required_mib)}, {describe_verdict(predicted)}"

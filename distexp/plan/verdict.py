@@ -116,10 +116,9 @@ def _describe_share(needed: float, memory: float, predicted: Predicted) -> str:
     if predicted.error_bound is None:
         return f"needs {format_memory(needed)} of {format_memory(memory)}, with an unknown error"
     if predicted.verdict == FITS:
-        return f"fits, {100 * (1 - needed / memory):.0f} % to spare"
+        return f"fits, {100 * (1 - needed / memory):.0f} % free"
     if predicted.verdict == TOO_CLOSE:
-        share = 100 * needed / memory
-        return f"too close to call ({share:.0f} % of the memory, the error is up to {predicted.error_bound:.0%})"
+        return f"not certain (error {100 * predicted.error_bound:.0f} %)"
     return f"does not fit by {format_memory(needed - memory)}"
 
 

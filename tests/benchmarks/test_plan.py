@@ -49,7 +49,7 @@ def test_the_tables_have_errors_and_verdicts(tmp_path: Path, capsys: pytest.Capt
     assert "peak_allocated_mib: median error 2.0%, worst 2.0%, 1 runs" in shown
     assert f"| {TEXT} | 1,500 | 1,400 | fits | completed |" in shown
     assert f"| {TEXT} | 1,300 | 1,400 | does not fit | oom_gpu |" in shown
-    assert f"| {TEXT} | 1,430 | 1,400 | too close to call | not run |" in shown
+    assert f"| {TEXT} | 1,430 | 1,400 | not certain | not run |" in shown
 
 
 def test_without_results_the_tables_state_that_nothing_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

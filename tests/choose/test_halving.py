@@ -195,7 +195,7 @@ def test_if_every_trial_fails_for_another_reason_no_other_memory_is_proposed() -
     assert found.statement == "none of the 1 trials completed: no compiler"
 
 
-def test_a_candidate_that_is_too_close_to_call_is_tried_after_the_others() -> None:
+def test_a_candidate_that_is_not_certain_to_fit_is_tried_after_the_others() -> None:
     machine = Landscape(7)
     best = min(machine.runnable(), key=lambda each: each.forecast_s or 0.0)
     for candidate in machine.candidates:
