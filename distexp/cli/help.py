@@ -43,7 +43,7 @@ EXAMPLES = {
     "distexp cluster.workers_per_node=4": "use more workers",
     "distexp --multirun cluster=slurm cluster.nodes=2,4 strategy=fsdp": "submit job arrays to Slurm",
     "distexp hydra.run.dir=my_run": "choose the run directory",
-    "distexp plan strategy=fsdp model=bloom_3b plan.gpu=a100-80gb": "predict the memory, also without a GPU",
+    "distexp plan model=bloom_3b dataset.max_length=512 plan.gpu=a100-80gb": "predict the memory, also without a GPU",
     "distexp forecast RUN cluster.nodes=1,2,4": "forecast how a profiled run scales",
     "distexp choose model=bloom_1b1 train.global_batch_size=64": "find the fastest configuration",
     "distexp --cfg job zero_stage=3": "print the configuration and run nothing",
