@@ -18,8 +18,8 @@ Nothing is trained, no weights are loaded, and no GPU is needed.
   --json                    print JSON for programs
 
 examples:
-  distexp plan sharding=full_shard cluster.workers_per_node=4 model=bloom_3b dataset.max_length=512
-  distexp plan --multirun zero_stage=0,1,2,3 offload=true,false model=bloom_1b7 dataset.max_length=512"""
+  distexp plan model=bloom_3b dataset.max_length=512 cluster.workers_per_node=4
+  distexp plan --multirun zero_stage=0,1,2,3 offload=true,false model=bloom_1b7"""
 
 JSON = "--json"
 
