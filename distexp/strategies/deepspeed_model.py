@@ -84,8 +84,12 @@ class DeepSpeedModel:
 
     def load(self, folder: Path) -> None:
         """Read weights and fp32 masters with DeepSpeed's ``load_checkpoint``."""
-        with safe_globals(ds_model.checkpoint_classes()), keep_hyperparameters(self.module.optimizer):
+        optimizer = self.module.optimizer
+        clipping = getattr(optimizer, "clip_grad", None)
+        with safe_globals(ds_model.checkpoint_classes()), keep_hyperparameters(optimizer):
             found, _ = self.module.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
+        if clipping is not None:  # Stages 1 and 2 read it from the checkpoint.
+            optimizer.clip_grad = clipping
         if found is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
 

@@ -51,6 +51,10 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
+"""Entries of an optimizer's groups that the configuration sets. The others choose the kernels."""
+
+
 @contextmanager
 def keep_hyperparameters(optimizer: Any) -> Iterator[None]:
     """Restore the hyperparameters of an optimizer after the block, which loads the state of another run.
@@ -58,23 +62,24 @@ def keep_hyperparameters(optimizer: Any) -> Iterator[None]:
     Args:
         optimizer: torch's, or a wrapper with ``param_groups``. Torch replaces the groups when it loads a state.
     """
-    saved = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    saved = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
     yield
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         group.update(values)
 
 
-def place_step_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Move the step counts of a loaded state to where the optimizer reads them.
+def restore_kernel(optimizer: torch.optim.Optimizer, *, fused: bool | None) -> None:
+    """Let an optimizer with a loaded state use its own kernel, and not that of the run that saved the state.
 
-    torch's fused kernel reads them on the device of the weights, and the others on the CPU. A checkpoint of one may be
-    loaded by the other.
+    torch's fused kernel reads the step counts on the device of the weights, and the others on the CPU.
     """
     for group in optimizer.param_groups:
+        if "fused" in group:
+            group["fused"] = fused
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             if "step" in state:
-                state["step"] = state["step"].to(parameter.device if group.get("fused") else "cpu")
+                state["step"] = state["step"].to(parameter.device if fused else "cpu")
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:

@@ -29,7 +29,7 @@ from distexp.strategies.optimizer import (
     build_optimizer,
     clip_gradients,
     keep_hyperparameters,
-    place_step_counts,
+    restore_kernel,
     trained_parameters,
 )
 from distexp.system.torch_internals.ddp import ddp_communication_dtype
@@ -203,6 +203,7 @@ class TorchModel:
 
         from distexp.system.restricted_loading import DataReader
 
+        fused = self.optimizer.param_groups[0].get("fused")
         with keep_hyperparameters(self.optimizer):
             state = self._state()
             load(state, storage_reader=DataReader(folder))
@@ -210,7 +211,7 @@ class TorchModel:
                 set_state_dict(
                     self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
                 )
-        place_step_counts(self.optimizer)
+        restore_kernel(self.optimizer, fused=fused)
         if self.copies is not None:
             self.copies.refresh()
         if self.scaler.is_enabled():
