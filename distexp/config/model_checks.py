@@ -7,6 +7,7 @@ The YAML of each option lists its keys. Setting any other key is an error.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -43,13 +44,15 @@ def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[
 
 
 def _dataset_hint(section: ModelConfig | DatasetConfig, key: str) -> str:
-    """Return which other datasets have a key; empty without one, and for models and custom datasets."""
+    """Return which other datasets of the same task have a key; empty without one, and for custom datasets."""
     options = options_of("dataset")
     if not isinstance(section, DatasetConfig) or section.name not in options:
         return ""
-    files = {option: conf_dir() / "dataset" / f"{option}.yaml" for option in options}
+    files: dict[str, Any] = {option: OmegaConf.load(conf_dir() / "dataset" / f"{option}.yaml") for option in options}
     having = [
-        f"dataset={name}" for name, path in files.items() if key in OmegaConf.select(OmegaConf.load(path), "keys")
+        f"dataset={name}"
+        for name, content in files.items()
+        if key in content["keys"] and content["task"] in (section.task, "any")
     ]
     return f"add {' or '.join(having)}, or leave it out" if having else ""
 

@@ -66,7 +66,7 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
         ),
         (
             (*SINGLE, "dataset.cache=cpu"),
-            r"dataset\.cache=cpu is not a key of dataset=squad_sample: add dataset=tinyimagenet or",
+            r"dataset\.cache=cpu is not a key of dataset=squad_sample: leave it out",
         ),
         ((*SINGLE, *IMAGES, "dataset.cache=gpu"), r"cache=gpu needs a GPU, but this run is on cpu: choose .*=cpu"),
         ((*SINGLE, *IMAGES, "dataset.cache=disk"), r"dataset\.cache=disk is not one of none, cpu, gpu"),
