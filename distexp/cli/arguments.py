@@ -20,6 +20,11 @@ from distexp.config.paths import config_groups, options_of
 HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help")
 """Flags of Hydra that run nothing."""
 
+VARIED_BY_CHOOSE = frozenset(
+    ("strategy", "sharding", "zero_stage", "offload", "kernels", "train.micro_batch_size", "train.compile")
+)
+"""Keys that ``choose.space`` may vary, and that users type with several values."""
+
 RESERVED_KEYS = {
     "hydra/launcher": "choose the launcher with cluster=",
     "hydra.launcher": "choose the launcher with cluster=",
@@ -103,6 +108,8 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
 
 def _sweep_hint(swept: Sequence[str], by_key: Mapping[str, Override]) -> str:
     """Return what to type instead of several values without ``--multirun``."""
+    if "choose.only" in by_key and not set(swept) <= VARIED_BY_CHOOSE:
+        return "choose is for one training, so set one value"
     if "choose.only" in by_key:
         entries = ",".join(f'"{by_key[key].input_line}"' for key in swept).replace("'", "")
         return (

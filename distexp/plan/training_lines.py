@@ -75,6 +75,8 @@ def _sample_note(cell: PlannedCell) -> Iterator[str]:
     peak_mib = predicted.peak_allocated_mib or sum(predicted.parts.values())
     if full is None or size is None or size >= full.size or peak_mib < LARGE_MIB:
         return
+    if (config.model.seq_length or full.size) < full.size:  # The model cannot have longer texts.
+        return
     yield (
         f"note: {config.dataset.name} has {full.key}={size}, so it needs less memory than {full.name}: "
         f"type dataset.{full.key}={full.size}"
