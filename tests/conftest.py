@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,16 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.fail(f"no Slurm cluster for the tests: {error}", pytrace=False)
     with running_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
         yield cluster
+
+
+@pytest.fixture
+def one_rank_group(tmp_path: Path) -> Iterator[None]:
+    """Initialize a process group of one rank in this process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

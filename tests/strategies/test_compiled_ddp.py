@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,13 +13,7 @@ from distexp.config import ConfigError
 from distexp.models import transforms
 from tests.helpers.runs import resolve_cell
 
-
-@pytest.fixture(autouse=True)
-def _process_group(tmp_path: Path) -> Iterator[None]:
-    """Initialize a process group of one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 @pytest.fixture

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distexp.data.base import IGNORE, Batch
 from distexp.distributed.context import Context
-from distexp.models.gpt import GPT
 from distexp.strategies.compute_weights import StepWeights
 from distexp.strategies.ddp_reduction import add_to_masters, set_reduction
 from distexp.strategies.model_tensors import read_model_tensors
 from distexp.strategies.torch_model import Distribution, TorchModel, read_ddp_distribution
 from tests.helpers.runs import resolve_cell
+from tests.helpers.small_gpt import VOCABULARY, make_gpt
 
-VOCABULARY = 53
 BF16_STEP = ("strategy=single", "cluster.device=cpu", "precision=bf16", "train.compute_weights=step")
-
-
-@pytest.fixture(autouse=True)
-def _process_group(tmp_path: Path) -> Iterator[None]:
-    """Initialize a process group of one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def make_gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab=VOCABULARY, hidden=16, layers=2, heads=2, inner=32, length=12, dropout=0.0, tie=True)
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 def make_model(

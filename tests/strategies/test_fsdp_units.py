@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distexp.config import ConfigError
@@ -56,10 +54,8 @@ NESTED = "fsdp.wrap='BloomBlock,BloomMLP'"
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Iterator[Context]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
-    dist.destroy_process_group()
+def context(one_rank_group: None, tmp_path: Path) -> Context:
+    return Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
 
 
 def train_step(context: Context, *overrides: str) -> tuple[float, float, int | None]:

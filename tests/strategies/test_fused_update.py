@@ -13,24 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distexp.data.base import IGNORE, Batch
 from distexp.distributed.context import Context
-from distexp.models.gpt import GPT
 from distexp.strategies.compute_weights import StepWeights
 from distexp.strategies.ddp_reduction import set_reduction
 from distexp.strategies.fused_adamw import FusedAdamW
 from distexp.strategies.model_tensors import read_model_tensors
 from distexp.strategies.torch_model import Distribution, TorchModel, read_ddp_distribution
 from tests.helpers.runs import resolve_cell
+from tests.helpers.small_gpt import VOCABULARY, make_gpt
 
-VOCABULARY = 53
 CLIPPING = 0.1
 KERNEL = "distexp.strategies.adamw_kernel"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 @pytest.fixture(autouse=True)
@@ -43,19 +42,6 @@ def _interpreted_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop(KERNEL, None)
 
 
-@pytest.fixture(autouse=True)
-def _process_group(tmp_path: Path) -> Iterator[None]:
-    """Initialize a process group of one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def make_gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab=VOCABULARY, hidden=16, layers=2, heads=2, inner=32, length=12, dropout=0.0, tie=True).to(DEVICE)
-
-
 def make_model(
     folder: Path, *, fused: bool, copies: bool = False, ddp: bool = False, accumulation: int = 1,
     clipping: float | None = CLIPPING, weight_decay: float = 0.01, graphs: bool = False,
@@ -66,7 +52,7 @@ def make_model(
     config.train.weight_decay = weight_decay
     if graphs:
         config.train.compile = "graphs"
-    module: nn.Module = make_gpt()
+    module: nn.Module = make_gpt().to(DEVICE)
     context = Context(
         rank=0, world_size=1, local_rank=0, workers_per_node=1, nodes=1, device=DEVICE, run_dir=folder
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,7 @@ from distexp.system.torch_internals.process_groups import fake_process_group, ha
 from distexp.system.torch_internals.tensors import scale_tensors, tensor_norms
 
 
-@pytest.fixture
-def _process_group(tmp_path: Path) -> Iterator[None]:
-    """Initialize a process group of one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_process_group")
+@pytest.mark.usefixtures("one_rank_group")
 @pytest.mark.parametrize("reshards", [True, False])
 def test_fsdp_policies_are_read_from_a_sharded_unit(reshards: bool) -> None:
     model = nn.Linear(4, 4)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from distexp.data.base import TaskData
 from distexp.data.image_cache import cache_images, describe_cache
@@ -38,11 +37,10 @@ Train = Callable[..., RunRecord]
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Iterator[Train]:
+def train(one_rank_group: None, tmp_path: Path) -> Iterator[Train]:
     """Return a function that trains with some overrides in this process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # faster for small images
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
 
     def run(*overrides: str) -> RunRecord:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -52,7 +50,6 @@ def train(tmp_path: Path) -> Iterator[Train]:
         return rank.train(spec, Context(0, 1, 0, 1, 1, torch.device("cpu"), folder), Events(folder, enabled=True))
 
     yield run
-    dist.destroy_process_group()
     torch.set_num_threads(threads)
 
 
@@ -86,8 +83,8 @@ def test_weights_in_the_format_of_images_change_no_loss(train: Train, strategy: 
     assert changed.metrics.train_losses == pytest.approx(plain.metrics.train_losses, rel=1e-4)
 
 
+@pytest.mark.usefixtures("one_rank_group")
 def test_a_checkpoint_has_weights_of_any_format(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     context = Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
     models = []
     for seed, overrides in enumerate(((), ("train.channels_last=true",))):
@@ -105,7 +102,6 @@ def test_a_checkpoint_has_weights_of_any_format(tmp_path: Path) -> None:
             assert weight.equal(loaded), name
             assert loaded.is_contiguous(), "safetensors writes no other format"
     assert [read_memory_format(model.module) for model in models] == [False, True]
-    dist.destroy_process_group()
 
 
 def test_flops_do_not_depend_on_the_cache(tmp_path: Path) -> None:

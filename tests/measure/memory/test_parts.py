@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -186,11 +183,10 @@ def test_one_later_step_is_recorded() -> None:
     assert unfinished.calls == ["start", "cancel"], "the training stopped in this step"
 
 
-def test_the_model_of_a_run_has_names_buffers_and_a_vocabulary(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+@pytest.mark.usefixtures("one_rank_group")
+def test_the_model_of_a_run_has_names_buffers_and_a_vocabulary() -> None:
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
     tensors = read_model_tensors(model, None)
-    dist.destroy_process_group()
     assert set(tensors.names.values()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert len(tensors.buffers) == 3
     assert tensors.bucket_sizes == [4 * (8 * 4 + 4 + 4 + 4)]

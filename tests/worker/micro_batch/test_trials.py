@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from distexp.config import Config, ConfigError
 from distexp.data.base import Batch
@@ -43,10 +41,8 @@ FOUND = MicroBatchSearch(4, [Candidate(2, FITS, 5.0, 100.0, 50.0, 900.0), Candid
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Iterator[Context]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
-    dist.destroy_process_group()
+def context(one_rank_group: None, tmp_path: Path) -> Context:
+    return Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
 
 
 def make_trials(config: Config, context: Context) -> Trials:
