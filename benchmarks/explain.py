@@ -1,4 +1,4 @@
-"""Checks of ``distexp explain`` on real runs: parts, collectives, slow ranks, the cost of watching, causes, energy.
+"""Checks of ``distexp explain`` on real runs: parts, collectives, slow ranks, what measuring costs, causes, energy.
 
 Usage: ``python benchmarks/explain.py --gpus 2 dataset.train_path=T.json dataset.eval_path=E.json``.
 See ``benchmarks/README.md``.
@@ -10,6 +10,7 @@ import argparse
 import itertools
 import math
 import signal
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.commands import Commands, Record, Run, select, sweep_name
+from benchmarks.profiling import PAIRS, StepTimes, compare_pairs, paired_runs, read_times
 from benchmarks.tables import markdown
-from benchmarks.watching import estimate_shift, read_differences
+from benchmarks.watching import Shift, estimate_shift, read_differences
 from distexp.runs.step_parts import PARTS
 
 TEXT = ("model=bloom_560m", "model.init=random", "dataset=squad", "dataset.padding=max_length", "precision=bf16")
@@ -34,12 +36,15 @@ SLOW = ("model._target_=tests.helpers.slow_rank.build",)
 NO_LINKS = "cluster.environment={NCCL_P2P_DISABLE:'1',NCCL_SHM_DISABLE:'1'}"
 """NCCL over sockets, which makes a run communication-bound."""
 
-SUM_BOUND, COMMUNICATION_BOUND, ENERGY_BOUND, WATCHING_BOUND = 0.02, 3.0, 0.02, 0.01
+SUM_BOUND, COMMUNICATION_BOUND, ENERGY_BOUND, COST_BOUND = 0.02, 3.0, 0.02, 0.01
 """Bounds: of the sum of the parts, relative; of exposed communication in percentage points; of twice the energy; of
-what a watched step takes longer, relative."""
+what a measurement adds to a step, relative."""
 
 ENERGY_STEPS = (1000, 2000)
 """Steps of the runs on one GPU whose energy is compared."""
+
+UNMEASURED_STEPS = 8
+"""First steps of the runs of ``profiling``, which are left out."""
 
 Rows = Iterator[tuple[str, str, bool | None]]
 """Name, what was found, and whether it is as expected; None: no bound."""
@@ -138,17 +143,54 @@ def watching_runs() -> Iterator[Run]:
 
 
 def watching_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
-    """Compare the watched steps with the unwatched ones; None if the interval has the bound in it."""
+    """Compare the watched steps with the unwatched ones."""
     for run in runs:
         record = records[run.name]
         differences = read_differences(Path(record["directory"]), run.workers)
         shift, median = estimate_shift(differences), 1000 * record["metrics"]["step_time_s"]["p50"]
-        text = (
-            f"step {median:.1f} ms, watched {shift.median:+.2%} (95 % interval {shift.low:+.2%} to {shift.high:+.2%}, "
-            f"{len(differences):,} pairs)"
-        )
-        decided = shift.high <= WATCHING_BOUND or shift.low > WATCHING_BOUND
-        yield run.name, text, shift.high <= WATCHING_BOUND if decided else None
+        text = f"step {median:.1f} ms, watched {describe_shift(shift, len(differences))}"
+        yield run.name, text, is_cheap(shift)
+
+
+def describe_shift(shift: Shift, pairs: int) -> str:
+    """Return a relative difference with its interval."""
+    return f"{shift.median:+.2%} (95 % interval {shift.low:+.2%} to {shift.high:+.2%}, {pairs:,} pairs)"
+
+
+def is_cheap(shift: Shift) -> bool | None:
+    """Return whether a measurement costs at most the bound; None if the interval has the bound in it."""
+    decided = shift.high <= COST_BOUND or shift.low > COST_BOUND
+    return shift.high <= COST_BOUND if decided else None
+
+
+def profiling_runs() -> Iterator[Run]:
+    """Yield pairs of runs on one and on two workers, of which one profiles three steps in its middle."""
+    batch = ("train.micro_batch_size=1", "train.gradient_accumulation_steps=1", "dataset.eval_size=16")
+    steps = (f"train.measure_after_step={UNMEASURED_STEPS}", "train.max_steps=68")
+    yield from paired_runs("single", (*TEXT, *batch, *steps, "strategy=single"), 1)
+    yield from paired_runs("ddp", (*TEXT, *batch, *steps, *strategies()["ddp"]), 2)
+
+
+def profiling_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
+    """Compare the steps before and after the profile with the same steps of the runs without a profile."""
+    for name in dict.fromkeys(run.name.split()[0] for run in runs):
+        pairs = [[f"{name} {pair} {kind}" for kind in ("plain", "profiled")] for pair in range(PAIRS)]
+        complete = [pair for pair in pairs if all(run in records for run in pair)]
+        without = [run for _, run in complete if not records[run]["metrics"]["step_breakdown"]]
+        if len(complete) < len(pairs) or without:
+            yield name, f"{len(complete)} of {len(pairs)} pairs, and {len(without)} of them have no profile", None
+            continue
+        plain, profiled = ([read_times(records[run]) for run in side] for side in zip(*pairs, strict=True))
+        for part, is_checked in (("before", True), ("after", True), ("profiled", False)):
+            sides = [[part_of(times, part) for times in side] for side in (plain, profiled)]
+            shift, median = compare_pairs(*sides), statistics.median(itertools.chain(*sides[0]))
+            text = f"step {median:.1f} ms, with a profile {describe_shift(shift, len(pairs))}"
+            yield f"{name}: {part}", text, is_cheap(shift) if is_checked else None
+
+
+def part_of(times: StepTimes, part: str) -> list[float]:
+    """Return the steps before, in or after a profile."""
+    return {"before": times.before(UNMEASURED_STEPS), "profiled": times.profiled(), "after": times.after()}[part]
 
 
 def cause_runs() -> Iterator[Run]:
@@ -212,6 +254,7 @@ CHECKS = {
     "collectives": Check(tuple(silent_runs()), silent_rows),
     "stragglers": Check(tuple(straggler_runs()), straggler_rows),
     "watching": Check(tuple(watching_runs()), watching_rows),
+    "profiling": Check(tuple(profiling_runs()), profiling_rows),
     "causes": Check(tuple(cause_runs()), cause_rows),
     "energy": Check(tuple(energy_runs()), energy_rows),
 }
@@ -236,7 +279,7 @@ def check_rows(name: str, check: Check, commands: Commands) -> Iterator[list[str
     for run in runs:
         if run.name not in records:
             yield [name, run.name, found[run.name]["status"] if run.name in found else "not run", ""]
-    if len(records) == len(runs) or name in ("parts", "stragglers", "watching", "causes"):
+    if len(records) == len(runs) or name in ("parts", "stragglers", "watching", "profiling", "causes"):
         for title, text, good in check.rows(records, [run for run in runs if run.name in records]):
             yield [name, title, text, {True: "yes", False: "NO", None: ""}[good]]
 
