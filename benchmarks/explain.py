@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.commands import Commands, Record, Run, select, sweep_name
-from benchmarks.profiling import PAIRS, StepTimes, compare_pairs, paired_runs, read_times
+from benchmarks.profiling import CLOCKS, PAIRS, compare_pairs, paired_runs, read_times
 from benchmarks.tables import markdown
 from benchmarks.watching import Shift, estimate_shift, read_differences
 from distexp.runs.step_parts import PARTS
@@ -181,16 +181,13 @@ def profiling_rows(records: dict[str, Record], runs: Sequence[Run]) -> Rows:
             yield name, f"{len(complete)} of {len(pairs)} pairs, and {len(without)} of them have no profile", None
             continue
         plain, profiled = ([read_times(records[run]) for run in side] for side in zip(*pairs, strict=True))
-        for part, is_checked in (("before", True), ("after", True), ("profiled", False)):
-            sides = [[part_of(times, part) for times in side] for side in (plain, profiled)]
+        for part, clock in itertools.product(("before", "after", "profiled"), CLOCKS):
+            sides = [
+                [times.of(part, clock, unmeasured=UNMEASURED_STEPS) for times in side] for side in (plain, profiled)
+            ]
             shift, median = compare_pairs(*sides), statistics.median(itertools.chain(*sides[0]))
-            text = f"step {median:.1f} ms, with a profile {describe_shift(shift, len(pairs))}"
-            yield f"{name}: {part}", text, is_cheap(shift) if is_checked else None
-
-
-def part_of(times: StepTimes, part: str) -> list[float]:
-    """Return the steps before, in or after a profile."""
-    return {"before": times.before(UNMEASURED_STEPS), "profiled": times.profiled(), "after": times.after()}[part]
+            text = f"{CLOCKS[clock]} {median:.1f} ms, with a profile {describe_shift(shift, len(pairs))}"
+            yield f"{name}: {part}", text, None if part == "profiled" else is_cheap(shift)
 
 
 def cause_runs() -> Iterator[Run]:

@@ -5,11 +5,13 @@ A profile has the last steps of a training. Here it has those in the middle, so 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.commands import Record, Run
@@ -33,28 +35,32 @@ ENDED_BY = 1
 """Steps after the profile that are left out, because the profiler stops in the first of them."""
 
 STEP_TIMES = "all_step_times.json"
-"""File in a run directory: milliseconds of all steps of rank 0, and the position of the profile."""
+"""File in a run directory: wall and CPU times of all steps of rank 0, and the position of the profile."""
+
+CLOCKS = {"wall": "step", "cpu": "CPU time of a step"}
+"""Clocks that are compared. The CPU time of a process is nearly the same when other programs use the cores."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Durations of all steps of a run in milliseconds. The profile starts, with its warm-up, at a step from 0."""
+    """Times of all steps of a run by clock, in milliseconds. The profile starts, with its warm-up, at a step from 0."""
 
-    milliseconds: list[float]
+    milliseconds: dict[str, list[float]]
     profile_starts: int
 
-    def before(self, unmeasured: int) -> list[float]:
-        """Return the steps before the profile, without the first ones."""
-        return self.milliseconds[unmeasured : self.profile_starts]
+    def of(self, part: str, clock: str, *, unmeasured: int) -> list[float]:
+        """Return the times of the steps before, in or after the profile, without the first ones of the run.
 
-    def profiled(self) -> list[float]:
-        """Return the steps of the profile after its warm-up. In a run without a profile these are ordinary ones."""
+        The profiled steps do not contain the warm-up. In a run without a profile they are ordinary ones.
+        """
         start = self.profile_starts + WARMUP_STEPS
-        return self.milliseconds[start : start + PROFILED_STEPS]
-
-    def after(self) -> list[float]:
-        """Return the steps after the profile."""
-        return self.milliseconds[self.profile_starts + WARMUP_STEPS + PROFILED_STEPS + ENDED_BY :]
+        end = start + PROFILED_STEPS
+        parts = {
+            "before": slice(unmeasured, self.profile_starts),
+            "profiled": slice(start, end),
+            "after": slice(end + ENDED_BY, None),
+        }
+        return self.milliseconds[clock][parts[part]]
 
 
 class TimedSteps(Native):
@@ -64,14 +70,21 @@ class TimedSteps(Native):
         self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
     ) -> tuple[EvaluableModel, Built]:
         """Train, and write the durations."""
+        logger, marks = inputs.logger, [0.0]
+        mark = logger.clock.mark
+
+        def mark_both() -> None:
+            mark()
+            marks.append(time.process_time())
+
+        logger.clock.mark = mark_both  # type: ignore[method-assign]
         result = super().train(build_model, config, context, inputs)
         if context.rank == 0:
-            milliseconds = [1000 * seconds for seconds in inputs.logger.clock.durations()]
-            times = {
-                "milliseconds": milliseconds,
-                "profile_starts": middle_window(inputs.plan.total_steps).steps_before,
-            }
-            (context.run_dir / STEP_TIMES).write_text(json.dumps(times))
+            wall = [1000 * seconds for seconds in logger.clock.durations()]
+            cpu = [1000 * (end - start) for start, end in itertools.pairwise(marks)]
+            starts = middle_window(inputs.plan.total_steps).steps_before
+            times = StepTimes({"wall": wall, "cpu": cpu}, starts)
+            (context.run_dir / STEP_TIMES).write_text(json.dumps(asdict(times)))
         return result
 
 

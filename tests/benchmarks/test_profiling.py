@@ -24,7 +24,8 @@ def make_records(folder: Path, *, before: float, after: float) -> dict[str, dict
             name = f"single {pair} {kind}"
             (folder / name).mkdir(parents=True)
             means = [100 * (1 + costs[0])] * 32 + [200.0] * 5 + [100 * (1 + costs[1])] * 31
-            times = {"milliseconds": [mean * generator.gauss(1, 0.01) for mean in means], "profile_starts": 32}
+            steps = [mean * generator.gauss(1, 0.01) for mean in means]
+            times = {"milliseconds": {"wall": steps, "cpu": [step / 2 for step in steps]}, "profile_starts": 32}
             (folder / name / STEP_TIMES).write_text(json.dumps(times))
             breakdown = [{"rank": 0}] if kind == "profiled" else None
             records[name] = {"directory": str(folder / name), "metrics": {"step_breakdown": breakdown}}
@@ -33,8 +34,9 @@ def make_records(folder: Path, *, before: float, after: float) -> dict[str, dict
 
 def test_steps_before_in_and_after_the_profile() -> None:
     """Of 12 steps, number 4 is the profiler's warm-up, 5 to 7 are profiled, and the profiler stops in number 8."""
-    times = StepTimes([float(step) for step in range(12)], 4)
-    assert (times.before(2), times.profiled(), times.after()) == ([2, 3], [5, 6, 7], [9, 10, 11])
+    times = StepTimes({"wall": [float(step) for step in range(12)]}, 4)
+    parts = [times.of(part, "wall", unmeasured=2) for part in ("before", "profiled", "after")]
+    assert parts == [[2, 3], [5, 6, 7], [9, 10, 11]]
 
 
 def test_pairs_are_compared_by_their_median_steps() -> None:
@@ -56,11 +58,12 @@ def test_verdicts(tmp_path: Path) -> None:
     records = make_records(tmp_path, before=0.0, after=0.05)
     rows = list(profiling_rows(records, [Run(name, ()) for name in records]))
     assert [(name, good) for name, _, good in rows] == [
-        ("single: before", True),
-        ("single: after", False),
-        ("single: profiled", None),
+        *[("single: before", True)] * 2,
+        *[("single: after", False)] * 2,
+        *[("single: profiled", None)] * 2,
     ]
-    assert f"{PAIRS} pairs" in rows[0][1]
+    assert rows[1][1].startswith("CPU time of a step ")
+    assert f"{PAIRS} pairs" in rows[1][1]
 
 
 def test_missing_runs_and_profiles_are_named(tmp_path: Path) -> None:
@@ -86,7 +89,8 @@ def test_a_real_run_is_profiled_in_its_middle(tmp_path: Path) -> None:
     done = run_distexp(*kept, *tiny, PACKAGES, f"hydra.run.dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     times = StepTimes(**json.loads((tmp_path / "run" / STEP_TIMES).read_text()))
-    assert (len(times.milliseconds), times.profile_starts) == (20, 8)
+    assert [len(steps) for steps in times.milliseconds.values()] == [20, 20]
+    assert times.profile_starts == 8
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert record["metrics"]["step_breakdown"]
     assert record["metrics"]["communication"]["first_step"] == 9
