@@ -52,7 +52,8 @@ class StepCounts:
         self.positions += sum(batch.num_positions for batch in step.micro_batches)
         if warmed_up:
             work = step.workload
-            self.sizes.add(work.rows, work.positions, work.head_tokens)
+            # The logits of a token cost at most about as much as the layers for it.
+            self.sizes.add(work.rows, work.positions + work.head_tokens)
         if measured:
             self.measured_steps += 1
             self.measured_samples += step.num_samples

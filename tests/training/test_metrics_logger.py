@@ -82,6 +82,22 @@ def test_images_have_no_padding_share(tmp_path: Path) -> None:
     assert record([[collate_images([image])]], tmp_path).padding_share is None
 
 
+def test_a_few_more_labels_do_not_hide_the_overhead_of_the_profiler(tmp_path: Path) -> None:
+    """With ``train.logits=targets``, the labels of a step vary, and are few in relation to its tokens."""
+    collate = TargetTokens(TextCollate(0, None))
+    steps = [[collate([_sample(20_000, labels)])] for labels in (100, 200, 400)]
+    parts = dict.fromkeys(("host_ms", "waiting_ms", "data_wait_ms", "cpu_busy_ms"), 0.0)
+    found = record(steps, tmp_path, {**parts, "step_ms": 1e6, "launch_idle_ms": 1e6}).step_breakdown
+    assert found is not None
+    assert not found[0]["includes_overhead"]
+
+
+def _sample(length: int, labels: int) -> Sample:
+    targets = torch.full((length,), -100)
+    targets[-labels:] = 1
+    return {"input_ids": torch.ones(length, dtype=torch.long), "labels": targets}
+
+
 @pytest.mark.parametrize(("lengths", "includes_overhead"), [((3, 10, 10), False), ((3, 10, 8), True)])
 def test_the_overhead_of_the_profiler_is_known_if_the_steps_are_equal(
     lengths: tuple[int, ...], includes_overhead: bool, tmp_path: Path
