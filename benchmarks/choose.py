@@ -3,14 +3,16 @@
     python benchmarks/choose.py sweep OUT.json NAME GPUS [STEPS] OVERRIDE ...
     python benchmarks/choose.py replay OUT.json [LIMIT_GB ...]
 
-``sweep`` runs all candidates of a training that may fit, and adds them to the file as the cell ``NAME, GPUS``. A cell
-that is in the file already is left out, so the sweeps can be spread over several sessions. ``replay`` searches each
-cell with the measured values, and prints regret and cost. A memory limit removes the candidates that would not fit.
+``sweep`` runs all candidates of a training that may fit, and adds them to the file as the cell ``NAME, GPUS``. Those
+that a search leaves out because they are slower, as with checkpointing, run too. A cell of the file does not run again.
+The same command continues an interrupted sweep. ``replay`` searches each cell with the measured values, and prints
+regret and cost. A memory limit removes the candidates that would not fit.
 
 On GPUs, for example:
 
-    python benchmarks/choose.py sweep docs/results/choose_h200.json bloom_560m 1 20 model=bloom_560m dataset=squad \
-        precision=bf16 train.global_batch_size=64
+    python benchmarks/choose.py sweep docs/results/choose_h200.json bloom_560m 1 5 model=bloom_560m \
+        dataset=squad_sample dataset.max_length=512 dataset.padding=max_length precision=bf16 \
+        train.global_batch_size=64 train.compile=blocks 'choose.space=["offload=false"]'
     python benchmarks/choose.py replay docs/results/choose_h200.json 24 40 80
 """
 
@@ -19,13 +21,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
-from distexp.choose.axis_keys import MICRO_BATCH
+from distexp.choose.axis_keys import CHECKPOINTING, MICRO_BATCH
 from distexp.choose.candidate import Candidate, Objective, Status, Trial
 from distexp.choose.halving import search
 from distexp.choose.search_result import PlannedTrial, SearchResult
@@ -41,6 +44,9 @@ from distexp.system.units import MIB_PER_GB
 DISTEXP = (sys.executable, "-m", "distexp")
 CONTEXT_MIB = 700.0
 """GPU memory outside of torch's allocator."""
+
+REPEAT_SEED = 43
+"""Another seed than the default, so that the repeat is another run."""
 
 NOT_RUN = ("invalid", "the same as", "does not fit", "needs more")
 """Starts of the reasons of candidates that an exhaustive sweep leaves out too."""
@@ -72,9 +78,10 @@ class Measured:
     expected_mib: float | None = None
     forecast_s: float | None = None
 
-    def gpu_seconds(self, steps: int) -> float:
-        """Return the cost of a trial with some measured steps."""
-        return self.workers * (self.start_s + (steps + EXCLUDED_STEPS) * (self.step_s or 0.0))
+    def gpu_seconds(self, steps: int, start_s: float | None = None) -> float:
+        """Return the cost of a trial with some measured steps. A start may take less time than the measured one."""
+        start = self.start_s if start_s is None else min(start_s, self.start_s)
+        return self.workers * (start + (steps + EXCLUDED_STEPS) * (self.step_s or 0.0))
 
     def fits(self, limit_mib: float | None) -> bool:
         """Return whether it completed, also on a GPU with less memory."""
@@ -84,12 +91,22 @@ class Measured:
 
 @dataclass(frozen=True)
 class SweepCell:
-    """The exhaustive sweep of a training with some workers."""
+    """The exhaustive sweep of a training with some workers.
+
+    Attributes:
+        name: Name of the training.
+        gpus: Number of workers.
+        steps: Measured steps of each run.
+        candidates: What was measured.
+        repeat_start_s: ``start_s`` of a candidate that ran before, so that its compiled code is in the cache. None if
+            it was not measured: then a repeat costs as much as a first trial.
+    """
 
     name: str
     gpus: int
     steps: int
     candidates: list[Measured] = field(default_factory=list)
+    repeat_start_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,13 +134,20 @@ def replay(cell: SweepCell, limit_gb: float | None = None) -> Replay | None:
         return None
     by_overrides = {tuple(candidate.overrides): candidate for candidate in cell.candidates}
     tried: list[Trial] = []
+    started: set[tuple[str, ...]] = set()
 
     def try_all(batch: Sequence[PlannedTrial]) -> list[Trial]:
-        found = [_trial(by_overrides[planned.candidate.overrides], planned.steps, limit) for planned in batch]
+        found = []
+        for planned in batch:
+            start_s = cell.repeat_start_s if planned.candidate.overrides in started else None
+            started.add(planned.candidate.overrides)
+            found.append(_trial(by_overrides[planned.candidate.overrides], planned.steps, limit, start_s))
         tried.extend(found)
         return found
 
-    result = search([_candidate(candidate, limit) for candidate in cell.candidates], try_all, Objective.THROUGHPUT)
+    candidates = [_candidate(candidate, limit) for candidate in cell.candidates]
+    _prune_checkpointed(candidates)
+    result = search(candidates, try_all, Objective.THROUGHPUT)
     exhaustive = sum(candidate.gpu_seconds(cell.steps) for candidate in fitting)
     return Replay(
         regret=_regret(result, by_overrides, fitting),
@@ -147,7 +171,20 @@ def _candidate(measured: Measured, limit_mib: float | None) -> Candidate:
     return candidate
 
 
-def _trial(measured: Measured, steps: int, limit_mib: float | None) -> Trial:
+def _prune_checkpointed(candidates: Sequence[Candidate]) -> None:
+    """Prune what a search prunes before its first trial: checkpointing of a micro-batch that fits without it."""
+    fitting: dict[tuple[str, ...], int] = {}
+    for candidate in candidates:
+        if candidate.status is Status.WAITING and not candidate.too_close and candidate.expected_mib is not None:
+            fitting[candidate.family] = max(fitting.get(candidate.family, 0), candidate.micro_batch)
+    for candidate in candidates:
+        other = tuple(text for text in candidate.family if not text.startswith(CHECKPOINTING))
+        is_needed = other == candidate.family or candidate.micro_batch > fitting.get(other, 0)
+        if candidate.status is Status.WAITING and not is_needed:
+            candidate.prune("checkpointing is not needed")
+
+
+def _trial(measured: Measured, steps: int, limit_mib: float | None, start_s: float | None = None) -> Trial:
     if not measured.fits(limit_mib):
         status = measured.status if measured.status != "completed" else "oom_gpu"
         return Trial(steps, status, gpu_seconds=measured.workers * measured.start_s, error=status)
@@ -157,7 +194,7 @@ def _trial(measured: Measured, steps: int, limit_mib: float | None) -> Trial:
         step_s=measured.step_s,
         samples_per_second=measured.samples_per_second,
         peak_allocated_mib=measured.peak_mib,
-        gpu_seconds=measured.gpu_seconds(steps),
+        gpu_seconds=measured.gpu_seconds(steps, start_s),
     )
 
 
@@ -173,7 +210,7 @@ def read_cells(path: Path) -> list[SweepCell]:
     if not path.exists():
         return []
     return [
-        SweepCell(entry["name"], entry["gpus"], entry["steps"], [Measured(**one) for one in entry["candidates"]])
+        SweepCell(**entry | {"candidates": [Measured(**one) for one in entry["candidates"]]})
         for entry in read_json(path)
     ]
 
@@ -185,23 +222,38 @@ def sweep(path: Path, name: str, gpus: int, steps: int, overrides: Sequence[str]
         print(f"{name}, {gpus} workers: in {path} already")
         return
     candidates = _find_candidates(name, gpus, overrides)
-    with tempfile.TemporaryDirectory(prefix="distexp-choose-") as folder:
-        listed = json.dumps([candidate["overrides"] for candidate in candidates])
-        short = [f"train.max_steps={steps + EXCLUDED_STEPS}", f"train.num_epochs={steps + EXCLUDED_STEPS}"]
-        short += [f"train.measure_after_step={EXCLUDED_STEPS}", "train.log_every=1", "dataset.eval_size=8"]
-        training = [text for text in overrides if not text.startswith("choose.")]
-        command = [*DISTEXP, "--multirun", *training, *short, f"sweep.cells={listed}", "sweep.shared_start=true"]
-        command.append(f"hydra.sweep.dir={folder}/runs")
-        subprocess.run(command, check=False)
-        measured = list(_read_measured(Path(folder), candidates, gpus))
-    cells.append(SweepCell(name, gpus, steps, measured))
+    # An interrupted sweep continues in this folder.
+    folder = path.with_suffix(f".{name}-{gpus}")
+    # The last run repeats the most promising candidate, which shows what the start of a repeat costs.
+    repeated = min(candidates, key=lambda each: each["forecast_s"] or inf)
+    listed = [each["overrides"] for each in candidates]
+    listed.append([*repeated["overrides"], f"train.seed={REPEAT_SEED}"])
+    subprocess.run(_sweep_command(listed, steps, overrides, folder), check=False)
+    measured = list(_read_measured(folder, [*candidates, repeated], gpus))
+    if len(measured) < len(listed):
+        sys.exit(f"{len(measured)} of {len(listed)} runs are done in {folder}: the same command continues the sweep")
+    *measured, repeat = measured
+    cells.append(SweepCell(name, gpus, steps, measured, repeat.start_s))
     write_json(path, [asdict(cell) for cell in cells])
+    rmtree(folder)
     print(f"{name}, {gpus} workers: {len(measured)} candidates in {path}")
+
+
+def _sweep_command(cells: Sequence[Sequence[str]], steps: int, overrides: Sequence[str], folder: Path) -> list[str]:
+    """Return the command that runs all candidates of a sweep, or those that are missing in its folder."""
+    total = steps + EXCLUDED_STEPS
+    short = [f"train.max_steps={total}", f"train.num_epochs={total}", f"train.measure_after_step={EXCLUDED_STEPS}"]
+    short += ["train.log_every=1", "dataset.eval_size=8"]
+    training = [text for text in overrides if not text.startswith("choose.")]
+    shared = [f"sweep.cells={json.dumps(cells)}", "sweep.shared_start=true", "sweep.resume=true"]
+    return [*DISTEXP, "--multirun", *training, *short, *shared, f"hydra.sweep.dir={folder.absolute()}"]
 
 
 def _find_candidates(name: str, gpus: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """Return the candidates of a training that may fit. Exit if the dry run fails, after it has printed its error."""
-    command = [*DISTEXP, "choose", "--json", "choose.dry_run=true", *overrides, f"choose.gpus=[{gpus}]"]
+    # For the lowest memory, a search predicts all candidates, and prunes none because it is slower.
+    dry_run = ["choose.dry_run=true", "choose.objective=memory"]
+    command = [*DISTEXP, "choose", "--json", *overrides, *dry_run, f"choose.gpus=[{gpus}]"]
     found = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if found.returncode:
         sys.exit(f"{name}, {gpus} workers: distexp choose choose.dry_run=true failed with code {found.returncode}")
