@@ -7,6 +7,7 @@ import re
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from distexp.cli.durations import explain_duration
 from distexp.cli.option_errors import explain_option
 from distexp.cli.overrides import parse
 from distexp.cli.suggestions import suggest_key
@@ -27,9 +28,6 @@ UNQUOTED_OVERRIDE = re.compile(
     re.VERBOSE,
 )
 """An override inside ``sweep.cells`` without quotes."""
-
-DURATION = re.compile(r"(\d+):(\d{2}):(\d{2})")
-"""Hours, minutes and seconds."""
 
 IN_FILE = re.compile(r"In '([^']+)': ")
 """Start of Hydra's message about a value in a YAML file."""
@@ -78,13 +76,10 @@ def _explain_value(error: Exception) -> str:
 
 
 def _explain_other_unit(key: str, value: str) -> str:
-    """Return the hint for steps in ``profile`` and for ``00:30:00`` in a key of minutes; empty for anything else."""
+    """Return the hint for steps in ``profile`` and for a duration such as ``30m``; empty for anything else."""
     if key == "profile" and value.isdecimal():
         return f": for {value} steps write train.profile_steps={value}"
-    if key.endswith("_min") and (duration := DURATION.fullmatch(value)):
-        hours, minutes, seconds = (int(part) for part in duration.groups())
-        return f", in minutes: write {key}={60 * hours + minutes + seconds / 60:g}"
-    return ""
+    return explain_duration(key, value)
 
 
 def _explain_syntax(override: str, reason: str) -> str:
