@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from hydra.core.override_parser.types import Glob, Override
 
@@ -16,17 +17,44 @@ STRATEGY_WITH_DEFAULT = {"zero_stage=2": "deepspeed", "sharding=full_shard": "fs
 """Options that are the default of a strategy."""
 
 
+@dataclass(frozen=True)
+class _ImplyingOption:
+    """An option of one strategy.
+
+    Attributes:
+        text: The override as it is typed, such as ``zero_stage=1,2``.
+        strategy: The strategy that it implies.
+    """
+
+    text: str
+    strategy: str
+
+    @property
+    def is_default(self) -> bool:
+        """Return whether the strategy has this option if nothing is typed."""
+        return STRATEGY_WITH_DEFAULT.get(self.text) == self.strategy
+
+
 def strategy_sweep_warnings(overrides: Sequence[Override]) -> Iterator[str]:
-    """Yield a warning for each option that makes cells of a sweep over strategies invalid, with what to type."""
+    """Yield a warning if options make cells of a sweep over strategies invalid, with the sweep to type."""
     by_key = {override.get_key_element(): override for override in overrides}
     swept = by_key.get("strategy")
     if swept is None or not swept.is_sweep_override() or isinstance(swept.value(), Glob):
         return
+    options, strategies = _implying_options(by_key), _values(swept)
+    valid = set(strategies).intersection(*({option.strategy} for option in options))
+    if options and (invalid := [strategy for strategy in strategies if strategy not in valid]):
+        yield _warning(options, strategies, invalid)
+
+
+def _implying_options(by_key: Mapping[str, Override]) -> list[_ImplyingOption]:
+    """Return the options that imply one strategy each."""
+    found = []
     for override in (by_key[group] for group in IMPLYING_GROUPS if group in by_key):
         implied = {implied_strategy(override.get_key_element(), option) for option in _values(override)}
-        others = [strategy for strategy in _values(swept) if strategy not in implied]
-        if len(implied) == 1 and None not in implied and others:
-            yield _warning(str(override.input_line).replace("'", ""), str(*implied), others)
+        if len(implied) == 1 and None not in implied:
+            found.append(_ImplyingOption(str(override.input_line).replace("'", ""), str(*implied)))
+    return found
 
 
 def _values(override: Override) -> list[str]:
@@ -36,12 +64,23 @@ def _values(override: Override) -> list[str]:
     return [str(plain_value(value)) for value in values]
 
 
-def _warning(option: str, implied: str, others: Sequence[str]) -> str:
-    """Return the warning, with a sweep that has one cell for each strategy."""
-    rest = ",".join(others)
-    is_default = STRATEGY_WITH_DEFAULT.get(option) == implied
-    short = f"strategy={rest},{implied} without {option} (the default), or " if is_default else ""
+def _warning(options: Sequence[_ImplyingOption], strategies: Sequence[str], invalid: Sequence[str]) -> str:
+    """Return the warning, with a sweep that has each strategy, and each option with its strategy only."""
+    reasons = " and ".join(f"{option.text} is for strategy={option.strategy}" for option in options)
+    which = "all cells" if len(invalid) == len(strategies) else f"the cells with strategy={','.join(invalid)}"
+    implied = [option.strategy for option in options]
+    rest = [strategy for strategy in strategies if strategy not in implied]
+    cells = [f"strategy={','.join(rest)}"] * bool(rest) + [option.text for option in options]
+    listed = ",".join(f'["{cell}"]' for cell in cells)
     return (
-        f"{option} is for strategy={implied}, so the cells with strategy={rest} are invalid: to compare them, write "
-        f"""{short}'sweep.cells=[["strategy={rest}"],["{option}"]]'"""
+        f"{reasons}, so {which} are invalid: to compare them, write {_shorter(options, rest)}'sweep.cells=[{listed}]'"
     )
+
+
+def _shorter(options: Sequence[_ImplyingOption], rest: Sequence[str]) -> str:
+    """Return the shorter sweep, if all options are defaults; else an empty text."""
+    if not all(option.is_default for option in options):
+        return ""
+    texts, default = " and ".join(option.text for option in options), "defaults" if len(options) > 1 else "default"
+    strategies = ",".join([*rest, *(option.strategy for option in options)])
+    return f"strategy={strategies} without {texts} (the {default}), or "

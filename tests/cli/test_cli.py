@@ -170,6 +170,15 @@ WRONG = {  # command lines, with a part of their message
     "--config-name foo": "Cannot find primary config 'foo': leave --config-name out\n",
     "cluster.timeout=10": "cluster.timeout is not a key. Did you mean cluster.timeout_min?\n",
     "cluster.timeout_min=00:30:00": "must be a number or null, in minutes: write cluster.timeout_min=30\n",
+    "cluster.timeout_min=1-12:00:00": "in minutes: write cluster.timeout_min=2160\n",
+    "cluster.timeout_min=1:30": (
+        "cluster.timeout_min=1:30 must be a number or null, in minutes: write cluster.timeout_min=90 for 1 h 30 min, "
+        "or cluster.timeout_min=1.5 for 1 min 30 s\n"
+    ),
+    "cluster.hang_timeout_min=90s": "must be a number, in minutes: write cluster.hang_timeout_min=1.5\n",
+    "choose choose.budget_min=1h30m": "must be a number, in minutes: write choose.budget_min=90\n",
+    "plan plan.timeout_s=5m": "must be a number or null, in seconds: write plan.timeout_s=300\n",
+    "plan plan.timeout_s=soon": "plan.timeout_s=soon must be a number or null\n",
     "cluster.time=10": "cluster.time is not a key. Did you mean cluster.timeout_min?\n",
     "model=bloom_560": "from the hub or a folder: model=hf model.name=FOLDER_OR_HUB_ID\n",
     "model=/tmp/mymodel": "resnet_tiny. For another model of transformers, from the hub or a folder: model=hf model.na"
@@ -218,7 +227,7 @@ def test_a_key_of_another_command_is_accepted_with_its_default() -> None:
     [
         (
             "strategy=ddp,fsdp zero_stage=2",
-            "zero_stage=2 is for strategy=deepspeed, so the cells with strategy=ddp,fsdp are invalid: to compare them, "
+            "zero_stage=2 is for strategy=deepspeed, so all cells are invalid: to compare them, "
             "write strategy=ddp,fsdp,deepspeed without zero_stage=2 (the default), or "
             """'sweep.cells=[["strategy=ddp,fsdp"],["zero_stage=2"]]'""",
         ),
@@ -231,6 +240,17 @@ def test_a_key_of_another_command_is_accepted_with_its_default() -> None:
             "strategy=ddp,fsdp sharding=no_shard",
             "sharding=no_shard is for strategy=fsdp, so the cells with strategy=ddp are invalid: to compare them, "
             """write 'sweep.cells=[["strategy=ddp"],["sharding=no_shard"]]'""",
+        ),
+        (
+            "strategy=ddp,fsdp zero_stage=2 sharding=full_shard",
+            "sharding=full_shard is for strategy=fsdp and zero_stage=2 is for strategy=deepspeed, so all cells are "
+            "invalid: to compare them, write strategy=ddp,fsdp,deepspeed without sharding=full_shard and zero_stage=2 "
+            """(the defaults), or 'sweep.cells=[["strategy=ddp"],["sharding=full_shard"],["zero_stage=2"]]'""",
+        ),
+        (
+            "strategy=fsdp,deepspeed zero_stage=1,2 sharding=no_shard",
+            "sharding=no_shard is for strategy=fsdp and zero_stage=1,2 is for strategy=deepspeed, so all cells are "
+            """invalid: to compare them, write 'sweep.cells=[["sharding=no_shard"],["zero_stage=1,2"]]'""",
         ),
     ],
 )
