@@ -71,7 +71,22 @@ def _find_error(path: str, _changed_at: int) -> str | None:
         return str(error)
     if reason := find_format_error(content):
         return format_error(path, reason)
-    return None if content["data"] else no_examples(path, "examples")
+    questions = list(_questions(content))
+    if not questions:
+        return no_examples(path, "examples")
+    return None if any(map(_has_answer, questions)) else no_answers(path)
+
+
+def _questions(content: Any) -> Iterator[Any]:
+    """Yield the questions of a file in the format."""
+    for article in content["data"]:
+        for paragraph in article["paragraphs"]:
+            yield from paragraph["qas"]
+
+
+def _has_answer(question: Any) -> bool:
+    """Return whether an answer of a question has more than spaces."""
+    return any(answer["text"].strip() for answer in question["answers"])
 
 
 def no_examples(source: str, examples: str) -> str:
@@ -82,6 +97,11 @@ def no_examples(source: str, examples: str) -> str:
         examples: what it lacks, as in ``training examples``.
     """
     return f"{source} has no {examples}: use data with at least one question"
+
+
+def no_answers(source: str) -> str:
+    """Return the error of a file whose questions have no answers, as those of SQuAD v2.0 that are impossible."""
+    return f"{source} has no question with an answer: use data with at least one answer"
 
 
 class _FormatError(ValueError):

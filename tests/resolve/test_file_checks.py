@@ -59,6 +59,10 @@ def test_a_folder_without_a_tokenizer_is_refused(tokenizer: str, tmp_path: Path)
     assert resolve_cell(*overrides).model.tokenizer == chosen
 
 
+NO_QUESTION = '{"data": [{"paragraphs": [{"context": "a", "qas": []}]}]}'
+NO_ANSWER = '{"data": [{"paragraphs": [{"context": "a", "qas": [{"id": "1", "question": "b", "answers": []}]}]}]}'
+
+
 def test_text_data_without_a_tokenizer_is_refused() -> None:
     assert error("strategy=single", "model.tokenizer=null") == (
         "model.tokenizer is null, but dataset=squad_sample needs one: set byte, a hub id or a folder"
@@ -79,9 +83,13 @@ def test_small_question_files_of_another_format_are_refused(tmp_path: Path) -> N
         f"Use the form {form}",
     ]
     paths["train"].write_text(form)
-    paths["eval"].write_text('{"data": []}')
+    empty = f"dataset.eval_path={paths['eval']} has no examples: use data with at least one question"
+    for content in ('{"data": []}', '{"data": [{"paragraphs": []}]}', NO_QUESTION):
+        paths["eval"].write_text(content)
+        assert error(*overrides) == empty
+    paths["eval"].write_text(NO_ANSWER)
     assert error(*overrides) == (
-        f"dataset.eval_path={paths['eval']} has no examples: use data with at least one question"
+        f"dataset.eval_path={paths['eval']} has no question with an answer: use data with at least one answer"
     )
     paths["eval"].write_text(form)
     assert resolve_cell(*overrides).dataset.train_path == str(paths["train"])
