@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from distexp.choose.candidate import Candidate, Objective
@@ -11,7 +10,7 @@ from distexp.choose.loss_check import LossCheck
 from distexp.choose.mean_metrics import MeanMetrics, mean_metrics
 from distexp.choose.ranking import Margin, margin_between, ranked
 from distexp.plan.cells import replace_overrides
-from distexp.runs.command_text import format_override
+from distexp.runs.copyable_command import copyable_override, shell_quote
 
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
@@ -60,12 +59,12 @@ def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
 
 def command_line(command: Sequence[str], candidate: Candidate) -> str:
     """Return the command that runs the real training with a candidate."""
-    return shlex.join(["distexp", *training_overrides(command, candidate)])
+    return " ".join(["distexp", *map(shell_quote, training_overrides(command, candidate))])
 
 
 def training_overrides(command: Sequence[str], candidate: Candidate) -> list[str]:
     """Return all overrides of the real training with a candidate."""
-    merged = map(format_override, replace_overrides(command, candidate.overrides))
+    merged = map(copyable_override, replace_overrides(command, candidate.overrides))
     return [text for text in merged if not text.startswith(SET_BY_COMMAND)]
 
 

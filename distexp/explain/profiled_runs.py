@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from distexp.config import ConfigError
 from distexp.explain.explanation import Explanation, explain_profile
 from distexp.explain.step_profile import StepProfile
 from distexp.runs.command_text import format_override
+from distexp.runs.copyable_command import copyable_command
 from distexp.runs.json_files import read_json
 from distexp.runs.printable import printable
 from distexp.runs.record import RunRecord
@@ -92,12 +92,10 @@ def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
         return f"{directory} has no profile, because the run is {records[0].status}: give a completed run"
     if note := (record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile: {note}"
-    options = [
-        text if '"' in text else format_override(text)
-        for text in _sweep_command(directory) or record.run.overrides
-        if not text.startswith(REPLACED)
-    ]
-    return f"{directory} has no profile: run it with {shlex.join(['distexp', *options, 'profile=true'])}"
+    sweep = _sweep_command(directory)
+    options = [text for text in sweep or record.run.overrides if not text.startswith(REPLACED)]
+    command = copyable_command([*options, "profile=true"], may_sweep=bool(sweep))
+    return f"{directory} has no profile: run it with {command}"
 
 
 def _sweep_command(directory: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Any
 
 from distexp.config import ConfigError
 from distexp.launch.own_files import is_own_file
+from distexp.runs.copyable_command import copyable_command
 from distexp.runs.forecast_errors import measured_step_s
 from distexp.runs.micro_batch import MicroBatchSearch
 from distexp.runs.record import RunRecord
@@ -124,7 +124,7 @@ def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
     if note := (run.record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile for a forecast: {note}"
     options = [text for text in run.record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]
-    command = shlex.join(["distexp", *(text.replace("'", "") for text in options), "profile=true"])
+    command = copyable_command([*options, "profile=true"])
     older = " by this version" if run.record.metrics.step_breakdown else ""
     return f"{directory} has no profile{older} for a forecast: run it with {command}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from distexp.config import Config
 from distexp.config.batch_sizes import searches_micro_batch, with_micro_batch
 from distexp.plan.cache import read_estimate
 from distexp.plan.search import candidate_overrides
+from distexp.runs.copyable_command import copyable_command
 from distexp.runs.micro_batch import MicroBatchSearch
 from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.spec import RunSpec
@@ -96,4 +96,4 @@ def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
     if searches_micro_batch(spec.config):  # A search runs on the GPU, so it is not predicted.
         key = "train.micro_batch_size"
         given = [*(text for text in given if text.lstrip("+").partition("=")[0] != key), f"{key}={size or 1}"]
-    return shlex.join(["distexp", "plan", *given, *memory])
+    return copyable_command([*given, *memory], command="distexp plan")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from distexp.launch.trust import (
     packages_trusted_by_user,
     typed_overrides,
 )
+from distexp.runs.copyable_command import copyable_override, shell_quote
 
 SAFE_HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.verbose")
 LAUNCHER = "hydra.launcher."
@@ -50,7 +50,7 @@ def check_stored_command(path: Path, stored: Sequence[str], typed: Sequence[str]
 
 def _shown(argument: str) -> str:
     """Return an argument as a shell needs it, without the quotes that distexp has added."""
-    return shlex.quote(argument if '"' in argument else argument.replace("'", ""))
+    return shell_quote(copyable_override(argument, may_sweep=True))
 
 
 def _unsafe_keys(argument: str) -> set[str]:

@@ -86,8 +86,11 @@ def test_command_to_profile_is_that_of_a_completed_run(tmp_path: Path, capsys: p
 def test_command_to_profile_a_sweep_is_that_of_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path, record(0, overrides=("zero_stage='1'",)), record(1, overrides=("zero_stage='2'",)))
     words = ["--multirun", "zero_stage='1','2'", 'sweep.cells=[["a=1"]]', "profile=false", "hydra.sweep.dir=sweep"]
+    words += ["name='a,b'", "plan.space=['c=2']"]
     (folder / "command.json").write_text(json.dumps({"words": words, "cells": 2}))
-    typed = """distexp --multirun zero_stage=1,2 'sweep.cells=[["a=1"]]' profile=true\n"""
+    typed = (
+        """distexp --multirun zero_stage=1,2 'sweep.cells=[["a=1"]]' "name='a,b'" "plan.space=['c=2']" profile=true\n"""
+    )
     for directory, command in ((folder, typed), (folder / "1", "distexp zero_stage=2 profile=true\n")):
         assert main([str(directory)]) == 2
         assert capsys.readouterr().err.endswith(f"run it with {command}")

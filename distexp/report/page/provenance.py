@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 
 from distexp.report.data.rows import Row
 from distexp.report.data.text_table import TextTable
+from distexp.runs.copyable_command import copyable_command
 from distexp.runs.listing import join_first
 
 MAX_COMMANDS = 200
@@ -35,7 +35,7 @@ def command_table(rows: Sequence[Row]) -> TextTable:
 
 def command(row: Row) -> str:
     """Return the command line that repeats a run."""
-    return shlex.join(["distexp", *row.record.run.overrides])
+    return copyable_command(row.record.run.overrides)
 
 
 def _count_kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[[Row], Cells]) -> TextTable:
