@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status
+from distexp.choose.check_cost import check_gpu_seconds
 from distexp.choose.dry_run import print_plan
 from distexp.choose.halving import search
 from distexp.choose.labels import label
@@ -26,6 +28,7 @@ from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles
 from distexp.choose.space import base_config, make_space
 from distexp.choose.state import SearchState
+from distexp.choose.trial_budget import expected_gpu_seconds
 from distexp.choose.trial_launcher import TrialLauncher
 from distexp.choose.trial_outcome import add_trial
 from distexp.choose.trials import Trials
@@ -64,6 +67,7 @@ def run_choose(
     with planner or Planner() as source:
         candidates = find_candidates(settings, make, source)
         singles = fitting_singles(candidates, settings.command, make, source)
+    set_forecasts(singles)
     outcome = Outcome(settings, candidates)
     if settings.section.dry_run:
         print_plan(outcome, console)
@@ -104,21 +108,24 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
     settings = outcome.settings
     waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
     most = max((candidate.workers for candidate in waiting), default=1)
-    outcome.result = search(outcome.candidates, trials.try_all, settings.objective, settings.budget_gpu_s(most))
+    objective, budget = settings.objective, settings.budget_gpu_s(most)
+    reserved = partial(check_gpu_seconds, outcome.candidates, singles, objective)
+    outcome.result = search(outcome.candidates, trials.try_all, objective, budget, reserved_gpu_s=reserved)
     checker = LossChecker(outcome.candidates, trials, singles)
     for candidate in ranked(outcome.candidates, settings.objective)[:MAX_CHECKED]:
         check = checker.check(candidate)
         if check.equal is not False:
             outcome.winner, outcome.check = candidate, check
-            _prefer_reference(outcome, trials)
+            _prefer_reference(outcome, trials, budget - trials.state.gpu_seconds)
             return
         outcome.rejected.append(Rejected(candidate, check))
 
 
-def _prefer_reference(outcome: Outcome, trials: Trials) -> None:
+def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> None:
     """Take the reference of the losses as the winner, if it is a candidate whose trials are better.
 
-    The search may have left it out because of its forecast. So it is repeated as often as the winner.
+    The search may have left it out because of its forecast. So it is repeated as often as the winner, if what is left
+    of the budget allows it.
     """
     winner, check, objective = outcome.winner, outcome.check, outcome.settings.objective
     rejected = [rejection.candidate for rejection in outcome.rejected]
@@ -126,6 +133,8 @@ def _prefer_reference(outcome: Outcome, trials: Trials) -> None:
     if winner is None or check is None or not check.equal or label(best) != check.reference:
         return
     missing = [PlannedTrial(best, trial.steps) for trial in winner.completed[len(best.completed) :]]
+    if sum(expected_gpu_seconds(planned, outcome.candidates) for planned in missing) > left_gpu_s:
+        missing = []
     for trial in trials.try_all(missing):
         add_trial(best, trial, [best], objective)
     if ranked([winner, best], objective)[0] is best:

@@ -13,13 +13,11 @@ from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.outcome import Outcome, candidate_json, typed_overrides
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.table import PLAN_LEGEND, others_table, planned_table
+from distexp.choose.trial_budget import STARTUP_S
 from distexp.choose.trial_overrides import EXCLUDED_STEPS
 from distexp.exceptions import SweepFailedError
 from distexp.runs.json_files import nan_to_none
 from distexp.runs.listing import format_count
-
-STARTUP_S = 15.0
-"""Assumed start of a trial: libraries, data and model. The first trials measure it."""
 
 
 def print_plan(outcome: Outcome, console: Console) -> None:
@@ -88,5 +86,6 @@ def _print_tables(
 The search would start with these trials: one micro-batch of each strategy and its settings. It skips those that
 cannot win any more. All of them cost {sum(costs):,.0f} GPU-seconds, with {STARTUP_S:.0f} s for each start-up.
 Then it tries other micro-batches of the best ones, and repeats the best configurations with more steps.
-It ends at {budget:,.0f} GPU-seconds (choose.budget_min={budget_min:g} on all workers). Nothing was started."""
+It ends at {budget:,.0f} GPU-seconds (choose.budget_min={budget_min:g} on all workers). A part of them is left for the
+trials that compare the losses. Nothing was started."""
     )

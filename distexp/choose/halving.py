@@ -13,7 +13,7 @@ A search is deterministic: with the same trials it makes the same decisions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -31,12 +31,19 @@ from distexp.choose.untried import prune_untried
 FINALISTS = "finalists"
 
 
+def nothing_reserved() -> float:
+    """Return that the search may use the whole budget."""
+    return 0.0
+
+
 def search(
     candidates: Sequence[Candidate],
     try_all: TryAll,
     objective: Objective,
     budget_gpu_s: float = inf,
     rules: SearchRules = DEFAULT_RULES,
+    *,
+    reserved_gpu_s: Callable[[], float] = nothing_reserved,
 ) -> SearchResult:
     """Try candidates until the best one is known, or the budget is used up.
 
@@ -46,10 +53,11 @@ def search(
         candidates: All candidates. Those that wait may be tried.
         try_all: Runs a batch of trials.
         objective: What the best candidate has least of.
-        budget_gpu_s: Most GPU-seconds of all trials together. At least one trial is run.
+        budget_gpu_s: Most GPU-seconds of all trials together, with the check of the losses. At least one trial is run.
         rules: How thorough the search is.
+        reserved_gpu_s: Returns the part of the budget that is for the check of the losses.
     """
-    state = _Search(candidates, try_all, objective, budget_gpu_s, rules)
+    state = _Search(candidates, try_all, objective, budget_gpu_s, rules, reserved_gpu_s)
     state.try_families()
     state.try_neighbors()
     state.try_finalists()
@@ -82,6 +90,7 @@ class _Search:
     objective: Objective
     budget_gpu_s: float
     rules: SearchRules
+    reserved_gpu_s: Callable[[], float] = nothing_reserved
     rungs: list[Rung] = field(default_factory=list)
     stopped: str = ""
 
@@ -213,9 +222,11 @@ class _Search:
     def _run(self, name: str, batch: Sequence[Candidate], steps: int) -> None:
         """Run a batch of trials, as far as the budget allows."""
         planned = [PlannedTrial(candidate, steps) for candidate in batch]
-        affordable = affordable_trials(planned, self.candidates, self.rungs, self.budget_gpu_s)
+        reserved = self.reserved_gpu_s()
+        affordable = affordable_trials(planned, self.candidates, self.rungs, self.budget_gpu_s - reserved)
         if len(affordable) < len(planned):
-            self.stopped = f"the budget of {self.budget_gpu_s:,.0f} GPU-seconds is used up"
+            check = f" (of which {reserved:,.0f} for the check of the losses)" if reserved else ""
+            self.stopped = f"the budget of {self.budget_gpu_s:,.0f} GPU-seconds{check} is used up"
         if not affordable:
             return
         if name != FINALISTS:  # Their order alternates. The others run so that few of them need another start-up.

@@ -82,13 +82,13 @@ class LossChecker:
         """Compare the losses of a candidate with those of the reference, and run the trials that are missing."""
         assert winner.config is not None
         without_dropout = dropout_overrides(winner.config)
-        references = list(self._references(winner))
+        references = list(references_of(winner, self.candidates, self.singles))
         if not references:
             return LossCheck(reason="no other configuration can run")
         own: Sequence[Trial] = winner.completed
         steps = min(trial.steps for trial in own)
         if without_dropout:  # Each strategy draws other random numbers.
-            own = _only_completed(self.trials.try_all([PlannedTrial(winner, steps)], without_dropout))
+            own = _only_completed(self._try(winner, steps, without_dropout))
         for reference in references[:MAX_REFERENCES]:
             found = self._compare(own, reference, steps, without_dropout, winner.config.precision.name)
             if found is not None:
@@ -104,9 +104,12 @@ class LossChecker:
         found = None if further else _compare_trials(own, reference.completed, precision)
         return found or _compare_trials(own, self._run_reference(reference, steps, further), precision)
 
+    def _try(self, candidate: Candidate, steps: int, further: Sequence[str]) -> list[Trial]:
+        return self.trials.try_all([PlannedTrial(candidate, steps)], further, compares_losses=True)
+
     def _run_reference(self, reference: Candidate, steps: int, further: Sequence[str]) -> list[Trial]:
         """Run a trial of a reference; return it if it completed. Without further overrides it counts in the search."""
-        trials = self.trials.try_all([PlannedTrial(reference, steps)], further)
+        trials = self._try(reference, steps, further)
         completed = _only_completed(trials)
         if not completed:
             self._errors[reference] = trials[0].error or trials[0].status
@@ -114,17 +117,16 @@ class LossChecker:
             reference.trials, reference.status, reference.reason = (*reference.trials, *completed), Status.TRIED, ""
         return completed
 
-    def _references(self, winner: Candidate) -> Iterator[Candidate]:
-        """Yield the configurations to compare with, the simplest first."""
-        assert winner.config is not None
-        own = run_id(winner.config)
-        runnable = [candidate for candidate in self.candidates if candidate.config is not None and _can_run(candidate)]
-        others = [
-            candidate
-            for candidate in (*runnable, *self.singles)
-            if candidate.config and run_id(candidate.config) != own
-        ]
-        yield from sorted(others, key=lambda each: (_simplicity(each), not each.completed))
+
+def references_of(
+    winner: Candidate, candidates: Sequence[Candidate], singles: Sequence[Candidate]
+) -> Iterator[Candidate]:
+    """Yield the configurations to compare the losses of a candidate with, the simplest first."""
+    assert winner.config is not None
+    own = run_id(winner.config)
+    runnable = [candidate for candidate in candidates if candidate.config is not None and _can_run(candidate)]
+    others = [candidate for candidate in (*runnable, *singles) if candidate.config and run_id(candidate.config) != own]
+    yield from sorted(others, key=lambda each: (_simplicity(each), not each.completed))
 
 
 def dropout_overrides(config: Config) -> tuple[str, ...]:

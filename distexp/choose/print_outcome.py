@@ -13,6 +13,7 @@ from distexp.choose.state import SearchState
 from distexp.choose.table import result_table
 from distexp.choose.trade_offs import trade_offs
 from distexp.runs.command_text import suggest_command
+from distexp.runs.listing import format_count
 
 MAX_TRADE_OFFS = 5
 
@@ -48,6 +49,10 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
 
 
 def describe_cost(state: SearchState) -> str:
-    """Return the cost of the trials, with the part that was start-up."""
+    """Return the cost of all trials, with the part that was start-up, and that of the check of the losses."""
     total, startup = state.gpu_seconds, state.startup_gpu_seconds
-    return f"cost of {len(state.trials)} trials: {total:,.0f} GPU-seconds, of which {startup:,.0f} for starting them"
+    cost = f"cost of {len(state.trials)} trials: {total:,.0f} GPU-seconds, of which {startup:,.0f} for starting them"
+    checks = sum(trial.compares_losses for trial in state.trials)
+    if not checks:
+        return cost
+    return f"{cost}, and {state.check_gpu_seconds:,.0f} for {format_count(checks, 'trial')} that compared the losses"

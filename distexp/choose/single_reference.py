@@ -60,5 +60,5 @@ def _may_fit(single: Candidate, estimate: Estimate | str) -> bool:
     config: Config | None = single.config
     if config is None or isinstance(estimate, str):
         return True
-    single.predicted = predict(estimate, memory_to_fit_mib(config))
+    single.estimate, single.predicted = estimate, predict(estimate, memory_to_fit_mib(config))
     return single.predicted.verdict != DOES_NOT_FIT

@@ -28,6 +28,7 @@ class StoredTrial:
         status: Status of its record; None if it has not ended.
         gpu_seconds: Time of the run times the number of workers.
         startup_gpu_seconds: The part of it outside of training and evaluation.
+        compares_losses: Whether it was run to compare the losses, after the search.
     """
 
     overrides: list[str]
@@ -37,6 +38,7 @@ class StoredTrial:
     status: str | None = None
     gpu_seconds: float = 0.0
     startup_gpu_seconds: float = 0.0
+    compares_losses: bool = False
 
 
 def _no_content() -> dict[str, Any]:
@@ -102,12 +104,18 @@ class SearchState:
         """Return the part of the cost outside of training and evaluation."""
         return sum(trial.startup_gpu_seconds for trial in self.trials)
 
+    @property
+    def check_gpu_seconds(self) -> float:
+        """Return the part of the cost for trials that compare the losses."""
+        return sum(trial.gpu_seconds for trial in self.trials if trial.compares_losses)
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file."""
         return {
             **self.describe(),
             "gpu_seconds": round(self.gpu_seconds, 1),
             "startup_gpu_seconds": round(self.startup_gpu_seconds, 1),
+            "check_gpu_seconds": round(self.check_gpu_seconds, 1),
             "command": self.command,
             "trials": [asdict(trial) for trial in self.trials],
             "version": VERSION,

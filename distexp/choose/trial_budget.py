@@ -8,6 +8,9 @@ from statistics import median
 from distexp.choose.candidate import Candidate, Status
 from distexp.choose.search_result import PlannedTrial, Rung
 
+STARTUP_S = 15.0
+"""Assumed start of a trial: libraries, data and model. The first trials measure it."""
+
 
 def affordable_trials(
     batch: Sequence[PlannedTrial], candidates: Sequence[Candidate], rungs: Sequence[Rung], budget_gpu_s: float
@@ -32,7 +35,7 @@ def affordable_trials(
 
 
 def expected_gpu_seconds(planned: PlannedTrial, candidates: Sequence[Candidate]) -> float:
-    """Return the expected GPU-seconds of a trial, with the median start-up of the trials so far.
+    """Return the expected GPU-seconds of a trial, with the median start-up of the trials so far, or the assumed one.
 
     The step time is that of the candidate's last trial. Without one it is the forecast, scaled by the median of
     measured / forecast step times.
@@ -45,4 +48,4 @@ def expected_gpu_seconds(planned: PlannedTrial, candidates: Sequence[Candidate])
     step_s = (candidate.forecast_s or 0.0) * (median(scales) if scales else 1.0)
     if candidate.completed and candidate.completed[-1].step_s:
         step_s = candidate.completed[-1].step_s
-    return candidate.workers * ((median(startups) if startups else 0.0) + planned.steps * step_s)
+    return candidate.workers * ((median(startups) if startups else STARTUP_S) + planned.steps * step_s)

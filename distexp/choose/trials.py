@@ -86,15 +86,21 @@ class Trials:
         self._repeats: dict[tuple[tuple[str, ...], int], int] = {}
         self._cells: dict[tuple[tuple[str, ...], int], Cell] = {}
 
-    def try_all(self, batch: Sequence[PlannedTrial], further: Sequence[str] = ()) -> list[Trial]:
+    def try_all(
+        self, batch: Sequence[PlannedTrial], further: Sequence[str] = (), *, compares_losses: bool = False
+    ) -> list[Trial]:
         """Run a batch of trials. Those that ended before the search was resumed are not repeated.
 
         Args:
             batch: The trials, in the order in which they run.
             further: More overrides of all trials.
+            compares_losses: Whether they are run to compare the losses, after the search.
         """
         cells = [self._cell(planned, further) for planned in batch]
         runs = [self._claim(cell, planned, further) for cell, planned in zip(cells, batch, strict=True)]
+        for run in runs:
+            if run is not None and compares_losses:
+                run.stored.compares_losses = True
         self._run_missing([run for run in runs if run is not None])
         return [
             Trial(planned.steps, "invalid", error=join_errors(cell.errors)) if run is None else run.result()

@@ -137,6 +137,16 @@ def test_the_search_stops_at_its_budget_with_the_best_so_far() -> None:
     assert any("the budget of" in candidate.reason for candidate in found.candidates)
 
 
+def test_a_search_leaves_the_reserved_part_of_its_budget() -> None:
+    part = run_search(Landscape(2)).gpu_seconds / 3
+    small = run_search(Landscape(2), budget_gpu_s=part)
+    found = run_search(Landscape(2), budget_gpu_s=2 * part, reserved_gpu_s=lambda: part)
+    assert found.gpu_seconds == small.gpu_seconds
+    assert found.stopped == (
+        f"the budget of {2 * part:,.0f} GPU-seconds (of which {part:,.0f} for the check of the losses) is used up"
+    )
+
+
 def test_trials_that_fail_in_the_middle_do_not_end_the_search() -> None:
     machine = Landscape(4)
 

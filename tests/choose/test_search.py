@@ -60,6 +60,23 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"distexp report {tmp_path}" in out
 
 
+@pytest.mark.parametrize("dropout", [(), ("model=gpt_tiny", "model.dropout=0.1")], ids=["one trial", "two trials"])
+def test_the_check_of_the_losses_is_part_of_the_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dropout: tuple[str, ...]
+) -> None:
+    """A trial of two workers costs 40 GPU-seconds, and one of ``single`` 20."""
+    run_search(tmp_path, FakeLauncher(seconds=20.0), *FEW, "choose.budget_min=2", *dropout)
+    found = document(tmp_path)
+    assert found["gpu_seconds"] == pytest.approx(220)
+    assert found["check_gpu_seconds"] == pytest.approx(60 if dropout else 20)
+    purposes = [trial["compares_losses"] for trial in found["trials"]]
+    assert purposes == ([False] * 4 + [True] * 2 if dropout else [False] * 5 + [True])
+    assert found["losses"]["equal"] is True
+    out = capsys.readouterr().out
+    assert "the budget of 240 GPU-seconds (of which " in out
+    assert ("and 60 for 2 trials that compared the losses" if dropout else "and 20 for 1 trial that compared") in out
+
+
 def test_differences_within_the_noise_are_no_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Equal trials differ by a factor of two, more than the candidates."""
     factors = cycle((0.7, 1.4, 1.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,7 @@ from distexp.launch.assigned_runs import AssignedRun
 from distexp.launch.git_state import GitState
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunError, RunRecord
-from distexp.runs.run_dir import METRICS, SPEC
+from distexp.runs.run_dir import METRICS, RECORD, SPEC
 from tests.helpers.planning import FormulaPlanner, composed
 
 BASE = ("model=bloom_tiny", "dataset=squad_sample", "train.global_batch_size=8", "choose.only=true")
@@ -43,6 +44,7 @@ class FakeLauncher:
         loss: Returns the loss of a configuration at a step.
         fails: Returns the status of a configuration that fails; empty if it completes.
         interrupt_after: Number of trials after which Ctrl-C arrives.
+        seconds: Duration of each trial, with its start-up.
         ran: Configurations of the trials that ran.
     """
 
@@ -50,6 +52,7 @@ class FakeLauncher:
     loss: Callable[[Config, int], float] = usual_loss
     fails: Callable[[Config], str] = lambda config: ""
     interrupt_after: int | None = None
+    seconds: float = 0.0
     ran: list[Config] = field(default_factory=list)
 
     @contextmanager
@@ -85,6 +88,8 @@ class FakeLauncher:
         record = RunRecord(status, run.info, asdict(config), error, metrics=metrics if error is None else Metrics())
         record.memory["torch"] = [{"rank": 0, "peak_allocated_mib": 100.0 * config.train.micro_batch}]
         record.write(run.directory)
+        ended_at = (run.directory / SPEC).stat().st_mtime + self.seconds
+        os.utime(run.directory / RECORD, (ended_at, ended_at))
 
 
 def run_search(folder: Path, launcher: TrialLauncher, *arguments: str, planner: FormulaPlanner | None = None) -> None:
