@@ -12,7 +12,7 @@ from pathlib import Path
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.engines.native import Native
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.runs.step_times import StepTime, read_step_times
 from distexp.strategies.base import EvaluableModel
 from distexp.training.inputs import ModelFactory, TrainingInputs

@@ -16,7 +16,8 @@ from distexp.cli.main import main as cli
 from distexp.launch.own_files import remember_file
 from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
-from distexp.runs.record import RunInfo, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunInfo
 from tests.helpers.runs import REPOSITORY, run_distexp, run_module
 
 SMALL = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.status import main
 from tests.helpers.records import record
 

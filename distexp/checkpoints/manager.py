@@ -18,7 +18,7 @@ from distexp.checkpoints.settings import describe_changes, settings_of_run, trai
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.runs.record import Built, RunError
+from distexp.runs.record_sections import Built, RunError
 from distexp.strategies.base import DistributedModel
 from distexp.system.restricted_loading import weights_only_loading
 from distexp.training.inputs import TrainingInputs

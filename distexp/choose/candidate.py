@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
-from distexp.runs.record import Predicted
+from distexp.runs.record_sections import Predicted
 
 COMPLETED = "completed"
 OUT_OF_MEMORY = ("oom_gpu", "oom_host")

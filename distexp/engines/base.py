@@ -13,7 +13,7 @@ from distexp.config import Config
 from distexp.config.custom_code import check_members, check_returned, one_sentence
 from distexp.config.targets import locate
 from distexp.distributed.context import Context
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.strategies.base import EvaluableModel
 from distexp.training.inputs import ModelFactory, TrainingInputs
 

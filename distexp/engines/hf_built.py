@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.strategies.ds_built import describe as describe_deepspeed
 from distexp.strategies.fsdp_distribution import read_distribution
 from distexp.strategies.model_tensors import innermost_optimizer

@@ -21,7 +21,7 @@ from distexp.engines.hf_built import describe
 from distexp.engines.model_watches import watch_model
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.strategies.base import Strategy, load_strategy
 from distexp.strategies.model_tensors import innermost_optimizer
 from distexp.strategies.optimizer import clip_gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.strategies.base import EvaluableModel, load_strategy
 from distexp.training.inputs import ModelFactory, TrainingInputs
 

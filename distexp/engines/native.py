@@ -10,7 +10,7 @@ from distexp.config import Config
 from distexp.config.custom_code import check_members
 from distexp.distributed.context import Context
 from distexp.engines.base import check_built
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.strategies.base import DistributedModel, EvaluableModel, load_strategy
 from distexp.strategies.fast import FUSED_ADAMW
 from distexp.training.inputs import ModelFactory, TrainingInputs

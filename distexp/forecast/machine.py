@@ -17,7 +17,8 @@ from distexp.config.forecast_section import ForecastConfig
 from distexp.data.cache import cache_dir
 from distexp.forecast.links import Link, Network, intra_node_link
 from distexp.runs.json_files import read_json, write_json
-from distexp.runs.record import Environment, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Environment
 from distexp.runs.run_dir import PREFLIGHT, RECORD
 from distexp.runs.typed_values import typed
 

@@ -12,7 +12,7 @@ from distexp.forecast.target import Forecast
 from distexp.launch.cell import Cell
 from distexp.runs.forecast import cap_efficiency
 from distexp.runs.forecast_errors import ForecastError
-from distexp.runs.record import Predicted
+from distexp.runs.record_sections import Predicted
 
 COMPUTE = "compute"
 MIN_NAMED_LOSS = 0.005

@@ -10,7 +10,7 @@ from rich.text import Text
 from distexp.forecast.size_row import SizeRow
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.listing import format_count
-from distexp.runs.record import Predicted
+from distexp.runs.record_sections import Predicted
 from distexp.runs.step_parts import PARTS
 from distexp.system.units import format_memory
 

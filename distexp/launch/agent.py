@@ -28,7 +28,7 @@ from distexp.runs import stop_request
 from distexp.runs.error_files import write_error
 from distexp.runs.full_disk import ERROR_TYPE, free_bytes, full_disk_message, is_full_disk, release_reserve
 from distexp.runs.owner import write_agent
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import (
     agent_error_path,
     group_log_path,

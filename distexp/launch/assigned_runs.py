@@ -18,7 +18,8 @@ from distexp.launch.unsuccessful_records import invalid_record
 from distexp.resolve import without_hydra
 from distexp.runs.command_text import format_override
 from distexp.runs.existing import ExistingRun, ExistingRuns, unmatched_message
-from distexp.runs.record import RunInfo, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunInfo
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 
 from distexp.config import Config
 from distexp.runs.prediction import Curve, remove_prediction, write_prediction
-from distexp.runs.record import INVALID_ID, Predicted
+from distexp.runs.record import INVALID_ID
+from distexp.runs.record_sections import Predicted
 
 
 @dataclass

@@ -14,7 +14,7 @@ from distexp.launch.hang import hang_error
 from distexp.launch.oom import oom_killed
 from distexp.runs.error_files import read_rank_errors
 from distexp.runs.phases import read_phase_events
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import EVENTS, worker_exits_paths
 from distexp.runs.spec import RunSpec
 

@@ -17,7 +17,7 @@ import psutil
 from distexp.runs.json_files import write_json
 from distexp.runs.listing import join_first
 from distexp.runs.rank_progress import RankProgress, ranks_behind, read_rank_progress
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import stopped_ranks_path, stopped_ranks_paths
 from distexp.system.process_shutdown import descendants
 

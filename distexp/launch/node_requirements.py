@@ -12,7 +12,7 @@ from distexp.launch.operator_build import OperatorError, build_operators
 from distexp.launch.operator_marks import missing_operators
 from distexp.runs.error_files import write_error
 from distexp.runs.jsonl import Entry, append_line
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import OPERATORS, agent_error_path, operators_log_path
 from distexp.runs.spec import RunSpec
 from distexp.strategies.base import load_strategy

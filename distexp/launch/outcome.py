@@ -19,7 +19,8 @@ from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs import attempts
 from distexp.runs.full_disk import name_folder, release_reserve
 from distexp.runs.prediction import read_prediction
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import DISK_RESERVE, RESULT
 from distexp.runs.spec import RunSpec
 

@@ -23,7 +23,8 @@ from distexp.plan.verdict import (
     predict,
 )
 from distexp.runs.command_text import format_override
-from distexp.runs.record import INVALID_ID, Predicted
+from distexp.runs.record import INVALID_ID
+from distexp.runs.record_sections import Predicted
 from distexp.system.units import format_memory
 
 CHECK, WARN = "check", "warn"

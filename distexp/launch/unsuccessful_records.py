@@ -16,7 +16,8 @@ from distexp.runs.environment import make_environment
 from distexp.runs.events import last_value, resume_changes
 from distexp.runs.failure_text import join_errors
 from distexp.runs.micro_batch import add_search
-from distexp.runs.record import RunError, RunInfo, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError, RunInfo
 from distexp.runs.run_dir import allocator_paths, find_log
 from distexp.runs.spec import RunSpec
 from distexp.system.environment_variables import select_variables

@@ -16,7 +16,7 @@ from distexp.plan.search import Change, Search
 from distexp.plan.verdict import describe_verdict, memory_to_fit_mib, predict
 from distexp.runs.command_text import format_override
 from distexp.runs.failure_text import join_errors
-from distexp.runs.record import Predicted
+from distexp.runs.record_sections import Predicted
 
 
 @dataclass(frozen=True)

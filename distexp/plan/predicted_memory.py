@@ -12,7 +12,8 @@ strategies are treated alike.
 
 from __future__ import annotations
 
-from distexp.runs.record import Built, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Built
 from distexp.system.units import MIB
 
 BYTES_PER_VALUE = 4.0

@@ -15,7 +15,7 @@ from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, describe_verdict
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.command_text import format_override
 from distexp.runs.listing import join_first
-from distexp.runs.record import Predicted
+from distexp.runs.record_sections import Predicted
 from distexp.system.units import format_memory
 
 STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
 from distexp.plan.gpu_errors import GPU_ERROR_BOUND
-from distexp.runs.record import Predicted
+from distexp.runs.record_sections import Predicted
 from distexp.system.cgroups import usable_memory
 from distexp.system.gpu_models import GPU_MODELS, USABLE_SHARE, gpus_with
 from distexp.system.hardware import visible_gpus

@@ -8,7 +8,8 @@ from typing import Any
 
 from distexp.runs.events import last_value
 from distexp.runs.json_files import read_json
-from distexp.runs.record import RunInfo, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPT_FILES, ATTEMPTS, HEARTBEAT, OWNER, RECORD, SPEC, STOP_REQUEST
 from distexp.runs.typed_values import typed
 

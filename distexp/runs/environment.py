@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from distexp.runs.record import Environment
+from distexp.runs.record_sections import Environment
 from distexp.system.cgroups import cpu_limit
 from distexp.system.hardware import cpu_count, visible_gpus
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distexp.runs.json_files import read_json, write_json
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import error_paths
 
 ERROR_HEADING = "this rank ends with an error:"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from distexp.runs.command_text import format_override
 from distexp.runs.json_files import read_json
-from distexp.runs.record import INVALID_ID, STATUSES, RunInfo
+from distexp.runs.record import INVALID_ID, STATUSES
+from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import NON_RUN_DIRS, RECORD, SPEC
 from distexp.runs.typed_values import typed
 

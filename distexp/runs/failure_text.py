@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 
 MAX_MESSAGE = 300
 """Characters of an error message on the screen. The record and the log have the whole message."""

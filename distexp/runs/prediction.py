@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.runs.json_files import read_json, write_json
-from distexp.runs.record import Predicted
+from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import PREDICTED
 from distexp.runs.typed_values import matches, typed
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config
 from distexp.runs.json_files import write_json
-from distexp.runs.record import RunInfo
+from distexp.runs.record_sections import RunInfo
 from distexp.runs.regular_files import open_file
 from distexp.runs.run_dir import SPEC
 from distexp.runs.typed_values import typed

@@ -20,7 +20,7 @@ from distexp.config import Config, ConfigError
 from distexp.config.custom_code import PAGE, check_not_abstract, one_sentence
 from distexp.config.paths import conf_dir, options_of
 from distexp.config.targets import locate
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

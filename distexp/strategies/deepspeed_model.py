@@ -16,7 +16,7 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.strategies import ds_model
 from distexp.strategies.ds_built import describe
 from distexp.strategies.optimizer import keep_hyperparameters

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.strategies.torch_model import dtype_name
 
 

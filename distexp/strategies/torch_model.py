@@ -22,7 +22,7 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.models.transforms import MODEL_SCOPES, explained_compilation
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.strategies.compute_weights import StepWeights
 from distexp.strategies.fused_adamw import FusedAdamW, fused_adamw
 from distexp.strategies.optimizer import (

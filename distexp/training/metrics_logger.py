@@ -32,7 +32,7 @@ from distexp.runs.events import Events
 from distexp.runs.heartbeat import Heartbeat
 from distexp.runs.jsonl import append_line
 from distexp.runs.metrics import Metrics
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS
 from distexp.training.loss_history import LossHistory
 from distexp.training.schedule import StepPlan

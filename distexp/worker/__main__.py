@@ -30,7 +30,7 @@ from distexp.runs.full_disk import (
 )
 from distexp.runs.json_files import write_json
 from distexp.runs.rank_progress import ProgressWriter
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import allocator_path, error_path, log_path
 from distexp.system.environment_variables import captured_environment
 from distexp.system.processes import die_with_parent, end_at_once

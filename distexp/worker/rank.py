@@ -27,7 +27,8 @@ from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
 from distexp.runs.events import Events
 from distexp.runs.full_disk import write_despite_full_disk
-from distexp.runs.record import Built, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Built
 from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel
 from distexp.system.seeding import seed_everything

@@ -24,7 +24,8 @@ from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.json_files import write_json
 from distexp.runs.metrics import Metrics
 from distexp.runs.micro_batch import add_search
-from distexp.runs.record import Built, Environment, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Built, Environment
 from distexp.runs.run_dir import PREDICTIONS
 from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel

@@ -12,7 +12,7 @@ from distexp.choose.candidate import Candidate, Objective, Status, Trial
 from distexp.choose.halving import first_trials, search
 from distexp.choose.ranking import margin_between, ranked
 from distexp.choose.search_result import PlannedTrial, SearchResult
-from distexp.runs.record import Predicted
+from distexp.runs.record_sections import Predicted
 from tests.helpers.landscapes import Landscape
 
 SEEDS = 40

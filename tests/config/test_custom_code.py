@@ -20,7 +20,7 @@ from distexp.data.targets import TargetTokens
 from distexp.engines.base import check_built
 from distexp.engines.native import Native
 from distexp.models.objective import get_logits
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.worker.build import load_data, model_factory
 from tests.helpers.runs import resolve_cell
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distexp.console.run_summary import run_title, summary_lines
-from distexp.runs.record import Predicted, RunError
+from distexp.runs.record_sections import Predicted, RunError
 from tests.helpers.records import add_parts, record
 from tests.helpers.runs import make_spec
 

@@ -16,7 +16,7 @@ from distexp.console.screen import LiveRun, Screen
 from distexp.console.trial_screen import TrialScreen
 from distexp.runs.error_files import ERROR_HEADING
 from distexp.runs.jsonl import Tail
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS, OPERATORS
 from distexp.runs.spec import RunSpec
 from distexp.system.units import format_about

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from distexp.console.sweep_table import Row, count_states, states_table, truncated_reasons
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_state import RunState
 from tests.helpers.records import record
 

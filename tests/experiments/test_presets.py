@@ -15,7 +15,8 @@ from distexp.report.data.settings import read_settings
 from distexp.report.exercises import exercise_tables
 from distexp.report.exercises.fill import PRINTED
 from distexp.report.exercises.layout import load_layouts
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from tests.helpers.presets import cells_of, finished
 from tests.helpers.records import add_parts
 from tests.helpers.runs import IMAGE_FOLDER, resolve_cell, run_module

@@ -15,7 +15,8 @@ from distexp.config.paths import conf_dir, config_groups
 from distexp.resolve.parameter_count import parameter_count
 from distexp.resolve.run_id import run_id
 from distexp.runs.metrics import Metrics
-from distexp.runs.record import Built, Environment, Predicted, RunInfo, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Built, Environment, Predicted, RunInfo
 
 
 @cache

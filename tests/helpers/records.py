@@ -9,7 +9,8 @@ from typing import Any
 
 from distexp.config import Config
 from distexp.runs.metrics import Metrics
-from distexp.runs.record import Built, Environment, RunError, RunInfo, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Built, Environment, RunError, RunInfo
 
 GPU = "NVIDIA H200"
 

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from tests.helpers.records import record, write
 
 PHASES = (("setup", 0.0, 6.0), ("warmup", 6.0, 8.0), ("train", 8.0, 26.0), ("eval", 26.0, 30.0))

@@ -18,7 +18,7 @@ from distexp.config import Config, register_schema
 from distexp.config.paths import conf_dir, config_groups
 from distexp.resolve import resolve, without_hydra
 from distexp.resolve.run_id import run_id
-from distexp.runs.record import RunInfo
+from distexp.runs.record_sections import RunInfo
 from distexp.runs.spec import RunSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]

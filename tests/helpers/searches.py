@@ -17,7 +17,8 @@ from distexp.config import Config
 from distexp.launch.assigned_runs import AssignedRun
 from distexp.launch.git_state import GitState
 from distexp.runs.metrics import Metrics
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS, RECORD, SPEC
 from tests.helpers.planning import FormulaPlanner, composed
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.engines.native import Native
-from distexp.runs.record import Built
+from distexp.runs.record_sections import Built
 from distexp.strategies.base import EvaluableModel
 from distexp.training.inputs import ModelFactory, TrainingInputs
 

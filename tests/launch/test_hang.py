@@ -16,7 +16,7 @@ from distexp.launch.failures import classify_failure
 from distexp.launch.timeouts import watch
 from distexp.runs.events import Events
 from distexp.runs.rank_progress import ProgressWriter
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import log_dir
 from distexp.runs.spec import RunSpec
 from tests.helpers.runs import REPOSITORY, make_spec

@@ -16,7 +16,8 @@ from distexp.report.data.failures import failure_notes
 from distexp.report.data.rows import Row
 from distexp.runs.error_files import write_error
 from distexp.runs.micro_batch import MicroBatchSearch
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import MICRO_BATCH, error_path
 from distexp.runs.spec import RunSpec
 from tests.helpers.planning import linear_estimate

@@ -8,7 +8,8 @@ import pytest
 
 from distexp.plan.predicted_memory import bytes_per_parameter, ideal_states_mib
 from distexp.report.data.metrics import METRICS_BY_NAME
-from distexp.runs.record import Built, RunInfo, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Built, RunInfo
 
 
 def record(strategy: str, mesh: list[int], stage: int | None = None, units: int = 0, **more: str) -> RunRecord:

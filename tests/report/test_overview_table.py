@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from distexp.report.data import setting_names
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from tests.helpers.printed_tables import header, printed, unwrapped, zero_sweep
 from tests.helpers.records import add_parts, invalid, record
 

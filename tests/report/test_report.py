@@ -18,7 +18,8 @@ import pytest
 
 from distexp.report.__main__ import main
 from distexp.report.files import write_csv
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from tests.helpers.records import record, write
 from tests.helpers.report_sweeps import enrich, with_traces
 

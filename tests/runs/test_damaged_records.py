@@ -18,7 +18,8 @@ from distexp.launch.slurm.status import poll
 from distexp.report.data.rows import load_rows
 from distexp.runs.existing import ExistingRuns
 from distexp.runs.progress import read_progress
-from distexp.runs.record import RunError, RunInfo, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError, RunInfo
 from distexp.runs.run_dir import memory_trace_paths
 from tests.helpers.records import record, write
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distexp.runs.existing import ExistingRuns
-from distexp.runs.record import RunInfo
+from distexp.runs.record_sections import RunInfo
 from tests.helpers.records import invalid, write
 
 

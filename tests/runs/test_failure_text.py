@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distexp.runs.failure_text import MAX_MESSAGE, failure_text, shorten_message
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from tests.helpers.records import record
 
 

@@ -19,7 +19,7 @@ from distexp import cancel
 from distexp.runs import local_state
 from distexp.runs.attempts import register_manual_attempt
 from distexp.runs.owner import read_agent, read_launcher
-from distexp.runs.record import RunInfo
+from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import EVENTS, LOGS, OWNER
 from distexp.runs.run_state import RunState
 from distexp.status import read_folder

@@ -15,7 +15,8 @@ from distexp.launch.slurm.job_states import JobState
 from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs import attempts
 from distexp.runs.error_files import read_rank_errors
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import SLURM
 from distexp.runs.spec import RunSpec
 

@@ -29,7 +29,8 @@ from distexp.launch.slurm.requeue import requeue_if_needed
 from distexp.runs import stop_request
 from distexp.runs.error_files import write_error
 from distexp.runs.failure_text import failure_text
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import agent_error_path
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import NOTICE_SIGNAL

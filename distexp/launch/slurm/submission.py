@@ -22,7 +22,7 @@ from distexp.runs.command_text import suggest_command
 from distexp.runs.error_files import SUBMISSION_REFUSED
 from distexp.runs.json_files import write_json
 from distexp.runs.listing import format_count, format_runs
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import SLURM
 from distexp.system.signals import defer_interrupts
 

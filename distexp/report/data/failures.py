@@ -9,7 +9,7 @@ from distexp.report.data.rows import Row
 from distexp.report.data.text import name_runs
 from distexp.runs.failure_text import shorten_message
 from distexp.runs.out_of_memory import describe_advice, describe_largest, describe_numbers
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 
 MAX_LENGTH = 300  # characters of a message
 MAX_LABELS = 8

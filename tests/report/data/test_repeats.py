@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from tests.helpers.printed_tables import header, printed, unwrapped
 from tests.helpers.records import invalid, record
 

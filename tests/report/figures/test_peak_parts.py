@@ -11,7 +11,8 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures.base import Figure
 from distexp.report.figures.peak_parts import build_peak_parts
-from distexp.runs.record import Predicted, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Predicted
 from tests.helpers.records import add_parts, record, write
 
 PARTS = {"parameters_mib": 100.0, "gradients_mib": 50.0, "activations_mib": 300.0, "temporaries_mib": 30.0}

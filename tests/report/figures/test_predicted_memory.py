@@ -12,7 +12,8 @@ from distexp.report.figures.peak_parts import COLORS
 from distexp.report.figures.predicted_memory import build_predicted_memory
 from distexp.report.traces import load_traces
 from distexp.runs.prediction import read_curve, read_prediction, write_prediction
-from distexp.runs.record import Predicted, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Predicted
 from tests.helpers.records import record, write
 
 CURVE = {"phase": ["forward", "forward", "backward"], "parameters": [4.0, 4.0, 4.0], "logits": [0.0, 9.0, 0.0]}

@@ -21,7 +21,7 @@ from distexp.report.figures.step_timeline import build_step_timeline
 from distexp.report.figures.theme import DARK, LIGHT
 from distexp.report.page.build import write_page
 from distexp.report.traces import load_traces
-from distexp.runs.record import RunError
+from distexp.runs.record_sections import RunError
 from tests.helpers.records import invalid, record, write
 from tests.helpers.report_sweeps import enrich, growing_sweep, many_runs, zero_sweep
 

@@ -17,7 +17,8 @@ from distexp.launch.failures import classify_failure
 from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs.error_files import write_error
 from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, Candidate, MicroBatchSearch, add_search
-from distexp.runs.record import RunError, RunRecord
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import error_path
 from distexp.worker.build import build_model, load_data
 from distexp.worker.micro_batch.processes import (
