@@ -8,12 +8,9 @@ from distexp.explain.profile_comparison import ProfileComparison
 from distexp.explain.step_profile import StepProfile
 
 LARGE_OVERHEAD = 0.05
-"""Overhead of the profiler, as a share of the step, that is worth a note."""
+"""Difference of the profiled step from the median one, as a share of it, that is worth a note."""
 
-CPU_NOTE = (
-    "Without a GPU, operators of PyTorch count as kernels, and slow launches are unknown. The profiled steps may be "
-    "longer or shorter than the others: compare the shares of the parts."
-)
+CPU_NOTE = "Without a GPU, operators of PyTorch count as kernels, and slow launches are unknown."
 
 
 def try_line(alternatives: Sequence[str]) -> str | None:
@@ -28,7 +25,7 @@ def batch_line(larger: Sequence[str]) -> str | None:
 
 def profile_notes(profile: StepProfile) -> Iterator[str]:
     """Yield what limits the meaning of a profile."""
-    if profile.overhead_ms > LARGE_OVERHEAD * profile.step_ms:
+    if profile.on_gpu and profile.overhead_ms > LARGE_OVERHEAD * profile.step_ms:
         yield (
             f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
             "slow launches, host work and waiting, in proportion to their size, and then of the data wait."
@@ -42,6 +39,11 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
         )
     if not profile.on_gpu:
         yield CPU_NOTE
+        if abs(profile.overhead_ms) > LARGE_OVERHEAD * profile.step_ms:
+            yield (
+                f"The profiled step took {profile.profiled_ms:,.1f} ms. The parts have its shares, and add up to the "
+                "median of the other steps."
+            )
 
 
 def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:

@@ -66,9 +66,14 @@ class StepProfile:
         return sum(rank.time_ms(name) for rank in self.ranks) / len(self.ranks)
 
     @property
+    def profiled_ms(self) -> float:
+        """Return the duration of the profiled step, with the overhead of the profiler, as a mean over the ranks."""
+        return sum(rank.profiled_ms for rank in self.ranks) / len(self.ranks)
+
+    @property
     def overhead_ms(self) -> float:
         """Return by how much the profiler made a step longer. The parts are without it."""
-        return sum(rank.profiled_ms - rank.step_ms for rank in self.ranks) / len(self.ranks)
+        return self.profiled_ms - self.step_ms
 
     @property
     def includes_overhead(self) -> bool:

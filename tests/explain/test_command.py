@@ -128,3 +128,18 @@ def test_a_profiled_step_that_differs_from_the_median_one_has_a_note(
     out = capsys.readouterr().out
     assert (note in out) == is_noted
     assert ("because the batches have different sizes" in out) == (device == GPU), "on a CPU it is always included"
+
+
+def test_a_note_states_how_long_the_profiled_step_of_a_cpu_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parts are scaled from 150 to 100 ms. Nothing was left out of some of them, as on a GPU."""
+    run = profiled({"matmul": 100.0}, peak=None)
+    run.metrics.step_time_s = {"p50": 0.1}
+    assert run.metrics.step_breakdown is not None
+    run.metrics.step_breakdown[0] |= {"profiled_step_ms": 150.0, "includes_overhead": True}
+    assert main([str(write(tmp_path, run))]) == 0
+    out = capsys.readouterr().out
+    assert "The profiled step took 150.0 ms. The parts have its shares, and add up to the median of the other" in out
+    assert "The profiler made the step" not in out
+    assert "The parts add up to" not in out

@@ -1,8 +1,10 @@
-"""Removal of the profiler's overhead from the parts of a step on a GPU."""
+"""Removal of the profiler's overhead from the parts of a step."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from distexp.runs.step_parts import HIDDEN, PARTS
 
 SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")
 """Parts that grow because the profiler slows down the CPU."""
@@ -37,11 +39,13 @@ def remove_overhead(
 ) -> dict[str, Any]:
     """Return an entry of ``metrics.step_breakdown`` for a step that was not profiled.
 
-    Kernels and transfers are as long as without the profiler. So the parts in ``SLOWED`` lose what the profiled step
-    takes longer than the median one, in proportion to their size. If they are too small, ``DATA_WAIT`` loses the rest.
+    On a GPU, kernels and transfers are as long as without the profiler. So the parts in ``SLOWED`` lose what the
+    profiled step takes longer than the median one, in proportion to their size. If they are too small, ``DATA_WAIT``
+    loses the rest. Nothing is removed if the batches of the steps have different sizes: the profiled step may then be
+    longer because it has more work.
 
-    Nothing is removed on a CPU. Nothing is removed either if the batches of the steps have different sizes: the
-    profiled step may then be longer because it has more work.
+    On a CPU the profiler slows down all parts, and other programs slow down any step. So all parts are scaled: they
+    have the shares of the profiled step, and add up to the median one.
 
     Args:
         entry: parts of a profiled step in milliseconds.
@@ -49,8 +53,10 @@ def remove_overhead(
         data_wait_s: median wait for data in these steps, in seconds. ``DATA_WAIT`` does not become shorter than this.
         sizes_differ: whether a rank has batches of different sizes.
     """
-    profiled_ms, slowed_ms = entry["step_ms"], sum(entry[name] or 0.0 for name in SLOWED)
-    if entry["launch_idle_ms"] is None or sizes_differ:
+    if entry["launch_idle_ms"] is None:
+        return _scale(entry, 1000 * median_s)
+    profiled_ms, slowed_ms = entry["step_ms"], sum(entry[name] for name in SLOWED)
+    if sizes_differ:
         return {**entry, "profiled_step_ms": profiled_ms, "includes_overhead": True}
     overhead_ms = max(0.0, profiled_ms - 1000 * median_s)
     removed_ms = min(overhead_ms, slowed_ms)
@@ -59,3 +65,11 @@ def remove_overhead(
     shorter = {name: entry[name] * kept for name in SLOWED} | {DATA_WAIT: entry[DATA_WAIT] - from_data_ms}
     times = {"step_ms": profiled_ms - removed_ms - from_data_ms, "profiled_step_ms": profiled_ms}
     return {**entry, **shorter, **times, "includes_overhead": False}
+
+
+def _scale(entry: dict[str, Any], median_ms: float) -> dict[str, Any]:
+    """Return an entry whose parts add up to a median step. They still have the shares of the profiled step."""
+    profiled_ms = entry["step_ms"]
+    times = {f"{name}_ms": entry.get(f"{name}_ms") for name in (*PARTS, HIDDEN)}
+    scaled = {name: time * median_ms / profiled_ms for name, time in times.items() if time is not None}
+    return {**entry, **scaled, "step_ms": median_ms, "profiled_step_ms": profiled_ms, "includes_overhead": True}

@@ -72,6 +72,13 @@ class ProfiledRun:
         return median is not None and abs(self.slowest.step_ms - median) > DIFFERENT * median
 
     @property
+    def is_scaled(self) -> bool:
+        """Return whether the parts are scaled to the median of the other steps, as on a CPU."""
+        entries = [entry for entry in self.row.record.metrics.step_breakdown or () if isinstance(entry, dict)]
+        on_cpu = any(entry.get("includes_overhead") and entry.get("launch_idle_ms") is None for entry in entries)
+        return on_cpu and not self.differs
+
+    @property
     def samples(self) -> float | None:
         """Return the samples of a step on all workers; None if unknown. A packed row has several samples."""
         settings, steps = self.row.settings, self.row.record.metrics.steps_per_epoch

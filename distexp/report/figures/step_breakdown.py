@@ -59,6 +59,8 @@ def _describe(runs: Sequence[ProfiledRun], count: int) -> Iterator[str]:
     if unit.per_sample:
         yield "Times are per sample, because the global batch sizes differ."
     yield "The parts add up to the step. Communication that runs behind computation is not drawn."
+    if any(run.is_scaled for run in runs):
+        yield "On a CPU a bar has the length of the median of the other steps, and the shares of the profiled step."
     if different := [run for run in runs if run.differs]:
         bars = f"Some profiled steps ({len(different)} of {len(runs)} runs)"
         yield f"{bars} are shorter or longer than the median of the other steps by more than 5%."

@@ -53,12 +53,21 @@ def test_data_wait_loses_what_is_left_but_not_the_measured_wait(
     assert found["step_ms"] == pytest.approx(total(found)) == pytest.approx(80 + launch_idle + data_wait)
 
 
-@pytest.mark.parametrize("times", [{"launch_idle": 30.0}, {"launch_idle": None, "host": 30.0}])
-def test_nothing_is_removed_from_a_fast_step_or_on_a_cpu(times: dict[str, float | None]) -> None:
-    """The first step is faster than the median; the second one is slower, on a CPU."""
-    median_s = 0.120 if times["launch_idle"] else 0.060
-    found = remove_overhead(entry(matmul=70.0, **times), median_s)
+def test_nothing_is_removed_from_a_step_that_is_faster_than_the_median() -> None:
+    found = remove_overhead(entry(matmul=70.0, launch_idle=30.0), 0.120)
     assert found["step_ms"] == total(found) == 100
+
+
+@pytest.mark.parametrize("median_s", [0.060, 0.120])
+@pytest.mark.parametrize("sizes_differ", [False, True])
+def test_the_parts_add_up_to_the_median_step_on_a_cpu(median_s: float, sizes_differ: bool) -> None:
+    """The profiled step takes 100 ms. Its parts keep their shares."""
+    profiled = entry(matmul=70.0, host=30.0, launch_idle=None) | {"hidden_communication_ms": 10.0}
+    found = remove_overhead(profiled, median_s, sizes_differ=sizes_differ)
+    assert found["step_ms"] == pytest.approx(total(found)) == pytest.approx(1000 * median_s)
+    assert found["matmul_ms"] == pytest.approx(700 * median_s)
+    assert found["hidden_communication_ms"] == pytest.approx(100 * median_s)
+    assert (found["profiled_step_ms"], found["launch_idle_ms"], found["includes_overhead"]) == (100, None, True)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,15 @@ def test_a_part_that_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     assert title not in {entry.label for entry in drawn.legend}
 
 
+def test_bars_of_a_cpu_have_the_shares_of_the_profiled_step(tmp_path: Path) -> None:
+    scaled = breakdown(0, launch_idle_ms=None, profiled_step_ms=150.0, includes_overhead=True)
+    run = profiled(0, scaled)
+    run.metrics.step_time_s = {"p50": 0.1}
+    assert "On a CPU a bar has the length of the median of the other steps" in figure(tmp_path / "cpu", run).caption
+    run.metrics.step_breakdown = [{**scaled, "launch_idle_ms": 8.0}]
+    assert "On a CPU" not in figure(tmp_path / "gpu", run).caption
+
+
 def test_the_largest_loss_is_explained_with_what_to_try(tmp_path: Path) -> None:
     runs = [profiled(n, breakdown(0), strategy=name) for n, name in enumerate(("ddp", "fsdp"))]
     for run, overrides in zip(runs, (["kernels=fast", "train.micro_batch_size=32"], []), strict=True):
