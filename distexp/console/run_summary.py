@@ -250,13 +250,17 @@ def _interconnect(preflight: dict[str, Any]) -> str:
 
 
 def _communication(measured: dict[str, Any]) -> str:
-    """Return the fraction of the profiled steps that is communication."""
+    """Return the fraction of the profiled steps in which a collective transfers data or waits for other ranks.
+
+    For example: ``9% of 3 profiled steps, with waiting for other ranks (profile/rank0.json.gz)``. It is more than the
+    exposed communication of ``distexp explain``, which has the waiting as another part.
+    """
     if measured["share"] is None:
         return f"not measured: {measured['note']}"
     exposed = measured["exposed_share"]
     overlap = "" if exposed is None else f" ({exposed:.0%} not overlapped with compute)"
-    steps = format_count(measured["profiled_steps"], "step")
-    return f"{measured['share']:.0%} of step time{overlap}, over {steps} (profile/rank0.json.gz)"
+    steps = format_count(measured["profiled_steps"], "profiled step")
+    return f"{measured['share']:.0%} of {steps}, with waiting for other ranks{overlap} (profile/rank0.json.gz)"
 
 
 def _peak_parts(peak: Mapping[str, Any]) -> str:

@@ -52,12 +52,12 @@ class Metrics:
         "Communication in the steps of `train.profile_steps`, as means over the ranks. These steps "
         "include the overhead of the profiler.",
         parts={
-            ".share": "Fraction of the step time in collectives.",
-            ".exposed_share": "Fraction of the step time in collectives that no computation hides.",
+            ".share": "Fraction of the step time in collectives, with hidden ones and with waiting for other ranks.",
+            ".exposed_share": "The part of `share` that no computation hides, also with waiting for other ranks.",
             ".profiled_steps": "Number of profiled steps.",
             ".first_step": "First profiled step, counted from 1.",
             ".step_s": "Duration of a profiled step, in seconds.",
-            ".by_collective": "Fraction of the step time for each kind of collective.",
+            ".by_collective": "Seconds of a step for each kind of collective.",
             ".ranks[]": "`rank`, `share` and `exposed_share` of each rank.",
             ".note": "Why values are null.",
         },

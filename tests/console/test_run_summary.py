@@ -52,6 +52,18 @@ def test_the_panel_has_the_time_of_the_compilation() -> None:
     assert dict(summary_lines(run))["compilation"] == "2.0 s, 4 graphs, with the cache of earlier runs"
 
 
+def test_the_panel_defines_its_share_of_communication() -> None:
+    """It is another number than the exposed communication of ``distexp explain``, which is without the waiting."""
+    run = record(0)
+    run.run.duration_s = 4.0
+    run.metrics.communication = {"share": 0.09, "exposed_share": None, "profiled_steps": 3}
+    expected = "9% of 3 profiled steps, with waiting for other ranks"
+    assert dict(summary_lines(run))["communication"] == f"{expected} (profile/rank0.json.gz)"
+    run.metrics.communication["exposed_share"] = 0.04
+    hidden = " (4% not overlapped with compute)"
+    assert dict(summary_lines(run))["communication"] == f"{expected}{hidden} (profile/rank0.json.gz)"
+
+
 KEYS = ["padding", "packing", "bucketing"]
 BLOOM, GPT, HF = (f"distexp.models.{name}.build" for name in ("bloom", "gpt", "hf"))
 
