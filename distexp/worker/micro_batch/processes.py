@@ -38,6 +38,7 @@ from distexp.runs.typed_values import typed
 from distexp.strategies.base import load_strategy
 from distexp.system.processes import die_with_parent
 from distexp.system.seeding import seed_everything
+from distexp.system.units import MIB
 from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.micro_batch.sizes import SizeSearch, divisors
 from distexp.worker.micro_batch.trial import Trials, config_of_round, micro_batches_per_step
@@ -48,6 +49,11 @@ LONGEST = timedelta(days=1)
 
 MEMORY_CODE = 77
 """Exit code of a process that ran out of memory."""
+
+SAVED = "whole saves MiB"
+"""Key of the store: ``SizeSearch.whole_saves_mib``."""
+
+FP32_BYTES = 4
 
 MEMORY_ERROR = re.compile(r"out of memory|STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
@@ -111,7 +117,9 @@ class Round:
         if not out_of_memory and any(codes):
             _raise_first(ends)
         sizes = json.loads(self.store.get("sizes")) if self.store.check(["sizes"]) else [1]
-        search = SizeSearch(sizes, [*self.tried, *self._candidates()], self.spec.config.train.compiled != "none")
+        saved = json.loads(self.store.get(SAVED)) if self.store.check([SAVED]) else 0.0
+        tried = [*self.tried, *self._candidates()]
+        search = SizeSearch(sizes, tried, self.spec.config.train.compiled != "none", saved)
         failed = search.next_size()
         if out_of_memory and failed is not None:
             return replace(search, tried=[*search.tried, Candidate(failed, OUT_OF_MEMORY)])
@@ -192,8 +200,10 @@ class Round:
         data = self.parts.load_data(config, context)
         blueprint = self.parts.build_model(config, data, context)
         sizes = allowed_sizes(config, data, blueprint.model)
+        saved = whole_saves_mib(config, sizes[-1], blueprint.model)
         store.set("sizes", json.dumps(sizes))
-        search = SizeSearch(sizes, self.tried, config.train.compiled != "none")
+        store.set(SAVED, json.dumps(saved))
+        search = SizeSearch(sizes, self.tried, config.train.compiled != "none", saved)
         size = search.next_size()
         if size is None:
             return
@@ -221,6 +231,20 @@ def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]
     return [size for size in sizes if size > 1 or not has_batch_norm] or sizes
 
 
+def whole_saves_mib(config: Config, largest: int, model: nn.Module) -> float:
+    """Return the MiB of the fp32 gradients that ``train.fused_update`` does not collect in a single micro-batch.
+
+    Args:
+        config: the configuration.
+        largest: the largest size; if it is not the whole batch of a worker, nothing is saved.
+        model: the model, not distributed.
+    """
+    collects = config.train.fused_update and config.train.compute_weights == "step"
+    if not collects or largest != samples_per_worker(config):
+        return 0.0
+    return FP32_BYTES * sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / MIB
+
+
 def start_round(spec: RunSpec, run_dir: Path, parts: ModelParts, store: Store, done: SizeSearch | None) -> Round:
     """Return the next round of a search, after the results so far."""
     tried = done.tried if done else []
@@ -242,12 +266,14 @@ def _wait_for_all(store: Store, world_size: int) -> None:
 def needs_new_process(config: Config, first: int, size: int) -> bool:
     """Return whether a size cannot be tried in processes that were made for another size.
 
-    Compiled code would be specialized for several shapes at once, and CUDA graphs keep their memory.
+    Compiled code would be specialized for several shapes at once, and CUDA graphs keep their memory. A model with
+    ``train.fused_update`` is built for a single micro-batch per step, or for several.
     """
     if size == first:
         return False
     steps = [micro_batches_per_step(config, micro_batch_size) for micro_batch_size in (first, size)]
-    return config.train.compiled != "none" or (load_strategy(config).fixes_accumulation and steps[0] != steps[1])
+    is_fixed = load_strategy(config).fixes_accumulation or bool(config.train.fused_update)
+    return config.train.compiled != "none" or (is_fixed and steps[0] != steps[1])
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

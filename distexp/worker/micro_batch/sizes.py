@@ -51,11 +51,13 @@ class SizeSearch:
         sizes: all sizes that are allowed, in ascending order.
         tried: the candidates so far, in the order of the search.
         compiled: whether each size costs a compilation.
+        whole_saves_mib: what a step of a single micro-batch, the largest size, needs less than one of several.
     """
 
     sizes: Sequence[int]
     tried: Sequence[Candidate]
     compiled: bool
+    whole_saves_mib: float = 0.0
 
     def next_size(self) -> int | None:
         """Return the size to try next; None if the search is complete."""
@@ -130,12 +132,16 @@ class SizeSearch:
         return is_new and size < self._bound() and self._should_fit(size)
 
     def _should_fit(self, size: int) -> bool:
-        """Return whether a size should fit, if memory grows linearly. Growth is never slower than that."""
+        """Return whether a size should fit, if memory grows linearly. Growth is never slower than that.
+
+        The largest size should, if it does without what it saves. Its trial measures whether it saves that at its peak.
+        """
         needed, usable = (
             self._predicted_mib(size),
             min((candidate.usable_mib or 0 for candidate in self._fitting()), default=0),
         )
-        return needed is None or not usable or needed <= usable * USABLE_SHARE
+        saved = self.whole_saves_mib if size == self.sizes[-1] else 0.0
+        return needed is None or not usable or needed - saved <= usable * USABLE_SHARE
 
     def _needs_no_trial(self, size: int) -> bool:
         """Return whether a size fits by a wide margin, or was tried."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -30,14 +31,15 @@ def run(
     memory: Callable[[int], float] = PLENTY,
     limit: int = 10**6,
     compiled: bool = False,
+    saved: float = 0.0,
 ) -> SizeSearch:
-    """Search until the end on a machine with USABLE memory."""
-    search = SizeSearch(divisors(samples, limit), [], compiled)
+    """Search until the end on a machine with USABLE memory, on which the whole batch needs less than the formula."""
+    search = SizeSearch(divisors(samples, limit), [], compiled, saved)
     while (size := search.next_size()) is not None:
-        peak = memory(size)
+        peak = memory(size) - (saved if size == samples else 0)
         outcome = FITS if peak <= 0.95 * USABLE else TOO_LARGE if peak <= USABLE else OUT_OF_MEMORY
         measured = (speed(size), peak, memory(0), USABLE) if outcome != OUT_OF_MEMORY else ()
-        search = SizeSearch(search.sizes, [*search.tried, Candidate(size, outcome, *measured)], compiled)
+        search = replace(search, tried=[*search.tried, Candidate(size, outcome, *measured)])
     return search
 
 
@@ -73,6 +75,16 @@ def test_equal_speeds_give_the_smallest_size() -> None:
 def test_a_size_that_needs_too_much_memory_is_not_tried() -> None:
     search = run(64, memory=linear(100, 20))
     assert (tried(search), search.choose(), search.too_large()) == ([1, 2, 4, 8, 16, 32], 32, 64)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_whole_batch_that_saves_memory_is_tried(compiled: bool) -> None:
+    """A single micro-batch needs no fp32 gradients with ``train.fused_update``."""
+    memory = linear(300, 11)
+    assert run(64, memory=memory, compiled=compiled).choose() == 32
+    search = run(64, memory=memory, compiled=compiled, saved=60)
+    assert (search.choose(), search.too_large()) == (64, None)
+    assert [candidate.outcome for candidate in search.tried] == [FITS] * len(search.tried)
 
 
 def test_sizes_between_two_doublings_are_tried_if_memory_is_the_limit() -> None:

@@ -29,6 +29,7 @@ from distexp.worker.micro_batch.processes import (
     allowed_sizes,
     needs_new_process,
     ran_out_of_memory,
+    whole_saves_mib,
 )
 from distexp.worker.micro_batch.search import nothing_fits
 from distexp.worker.micro_batch.sizes import SizeSearch
@@ -115,6 +116,17 @@ def test_sizes_share_processes_if_the_model_allows_it(
 ) -> None:
     config = resolve_cell(*SINGLE[1:], *AUTO, *overrides)
     assert needs_new_process(config, *sizes) == expected
+
+
+def test_a_single_micro_batch_of_a_fused_update_needs_no_fp32_gradients(context: Context) -> None:
+    config = resolve_cell(*SINGLE, *AUTO, "model=gpt_tiny", "precision=bf16", "train.compute_weights=step")
+    model = build_model(config, load_data(config, context), context).model
+    assert whole_saves_mib(config, 8, model) == 0
+    config.train.fused_update = True  # refused on CPUs
+    parameters = sum(weight.numel() for weight in model.parameters())
+    assert whole_saves_mib(config, 8, model) == 4 * parameters / 2**20
+    assert whole_saves_mib(config, 4, model) == 0, "the data has no whole batch"
+    assert [needs_new_process(config, 4, size) for size in (2, 4, 8)] == [False, False, True]
 
 
 class Memory:
