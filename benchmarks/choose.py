@@ -22,9 +22,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
+from random import Random
 from shutil import rmtree
 from typing import Any
 
@@ -110,6 +111,22 @@ class SweepCell:
 
 
 @dataclass(frozen=True)
+class Noise:
+    """Noise that a replay adds to the speeds.
+
+    Attributes:
+        deviation: Standard deviation of a trial's speed, relative to it.
+        seed: Seed of the noise.
+    """
+
+    deviation: float = 0.0
+    seed: int = 0
+
+
+NO_NOISE = Noise()
+
+
+@dataclass(frozen=True)
 class Replay:
     """Result of a search on measured values.
 
@@ -126,8 +143,12 @@ class Replay:
     out_of_memory: int
 
 
-def replay(cell: SweepCell, limit_gb: float | None = None) -> Replay | None:
-    """Search a cell with its measured values; None if nothing fits."""
+def replay(cell: SweepCell, limit_gb: float | None = None, noise: Noise = NO_NOISE) -> Replay | None:
+    """Search a cell with its measured values; None if nothing fits.
+
+    The exhaustive sweep runs all candidates. Those that run out of memory cost their start.
+    """
+    random = Random(noise.seed)
     limit = None if limit_gb is None else limit_gb * MIB_PER_GB
     fitting = [candidate for candidate in cell.candidates if candidate.fits(limit)]
     if not fitting:
@@ -141,20 +162,31 @@ def replay(cell: SweepCell, limit_gb: float | None = None) -> Replay | None:
         for planned in batch:
             start_s = cell.repeat_start_s if planned.candidate.overrides in started else None
             started.add(planned.candidate.overrides)
-            found.append(_trial(by_overrides[planned.candidate.overrides], planned.steps, limit, start_s))
+            measured = _with_noise(by_overrides[planned.candidate.overrides], 1 + random.gauss(0, noise.deviation))
+            found.append(_trial(measured, planned.steps, limit, start_s))
         tried.extend(found)
         return found
 
     candidates = [_candidate(candidate, limit) for candidate in cell.candidates]
     _prune_checkpointed(candidates)
     result = search(candidates, try_all, Objective.THROUGHPUT)
-    exhaustive = sum(candidate.gpu_seconds(cell.steps) for candidate in fitting)
+    exhaustive = sum(
+        candidate.gpu_seconds(cell.steps) if candidate.fits(limit) else candidate.workers * candidate.start_s
+        for candidate in cell.candidates
+    )
     return Replay(
         regret=_regret(result, by_overrides, fitting),
         share=sum(trial.gpu_seconds for trial in tried) / exhaustive,
         trials=len(tried),
         out_of_memory=sum(trial.status.startswith("oom") for trial in tried),
     )
+
+
+def _with_noise(measured: Measured, factor: float) -> Measured:
+    """Return a candidate whose steps take longer by a factor."""
+    if measured.step_s is None or measured.samples_per_second is None:
+        return measured
+    return replace(measured, step_s=measured.step_s * factor, samples_per_second=measured.samples_per_second / factor)
 
 
 def _candidate(measured: Measured, limit_mib: float | None) -> Candidate:

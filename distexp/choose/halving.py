@@ -1,12 +1,14 @@
-"""Successive halving: which candidates to try, with how many steps, and when to stop.
+"""The search: which candidates to try, with how many steps, and when to stop.
 
-1. *families*: the best forecast micro-batch of each family, in the order of the forecasts. After each few families the
-   forecasts are scaled to the measured scores. Families that cannot reach the best one any more are not tried.
-2. *neighbors*: the next smaller and larger micro-batches of the best families, until none is better.
-3. *finalists*: the best candidates, again with more steps, half as many after each rung. The order alternates, so that
-   a machine that gets slower is no advantage for those that are first.
-4. *challengers*: on a busy machine, the repeats may show that the finalists were only lucky. Then a candidate with one
-   short trial is the best one. It is repeated as often as the finalists, before it can win.
+1. *families*: the best forecast micro-batch of each family, in the order of the forecasts. After the first family, and
+   then after each few, the forecasts are scaled to the measured scores. Families that cannot reach the best one any
+   more are not tried.
+2. *neighbors*: the next smaller and larger micro-batches of the best families, until none is better. Those of the first
+   family come before the other families. What they measure shows which micro-batches of the others can be better.
+3. *finalists*: the best candidate and its strongest rival, again with more steps, until no rival can be much better
+   within the noise. On a busy machine, the repeats may show that the best one was only lucky. Then the next one is
+   repeated, so no candidate wins by one trial. The order alternates, so that a machine that gets slower is no
+   advantage for the first one.
 
 A search is deterministic: with the same trials it makes the same decisions.
 """
@@ -19,9 +21,11 @@ from math import inf
 
 from distexp.choose.axis_keys import STAGE
 from distexp.choose.candidate import Candidate, Objective, Status
-from distexp.choose.forecast_scale import best_score, largest_useful_forecast
+from distexp.choose.forecast_scale import useful_forecasts, without_checkpointing
+from distexp.choose.neighbors import neighbors_to_try
 from distexp.choose.no_winner import describe_no_winner
-from distexp.choose.ranking import by_score, ranked
+from distexp.choose.ranking import ranked
+from distexp.choose.repeats import candidates_to_repeat
 from distexp.choose.search_result import PlannedTrial, Rung, SearchResult, TryAll
 from distexp.choose.search_rules import DEFAULT_RULES, SearchRules
 from distexp.choose.trial_budget import affordable_trials
@@ -58,10 +62,10 @@ def search(
         reserved_gpu_s: Returns the part of the budget that is for the check of the losses.
     """
     state = _Search(candidates, try_all, objective, budget_gpu_s, rules, reserved_gpu_s)
+    state.try_first_family()
     state.try_families()
     state.try_neighbors()
     state.try_finalists()
-    state.try_challengers()
     prune_untried(state.families.values(), objective, near=rules.near, stopped=state.stopped)
     winner = next(iter(ranked(candidates, objective)), None)
     statement = "" if winner is not None else describe_no_winner(candidates)
@@ -103,16 +107,23 @@ class _Search:
 
     # Families
 
+    def try_first_family(self) -> None:
+        """Try the family with the best forecast, and its neighbors. A good score leaves out more of the others."""
+        first = self.representatives()[:1]
+        if first and first[0].forecast(self.objective) is not None:
+            self._run("families", first, self.rules.steps)
+            self.try_neighbors()
+
     def try_families(self) -> None:
         """Try one member of each family that may be the best."""
         while not self.stopped:
-            limit = largest_useful_forecast(self.candidates, self.objective, self.rules)
-            useful = [
-                candidate for candidate in self.representatives() if (candidate.forecast(self.objective) or 0.0) < limit
-            ]
+            useful = useful_forecasts(self.representatives(), self.candidates, self.objective, self.rules)
             if not useful:
                 return
-            self._run("families", useful[: self.rules.wave], self.rules.steps)
+            # One of two families that differ in checkpointing shows whether the other one may be better.
+            first_of = {without_checkpointing(candidate): candidate for candidate in reversed(useful)}
+            wave = [candidate for candidate in useful if first_of[without_checkpointing(candidate)] is candidate]
+            self._run("families", wave[: self.rules.wave], self.rules.steps)
 
     def representatives(self) -> list[Candidate]:
         """Return the best forecast member of each family without a score, the best one first."""
@@ -137,85 +148,29 @@ class _Search:
     def try_neighbors(self) -> None:
         """Try smaller and larger micro-batches of the best families."""
         for _ in range(self.rules.neighbor_rounds):
-            batch = [candidate for members in self._best_families() for candidate in self._neighbors(members)]
+            batch = neighbors_to_try(self.families.values(), self.objective, self.rules)
             if not batch or self.stopped:
                 return
             self._run("neighbors", batch, self.rules.steps)
 
-    def _best_families(self) -> list[list[Candidate]]:
-        names = list(dict.fromkeys(candidate.family for candidate in self._within(self.rules.near)))
-        return [self.families[name] for name in names[: self.rules.families]]
-
-    def _neighbors(self, members: Sequence[Candidate]) -> list[Candidate]:
-        """Return the members next to the best one of a family that are not tried yet."""
-        best = by_score(members, self.objective)[0]
-        usable = [candidate for candidate in members if candidate.status in (Status.WAITING, Status.TRIED)]
-        position = usable.index(best)
-        around = usable[max(0, position - 1) : position + 2]
-        return [
-            candidate
-            for candidate in around
-            if candidate.status is Status.WAITING and self._may_improve(candidate, best)
-        ]
-
-    def _may_improve(self, candidate: Candidate, best: Candidate) -> bool:
-        """Return whether a member may be the best, by the forecasts of both. One that may not fit must be better."""
-        forecast, known = candidate.forecast(self.objective), best.forecast(self.objective)
-        if forecast is None or not known:
-            return not candidate.too_close
-        if candidate.too_close:
-            return forecast < known
-        return forecast / known * self._score(best) <= self._best_score() * (1 + self.rules.near)
-
     # Finalists
 
     def try_finalists(self) -> None:
-        """Try the best candidates again, until two are left. The peak of the memory has no noise."""
+        """Repeat the best candidate and its strongest rival, until the best one is certain enough.
+
+        The candidate that ran last is the first one of the next round. The peak of the memory has no noise.
+        """
         if self.objective is Objective.MEMORY:
             return
-        count, steps = self.rules.finalists, self.rules.steps
-        while not self.stopped:
-            finalists = self._finalists(count)
-            if len(finalists) < 2:
+        steps = self.rules.steps * self.rules.growth
+        last: Candidate | None = None
+        for _ in range(self.rules.repeats):
+            batch = candidates_to_repeat(self.candidates, self.objective, self.rules)
+            if not batch or self.stopped:
                 return
-            steps *= self.rules.growth
-            if len(finalists) == 2:
-                self._repeat(finalists, steps)
-                return
-            self._run(FINALISTS, finalists, steps)
-            count = max(2, len(finalists) // 2)
-
-    def try_challengers(self) -> None:
-        """Repeat candidates that were tried once, as long as one of them is better than all that were repeated."""
-        for _ in range(self.rules.challengers):
-            steps = max((each.longest_steps for each in self.candidates), default=0)
-            best = next(iter(by_score(self.candidates, self.objective)), None)
-            if self.stopped or best is None or best.longest_steps == steps:
-                return
-            self._repeat([best], steps)
-
-    def _repeat(self, batch: Sequence[Candidate], steps: int) -> None:
-        """Run a batch twice, the second time in the other order and without those that failed."""
-        self._run(FINALISTS, batch, steps)
-        self._run(FINALISTS, [each for each in batch[::-1] if each.status is Status.TRIED], steps)
-
-    def _finalists(self, count: int) -> list[Candidate]:
-        """Return the best candidates: at most ``count``, and only the first two if the others are not close."""
-        close = self._within(self.rules.close)
-        return by_score(self.candidates, self.objective)[: min(count, max(2, len(close)))]
-
-    def _within(self, excess: float) -> list[Candidate]:
-        """Return the candidates whose score exceeds the best one by at most a fraction, the best one first."""
-        limit = self._best_score() * (1 + excess)
-        return [candidate for candidate in by_score(self.candidates, self.objective) if self._score(candidate) <= limit]
-
-    def _score(self, candidate: Candidate) -> float:
-        score = candidate.score(self.objective)
-        return inf if score is None else score
-
-    def _best_score(self) -> float:
-        score = best_score(self.candidates, self.objective)
-        return inf if score is None else score
+            batch.sort(key=lambda each: each is not last)
+            self._run(FINALISTS, batch, steps)
+            last = batch[-1]
 
     # Trials
 

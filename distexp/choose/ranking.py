@@ -73,6 +73,12 @@ def margin_between(
 
 def _deviation_of_a_step(candidates: Sequence[Candidate], objective: Objective) -> Deviation | None:
     """Return the relative deviation of the score of a trial with one step; None without repeated trials."""
+    squares, freedom = squared_deviations(candidates, objective)
+    return Deviation(sqrt(squares / freedom), freedom) if freedom else None
+
+
+def squared_deviations(candidates: Iterable[Candidate], objective: Objective) -> tuple[float, int]:
+    """Return the sum of the squared relative deviations of repeated trials, in steps, and its degrees of freedom."""
     squares, freedom = 0.0, 0
     for candidate in candidates:
         mean = candidate.score(objective)
@@ -81,4 +87,4 @@ def _deviation_of_a_step(candidates: Sequence[Candidate], objective: Objective) 
         if mean and len(known) > 1:
             squares += sum(steps * (score / mean - 1) ** 2 for score, steps in known)
             freedom += len(known) - 1
-    return Deviation(sqrt(squares / freedom), freedom) if freedom else None
+    return squares, freedom

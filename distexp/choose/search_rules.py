@@ -11,14 +11,21 @@ class SearchRules:
 
     Attributes:
         steps: Measured steps of a first trial.
-        growth: Factor of the steps from one rung of finalists to the next.
-        wave: Families that are tried before the forecasts are scaled again.
+        growth: Factor of the steps of a repeat, compared with those of a first trial.
+        wave: Families that are tried before the forecasts are scaled again. The first one is tried alone.
         families: Families whose neighbors are tried.
         near: Most that a family's score may exceed the best one if its neighbors are tried, relative to it.
+        neighbor_forecast: Most that the expected score of a neighbor may exceed the best one, by the forecasts.
+        neighbor_measured: The same, if other families have measured its micro-batch.
+        worthwhile: Least gain for which a candidate is tried that may not fit.
         neighbor_rounds: Most rounds of neighbors.
-        finalists: Candidates that are tried again.
-        close: Most that the score of a finalist may exceed the best one, relative to it. The second is always one.
-        challengers: Most candidates with one trial that are repeated after the finalists.
+        repeats: Most rounds of repeats. A round repeats one or two candidates.
+        negligible: Gain that the repeats may give up: they end if no candidate can be better by more than this, at the
+            end of the 95 % confidence interval.
+        usual_noise: Standard deviation of the score of a first trial on a quiet GPU, relative to it.
+        usual_trials: Weight of the usual noise: degrees of freedom that it has next to the repeated trials.
+        same_kernels: Most that the scaled forecast of a family may exceed the best score, if a family that differs only
+            in checkpointing was tried.
         doubt: How much better than its scaled forecast a family may be, in standard deviations of the forecasts' error.
         least_error: Smallest error of the forecasts that is assumed, as a standard deviation of their logarithm.
     """
@@ -28,10 +35,15 @@ class SearchRules:
     wave: int = 4
     families: int = 4
     near: float = 0.25
+    neighbor_forecast: float = 0.15
+    neighbor_measured: float = 0.05
+    worthwhile: float = 0.05
     neighbor_rounds: int = 4
-    finalists: int = 4
-    close: float = 0.1
-    challengers: int = 4
+    repeats: int = 6
+    negligible: float = 0.04
+    usual_noise: float = 0.02
+    usual_trials: int = 3
+    same_kernels: float = 0.2
     doubt: float = 2.0
     least_error: float = 0.45
 

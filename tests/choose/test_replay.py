@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from benchmarks.choose import Measured, SweepCell, main, read_cells, replay
+from benchmarks.choose_simulated import LIMITS_GB as SIMULATED_LIMITS_GB
+from benchmarks.choose_simulated import MODELS, SPACES, Space, replays, summarize
 from tests.helpers.runs import REPOSITORY
 
 RESULTS = sorted((REPOSITORY / "docs" / "results").glob("choose_*.json"))
@@ -49,6 +52,16 @@ def test_a_memory_limit_is_kept() -> None:
         assert found.regret < REGRET
         assert found.out_of_memory == 0
     assert replay(grid(), limit_gb=1.0) is None
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_searches_on_simulated_gpus_reach_the_targets_on_average(space: Space) -> None:
+    cells = product(MODELS, SIMULATED_LIMITS_GB)
+    found = summarize([each for cell in cells for each in replays(space, *cell, noise=0.02, repeats=10)])
+    assert found.regret <= 0.01
+    assert found.within >= 0.95
+    assert found.share <= SHARE
+    assert found.out_of_memory <= 1 - COMPLETED
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

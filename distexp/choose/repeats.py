@@ -1,0 +1,50 @@
+"""Which candidates a search repeats: the best one, and the rival that may be better within the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, sqrt
+
+from distexp.choose.candidate import Candidate, Objective
+from distexp.choose.ranking import by_score, squared_deviations
+from distexp.choose.search_rules import SearchRules
+from distexp.runs.noise import Deviation
+
+
+def candidates_to_repeat(candidates: Sequence[Candidate], objective: Objective, rules: SearchRules) -> list[Candidate]:
+    """Return the best candidate and its strongest rival, or the one of both with fewer steps; none if all is certain.
+
+    The best one is repeated in any case, because the best of many short trials was often only lucky.
+    """
+    tried = by_score(candidates, objective)
+    if not tried:
+        return []
+    best, others = tried[0], tried[1:]
+    noise = _deviation_of_a_step(candidates, objective, rules)
+    rivals = [(_possible_gain(best, other, objective, noise), other) for other in others]
+    gain, rival = max(rivals, key=lambda each: each[0], default=(0.0, best))
+    if gain <= rules.negligible:
+        return [] if len(best.completed) > 1 else [best]
+    steps = _steps(best), _steps(rival)
+    return [each for each, own in zip((best, rival), steps, strict=True) if own == min(steps)]
+
+
+def _possible_gain(best: Candidate, other: Candidate, objective: Objective, noise: Deviation) -> float:
+    """Return by how much another candidate may be better, at the end of the 95 % confidence interval."""
+    score, other_score = best.score(objective), other.score(objective)
+    assert score, "both were tried"
+    assert other_score, "both were tried"
+    noise_of_ratio = noise.noise_of_mean(1) * sqrt(1 / _steps(best) + 1 / _steps(other))
+    # The noise is that of the logarithm. So on a busy machine the worst candidates are not the strongest rivals.
+    return 1 - other_score / score * exp(-noise_of_ratio)
+
+
+def _deviation_of_a_step(candidates: Sequence[Candidate], objective: Objective, rules: SearchRules) -> Deviation:
+    """Return the deviation of a trial with one step: that of the repeated trials, pooled with the usual one."""
+    squares, freedom = squared_deviations(candidates, objective)
+    usual = rules.usual_noise**2 * rules.steps * rules.usual_trials
+    return Deviation(sqrt((squares + usual) / (freedom + rules.usual_trials)), freedom + rules.usual_trials)
+
+
+def _steps(candidate: Candidate) -> int:
+    return sum(trial.steps for trial in candidate.completed)
