@@ -16,6 +16,11 @@ class MethodReplacements:
         # What the classes themselves have. The attribute of a class in C++ is another object, which gets no self.
         self._originals: list[tuple[type[Any], str, Any]] = []
 
+    @property
+    def active(self) -> bool:
+        """Return whether methods are replaced."""
+        return bool(self._originals)
+
     def replace(self, owner: type[Any], name: str, make: Callable[[Method], Method]) -> None:
         """Replace a method by what ``make`` returns for it."""
         original = getattr(owner, name)

@@ -139,11 +139,16 @@ def test_one_worker_is_not_watched_and_nothing_stays_replaced() -> None:
     watch.start_step(measured=True)
     assert dist.Work.wait is not before
     watch.end_step(measured=True)
+    replaced = dist.Work.wait
+    watch.start_step(measured=True)
+    assert dist.Work.wait is replaced, "it stays replaced between watched steps, because to replace it takes time"
+    watch.end_step(measured=True)
+    watch.start_step(measured=False)
     assert dist.Work.wait is before
     dist.all_reduce(torch.ones(1))
     alone.end_step(measured=True)
     alone.start_step(measured=True)
-    assert (alone.waits_s(), watch.waits_s()) == ({}, {0: 0})
+    assert (alone.waits_s(), watch.waits_s()) == ({}, {0: 0, 1: 0})
 
 
 def test_a_long_training_keeps_the_latest_steps(clock: Clock) -> None:
