@@ -103,3 +103,10 @@ def test_a_compute_bound_run_should_use_bf16_on_gpus_that_have_it(
 ) -> None:
     device = {} if "peak" in settings else GPU
     assert explanation(profiled(COMPUTE_BOUND, **settings, **device)).alternatives == proposed
+
+
+@pytest.mark.parametrize(("settings", "advice"), [(GPU, ["train.log_every=10"]), ({"peak": None}, [])])
+def test_fewer_log_lines_are_proposed_on_gpus_only(settings: dict[str, Any], advice: list[str]) -> None:
+    """A line makes the CPU wait for the GPU. On a CPU, runs with 1 and 10 steps a line had the same host work."""
+    run = profiled({"matmul": 50.0, "host": 50.0}, train__log_every=1, **settings)
+    assert explanation(run).alternatives == advice
