@@ -7,6 +7,7 @@ from typing import Any
 
 from distexp.config import Config, ModelConfig
 from distexp.config.key_info import speed_references
+from distexp.console.busy_cores import busy_core_lines
 from distexp.console.energy import energy_lines
 from distexp.console.padding import padding_lines
 from distexp.runs.device_entries import cpu_peak_mib, device_values, node_peak_mib
@@ -84,6 +85,7 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "kernels", kernels
     yield from _quality(record)
     yield from _speed(record)
+    yield from busy_core_lines(record)
     yield from padding_lines(record)
     memory = [
         *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),

@@ -64,6 +64,34 @@ def test_the_panel_defines_its_share_of_communication() -> None:
     assert dict(summary_lines(run))["communication"] == f"{expected}{hidden} (profile/rank0.json.gz)"
 
 
+@pytest.mark.parametrize(
+    ("device", "threads", "used", "wait_s", "share"),
+    [
+        ("cpu", 2, 30.0, 0.0, "30%"),
+        ("cpu", 2, 95.0, 0.0, None),
+        ("cpu", 2, 30.0, 5.0, None),
+        ("cpu", 1, 30.0, 0.0, None),
+        ("cpu", 2, None, 0.0, None),
+        ("cuda", 2, 30.0, 0.0, None),
+    ],
+    ids=["busy", "idle", "waits for data", "one thread", "unknown", "GPU"],
+)
+def test_threads_on_busy_cores_have_a_hint(
+    device: str, threads: int, used: float | None, wait_s: float, share: str | None
+) -> None:
+    run = record(0, cluster__device=device, cluster__cpus_per_worker=threads, cluster__workers_per_node=1)
+    run.run.duration_s = 12.0
+    assert run.environment is not None
+    run.environment.cpu_count, run.environment.cpu_limit = 2, None
+    run.metrics.train_runtime, run.metrics.data_wait_s = 10.0, wait_s
+    run.utilization["cpu"] = [{"node": 0, "average_pct": used, "phases": {} if used is None else {"train": used}}]
+    text = dict(summary_lines(run)).get("busy cores", "")
+    assert text.startswith(f"this run got {share} of the time of its CPU cores") == (share is not None)
+    assert ("Try cluster.cpus_per_worker=1" in text) == (share is not None)
+    run.config["cluster"]["environment"] = {"OMP_WAIT_POLICY": "PASSIVE"}
+    assert "busy cores" not in dict(summary_lines(run))
+
+
 KEYS = ["padding", "packing", "bucketing"]
 BLOOM, GPT, HF = (f"distexp.models.{name}.build" for name in ("bloom", "gpt", "hf"))
 
