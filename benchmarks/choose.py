@@ -275,7 +275,7 @@ def _sweep_command(cells: Sequence[Sequence[str]], steps: int, overrides: Sequen
     """Return the command that runs all candidates of a sweep, or those that are missing in its folder."""
     total = steps + EXCLUDED_STEPS
     short = [f"train.max_steps={total}", f"train.num_epochs={total}", f"train.measure_after_step={EXCLUDED_STEPS}"]
-    short += ["train.log_every=1", "dataset.eval_size=8"]
+    short += ["train.log_every=1", "train.evaluate=false", "dataset.eval_size=8"]
     training = [text for text in overrides if not text.startswith("choose.")]
     shared = [f"sweep.cells={json.dumps(cells)}", "sweep.shared_start=true", "sweep.resume=true"]
     return [*DISTEXP, "--multirun", *training, *short, *shared, f"hydra.sweep.dir={folder.absolute()}"]

@@ -12,7 +12,7 @@ SHORTEST_LIMIT_MIN = 10.0
 
 
 def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
-    """Return what makes a training a trial: few steps, each logged, a small evaluation, and no other output.
+    """Return what makes a training a trial: few steps, each logged, no evaluation, and no other output.
 
     The model, the global batch, the seed and the order of the data stay the same.
 
@@ -31,6 +31,7 @@ def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
         "train.log_every=1",
         "train.checkpoint_every=null",
         "train.save_model=false",
+        "train.evaluate=false",
         "train.score_answers=false",
         "train.profile_steps=0",
         "profile=false",

@@ -161,6 +161,7 @@ class TrainConfig:
     )  # fmt: skip
     resume: str | None = key(None, "Folder of a checkpoint or of a run to start from.", path="checkpoint")
     save_model: bool = key(False, "Save the trained model in the Hugging Face layout, in `model/` of the run.")
+    evaluate: bool = key(True, "Compute the loss of the evaluation set after each epoch.", id_if_changed=True)
     score_answers: bool = key(
         False, "Generate answers after the last epoch. Score them with the exact match and F1 of SQuAD."
     )

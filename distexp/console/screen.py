@@ -97,6 +97,8 @@ class LiveRun:
                 f"epoch {event['epoch']}: train loss {format_loss(event['train_loss'])}, "
                 f"eval loss {format_loss(event['eval_loss'])}{more}"
             )
+        elif "epoch" in event:
+            self._print(f"epoch {event['epoch']}: train loss {format_loss(event['train_loss'])}")
         elif "exact_match" in event:
             self._print(f"answers: {format_answer_scores(event['exact_match'], event['f1'])}")
         elif "phase" in event and self.progress is not None and self.task is not None:

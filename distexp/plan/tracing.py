@@ -191,7 +191,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
 def _needs_evaluation(config: Config) -> bool:
     """Return whether to trace an evaluation. A compiled one takes long to trace, and seldom needs more memory."""
     train = config.train
-    return train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch
+    return train.evaluate and (train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch)
 
 
 def _vocabulary(model: nn.Module) -> int | None:

@@ -18,7 +18,7 @@ from distexp.training.metrics_logger import Evaluation
 
 
 def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable[[], None] = lambda: None) -> None:
-    """Train until ``plan.total_steps``; evaluate after each epoch and the last step."""
+    """Train until ``plan.total_steps``. By default, evaluate after each epoch and the last step."""
     plan, logger = inputs.plan, inputs.logger
     logger.start()
     for epoch in plan.epochs(logger.steps):
@@ -49,12 +49,12 @@ def train_step(
 
 
 def end_epoch(model: EvaluableModel, inputs: TrainingInputs) -> None:
-    """Evaluate while the loader processes already read the next epoch's first batches."""
+    """Evaluate if requested, while the loader processes already read the next epoch's first batches."""
     plan, logger = inputs.plan, inputs.logger
     if logger.steps < plan.total_steps:
         epoch = logger.steps // plan.steps_per_epoch
         inputs.training.prefetch(epoch, plan.steps_of(epoch, logger.steps))
-    logger.end_epoch(evaluate(model, inputs))
+    logger.end_epoch(evaluate(model, inputs) if plan.train.evaluate else None)
 
 
 def evaluate(model: EvaluableModel, inputs: TrainingInputs) -> Evaluation:

@@ -188,13 +188,21 @@ class MetricsLogger:
         self.clock.restart()
         self.waits.start_step(measured=False)
 
-    def end_epoch(self, evaluation: Evaluation) -> None:
-        """Record the evaluation after the steps of an epoch."""
+    def end_epoch(self, evaluation: Evaluation | None) -> None:
+        """Record the mean loss of an epoch, and the evaluation after it; None if there was none."""
         self.history.reduce()
         metrics = self.metrics
-        starts_at = len(metrics.eval_losses) * self.plan.steps_per_epoch
+        starts_at = len(metrics.train_losses) * self.plan.steps_per_epoch
         epoch_losses = self.history.losses[starts_at:]
         metrics.train_losses.append(sum(epoch_losses) / len(epoch_losses))
+        if evaluation is None:
+            self.events.emit(epoch=len(metrics.train_losses), train_loss=metrics.train_losses[-1])
+            return
+        self._record_evaluation(evaluation, starts_at)
+
+    def _record_evaluation(self, evaluation: Evaluation, starts_at: int) -> None:
+        """Record the evaluation after an epoch that started at a step."""
+        metrics = self.metrics
         metrics.eval_losses.append(evaluation.loss)
         metrics.eval_loss = evaluation.loss
         metrics.eval_runtime = evaluation.seconds
@@ -206,7 +214,7 @@ class MetricsLogger:
             metrics.eval_accuracies.append(accuracy)
             metrics.eval_top5_accuracies.append(top5_accuracy)
         self.events.emit(
-            epoch=len(metrics.eval_losses),
+            epoch=len(metrics.train_losses),
             train_loss=metrics.train_losses[-1],
             eval_loss=evaluation.loss,
             eval_accuracy=accuracy,
