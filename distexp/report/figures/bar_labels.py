@@ -9,6 +9,9 @@ import altair as alt
 FEW_BARS = 8
 """So few bars have their settings as labels."""
 
+LONGEST_LINE = 28
+"""Characters of a line that fit into the room of the labels. With longer ones, the settings start a new line."""
+
 LINE_HEIGHT = 14  # pixels of a line of a label
 
 
@@ -19,9 +22,10 @@ def label_axis(names: Sequence[str], text: str = "datum.label") -> alt.Axis:
         names: The labels.
         text: Vega expression of a label.
     """
+    broken = f"replace({text}, ' (', ', (')" if _breaks_settings(names) else text
     offset = -LINE_HEIGHT * (_most_lines(names) - 1) / 2
     return alt.Axis(
-        labelExpr=f"split({text}, ', ')", labelLimit=190, ticks=False, domain=False, grid=False, labelOffset=offset
+        labelExpr=f"split({broken}, ', ')", labelLimit=190, ticks=False, domain=False, grid=False, labelOffset=offset
     )
 
 
@@ -31,4 +35,9 @@ def bar_height(names: Sequence[str], least: int) -> int:
 
 
 def _most_lines(names: Sequence[str]) -> int:
-    return max(name.count(", ") + 1 for name in names)
+    return max(name.count(", ") + 1 for name in names) + _breaks_settings(names)
+
+
+def _breaks_settings(names: Sequence[str]) -> bool:
+    """Return whether the settings start a line, because a first line with them is too long."""
+    return any(" (" in name and len(name.split(", ")[0]) > LONGEST_LINE for name in names)

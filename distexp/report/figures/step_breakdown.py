@@ -25,7 +25,7 @@ from distexp.report.traces import RunTrace
 
 MAX_BARS = 24
 MAX_SENTENCES = 8
-ROOM = 1.16  # of the axis, relative to the longest bar: for its label
+ROOM = 1.2  # of the axis, relative to the longest bar: for its label
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.data.step_parts import STEP_PARTS
+from distexp.report.figures.bar_labels import LINE_HEIGHT, bar_height, label_axis
 from distexp.report.figures.base import Figure
 from distexp.report.figures.step_breakdown import build_step_breakdown
 from distexp.report.summary import summarize
@@ -111,6 +112,13 @@ def test_bars_of_a_cpu_have_the_shares_of_the_profiled_step(tmp_path: Path) -> N
     assert "On a CPU a bar has the length of the median of the other steps" in figure(tmp_path / "cpu", run).caption
     run.metrics.step_breakdown = [{**scaled, "launch_idle_ms": 8.0}]
     assert "On a CPU" not in figure(tmp_path / "gpu", run).caption
+
+
+def test_settings_start_a_line_if_the_first_line_is_too_long() -> None:
+    short, long = (f"run {run} (strategy=ddp, zero_stage=2)" for run in ("0", "name_of_a_sweep/0"))
+    assert ["replace" in label_axis([name]).to_dict()["labelExpr"] for name in (short, long)] == [False, True]
+    assert bar_height([long], 0) - bar_height([short], 0) == LINE_HEIGHT
+    assert label_axis([short, long]).to_dict() == label_axis([long]).to_dict(), "all bars are labeled alike"
 
 
 def test_the_largest_loss_is_explained_with_what_to_try(tmp_path: Path) -> None:
