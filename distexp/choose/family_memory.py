@@ -66,7 +66,19 @@ class FamilyMemory:
         if self.unknown:
             return None
         without_verdict = [member for member in self.waiting() if member.micro_batch not in self._verdicts]
-        return without_verdict[-1] if without_verdict else None
+        return without_verdict[-1] if without_verdict else self._first_that_accumulates()
+
+    def _first_that_accumulates(self) -> Candidate | None:
+        """Return the largest member that accumulates gradients; None if the memory of such a member is known.
+
+        Accumulated gradients stay in memory during the next forward pass. So the peak of a member that accumulates
+        does not follow from one that does not.
+        """
+        accumulating = [member for member in self.members if _accumulates(member)]
+        if any(member.estimate is not None for member in accumulating):
+            return None
+        fitting = [member for member in accumulating if self._verdicts.get(member.micro_batch) == FITS]
+        return next((member for member in reversed(fitting) if member.status is Status.WAITING), None)
 
     def add_estimate(self, member: Candidate, outcome: Estimate | str) -> None:
         """Keep the estimate of a member, and infer what follows for the others."""
