@@ -31,9 +31,14 @@ class HFTrainer:
         self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
     ) -> tuple[EvaluableModel, Built]:
         """Run ``transformers.Trainer.train`` until the end of the plan."""
+        from distexp.engines.hf_callback import TrainingCallback
+        from distexp.engines.hf_evaluable import HFEvaluableModel
         from distexp.engines.hf_loop import DistexpTrainer
 
         trainer = DistexpTrainer(build_model(), config, context, inputs)
+        model = HFEvaluableModel(trainer)
+        callback = TrainingCallback(trainer, model)
+        trainer.add_callback(callback)
         trainer.train()
-        assert trainer.built is not None, "on_train_begin sets it"
-        return trainer.evaluable, trainer.built
+        assert callback.built is not None, "on_train_begin sets it"
+        return model, callback.built
