@@ -18,9 +18,9 @@ from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
 from distexp.cli.overrides import is_override, parse
 from distexp.config import ConfigError
-from distexp.launch.foreign_sweep import check_files, check_working_directory
-from distexp.launch.own_files import is_own_file
-from distexp.launch.stored_command import check_stored_command
+from distexp.launch.trust.foreign_sweep import check_files, check_working_directory
+from distexp.launch.trust.own_files import is_own_file
+from distexp.launch.trust.stored_command import check_stored_command
 from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.sweep_dirs import not_a_sweep

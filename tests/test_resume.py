@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distexp.cli.main import main as cli
-from distexp.launch.own_files import remember_file
+from distexp.launch.trust.own_files import remember_file
 from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
 from distexp.runs.record import RunRecord

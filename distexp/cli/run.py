@@ -27,8 +27,8 @@ from distexp.exceptions import (
     SweepFailedError,
     SweepInterrupted,
 )
-from distexp.launch.config_loader import use_checked_loader
-from distexp.launch.secret_checks import check_arguments_for_secrets
+from distexp.launch.trust.config_loader import use_checked_loader
+from distexp.launch.trust.secret_checks import check_arguments_for_secrets
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from distexp.cli.overrides import parse
 from distexp.config import ConfigError
 from distexp.forecast.profiled_run import ProfiledRun
 from distexp.forecast.sizes import SIZE_KEYS, as_cell, choose_sizes
-from distexp.launch.stored_command import check_stored_command
+from distexp.launch.trust.stored_command import check_stored_command
 from distexp.runs.run_dir import RECORD
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import MIB_PER_GB

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FrameType
 
 from distexp.launch.exit_codes import STOPPED_CODE
+from distexp.launch.forked_workers import NotSharedError, SharedGroup
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
 from distexp.launch.node_requirements import lacks_gpus, lacks_operators
 from distexp.launch.outcome import finalize_run
 from distexp.launch.rendezvous import Rendezvous, reserve_port, wait_for_head
-from distexp.launch.shared_group import NotSharedError, SharedGroup
 from distexp.launch.timeouts import watch
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request

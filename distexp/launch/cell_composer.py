@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from distexp.launch.config_loader import CheckedConfigLoader
+from distexp.launch.trust.config_loader import CheckedConfigLoader
 
 
 class CellComposer:

@@ -17,10 +17,10 @@ from distexp.console.progress import show_progress
 from distexp.exceptions import SweepInterrupted
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.cell_composer import CellComposer
-from distexp.launch.config_loader import CheckedConfigLoader
 from distexp.launch.parallel_composition import compose_all
 from distexp.launch.plan_keys import ignored_plan_keys
-from distexp.launch.trust import check_trust, packages_trusted_by_user
+from distexp.launch.trust.config_loader import CheckedConfigLoader
+from distexp.launch.trust.packages import check_trust, packages_trusted_by_user
 from distexp.resolve import resolve
 from distexp.resolve.run_id import run_id
 

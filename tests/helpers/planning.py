@@ -16,7 +16,7 @@ from distexp.config import Config, register_schema
 from distexp.config.paths import conf_dir, config_groups
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.composition import cell_maker, compose_cells
-from distexp.launch.config_loader import CheckedConfigLoader
+from distexp.launch.trust.config_loader import CheckedConfigLoader
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Outcome, Planner
 

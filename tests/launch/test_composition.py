@@ -25,7 +25,7 @@ from distexp.exceptions import SweepInterrupted
 from distexp.launch import parallel_composition
 from distexp.launch.cell_composer import CellComposer
 from distexp.launch.composition import compose_cells
-from distexp.launch.config_loader import CheckedConfigLoader
+from distexp.launch.trust.config_loader import CheckedConfigLoader
 from distexp.system.signals import handle_signals
 
 CELLS = [

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from distexp.config import ConfigError
+from distexp.launch.forked_workers import NotSharedError, SharedGroup
 from distexp.launch.local import shared_start
 from distexp.launch.local.import_conditions import ImportConditions
 from distexp.launch.local.shared_start import SharedProcess, SharedStart
-from distexp.launch.shared_group import NotSharedError, SharedGroup
 from distexp.measure.memory.process_tree import ProcessTree
 from distexp.runs.record import RunRecord
 from distexp.system.messages import message_pair, send

@@ -20,10 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 from distexp.config import ConfigError
 from distexp.config.boolean_values import refuse_numbers_as_booleans
 from distexp.config.paths import conf_dir
-from distexp.launch.foreign_commands import TRACKER_URI, unsafe_commands
-from distexp.launch.hydra_section import UnsafeValue, unsafe_values
-from distexp.launch.secret_checks import check_for_secrets, refuse_secret_interpolations
-from distexp.launch.trust import chosen_files, packages_trusted_by_user, source_folders, typed_keys
+from distexp.launch.trust.chosen_files import chosen_files, source_folders
+from distexp.launch.trust.hydra_values import UnsafeValue, unsafe_values
+from distexp.launch.trust.packages import packages_trusted_by_user
+from distexp.launch.trust.secret_checks import check_for_secrets, refuse_secret_interpolations
+from distexp.launch.trust.shell_values import TRACKER_URI, unsafe_commands
+from distexp.launch.trust.typed_overrides import typed_keys
 
 SEARCH_PATH = "hydra.searchpath"
 OWN_PACKAGES = ("distexp", "hydra")

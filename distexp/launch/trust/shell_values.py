@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from distexp.launch.hydra_section import UnsafeValue
+from distexp.launch.trust.hydra_values import UnsafeValue
 
 TRACKER_URI = "tracker.uri"
 CLUSTER_KEYS = ("environment", "sbatch", "srun", "modules", "setup", "python")

@@ -10,15 +10,9 @@ from hydra.core.override_parser.types import Override
 from distexp.cli.overrides import is_override
 from distexp.config import ConfigError
 from distexp.config.paths import options_of
-from distexp.launch.foreign_commands import CLUSTER_KEYS, is_harmless_variable
-from distexp.launch.trust import (
-    KEY,
-    as_text,
-    key_of,
-    packages_of_environment,
-    packages_trusted_by_user,
-    typed_overrides,
-)
+from distexp.launch.trust.packages import KEY, packages_of_environment, packages_trusted_by_user
+from distexp.launch.trust.shell_values import CLUSTER_KEYS, is_harmless_variable
+from distexp.launch.trust.typed_overrides import as_text, key_of, typed_overrides
 from distexp.runs.copyable_command import copyable_override, shell_quote
 
 SAFE_HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.verbose")

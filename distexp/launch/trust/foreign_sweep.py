@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distexp.config import ConfigError
-from distexp.launch.own_files import is_own_file
+from distexp.launch.trust.own_files import is_own_file
 from distexp.runs.listing import join_first
 from distexp.runs.run_dir import COMMAND
 
