@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from distexp.launch.exit_codes import STOPPED_CODE
-from distexp.launch.forked_workers import NotSharedError, SharedGroup
+from distexp.launch.forked_workers import ForkedWorkers, NotSharedError
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
 from distexp.launch.node_requirements import lacks_gpus, lacks_operators
 from distexp.launch.outcome import finalize_run
@@ -159,7 +159,7 @@ def start_group(
     arguments = (str(run_dir), str(context.node), rendezvous.address, str(rendezvous.port))
     if context.connection is not None:
         try:
-            shared = SharedGroup.start(context.connection, arguments, output)
+            shared = ForkedWorkers.start(context.connection, arguments, output)
         except NotSharedError as error:
             print(f"note: {NOT_SHARED}: {error}", file=output, flush=True)
         else:
@@ -173,7 +173,7 @@ def _sampler(spec: RunSpec, run_dir: Path, node: int, group: WatchedProcess) -> 
     measure = spec.config.measure
     if not measure.enabled:
         return nullcontext()
-    shared = group if isinstance(group, SharedGroup) else None
+    shared = group if isinstance(group, ForkedWorkers) else None
     return Sampler(
         path=memory_trace_path(run_dir, node),
         members=(shared.pid,) if shared else (),

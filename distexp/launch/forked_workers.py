@@ -20,7 +20,7 @@ class NotSharedError(Exception):
     """The shared start-up process cannot fork the workers."""
 
 
-class SharedGroup:
+class ForkedWorkers:
     """The parent process of a node's workers. It has the methods of a ``Popen`` that the agent uses.
 
     Attributes:
@@ -34,7 +34,7 @@ class SharedGroup:
         self._code: int | None = None
 
     @classmethod
-    def start(cls, descriptor: int, arguments: Sequence[str], output: IO[str]) -> SharedGroup:
+    def start(cls, descriptor: int, arguments: Sequence[str], output: IO[str]) -> ForkedWorkers:
         """Request the workers from the shared process, and wait until its imports are done.
 
         Args:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from distexp.config import ConfigError
-from distexp.launch.forked_workers import NotSharedError, SharedGroup
+from distexp.launch.forked_workers import ForkedWorkers, NotSharedError
 from distexp.launch.local import shared_start
 from distexp.launch.local.import_conditions import ImportConditions
 from distexp.launch.local.shared_start import SharedProcess, SharedStart
@@ -58,10 +58,10 @@ class Server:
             send(self.control, {}, [theirs.fileno()])
         return ours.detach()
 
-    def start(self, code: int) -> SharedGroup:
+    def start(self, code: int) -> ForkedWorkers:
         """Start a group that ends with a code, or sleeps."""
         with self.log.open("w") as output:
-            return SharedGroup.start(self.connect(), ("run", "0", "127.0.0.1", str(code)), output)
+            return ForkedWorkers.start(self.connect(), ("run", "0", "127.0.0.1", str(code)), output)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_the_death_of_the_shared_process_is_the_death_of_its_groups(tmp_path: Pa
         assert group.wait() == -signal.SIGKILL
         assert wait_for(lambda: have_ended([process]))
         with server.log.open("w") as output, pytest.raises(NotSharedError):
-            SharedGroup.start(waiting, ("run", "0", "127.0.0.1", "0"), output)
+            ForkedWorkers.start(waiting, ("run", "0", "127.0.0.1", "0"), output)
 
 
 def test_memory_of_a_forked_group_includes_the_pages_it_shares(server: Server) -> None:
