@@ -275,7 +275,7 @@ def _peak_parts(peak: Mapping[str, Any]) -> str:
 def _largest_parts(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return the parts of the memory of the worker with the most, in MiB."""
     names = [name for name in entries[0] if name.endswith("_mib")]
-    entry = max(entries, key=lambda each: sum(each.get(name) or 0.0 for name in names))
+    entry = max(entries, key=lambda entry: sum(entry.get(name) or 0.0 for name in names))
     texts = [
         f"{name.removesuffix('_mib').replace('_', ' ')} {entry[name]:,.3f}" for name in names if entry[name] is not None
     ]

@@ -154,4 +154,4 @@ class MicroBatchSizes:
         is_kept = self.config.train.global_batch_size is not None
         whole = samples_per_worker(self.config) if is_kept else None
         on_line = [(size, mib) for size, mib in self._most.items() if size != whole]
-        return sorted(sorted(on_line, key=lambda each: abs(each[0] - low) + abs(each[0] - high))[:2])
+        return sorted(sorted(on_line, key=lambda point: abs(point[0] - low) + abs(point[0] - high))[:2])

@@ -42,7 +42,7 @@ class WorkCounter:
     def add_graph(self, phase: str, nodes: Iterable[fx.Node]) -> None:
         """Count the nodes of a compiled graph whose results leave a kernel."""
         for node in nodes:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
             self.add(phase, node.target, args, kwargs, node.meta.get("val"))
 
     def step(self, micro_batches: int, traced: int, written: Mapping[str, int]) -> StepWork:

@@ -76,7 +76,7 @@ def reduced_at_once(gradients: Sequence[Sequence[Slice]], bucket_size: int) -> l
     Neighbors of one rank are one slice. A reduction ends when it has more elements than a bucket.
     """
     slices = [part for gradient in gradients for part in gradient]
-    merged = [Slice(rank, sum(part.size for part in found)) for rank, found in groupby(slices, lambda each: each.rank)]
+    merged = [Slice(rank, sum(part.size for part in found)) for rank, found in groupby(slices, lambda part: part.rank)]
     reductions: list[list[Slice]] = [[]]
     for merged_slice in merged:
         reductions[-1].append(merged_slice)

@@ -56,7 +56,7 @@ def collectives_of_hooks(
         gathered = [HookCollective(when, ALL_GATHER, u.gathered_bytes) for when, h, u in known if h == "all_gather"]
     else:
         gathered = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
-    return sorted([*gathered, *reduced], key=lambda each: each.when)
+    return sorted([*gathered, *reduced], key=lambda collective: collective.when)
 
 
 REDUCE_HOOK = "post_backward_reduce"

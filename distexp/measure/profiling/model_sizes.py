@@ -62,7 +62,7 @@ def _units(model: nn.Module) -> Iterator[Parameters]:
         return next((block for block in blocks if name.startswith(f"{block}.")), name.split(".", maxsplit=1)[0])
 
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for name, members in groupby(trained, key=lambda each: unit(each[0])):
+    for name, members in groupby(trained, key=lambda named: unit(named[0])):
         yield Parameters(name, tuple(_elements(parameter) for _, parameter in members))
 
 

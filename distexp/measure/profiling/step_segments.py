@@ -61,7 +61,7 @@ def items_of(step: ProfiledStep) -> tuple[Item, ...]:
         phase, micro_batch = phases.place(when)
         collectives.append((when, replace(one, phase=phase, micro_batch=micro_batch)))
     segments = _segments(step, phases, [when for when, _ in collectives])
-    ordered = sorted([*collectives, *segments], key=lambda each: (each[0], isinstance(each[1], Segment)))
+    ordered = sorted([*collectives, *segments], key=lambda timed: (timed[0], isinstance(timed[1], Segment)))
     return _fewer_micro_batches([item for _, item in ordered])
 
 
@@ -116,7 +116,7 @@ def _with_sizes_of_hooks(observed: list[Launched], hooks: Sequence[HookCollectiv
 
     gloo executes a reduce-scatter as an all-reduce, which gets the kind of the hook.
     """
-    found = sorted(observed, key=lambda each: each[0])
+    found = sorted(observed, key=lambda timed: timed[0])
     starts = [when for when, _ in found]
     for hook in hooks:
         position = bisect_left(starts, hook.when)
@@ -172,7 +172,7 @@ def _durations(trace: Trace) -> dict[int, float]:
     """
     found: dict[int, float] = {}
     busy = float("-inf")
-    for event in sorted(trace.device_events, key=lambda each: each.when):
+    for event in sorted(trace.device_events, key=lambda event: event.when):
         start, end = event.when
         queued = event.launch is not None and event.launch[1] <= busy and start - busy <= QUEUE_GAP_S
         if isinstance(event, Kernel):

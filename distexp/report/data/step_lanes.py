@@ -47,7 +47,7 @@ def read_lanes(run_dir: Path) -> tuple[RankLanes, ...]:
         return ()
     labels = texts_of(content, "labels")
     found = [_read_rank(entry, labels) for entry in _list(content.get("ranks")) if isinstance(entry, dict)]
-    return tuple(sorted((lane for lane in found if lane is not None), key=lambda each: each.rank))
+    return tuple(sorted((lane for lane in found if lane is not None), key=lambda lane: lane.rank))
 
 
 def _read_rank(entry: dict[str, Any], labels: Sequence[str]) -> RankLanes | None:

@@ -57,7 +57,7 @@ class ProfiledRun:
     @property
     def slowest(self) -> RankStep:
         """Return the rank with the most time of its own: the others wait for it."""
-        return max(self.ranks, key=lambda each: (each.own_ms, -each.rank))
+        return max(self.ranks, key=lambda rank: (rank.own_ms, -rank.rank))
 
     @property
     def median_ms(self) -> float | None:

@@ -66,7 +66,7 @@ def largest_difference(one: LossCurve, other: LossCurve) -> tuple[float, int]:
     """Return the largest relative difference of training losses and its step; 0 and 0 without common steps."""
     differences = relative_differences(one.training, other.training)
     sizes = ((abs(difference), step) for step, difference in differences.items())
-    return max(sizes, key=lambda each: each[0], default=(0.0, 0))
+    return max(sizes, key=lambda size: size[0], default=(0.0, 0))
 
 
 def all_coincide(curves: Sequence[LossCurve]) -> bool:

@@ -84,7 +84,7 @@ def _training_key(trace: RunTrace) -> str:
 def _compare(curves: Sequence[LossCurve], task: str) -> str:
     """Describe the largest difference of any two runs at a step that both logged."""
     differences = ((*largest_difference(one, other), one, other) for one, other in combinations(curves, 2))
-    largest, step, one, other = max(differences, key=lambda each: each[0])
+    largest, step, one, other = max(differences, key=lambda difference: difference[0])
     batch = global_batch(curves[0].trace.row.settings)
     details = ", ".join(filter(None, [task, f"global batch {batch}" if batch else ""]))
     runs = f"{len(curves)} runs" + (f" ({details})" if details else "")

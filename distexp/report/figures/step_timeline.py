@@ -49,7 +49,7 @@ def choose_ranks(trace: RunTrace, limit: int) -> list[RankLanes]:
     if len(trace.lanes) <= limit:
         return list(trace.lanes)
     own = {times.rank: times.own_ms for times in read_ranks(trace.row)}
-    by_time = sorted(trace.lanes, key=lambda each: own.get(each.rank, 0.0), reverse=True)
+    by_time = sorted(trace.lanes, key=lambda lane: own.get(lane.rank, 0.0), reverse=True)
     first = [by_time[0].rank, by_time[-1].rank] if own else []
     order = dict.fromkeys([*first, *(lane.rank for lane in trace.lanes)])
     kept = set(list(order)[:limit])

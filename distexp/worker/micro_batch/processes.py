@@ -284,12 +284,12 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def _raise_first(ends: Sequence[dict[str, Any]]) -> NoReturn:
     """Raise the first error of a rank. Later ones are its consequences."""
     failed = [rank for rank, end in enumerate(ends) if end["code"]]
-    rank = min(failed, key=lambda each: float(ends[each].get("time", 0)))
-    end = ends[rank]
+    first = min(failed, key=lambda rank: float(ends[rank].get("time", 0)))
+    end = ends[first]
     if end.get("errors"):
         raise ConfigError(end["errors"])
     detail = f"{end['type']}: {end['message']}" if "type" in end else f"exit code {end['code']}"
     raise SearchError(
-        f"the search for train.micro_batch_size=auto failed on rank {rank} ({detail}): see "
-        f"logs/node*/rank{rank}.search.log, or set a number"
+        f"the search for train.micro_batch_size=auto failed on rank {first} ({detail}): see "
+        f"logs/node*/rank{first}.search.log, or set a number"
     )

@@ -102,7 +102,7 @@ class SizeSearch:
         largest = max(candidate.micro_batch_size for candidate in fitting)
         if above := [size for size in self.sizes if size > largest and self._may_try(size)]:
             return max(above)
-        after_first = sorted(fitting[1:], key=lambda each: each.micro_batch_size)
+        after_first = sorted(fitting[1:], key=lambda candidate: candidate.micro_batch_size)
         if not after_first or _speed(after_first[0]) < max(map(_speed, after_first)):
             return None
         below = [size for size in ladder(self.sizes) if size < after_first[0].micro_batch_size]
