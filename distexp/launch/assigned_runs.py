@@ -62,16 +62,29 @@ def _composed_content(config: DictConfig) -> dict[str, Any]:
     return dict(content)
 
 
+@dataclass(frozen=True)
+class ExistingRunRules:
+    """What a launcher does about the runs that a sweep directory has already.
+
+    Attributes:
+        should_skip: Reports an existing run that is kept, and returns whether it is.
+        warn: Prints a warning about existing runs that no cell matches.
+        active: Numbers of runs that have not ended. The warning leaves them out.
+    """
+
+    should_skip: Callable[[ExistingRun], bool]
+    warn: Callable[[str], None]
+    active: Collection[int] = ()
+
+
 def assign_run_dirs(
     cells: Sequence[Cell],
     sweep_dir: Path,
     code: GitState,
+    rules: ExistingRunRules,
     *,
     resume: bool,
-    should_skip: Callable[[ExistingRun], bool],
-    warn: Callable[[str], None],
     snapshot: str | None = None,
-    active: Collection[int] = (),
 ) -> Iterator[AssignedRun]:
     """Yield each cell to run with its number and directory, which is claimed at that moment.
 
@@ -81,21 +94,17 @@ def assign_run_dirs(
         cells: Cells of the sweep.
         sweep_dir: Directory of the sweep.
         code: Git state of the code.
+        rules: What to do about existing runs.
         resume: Whether the sweep may have existing runs.
-        should_skip: Reports an existing run that is kept, and returns whether it is.
-        warn: Prints a warning about existing runs that no cell matches.
         snapshot: Copy of the code that the runs use.
-        active: Numbers of runs that have not ended. The warning leaves them out.
     """
     existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
     infos = [make_run_info(cell, 0, code, snapshot) for cell in cells]
     matches = existing.match(infos)
-    warning = unmatched_message([run for run in existing.unfinished(below=sweep_dir) if run.number not in active])
-    if warning is not None:
-        warn(warning)
+    _warn_of_unmatched(existing, sweep_dir, rules)
     first_free = 0
     for cell, info, known in zip(cells, infos, matches, strict=True):
-        if known is not None and should_skip(known):
+        if known is not None and rules.should_skip(known):
             continue
         composed = cell.composed
         if known is None:
@@ -105,3 +114,10 @@ def assign_run_dirs(
             claimed = ClaimedDir(known.number, run_dir_for(composed, sweep_dir, known.number))
         info.number = claimed.number
         yield AssignedRun(cell, info, claimed.directory, composed)
+
+
+def _warn_of_unmatched(existing: ExistingRuns, sweep_dir: Path, rules: ExistingRunRules) -> None:
+    unfinished = [run for run in existing.unfinished(below=sweep_dir) if run.number not in rules.active]
+    warning = unmatched_message(unfinished)
+    if warning is not None:
+        rules.warn(warning)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError
-from distexp.launch.assigned_runs import assign_run_dirs
+from distexp.launch.assigned_runs import ExistingRunRules, assign_run_dirs
 from distexp.launch.cell import Cell
 from distexp.launch.composition import cell_maker, compose_cells
 from distexp.launch.git_state import package_git_state
@@ -48,14 +48,8 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
 def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell], sweep_dir: Path) -> list[JobReturn]:
     invalid = [join_errors(cell.errors) for cell in cells if cell.config is None]
     screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=invalid)
-    runs = assign_run_dirs(
-        cells,
-        sweep_dir,
-        package_git_state(),
-        resume=master.sweep.resume,
-        should_skip=lambda run: show_if_done(screen, run.directory),
-        warn=screen.print,
-    )
+    rules = ExistingRunRules(should_skip=lambda run: show_if_done(screen, run.directory), warn=screen.print)
+    runs = assign_run_dirs(cells, sweep_dir, package_git_state(), rules, resume=master.sweep.resume)
     try:
         with _shared_start(master, len(cells), screen) as shared_start:
             runner = CellRunner(context, screen, shared_start)

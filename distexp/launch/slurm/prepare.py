@@ -13,7 +13,7 @@ from rich.console import Console
 
 from distexp.console.plain_text import print_plain
 from distexp.console.progress import show_progress
-from distexp.launch.assigned_runs import AssignedRun, assign_run_dirs, write_invalid
+from distexp.launch.assigned_runs import AssignedRun, ExistingRunRules, assign_run_dirs, write_invalid
 from distexp.launch.cell import Cell
 from distexp.launch.slurm.invalid_printer import InvalidPrinter
 from distexp.launch.slurm.status import poll
@@ -56,16 +56,8 @@ def prepare_runs(
             print_plain(console, f"run {run.number}: already {'submitted' if run.number in active else run.status}")
         return skipped
 
-    runs = assign_run_dirs(
-        cells,
-        sweep_dir,
-        snapshot.git,
-        resume=resume,
-        should_skip=should_skip,
-        warn=partial(print_plain, console),
-        snapshot=snapshot.folder.name,
-        active=active,
-    )
+    rules = ExistingRunRules(should_skip, warn=partial(print_plain, console), active=active)
+    runs = assign_run_dirs(cells, sweep_dir, snapshot.git, rules, resume=resume, snapshot=snapshot.folder.name)
     invalid = InvalidPrinter(cells, console)
     with show_progress("preparing", len(cells)) as advance:
         for run in runs:
