@@ -65,17 +65,45 @@ def strategy_label(config: Config) -> str:
 
 def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield name and text of each line of a run's panel."""
-    metrics, built = record.metrics, record.built
-    if record.error is not None:
-        text, rank = failure_text(record), f"rank {record.error.rank}"
-        yield "error", text if record.error.rank is None or rank in text else f"{text} ({rank})"
-        yield from memory_lines(record.error.memory) if record.error.memory else ()
-    if record.preflight is not None:
-        yield "interconnect", _interconnect(record.preflight)
-        if products := record.preflight.get("matrix_products"):
-            fastest = max(products, key=lambda one: float(one["tflops"]))
-            yield "matrix ceiling", f"{format_tflops(fastest['tflops'])} in {fastest['precision']}"
-    if built is not None:
+    metrics = record.metrics
+    yield from _error(record)
+    yield from _preflight(record)
+    yield from _built(record)
+    yield from _quality(record)
+    yield from _speed(record)
+    yield from busy_core_lines(record)
+    yield from padding_lines(record)
+    yield from _memory(record)
+    yield from _prediction(record)
+    if metrics.stragglers:
+        yield "slow ranks", ". ".join(map(describe_straggler, metrics.stragglers[:MAX_STRAGGLERS]))
+    yield from energy_lines(metrics.energy or {})
+    if metrics.train_runtime is not None:
+        yield (
+            "runtime",
+            f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s total",
+        )
+
+
+def _error(record: RunRecord) -> Iterator[tuple[str, str]]:
+    if record.error is None:
+        return
+    text, rank = failure_text(record), f"rank {record.error.rank}"
+    yield "error", text if record.error.rank is None or rank in text else f"{text} ({rank})"
+    yield from memory_lines(record.error.memory) if record.error.memory else ()
+
+
+def _preflight(record: RunRecord) -> Iterator[tuple[str, str]]:
+    if record.preflight is None:
+        return
+    yield "interconnect", _interconnect(record.preflight)
+    if products := record.preflight.get("matrix_products"):
+        fastest = max(products, key=lambda product: float(product["tflops"]))
+        yield "matrix ceiling", f"{format_tflops(fastest['tflops'])} in {fastest['precision']}"
+
+
+def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
+    if (built := record.built) is not None:
         yield (
             "built",
             f"{_wrapper(built.wrapper)}{_replicas_and_shards(built.mesh)}, "
@@ -83,10 +111,10 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
         )
     if kernels := describe_kernels(record.config):
         yield "kernels", kernels
-    yield from _quality(record)
-    yield from _speed(record)
-    yield from busy_core_lines(record)
-    yield from padding_lines(record)
+
+
+def _memory(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield the measured peaks, and what they are made of."""
     memory = [
         *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
         *(f"CPU of node {entry['node']} {_mib(node_peak_mib(entry))}" for entry in record.memory["cpu"]),
@@ -97,15 +125,6 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "memory parts", _largest_parts(parts)
     if peak := highest_peak(record.memory):
         yield "memory peak", _peak_parts(peak)
-    yield from _prediction(record)
-    if metrics.stragglers:
-        yield "slow ranks", ". ".join(map(describe_straggler, metrics.stragglers[:MAX_STRAGGLERS]))
-    yield from energy_lines(metrics.energy or {})
-    if metrics.train_runtime is not None:
-        yield (
-            "runtime",
-            f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s total",
-        )
 
 
 def _prediction(record: RunRecord) -> Iterator[tuple[str, str]]:
