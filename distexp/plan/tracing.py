@@ -11,7 +11,7 @@ import io
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -144,14 +144,9 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
         recorder.end_forward()
 
     with ExitStack() as stack:
-        stack.enter_context(fake_process_group(context.world_size))
-        if on_gpu:
-            stack.enter_context(cuda_autocast())
-        stack.enter_context(fsdp_device(GPU))
-        stack.enter_context(grouped_products_of_any_precision())
         stack.callback(channel_statistics.cache_clear)  # it would keep fake tensors
-        if config.train.compiled != "none":
-            stack.enter_context(traced_compilation(fake_mode, lambda: recorder))
+        for replacement in _replacements(config, context, recorder, fake_mode, on_gpu=on_gpu):
+            stack.enter_context(replacement)
         blueprint = build_model(config, data, context, EmptyBlueprint)
         vocabulary = _vocabulary(blueprint.model)
         parameters = sum(parameter.numel() for parameter in blueprint.model.parameters())
@@ -186,6 +181,19 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
             work,
             parameters,
         )
+
+
+def _replacements(
+    config: Config, context: Context, recorder: StorageRecorder, fake_mode: FakeMode, *, on_gpu: bool
+) -> Iterator[AbstractContextManager[Any]]:
+    """Yield the contexts that replace what a step needs of the machine: other processes, GPUs and the compiler."""
+    yield fake_process_group(context.world_size)
+    if on_gpu:
+        yield cuda_autocast()
+    yield fsdp_device(GPU)
+    yield grouped_products_of_any_precision()
+    if config.train.compiled != "none":
+        yield traced_compilation(fake_mode, lambda: recorder)
 
 
 def _needs_evaluation(config: Config) -> bool:
