@@ -191,12 +191,9 @@ class Round:
             os.dup2(file.fileno(), 2)
 
     def _try_sizes(self, store: Store, context: Context) -> None:
+        """Try sizes until the next one needs other processes, and put the candidates into the store."""
         config = self.spec.config
-        # After a fork, the first call repairs the thread pool of torch. Two threads must not do that at once.
-        torch.set_num_threads(config.cluster.cpus_per_worker or 1)
-        if config.train.compile:
-            use_compile_cache()
-        seed_everything(config.train.seed)  # as before a training
+        _set_up_process(config)
         data = self.parts.load_data(config, context)
         blueprint = self.parts.build_model(config, data, context)
         sizes = allowed_sizes(config, data, blueprint.model)
@@ -216,12 +213,25 @@ class Round:
             candidate = trials.measure(size)
             search = replace(search, tried=[*search.tried, candidate])
             if context.rank == 0:
-                number = len(search.tried) - len(self.tried) - 1
-                store.set(f"candidate/{number}", json.dumps(asdict(candidate)))
-                store.add("candidates", 1)
+                _store_candidate(store, len(search.tried) - len(self.tried) - 1, candidate)
             dist.barrier()  # so that the candidate is stored before the next one may run out of memory
             size = search.next_size()
         _wait_for_all(store, context.world_size)
+
+
+def _set_up_process(config: Config) -> None:
+    """Set up a forked process as the process of a training."""
+    # After a fork, the first call repairs the thread pool of torch. Two threads must not do that at once.
+    torch.set_num_threads(config.cluster.cpus_per_worker or 1)
+    if config.train.compile:
+        use_compile_cache()
+    seed_everything(config.train.seed)
+
+
+def _store_candidate(store: Store, number: int, candidate: Candidate) -> None:
+    """Store a candidate before it counts, so that every rank can read all that count."""
+    store.set(f"candidate/{number}", json.dumps(asdict(candidate)))
+    store.add("candidates", 1)
 
 
 def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]:
