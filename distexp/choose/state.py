@@ -11,7 +11,7 @@ from distexp.config import ConfigError
 from distexp.runs.command_text import suggest_command
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.run_dir import CHOICE
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 
 VERSION = 1
 
@@ -71,7 +71,7 @@ class SearchState:
         path = folder / CHOICE
         try:
             raw = read_json(path)
-            stored, trials = raw["command"], [typed(StoredTrial, trial) for trial in raw["trials"]]
+            stored, trials = raw["command"], [parse_dataclass(StoredTrial, trial) for trial in raw["trials"]]
         except FileNotFoundError:
             return cls(folder, list(command))
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.explain.step_profile import StepProfile
 from distexp.runs.entry_values import number_of
-from distexp.runs.spec import typed_config
+from distexp.runs.spec import parse_config
 from distexp.system.overheads import overhead_mib
 from distexp.system.units import MIB
 
@@ -35,7 +35,7 @@ def outside_torch_mib(profile: StepProfile) -> float | None:
     """
     found = _values(profile.record.memory.get("parts"), "context_mib")
     with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged or an old record
-        found.append(sum(overhead_mib(typed_config(profile.record.config)).values()))
+        found.append(sum(overhead_mib(parse_config(profile.record.config)).values()))
     return max(found, default=None)
 
 

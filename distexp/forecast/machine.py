@@ -20,7 +20,7 @@ from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Environment
 from distexp.runs.run_dir import PREFLIGHT, RECORD
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: s
 def stored_points(gpu_name: str | None, hostname: str | None) -> Iterable[CurvePoint]:
     """Return the curves that preflights stored for this type of device; empty if there are none."""
     try:
-        return [typed(CurvePoint, entry) for entry in read_json(_path(gpu_name, hostname))["points"]]
+        return [parse_dataclass(CurvePoint, entry) for entry in read_json(_path(gpu_name, hostname))["points"]]
     except (ConfigError, OSError, ValueError, KeyError, TypeError):
         return []
 

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from distexp.runs.jsonl import read_entries
 from distexp.runs.run_dir import LEDGER
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 
 JOB = re.compile(r"[0-9]+(_[0-9]+)?")
 """A Slurm job as ARRAY_INDEX. Anything else could be an option of Slurm's commands."""
@@ -67,7 +67,7 @@ def read(sweep_dir: Path) -> list[Entry]:
     found = []
     for raw in read_entries(sweep_dir / LEDGER):
         try:
-            entry = typed(Entry, raw)
+            entry = parse_dataclass(Entry, raw)
         except (TypeError, ValueError):
             continue
         if _is_valid(sweep_dir, entry):

@@ -14,7 +14,7 @@ from distexp.plan.host_memory import host_peak_mib
 from distexp.plan.replay import Point, Replay, host_peak, replay
 from distexp.plan.step_trace import Event, PlanError, StepTrace, StepWork
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 from distexp.system.overheads import overhead_mib
 from distexp.system.units import MIB
 
@@ -107,7 +107,7 @@ class Estimate:
         Raises:
             ValueError, TypeError: if it is none.
         """
-        return typed(cls, raw)
+        return parse_dataclass(cls, raw)
 
 
 def make_estimate(config: Config) -> Estimate:

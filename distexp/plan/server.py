@@ -28,7 +28,7 @@ from distexp.plan.estimate import arithmetic_estimate, make_estimate
 from distexp.plan.jobs import POLL_S, job_path, result_path
 from distexp.plan.untraced import count_parameters
 from distexp.runs.json_files import read_json, write_json
-from distexp.runs.spec import typed_config
+from distexp.runs.spec import parse_config
 from distexp.system.process_shutdown import kill_tree
 from distexp.system.processes import die_with_parent
 from distexp.worker.group import preload
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 time.sleep(POLL_S)
             wait([job.process.sentinel for job in running], POLL_S)
             running = [left for job in running if (left := continue_job(job)) is not None]
-        config = typed_config(read_json(job_path(folder, number)))
+        config = parse_config(read_json(job_path(folder, number)))
         preload(config)
         running.append(_start_trace(config, result_path(folder, number)))
     raise AssertionError("unreachable")

@@ -11,7 +11,7 @@ from distexp.runs.json_files import read_json
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPT_FILES, ATTEMPTS, HEARTBEAT, OWNER, RECORD, SPEC, STOP_REQUEST
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 
 Attempt = dict[str, Any]
 """An entry of ``run.attempts`` in a record. ``new_attempt`` makes one with all its keys."""
@@ -42,7 +42,7 @@ def read_attempts(directory: Path) -> list[Attempt]:
     except ValueError:
         pass
     try:
-        return typed(RunInfo, read_json(directory / SPEC)["run"]).attempts
+        return parse_dataclass(RunInfo, read_json(directory / SPEC)["run"]).attempts
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

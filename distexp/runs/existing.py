@@ -12,7 +12,7 @@ from distexp.runs.json_files import read_json
 from distexp.runs.record import INVALID_ID, STATUSES
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import NON_RUN_DIRS, RECORD, SPEC
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
 """Statuses of runs that are not run again. Running out of memory is a result: the same run would do it again."""
@@ -119,7 +119,7 @@ def _read_run(path: Path) -> ExistingRun | None:
     """Return the run of a record or a spec; None if the file is missing or damaged."""
     try:
         raw = read_json(path)
-        run = typed(RunInfo, raw["run"])
+        run = parse_dataclass(RunInfo, raw["run"])
         status = raw.get("status")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.run_dir import FORECAST
-from distexp.runs.typed_values import matches, typed
+from distexp.runs.typed_values import matches, parse_dataclass
 
 SCHEMA = 1
 
@@ -87,7 +87,7 @@ def read_forecasts(run_dir: Path) -> list[StoredForecast]:
         content = read_json(run_dir / FORECAST)
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
             return []
-        return [typed(StoredForecast, raw) for raw in content["forecasts"] if _is_valid(raw)]
+        return [parse_dataclass(StoredForecast, raw) for raw in content["forecasts"] if _is_valid(raw)]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 

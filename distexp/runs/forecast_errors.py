@@ -22,7 +22,7 @@ from distexp.runs.entry_values import number_of
 from distexp.runs.forecast import StoredForecast
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import RunRecord
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 
 FOLDER = "forecast-errors"
 
@@ -147,7 +147,7 @@ def read_errors(machine: str) -> list[ForecastError]:
 
 def _read(path: Path) -> ForecastError | None:
     try:
-        error = typed(ForecastError, read_json(path))
+        error = parse_dataclass(ForecastError, read_json(path))
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return error if error.forecast_s > 0 and error.measured_s > 0 else None

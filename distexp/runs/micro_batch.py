@@ -13,7 +13,7 @@ from typing import Any
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import MICRO_BATCH
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 
 FITS, OUT_OF_MEMORY, TOO_LARGE = "fits", "oom", "too_large"
 """Outcomes of a candidate. ``too_large``: it ran, and left too little memory."""
@@ -69,8 +69,8 @@ class MicroBatchSearch:
         """
         if not isinstance(raw, dict) or not isinstance(raw.get("candidates"), list):
             raise ValueError(f"{raw!r} is not a search")
-        candidates = [typed(Candidate, candidate) for candidate in raw["candidates"]]
-        return typed(cls, {**raw, "candidates": []}).with_candidates(candidates)
+        candidates = [parse_dataclass(Candidate, candidate) for candidate in raw["candidates"]]
+        return parse_dataclass(cls, {**raw, "candidates": []}).with_candidates(candidates)
 
     def with_candidates(self, candidates: Sequence[Candidate]) -> MicroBatchSearch:
         """Return a copy with other candidates."""

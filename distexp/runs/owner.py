@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.run_dir import OWNER, agent_owner_path
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 from distexp.system.process_identity import machine_id, start_ticks
 
 AGENT_TIMEOUT_S = 30.0
@@ -88,6 +88,6 @@ def wait_for_agent(run_dir: Path) -> str | None:
 
 def _read(path: Path) -> Owner | None:
     try:
-        return typed(Owner, read_json(path))
+        return parse_dataclass(Owner, read_json(path))
     except (OSError, ValueError, TypeError):
         return None

@@ -10,7 +10,7 @@ from typing import Any
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import PREDICTED
-from distexp.runs.typed_values import matches, typed
+from distexp.runs.typed_values import matches, parse_dataclass
 
 PHASE = "phase"
 
@@ -31,7 +31,7 @@ def remove_prediction(directory: Path) -> None:
 def read_prediction(directory: Path) -> Predicted | None:
     """Return the prediction of a run; None if it has none."""
     try:
-        return typed(Predicted, read_json(directory / PREDICTED)["predicted"])
+        return parse_dataclass(Predicted, read_json(directory / PREDICTED)["predicted"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

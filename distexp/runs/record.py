@@ -16,7 +16,7 @@ from distexp.runs.json_files import read_json, write_json
 from distexp.runs.metrics import Metrics
 from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo
 from distexp.runs.run_dir import RECORD, RESULT
-from distexp.runs.typed_values import device_errors, section_errors, typed
+from distexp.runs.typed_values import device_errors, parse_dataclass, section_errors
 from distexp.system.environment_variables import select_variables
 
 SCHEMA_VERSION = 1
@@ -130,21 +130,21 @@ class RunRecord:
         preflight = raw.get("preflight")
         return cls(
             status=raw["status"],
-            run=typed(RunInfo, raw["run"]),
+            run=parse_dataclass(RunInfo, raw["run"]),
             config=raw["config"],
-            error=typed(RunError, raw["error"]) if raw["error"] else None,
-            built=typed(Built, raw["built"]) if raw["built"] else None,
+            error=parse_dataclass(RunError, raw["error"]) if raw["error"] else None,
+            built=parse_dataclass(Built, raw["built"]) if raw["built"] else None,
             environment=_read_environment(raw["environment"]) if raw["environment"] else None,
-            metrics=typed(Metrics, raw["metrics"]),
+            metrics=parse_dataclass(Metrics, raw["metrics"]),
             memory=raw["memory"],
             utilization=raw["utilization"],
             preflight=preflight if isinstance(preflight, dict) else None,
-            predicted=typed(Predicted, raw["predicted"]) if raw.get("predicted") else None,
+            predicted=parse_dataclass(Predicted, raw["predicted"]) if raw.get("predicted") else None,
         )
 
 
 def _read_environment(raw: dict[str, Any]) -> Environment:
     """Read the environment without the defaults of torchrun, which records of earlier versions contain."""
-    environment = typed(Environment, raw)
+    environment = parse_dataclass(Environment, raw)
     environment.variables = select_variables(environment.variables)
     return environment

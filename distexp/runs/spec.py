@@ -16,7 +16,7 @@ from distexp.runs.json_files import write_json
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.regular_files import open_file
 from distexp.runs.run_dir import SPEC
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class RunSpec:
         try:
             with open_file(directory / SPEC) as file:
                 raw = json.load(file)
-            return cls(config=typed_config(raw["config"]), run=typed(RunInfo, raw["run"]))
+            return cls(config=parse_config(raw["config"]), run=parse_dataclass(RunInfo, raw["run"]))
         except (KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise ValueError(f"{directory / SPEC} is damaged ({reason})") from error
 
 
-def typed_config(values: Any) -> Config:
+def parse_config(values: Any) -> Config:
     """Return the configuration with some values, as dataclasses.
 
     Raises:

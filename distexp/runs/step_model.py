@@ -15,7 +15,7 @@ from typing import Any
 from distexp.runs.files import replace_atomically
 from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import step_model_path
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 
 SCHEMA = 1
 
@@ -180,4 +180,4 @@ def _whole_numbers(values: Iterable[int]) -> tuple[int, ...]:
 
 
 def _read_item(entry: Mapping[str, Any]) -> Item:
-    return typed(Segment, entry) if entry["type"] == "segment" else typed(Collective, entry)
+    return parse_dataclass(Segment, entry) if entry["type"] == "segment" else parse_dataclass(Collective, entry)

@@ -16,7 +16,7 @@ MEASURED = ("_mib", "_pct", "_j")
 DEVICE_KEYS = ("node", "index", "rank")
 
 
-def typed(kind: type[DataclassType], raw: Any) -> DataclassType:
+def parse_dataclass(kind: type[DataclassType], raw: Any) -> DataclassType:
     """Make a dataclass from the keys that it knows; a newer distexp may have added others.
 
     Raises:

@@ -34,7 +34,7 @@ from distexp.models.blueprint import Blueprint
 from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, Candidate
 from distexp.runs.run_dir import search_log_path
 from distexp.runs.spec import RunSpec
-from distexp.runs.typed_values import typed
+from distexp.runs.typed_values import parse_dataclass
 from distexp.strategies.base import load_strategy
 from distexp.system.processes import die_with_parent
 from distexp.system.seeding import seed_everything
@@ -128,7 +128,9 @@ class Round:
     def _candidates(self) -> list[Candidate]:
         """Return the candidates of this round so far."""
         count = self.store.add("candidates", 0)
-        return [typed(Candidate, json.loads(self.store.get(f"candidate/{number}"))) for number in range(count)]
+        return [
+            parse_dataclass(Candidate, json.loads(self.store.get(f"candidate/{number}"))) for number in range(count)
+        ]
 
     def _wait(self, pid: int, deadline: float) -> int | None:
         """Wait for the process of this rank; end it if another rank's has failed, or after the deadline.
