@@ -70,7 +70,7 @@ def check_returned(found: object, kind: type, source: str) -> None:
 
 
 @contextmanager
-def one_sentence(target: str, call: str) -> Iterator[None]:
+def shorten_errors(target: str, call: str) -> Iterator[None]:
     """Raise the errors of custom code as ConfigError, which names the method and the line. Keep those of distexp.
 
     Args:

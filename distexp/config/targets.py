@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distexp.config import ConfigError
-from distexp.config.custom_code import check_callable, one_sentence
+from distexp.config.custom_code import check_callable, shorten_errors
 
 
 def check_target(target: str, trusted: Sequence[str]) -> str | None:
@@ -26,7 +26,7 @@ def locate(target: str) -> Any:
     """
     module, _, name = target.rpartition(".")
     try:
-        with one_sentence(target, "its import"):
+        with shorten_errors(target, "its import"):
             found = getattr(importlib.import_module(module), name)
     except ConfigError as error:
         if isinstance(error.__cause__, (ImportError, AttributeError, ValueError)):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from distexp.config import Config
-from distexp.config.custom_code import check_members, check_returned, one_sentence
+from distexp.config.custom_code import check_members, check_returned, shorten_errors
 from distexp.config.targets import locate
 from distexp.distributed.context import Context
 from distexp.runs.record_sections import Built
@@ -52,7 +52,7 @@ def load_trainer(config: Config) -> Trainer:
     """
     target = config.engine._target_
     kind = locate(target)
-    with one_sentence(target, "the constructor"):
+    with shorten_errors(target, "the constructor"):
         trainer: Trainer = kind()
     check_members(trainer, Trainer, f"engine._target_={target}")
     return trainer

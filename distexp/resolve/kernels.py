@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distexp.config import Config, ConfigError
-from distexp.config.custom_code import check_returned, one_sentence
+from distexp.config.custom_code import check_returned, shorten_errors
 from distexp.config.field_info import info_of
 from distexp.config.key_info import get_value, schema_fields, set_value, speed_references
 from distexp.config.model_checks import ATTENTIONS
@@ -41,7 +41,7 @@ def choose_kernels(config: Config) -> list[str]:
 def fast_values(config: Config) -> Mapping[str, Any]:
     """Return the fast values of model and strategy, by key. Other keys keep their reference."""
     strategy, target = load_strategy(config), config.strategy._target_
-    with one_sentence(target, "fast_values()"):
+    with shorten_errors(target, "fast_values()"):
         values = strategy.fast_values(config)
     check_returned(values, Mapping, f"strategy._target_={target}: fast_values()")
     _check_fast_values(values, target)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from omegaconf import OmegaConf
 
 from distexp.config import Config, ConfigError
-from distexp.config.custom_code import PAGE, check_not_abstract, one_sentence
+from distexp.config.custom_code import PAGE, check_not_abstract, shorten_errors
 from distexp.config.paths import conf_dir, options_of
 from distexp.config.targets import locate
 from distexp.runs.record_sections import Built
@@ -175,7 +175,7 @@ def load_strategy(config: Config) -> Strategy:
     target = config.strategy._target_
     kind = locate(target)
     check_not_abstract(kind, Strategy, f"strategy._target_={target}")
-    with one_sentence(target, "the constructor"):
+    with shorten_errors(target, "the constructor"):
         strategy = kind()
     if not isinstance(strategy, Strategy):
         raise ConfigError(
