@@ -20,7 +20,7 @@ FITS, OUT_OF_MEMORY, TOO_LARGE = "fits", "oom", "too_large"
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TriedSize:
     """A micro-batch size that the search tried, over all ranks."""
 
     micro_batch_size: int
@@ -36,7 +36,7 @@ class MicroBatchSearch:
     """A search, and what it chose."""
 
     chosen: int | None  # None: no size fits
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[TriedSize] = field(default_factory=list)
     seconds: float = 0.0
     stored_in: str | None = None  # file of an earlier search that gave this result
     skipped: int | None = None  # smallest size that was not tried because it needs too much memory
@@ -69,10 +69,10 @@ class MicroBatchSearch:
         """
         if not isinstance(raw, dict) or not isinstance(raw.get("candidates"), list):
             raise ValueError(f"{raw!r} is not a search")
-        candidates = [parse_dataclass(Candidate, candidate) for candidate in raw["candidates"]]
+        candidates = [parse_dataclass(TriedSize, candidate) for candidate in raw["candidates"]]
         return parse_dataclass(cls, {**raw, "candidates": []}).with_candidates(candidates)
 
-    def with_candidates(self, candidates: Sequence[Candidate]) -> MicroBatchSearch:
+    def with_candidates(self, candidates: Sequence[TriedSize]) -> MicroBatchSearch:
         """Return a copy with other candidates."""
         return replace(self, candidates=list(candidates))
 

@@ -31,7 +31,7 @@ from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, connect_to_store, join, sub_store
 from distexp.models.blueprint import Blueprint
-from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, Candidate
+from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TriedSize
 from distexp.runs.run_dir import search_log_path
 from distexp.runs.spec import RunSpec
 from distexp.runs.typed_values import parse_dataclass
@@ -41,7 +41,7 @@ from distexp.system.seeding import seed_everything
 from distexp.system.units import MIB
 from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.micro_batch.sizes import SizeSearch, divisors
-from distexp.worker.micro_batch.trial import Trials, config_of_round, micro_batches_per_step
+from distexp.worker.micro_batch.trial import SizeTrials, config_of_round, micro_batches_per_step
 
 POLL_S = 0.05
 LONGEST = timedelta(days=1)
@@ -85,7 +85,7 @@ class Round:
     parts: ModelParts
     store: Store
     number: int
-    tried: Sequence[Candidate]
+    tried: Sequence[TriedSize]
 
     def run(self, deadline: float) -> SizeSearch:
         """Run the processes on all ranks; return all candidates so far.
@@ -122,14 +122,14 @@ class Round:
         search = SizeSearch(sizes, tried, self.spec.config.train.compiled != "none", saved)
         failed = search.next_size()
         if out_of_memory and failed is not None:
-            return replace(search, tried=[*search.tried, Candidate(failed, OUT_OF_MEMORY)])
+            return replace(search, tried=[*search.tried, TriedSize(failed, OUT_OF_MEMORY)])
         return search
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> list[TriedSize]:
         """Return the candidates of this round so far."""
         count = self.store.add("candidates", 0)
         return [
-            parse_dataclass(Candidate, json.loads(self.store.get(f"candidate/{number}"))) for number in range(count)
+            parse_dataclass(TriedSize, json.loads(self.store.get(f"candidate/{number}"))) for number in range(count)
         ]
 
     def _wait(self, pid: int, deadline: float) -> int | None:
@@ -207,7 +207,7 @@ class Round:
         if size is None:
             return
         config = config_of_round(config, size)
-        trials = Trials(config, blueprint, data, context)
+        trials = SizeTrials(config, blueprint, data, context)
         del blueprint  # that of rank 0 holds all weights in host memory
         first = size
         while size is not None and not needs_new_process(config, first, size):
@@ -230,7 +230,7 @@ def _set_up_process(config: Config) -> None:
     seed_everything(config.train.seed)
 
 
-def _store_candidate(store: Store, number: int, candidate: Candidate) -> None:
+def _store_candidate(store: Store, number: int, candidate: TriedSize) -> None:
     """Store a candidate before it counts, so that every rank can read all that count."""
     store.set(f"candidate/{number}", json.dumps(asdict(candidate)))
     store.add("candidates", 1)

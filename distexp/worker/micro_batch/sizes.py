@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distexp.runs.micro_batch import FITS, Candidate
+from distexp.runs.micro_batch import FITS, TriedSize
 
 MIN_GAIN = 0.01
 """Relative gain in speed below which a size counts as no faster."""
@@ -55,7 +55,7 @@ class SizeSearch:
     """
 
     sizes: Sequence[int]
-    tried: Sequence[Candidate]
+    tried: Sequence[TriedSize]
     compiled: bool
     whole_saves_mib: float = 0.0
 
@@ -108,7 +108,7 @@ class SizeSearch:
         below = [size for size in ladder(self.sizes) if size < after_first[0].micro_batch_size]
         return max(filter(self._may_try, below), default=None)
 
-    def _fitting(self) -> list[Candidate]:
+    def _fitting(self) -> list[TriedSize]:
         return [candidate for candidate in self.tried if candidate.outcome == FITS]
 
     def _best_speed(self) -> float:
@@ -165,5 +165,5 @@ class SizeSearch:
         return peak + (peak - peak_before) / (last - before) * (size - last)
 
 
-def _speed(candidate: Candidate) -> float:
+def _speed(candidate: TriedSize) -> float:
     return candidate.samples_per_second or 0.0

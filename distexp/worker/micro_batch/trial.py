@@ -22,7 +22,7 @@ from distexp.distributed.memory_limit import usable_bytes
 from distexp.distributed.process_group import gather_to_all, sum_over_ranks
 from distexp.measure.clock import synchronize
 from distexp.models.blueprint import Blueprint
-from distexp.runs.micro_batch import FITS, TOO_LARGE, Candidate
+from distexp.runs.micro_batch import FITS, TOO_LARGE, TriedSize
 from distexp.strategies.base import DistributedModel, load_strategy
 from distexp.strategies.model_tensors import read_model_tensors
 from distexp.system.cgroups import usable_memory
@@ -52,7 +52,7 @@ class StepTime:
         return (micro_batches - 1) * self.other + self.last
 
 
-class Trials:
+class SizeTrials:
     """A model that tries several micro-batch sizes.
 
     Args:
@@ -70,7 +70,7 @@ class Trials:
         optimizer = getattr(self.model, "optimizer", getattr(self.model.module, "optimizer", None))
         self.tensors = partial(read_model_tensors, self.model.module, optimizer)
 
-    def measure(self, size: int) -> Candidate:
+    def measure(self, size: int) -> TriedSize:
         """Run some steps of a size; return the result over all ranks. A collective."""
         config, device = self.config, self.context.device
         micro_batches = samples_per_worker(config) // size
@@ -140,12 +140,12 @@ def longest_first(samples: Samples) -> list[int]:
     return order
 
 
-def combine(size: int, config: Config, ranks: list[tuple[float, float, float, float]]) -> Candidate:
+def combine(size: int, config: Config, ranks: list[tuple[float, float, float, float]]) -> TriedSize:
     """Return the result of a size from those of all ranks: seconds, peak, base and usable memory."""
     seconds, peaks, bases, usable = zip(*ranks, strict=True)
     fits = all(peak <= limit * USABLE_SHARE for peak, limit in zip(peaks, usable, strict=True))
     speed = samples_per_worker(config) * config.cluster.world_size / max(seconds)
-    return Candidate(size, FITS if fits else TOO_LARGE, speed, max(peaks), max(bases), min(usable))
+    return TriedSize(size, FITS if fits else TOO_LARGE, speed, max(peaks), max(bases), min(usable))
 
 
 def reset_peak(device: torch.device) -> None:

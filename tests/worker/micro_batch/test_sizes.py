@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, Candidate, MicroBatchSearch, describe_search
+from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, describe_search
 from distexp.worker.micro_batch.sizes import SizeSearch, divisors, ladder
 
 USABLE = 1000.0
@@ -39,7 +39,7 @@ def run(
         peak = memory(size) - (saved if size == samples else 0)
         outcome = FITS if peak <= 0.95 * USABLE else TOO_LARGE if peak <= USABLE else OUT_OF_MEMORY
         measured = (speed(size), peak, memory(0), USABLE) if outcome != OUT_OF_MEMORY else ()
-        search = replace(search, tried=[*search.tried, Candidate(size, outcome, *measured)])
+        search = replace(search, tried=[*search.tried, TriedSize(size, outcome, *measured)])
     return search
 
 
@@ -140,16 +140,16 @@ def test_a_compiled_model_jumps_to_the_largest_size(
 @pytest.mark.parametrize(("per_sample", "chosen"), [(1, 64), (12, 32), (50, 8), (200, 4)])
 def test_without_time_for_a_second_compilation_the_memory_decides(per_sample: float, chosen: int) -> None:
     memory = linear(100, per_sample)
-    first = Candidate(4, FITS, rising(4), memory(4), memory(0), USABLE)
+    first = TriedSize(4, FITS, rising(4), memory(4), memory(0), USABLE)
     search = SizeSearch(divisors(64, 64), [first], compiled=True)
     assert search.choose() == chosen
     assert memory(chosen) <= 0.7 * USABLE or chosen == 4
 
 
 def test_the_terminal_shows_what_was_tried() -> None:
-    tries = [Candidate(size, FITS, 1.0) for size in (1, 2, 8)] + [
-        Candidate(16, OUT_OF_MEMORY),
-        Candidate(12, TOO_LARGE),
+    tries = [TriedSize(size, FITS, 1.0) for size in (1, 2, 8)] + [
+        TriedSize(16, OUT_OF_MEMORY),
+        TriedSize(12, TOO_LARGE),
     ]
     found = MicroBatchSearch(8, tries, 12.4)
     assert describe_search(found) == (

@@ -16,7 +16,7 @@ from distexp.distributed.context import Context
 from distexp.launch.failures import classify_failure
 from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs.error_files import write_error
-from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, Candidate, MicroBatchSearch, add_search
+from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, add_search
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import error_path
@@ -34,12 +34,12 @@ from distexp.worker.micro_batch.processes import (
 from distexp.worker.micro_batch.search import nothing_fits
 from distexp.worker.micro_batch.sizes import SizeSearch
 from distexp.worker.micro_batch.stored import read_stored, store, stored_path
-from distexp.worker.micro_batch.trial import StepTime, Trials, combine, config_of_round, longest_first
+from distexp.worker.micro_batch.trial import SizeTrials, StepTime, combine, config_of_round, longest_first
 from tests.helpers.runs import make_spec, resolve_cell
 
 SINGLE = ("strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu", "dataset.train_size=12")
 AUTO = ("train.micro_batch_size=auto", "train.global_batch_size=8", "dataset.eval_size=4")
-FOUND = MicroBatchSearch(4, [Candidate(2, FITS, 5.0, 100.0, 50.0, 900.0), Candidate(4, FITS, 9.0, 120.0)], 3.0)
+FOUND = MicroBatchSearch(4, [TriedSize(2, FITS, 5.0, 100.0, 50.0, 900.0), TriedSize(4, FITS, 9.0, 120.0)], 3.0)
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def context(one_rank_group: None, tmp_path: Path) -> Context:
     return Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
 
 
-def make_trials(config: Config, context: Context) -> Trials:
+def make_trials(config: Config, context: Context) -> SizeTrials:
     data = load_data(config, context)
-    return Trials(config, build_model(config, data, context), data, context)
+    return SizeTrials(config, build_model(config, data, context), data, context)
 
 
 def test_a_trial_runs_whole_steps_on_the_longest_samples(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_a_batch_norm_gets_several_samples(model: str, expected: list[int], cont
 def test_the_slowest_and_fullest_rank_decides() -> None:
     config = resolve_cell("strategy=ddp", "cluster.workers_per_node=2", "cluster.device=cpu", *AUTO)
     ranks = [(1.0, 100.0, 60.0, 1000.0), (2.0, 300.0, 50.0, 800.0)]
-    assert combine(4, config, ranks) == Candidate(4, FITS, 4.0, 300.0, 60.0, 800.0)
+    assert combine(4, config, ranks) == TriedSize(4, FITS, 4.0, 300.0, 60.0, 800.0)
     assert combine(4, config, [ranks[0], (2.0, 790.0, 50.0, 800.0)]).outcome == TOO_LARGE
     assert StepTime(other=2.0, last=3.0).of_whole_step(5) == 11.0
 
@@ -147,7 +147,7 @@ class Memory:
 
 def conclude(tmp_path: Path, *ends: dict[str, object]) -> SizeSearch:
     """Return what the ranks conclude after size 1 was tried, and their processes have ended."""
-    one = Candidate(1, FITS, 5.0, 100.0, 50.0, 900.0)
+    one = TriedSize(1, FITS, 5.0, 100.0, 50.0, 900.0)
     store = Memory(sizes=[1, 2, 4, 8], candidates=1, **{"candidate/0": asdict(one)})
     return Round(make_spec(*SINGLE, *AUTO), tmp_path, ModelParts(load_data, build_model), store, 0, [])._conclude(
         [*ends]
@@ -212,7 +212,7 @@ def test_if_nothing_fits_the_status_names_the_memory(
     overrides: tuple[str, ...], size: int, status: str, hint: str, tmp_path: Path
 ) -> None:
     spec = make_spec("strategy=single", "cluster.workers_per_node=1", *AUTO, *overrides)
-    error = nothing_fits(spec.config, MicroBatchSearch(None, [Candidate(size, OUT_OF_MEMORY)]))
+    error = nothing_fits(spec.config, MicroBatchSearch(None, [TriedSize(size, OUT_OF_MEMORY)]))
     assert hint in str(error)
     write_error(error_path(tmp_path, 0, 0), RunError(type(error).__name__, str(error), "search", 0))
     assert classify_failure(tmp_path, {0: 1}, spec)[0] == status
