@@ -47,7 +47,7 @@ class Kernel(DeviceEvent):
 
 
 @dataclass(frozen=True)
-class Collective(DeviceEvent):
+class TraceCollective(DeviceEvent):
     """A collective: the time of its kernel on the GPU, or from the call to the end with gloo."""
 
     kind: str
@@ -62,7 +62,7 @@ class Trace:
 
     on_gpu: bool
     steps: list[Interval]
-    collectives: list[Collective]
+    collectives: list[TraceCollective]
     kernels: list[Kernel]  # empty on the CPU
     operators: dict[str, list[Interval]]  # of the training thread, by category; they may be nested
     data: list[Interval]
@@ -239,7 +239,9 @@ def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
         on_gpu=on_gpu,
         steps=[event.when for event in steps],
         collectives=[
-            Collective(event.when, launches.get(event.correlation), event.name, event.group, event.size, event.ranks)
+            TraceCollective(
+                event.when, launches.get(event.correlation), event.name, event.group, event.size, event.ranks
+            )
             for event in collectives
         ],
         kernels=[

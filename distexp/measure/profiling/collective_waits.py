@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distexp.measure.profiling.chrome_trace import Collective
+from distexp.measure.profiling.chrome_trace import TraceCollective
 from distexp.measure.profiling.intervals import Interval
 
 Key = tuple[str, str]
@@ -24,7 +24,7 @@ ONE_SIDED = ("send_recv", "send", "recv", "broadcast", "reduce", "gather", "scat
 """Kinds in which a rank may end before another has started."""
 
 
-def durations_of(collectives: Sequence[Collective], *, several_groups: bool = False) -> dict[Key, list[float]]:
+def durations_of(collectives: Sequence[TraceCollective], *, several_groups: bool = False) -> dict[Key, list[float]]:
     """Return the durations of the collectives in which all ranks wait for each other.
 
     Args:
@@ -48,7 +48,7 @@ class Transfer:
     transfer: Interval
 
 
-def split_collectives(collectives: Sequence[Collective], ranks: Sequence[Durations]) -> list[Transfer]:
+def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Durations]) -> list[Transfer]:
     """Divide the collectives of a rank into waiting and transfer, in the order of their starts.
 
     Args:

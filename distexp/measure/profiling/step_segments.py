@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from distexp.measure.profiling.breakdown import StepParts
-from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Kernel, Trace
-from distexp.measure.profiling.chrome_trace import Collective as TraceCollective
+from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Kernel, Trace, TraceCollective
 from distexp.measure.profiling.collective_waits import Transfer
 from distexp.measure.profiling.cpu_waits import waits_for_gpu
 from distexp.measure.profiling.fsdp_hooks import HookCollective, UnitSize, collectives_of_hooks

@@ -12,7 +12,7 @@ import pytest
 from distexp.measure.profiling.annotations import DATA, OPTIMIZER, activate_annotations, annotate, annotate_items
 from distexp.measure.profiling.breakdown import split_step, step_windows
 from distexp.measure.profiling.categories import kernel_category, nccl_kind, operator_category
-from distexp.measure.profiling.chrome_trace import Collective, Trace, read_trace
+from distexp.measure.profiling.chrome_trace import Trace, TraceCollective, read_trace
 from distexp.measure.profiling.collective_waits import durations_of, split_collectives
 from distexp.measure.profiling.intervals import Interval
 from distexp.measure.profiling.lanes import MAX_SPANS, lanes_of
@@ -123,7 +123,7 @@ def test_parts_of_a_step_on_a_cpu(tmp_path: Path) -> None:
         event("cpu_op", "aten::_foreach_add_", 16, 17),
     ]
     read = read_trace(trace.write(tmp_path / "trace.json"), on_gpu=False)
-    other = replace(read, collectives=[Collective((1.0, 1.002), None, "all_reduce", "")])
+    other = replace(read, collectives=[TraceCollective((1.0, 1.002), None, "all_reduce", "")])
     found = breakdown(read, other)
     rest = {"data_wait": 2, "matmul": 3 + 1, "other_kernels": 1, "optimizer": 3, "host": 1 + 1 + 1 + 2}
     assert_parts(found, **rest, waiting=3, exposed_communication=2)
@@ -192,11 +192,11 @@ def test_categories_of_operators(name: str, category: str | None) -> None:
     assert operator_category(name) == category
 
 
-def collectives(*times: Interval, kind: str = "all_reduce", group: str = "") -> list[Collective]:
-    return [Collective(when, None, kind, group) for when in times]
+def collectives(*times: Interval, kind: str = "all_reduce", group: str = "") -> list[TraceCollective]:
+    return [TraceCollective(when, None, kind, group) for when in times]
 
 
-def waits(own: list[Collective], *others: list[Collective]) -> list[float]:
+def waits(own: list[TraceCollective], *others: list[TraceCollective]) -> list[float]:
     found = split_collectives(own, [durations_of(rank) for rank in (own, *others)])
     return [transfer.wait[1] - transfer.wait[0] for transfer in found]
 
