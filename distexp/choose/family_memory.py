@@ -121,7 +121,7 @@ class FamilyMemory:
         shrinking = sum(estimate.parts.get(part, 0.0) for part in (*PER_SAMPLE, "temporaries"))
         for smaller in (other for other in self.members if other.micro_batch < member.micro_batch):
             saved = shrinking * (1 - smaller.micro_batch / member.micro_batch)
-            if (needed - saved) * least / needed > self.memory_mib:
+            if (_without_reserve(estimate, needed) - saved) * least / needed > self.memory_mib:
                 self._verdicts.setdefault(smaller.micro_batch, DOES_NOT_FIT)
 
     def decide(self) -> None:
@@ -158,6 +158,13 @@ class FamilyMemory:
         if nearest is member:
             return text
         return f"micro-batch {nearest.micro_batch} {text}, and too little of its memory depends on the size"
+
+
+def _without_reserve(estimate: Estimate, needed: float) -> float:
+    """Return the needed memory without the reserve of the allocator, which a smaller micro-batch may not need."""
+    if estimate.on_cpu or estimate.peak_allocated_mib is None:
+        return needed
+    return min(needed, estimate.peak_allocated_mib + estimate.overhead_mib)
 
 
 def _accumulates(member: Candidate) -> bool:

@@ -211,3 +211,17 @@ def test_the_forecast_orders_what_the_strategies_send(
 ) -> None:
     first, second = (rough_step_s(resolve_cell(*TWO, *overrides), WORK, speeds) for overrides in (better, worse))
     assert first < second
+
+
+def test_the_reserve_of_a_large_micro_batch_does_not_prune_a_small_one(space_of: SpaceOf) -> None:
+    """With 16 samples the allocator needs 6 GB more than is allocated. With 2 samples it does not."""
+
+    def with_reserve(config: Config) -> Estimate:
+        estimate = formula(config)
+        reserve = 6.0 * MIB_PER_GB if config.train.micro_batch == 16 else 0.0
+        return replace(estimate, required_mib=(estimate.required_mib or 0.0) + reserve)
+
+    candidates = space_of(10.5)
+    prune(candidates, Counted(with_reserve))
+    ddp = [each for each in candidates if each.status is Status.WAITING and each.family[0] == "strategy=ddp"]
+    assert 2 in {each.micro_batch for each in ddp}
