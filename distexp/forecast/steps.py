@@ -17,7 +17,7 @@ from distexp.forecast.observed import assign_waits
 from distexp.forecast.settings import CommunicationSettings
 from distexp.forecast.sharded_update import shard_update, update_share
 from distexp.forecast.simulate import Scales, SimulatedStep, extrapolate, simulate
-from distexp.forecast.target import Forecast, Target
+from distexp.forecast.target import TO_MEASURE, Forecast, Target
 from distexp.forecast.uncertainty import describe_distance, describe_limit, interval_of
 from distexp.runs.step_model import Collective, Item
 
@@ -212,4 +212,4 @@ def _notes(sources: frozenset[str], machine: MachineCurves, target: Target) -> t
 
 
 def _measure(override: str) -> str:
-    return f"To measure them: distexp preflight {override}"
+    return f"{TO_MEASURE} distexp preflight {override}"

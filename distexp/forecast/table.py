@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from distexp.forecast.size_row import SizeRow
+from distexp.forecast.target import TO_MEASURE
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.listing import format_count
 from distexp.runs.record_sections import Predicted
@@ -67,9 +68,9 @@ def _largest(rows: Sequence[SizeRow]) -> SizeRow | None:
 def _limit(row: SizeRow) -> str:
     """Return what limits a size."""
     if row.forecast is not None and row.forecast.limit:
-        return f"{row.forecast.limit} limits it"
+        return f"limited by {row.forecast.limit}"
     if row.largest_loss is None:
-        return "nothing limits it"
+        return "limited by nothing"
     name, share = row.largest_loss
     return f"the largest loss is {LONG_TITLES.get(name) or part_title(name)} with {share:.0%} of the step"
 
@@ -166,6 +167,11 @@ def _size(row: SizeRow) -> str:
     return f"{nodes} x {workers}"
 
 
+def _distinct(texts: Iterable[str]) -> Iterator[str]:
+    """Yield each assumption once. The last size is the one whose measurement is proposed."""
+    yield from {text.partition(TO_MEASURE)[0]: text for text in texts}.values()
+
+
 def notes(rows: Sequence[SizeRow], workers: str, profiled_threads: int | None = None) -> Iterator[str]:
     """Yield what the rows are relative to, how far they are beyond the measured range, and what was assumed."""
     baseline = next((row.baseline for row in rows if row.baseline), None)
@@ -174,7 +180,7 @@ def notes(rows: Sequence[SizeRow], workers: str, profiled_threads: int | None = 
         yield f"Efficiency: ideal time / real time, relative to {nodes} x {per_node} workers."
     yield from _beyond(rows, workers)
     forecasts = [row.forecast for row in rows if row.forecast]
-    yield from dict.fromkeys(_sentence(note) for forecast in forecasts for note in forecast.notes)
+    yield from map(_sentence, _distinct(note for forecast in forecasts for note in forecast.notes))
     if any(row.power for row in rows):
         yield "Energy: the idle power of each GPU, and the measured energy of a micro-batch above it."
     yield from dict.fromkeys(_sentence(row.memory_error) for row in rows if row.memory_error and not row.error)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+TO_MEASURE = "To measure them:"
+"""Text in a note before the command that replaces its assumption."""
+
 PARTS = ("compute", "exposed_communication", "launch", "waiting", "other")
 """Parts of a forecast step. ``launch``: the device is idle because the CPU launches its work too slowly."""
 

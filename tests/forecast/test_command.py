@@ -104,7 +104,7 @@ def test_the_answer_comes_first_and_each_size_has_a_row(
 ) -> None:
     lines = forecast(sweep, cells, capsys).splitlines()
     # 100 ms with 2 workers and 160 ms with 8: efficiency 100 / 160, and 10 % either way.
-    assert lines[0] == "8 workers: 62% efficiency (57% to 69%), 400.0 samples/s; the all-reduce limits it."
+    assert lines[0] == "8 workers: 62% efficiency (57% to 69%), 400.0 samples/s; limited by the all-reduce."
     rows = [line.split() for line in lines if line.startswith("    ") and " to " in line]
     assert [(row[0], row[2], row[4], row[8]) for row in rows] == [
         ("1", "2", "100.0", "160.0"), ("2", "4", "120.0", "266.7"), ("4", "8", "160.0", "400.0"),
@@ -161,7 +161,7 @@ def test_an_impossible_size_is_a_row_with_its_reason(
     found = [cells[0], replace(cells[1], config=None, errors=["one is wrong", "two is wrong"])]
     text = forecast(sweep, found, capsys)
     assert text.startswith("2 workers: 100% efficiency")
-    assert text.splitlines()[0].endswith("limits it. 1 of 2 sizes has no forecast: see below.")
+    assert text.splitlines()[0].endswith(" 1 of 2 sizes has no forecast: see below.")
     assert "2 x 2: one is wrong | two is wrong" in text
     with pytest.raises(ConfigError, match="one is wrong"):
         forecast(sweep, found[1:], capsys)
