@@ -17,6 +17,9 @@ LIMITS_GB = (24.0, 40.0, 80.0)
 REGRET, SHARE, COMPLETED = 0.05, 0.25, 0.95
 """Most of the speed to lose, most of the GPU time to need, and least share of trials without running out of memory."""
 
+FEWEST_TRIALS = 4
+"""Two micro-batches of the best family, other kernels, and a repeat. A small space has no cheaper search."""
+
 CPU_REGRET, CPU_SHARE = 0.1, 0.75
 """Equal runs on a busy CPU differ by more than 5 %. Its sweep has only six candidates, of which a search tries most."""
 
@@ -76,7 +79,8 @@ def test_searches_of_committed_sweeps_are_near_the_best(path: Path) -> None:
             if found is None:
                 continue
             assert found.regret <= (REGRET if on_gpus else CPU_REGRET), (cell.name, cell.gpus, limit)
-            assert found.share <= (SHARE if on_gpus else CPU_SHARE), (cell.name, cell.gpus, limit)
+            is_small = found.trials <= FEWEST_TRIALS
+            assert is_small or found.share <= (SHARE if on_gpus else CPU_SHARE), (cell.name, cell.gpus, limit)
             assert found.out_of_memory <= (1 - COMPLETED) * found.trials, (cell.name, cell.gpus, limit)
 
 
