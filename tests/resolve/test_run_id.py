@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from distexp.resolve.run_id import run_id
@@ -41,7 +43,8 @@ def test_run_id_depends_on_the_content_of_the_data(tmp_path_factory: pytest.Temp
         path.write_text(text)
         return run_id(resolve_cell("dataset=squad", f"dataset.train_path={path}", f"dataset.eval_path={path}"))
 
-    text = '{"data": [{"paragraphs": []}]}'
+    question = {"id": "1", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}]}
+    text = json.dumps({"data": [{"paragraphs": [{"context": "Ada wrote it.", "qas": [question]}]}]})
     assert identity(text) == identity(text) != identity(f"{text} ")
 
 
