@@ -21,6 +21,7 @@ from distexp.config import ConfigError
 from distexp.launch.trust.foreign_sweep import check_files, check_working_directory
 from distexp.launch.trust.own_files import is_own_file
 from distexp.launch.trust.stored_command import check_stored_command
+from distexp.runs.copyable_command import path_override, shell_quote
 from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.sweep_dirs import not_a_sweep
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if os.path.isdir(directory):
         os.chdir(directory)  # The relative paths of the command are relative to it.
-    return distexp([*merged, f"hydra.sweep.dir={sweep_dir}", "sweep.resume=true"])
+    return distexp([*merged, path_override("hydra.sweep.dir", sweep_dir), "sweep.resume=true"])
 
 
 def read_command(sweep_dir: Path) -> tuple[list[str], str]:
@@ -81,7 +82,8 @@ def read_command(sweep_dir: Path) -> tuple[list[str], str]:
 
 def damaged_message(path: Path, reason: object) -> str:
     """Return the message for a command file that cannot be used."""
-    return f"{path} is damaged ({reason}): start the sweep again with 'hydra.sweep.dir={path.parent} sweep.resume=true'"
+    directory = shell_quote(path_override("hydra.sweep.dir", path.parent))
+    return f"{path} is damaged ({reason}): repeat the command of the sweep with {directory} sweep.resume=true"
 
 
 def merge(original: Sequence[str], new: Sequence[str]) -> list[str]:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from distexp.cli.arguments import normalize_arguments
 from distexp.cli.main import main as cli
+from distexp.cli.overrides import parse, plain_value
 from distexp.launch.trust.own_files import remember_file
 from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
@@ -149,23 +151,16 @@ def test_a_stored_key_of_another_command_does_not_prevent_a_resume() -> None:
     assert merge(search, ["choose.gpus=[1]"]) == [*search, "choose.gpus=[1]"]
 
 
-def test_a_directory_without_a_sweep_is_an_error_without_a_traceback(tmp_path: Path) -> None:
-    for module in ("distexp.resume", "distexp.status", "distexp.cancel"):
-        done = run_module(module, str(tmp_path), cwd=tmp_path)
-        assert done.returncode == 2
-        assert str(tmp_path) in done.stderr
-        assert "Traceback" not in done.stderr
-
-
-def test_missing_and_empty_directories_have_different_messages(tmp_path: Path) -> None:
-    for module in ("distexp.resume", "distexp.status"):
-        for directory, reason in (
-            (tmp_path, "contains no "),
-            (tmp_path / "gone", "does not exist: give the directory of"),
-        ):
-            done = run_module(module, str(directory), cwd=tmp_path)
-            assert done.returncode == 2
-            assert done.stderr.startswith(f"distexp: {directory} {reason}")
+@pytest.mark.parametrize("command", ["resume", "status", "cancel"])
+def test_empty_and_missing_directories_have_different_messages(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory, reason in (
+        (tmp_path, "contains no "),
+        (tmp_path / "gone", "does not exist: give the directory of"),
+    ):
+        assert cli([command, str(directory)]) == 2
+        assert capsys.readouterr().err.startswith(f"distexp: {directory} {reason}")
 
 
 UNSAFE = {  # arguments in command.json that the user must repeat
@@ -203,6 +198,25 @@ def test_code_in_a_stored_command_must_be_repeated(
     make_command(tmp_path, *SAFE)
     assert main([str(tmp_path)]) == 0
     assert len(started) == 2
+
+
+@pytest.mark.parametrize("name", ["a, b", "it's", "(1)", "é[", "x=y"])
+def test_a_sweep_is_resumed_in_a_folder_with_any_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composed: list[str] = []
+    monkeypatch.setattr(
+        "distexp.resume.distexp", lambda arguments: composed.extend(normalize_arguments(arguments)) or 0
+    )
+    sweep = tmp_path / name
+    sweep.mkdir()
+    make_command(sweep, *SMALL)
+    monkeypatch.chdir(sweep)
+    assert main([str(sweep)]) == 0
+    directories = [
+        plain_value(override.value()) for override in parse(composed[1:]) if "sweep.dir" in str(override.input_line)
+    ]
+    assert directories == [str(sweep)]
 
 
 def test_the_users_own_command_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,4 +285,4 @@ def test_a_damaged_command_file_is_an_error_with_a_hint(
     assert main([str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"distexp: {tmp_path}/command.json is damaged (")
-    assert "start the sweep again" in message
+    assert message.endswith(f"repeat the command of the sweep with hydra.sweep.dir={tmp_path} sweep.resume=true\n")

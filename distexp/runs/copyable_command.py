@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -54,6 +55,12 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
         return text
     key, _, value = plain.partition("=")
     return f"{key}={_quote(value)}"
+
+
+def path_override(key: str, path: Path) -> str:
+    """Return an override that sets a key to a path, in quotes if Hydra would read its characters as something else."""
+    plain = f"{key}={path}"
+    return plain if SIMPLE.fullmatch(plain) else f"{key}={_quote(str(path))}"
 
 
 def _parse(text: str) -> Override | None:
