@@ -44,7 +44,9 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
         code = command()
         if sys.stdout is not None:  # as after >&-
             sys.stdout.flush()
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit) as error:
+        if not is_closed_output(error):
+            raise
         _discard_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -57,6 +59,13 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
         print("distexp: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
+
+
+def is_closed_output(error: BaseException) -> bool:
+    """Return whether an error means that the output was closed. Rich raises SystemExit then."""
+    return isinstance(error, BrokenPipeError) or (
+        isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
+    )
 
 
 def _flush_or_discard_output() -> None:

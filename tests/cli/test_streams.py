@@ -29,6 +29,19 @@ def test_a_full_output_is_an_error_without_a_traceback(
     assert capsys.readouterr().err == "distexp: No space left on device\n"
 
 
+@pytest.mark.parametrize("command", ["status", "help"])
+def test_an_output_without_a_reader_ends_a_command(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rich, which prints the table of ``status``, has an exit code of its own."""
+    write(tmp_path, record(0))
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main([command, *([str(tmp_path)] if command == "status" else [])]) == 141
+
+
 def test_an_output_without_unicode_gets_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, record(0, overrides=("name=ü",)), record(1))
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

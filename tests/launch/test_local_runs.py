@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from distexp.config import DatasetConfig
+from distexp.console.screen import LiveRun, Screen
 from distexp.data.squad_json import MAX_CHECKED_BYTES
 from distexp.launch.local.interrupts import interrupts_collected
+from distexp.launch.local.run import run_locally
 from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
 from distexp.system.signals import handle_signals
-from tests.helpers.runs import TIMEOUT_S, run_distexp, run_module
+from tests.helpers.runs import TIMEOUT_S, make_spec, run_distexp, run_module
 
 SHORT = ("dataset.train_size=64", "dataset.eval_size=16", "train.num_epochs=1", "cluster.device=cpu")
 
@@ -300,6 +302,19 @@ def test_a_failed_run_reports_its_cause_and_exits_with_1(tmp_path: Path) -> None
     assert "Traceback" not in log + done.stdout
     assert (record.error.phase, record.error.rank) in {("setup", 0), ("setup", 1)}
     assert "Traceback" not in done.stderr
+
+
+def test_a_closed_output_ends_a_run_and_is_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def print_to_nobody(live: LiveRun) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(LiveRun, "refresh", print_to_nobody)
+    spec = make_spec("strategy=single", "cluster.device=cpu", "measure.enabled=false")
+    with pytest.raises(BrokenPipeError):
+        run_locally(spec, tmp_path, Screen(1, tmp_path))
+    record = RunRecord.read(tmp_path / "record.json")
+    assert record.error is not None
+    assert (record.status, record.error.message) == ("killed", "the output of the command was closed, as by head")
 
 
 def test_ctrl_c_while_the_record_is_written_is_not_lost() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distexp.console.screen import Screen
-from distexp.exceptions import InterruptedRunError
+from distexp.exceptions import InterruptedRunError, is_closed_output
 from distexp.launch import oom
 from distexp.launch.exit_codes import HANG_CODE
 from distexp.launch.local.interrupts import interrupts_collected, interrupts_raised, stop_signals_forwarded
@@ -26,6 +26,8 @@ from distexp.tracking.process import tracked
 POLL_S = 0.1
 AGENT_GRACE_S = 7.0
 """Time between SIGTERM and SIGKILL for an agent, which ends its workers first."""
+
+OUTPUT_CLOSED = "the output of the command was closed, as by head"
 
 HANG_GRACE_S = 4.0
 """Time that the other agents get to detect a hang too, and to write the stacks of their workers."""
@@ -43,12 +45,14 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen, shared_start: Sh
     Raises:
         InterruptedRunError: if this process got a signal. SIGINT and SIGTERM end the run at once. SIGUSR1 and SIGUSR2
             end it after a checkpoint. The record is written first.
+        BrokenPipeError, SystemExit: if the output was closed. The run is ended and recorded first.
     """
     started = time.time()
     start_attempt(spec, directory)
     write_launcher(directory)
     oom.save_counters(directory)
     interruption: InterruptedRunError | None = None
+    stopped: str | None = None
     agents: list[subprocess.Popen[bytes]] = []
     with tracked(spec, directory) as tracking, interrupts_raised(), stop_signals_forwarded(directory) as received:
         try:
@@ -57,11 +61,13 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen, shared_start: Sh
             with screen.follow(spec, directory) as live:
                 _watch(agents, live.refresh)
         except InterruptedRunError as error:
-            interruption = error
+            interruption, stopped = error, str(error)
+        except (BrokenPipeError, SystemExit) as error:
+            stopped = OUTPUT_CLOSED if is_closed_output(error) else None
+            raise
         finally:
             with interrupts_collected() as late:
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
-                stopped = None if interruption is None else str(interruption)
                 record = finalize_run(spec, directory, codes, started, stopped)
     screen.show_result(record, directory, tracking.messages)
     _raise_interruption(interruption, [*received, *late])
