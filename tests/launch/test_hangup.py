@@ -11,6 +11,8 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 from distexp.runs.run_dir import LAUNCHER_LOG
 from tests.measure.memory.sampled_process import DEADLINE_S, wait_until
 
@@ -28,23 +30,28 @@ with continue_after_hangup(sweep):
 """
 
 
-def test_runs_continue_after_the_terminal_is_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("piped", [False, True])
+def test_runs_continue_after_the_terminal_is_closed(piped: bool, tmp_path: Path) -> None:
+    """In a pipe, as with ``| tee log``, the reader of the output ends with the terminal."""
     terminal, inside = pty.openpty()
+    reader, output = os.pipe() if piped else (os.dup(terminal), os.dup(inside))
     command = subprocess.Popen(
         [sys.executable, "-c", COMMAND, str(tmp_path)],
         stdin=inside,
-        stdout=inside,
+        stdout=output,
         stderr=inside,
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,  # noqa: PLW1509
     )
     try:
         os.close(inside)
+        os.close(output)
         shown = b""
         while not shown.endswith(b"\n"):  # An unbuffered command may write the end of the line separately.
-            assert select.select([terminal], [], [], DEADLINE_S)[0], f"the command printed only {shown!r}"
-            shown += os.read(terminal, 100)
+            assert select.select([reader], [], [], DEADLINE_S)[0], f"the command printed only {shown!r}"
+            shown += os.read(reader, 100)
         assert shown.strip() == b"ready"
+        os.close(reader)
         os.close(terminal)
         log = tmp_path / LAUNCHER_LOG
         wait_until(lambda: log.exists() and log.read_text().endswith("\n"), "the first line of the log")
