@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override
 
 from distexp.cli.argument_checks import check_arguments, split_options
 from distexp.cli.command_keys import ignored_keys
-from distexp.cli.overrides import add_plus_prefix, parse, quote_choice
+from distexp.cli.overrides import add_plus_prefix, home_message, parse, plain_value, quote_choice
 from distexp.cli.strategy_sweeps import strategy_sweep_warnings
 from distexp.config import ConfigError
 from distexp.config.key_info import takes_list
@@ -34,6 +34,8 @@ RESERVED_KEYS = {
     "hydra.output_subdir": "leave it out",
 }
 """Keys that distexp sets itself, with hints."""
+
+OUTPUT_DIRS = ("hydra.run.dir", "hydra.sweep.dir")
 
 RENAMED_VALUES = {"weak_model_seed": "weak_model_workshop"}
 RENAMED_KEYS = ("scaling=", "scaling.name=", "sweep.cells=")
@@ -94,6 +96,7 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
         errors.append(
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
         )
+    errors += _output_dir_errors(by_key)
     errors += _model_name_errors(by_key)
     errors += [error for _, error in ignored_keys(overrides)]
     errors += [f"{key} cannot be set: {hint}" for key, hint in RESERVED_KEYS.items() if key in by_key]
@@ -121,6 +124,18 @@ def _sweep_hint(swept: Sequence[str], by_key: Mapping[str, Override]) -> str:
         name, _, value = str(by_key[lists[0]].input_line).partition("=")
         return f"write '{name}=[{value}]' for a list, or add --multirun"
     return "add --multirun, or set one value"
+
+
+def _output_dir_errors(by_key: Mapping[str, Override]) -> list[str]:
+    """Return an error for each output directory that is empty, as after an unset variable, or starts with ``~``."""
+    errors = []
+    for key in (key for key in OUTPUT_DIRS if key in by_key and not by_key[key].is_sweep_override()):
+        value = plain_value(by_key[key].value())
+        if value in ("", None):
+            errors.append(f"{by_key[key].input_line} names no directory: write {key}=DIR, or leave it out")
+        elif str(value).startswith("~"):
+            errors.append(home_message(key, str(value)))
+    return errors
 
 
 def _model_name_errors(by_key: Mapping[str, Override]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -9,7 +10,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from distexp.cli.durations import explain_duration
 from distexp.cli.option_errors import explain_option
-from distexp.cli.overrides import parse
+from distexp.cli.overrides import home_message, parse
 from distexp.cli.suggestions import suggest_key
 from distexp.config import ConfigError
 from distexp.config.key_info import describe_values, known_keys
@@ -18,6 +19,9 @@ from distexp.runs.full_disk import FULL, NOT_WRITABLE
 
 NEEDS_QUOTES = frozenset("~()&;")
 """Characters that Hydra's grammar accepts only in quotes."""
+
+NO_DIRECTORY = frozenset({errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG})
+"""Numbers of the errors of a path at which no directory can be made."""
 
 UNQUOTED_OVERRIDE = re.compile(
     r"""
@@ -49,6 +53,8 @@ def explain_os_error(error: OSError) -> str:
     place = f" ({error.filename})" if error.filename else ""
     if error.errno in FULL:
         return f"{error.strerror}{place}: free space, or choose another directory with hydra.sweep.dir=DIR"
+    if error.errno in NO_DIRECTORY:
+        return f"{error.strerror}{place}: choose another directory with hydra.sweep.dir=DIR"
     if error.errno in NOT_WRITABLE:
         return f"{error.strerror}{place}: choose a directory that you can write with hydra.sweep.dir=DIR"
     return str(error)
@@ -91,6 +97,8 @@ def _explain_syntax(override: str, reason: str) -> str:
         )
     if key == "sweep.cells" and (quoted := _quote_cells(override)):
         return f"{override} needs quotes: write '{quoted}'"
+    if value == "~" or value.startswith("~/"):
+        return home_message(key, value)
     if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
         return f"{override} needs quotes: write \"{key}='{value}'\""
     if unclosed := _unclosed(value):

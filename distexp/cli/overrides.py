@@ -66,6 +66,11 @@ def plain_value(value: Any) -> Any:
     return value.text if isinstance(value, QuotedString) else value
 
 
+def home_message(key: str, value: str) -> str:
+    """Return the error for a path with ``~``, which shells replace only at the start of an argument."""
+    return f"{key}={value} starts with ~, which the shell does not replace there: write {key}=$HOME{value[1:]}"
+
+
 def _refuse_list(text: str, group: str, values: Sequence[Any]) -> NoReturn:
     """Raise the error for ``strategy=[ddp,fsdp]``, with the sweep over the same options."""
     options = [_quote(option).strip("'") for item in values for option in (item if isinstance(item, list) else [item])]

@@ -117,7 +117,12 @@ WRONG = {  # command lines, with a part of their message
     "model.name=gpt2": "only model=hf reads model.name: write model=hf model.name=gpt2\n",
     "--multirun model=hf,gpt_tiny model.name=gpt2": "model.name=gpt2 does not choose a model",
     "name=condé": "name=condé needs quotes: write \"name='condé'\"\n",
-    "dataset=squad dataset.train_path=~/x.json": "write \"dataset.train_path='~/x.json'\"",
+    "dataset=squad dataset.train_path=~/x.json": "does not replace there: write dataset.train_path=$HOME/x.json\n",
+    "hydra.run.dir=~/x": "hydra.run.dir=~/x starts with ~, which the shell does not replace there: write hydra.run.dir"
+    "=$HOME/x\n",
+    "hydra.sweep.dir='~/x'": "hydra.sweep.dir=~/x starts with ~",
+    "hydra.run.dir=": "distexp: hydra.run.dir= names no directory: write hydra.run.dir=DIR, or leave it out\n",
+    "hydra.sweep.dir=null": "distexp: hydra.sweep.dir=null names no directory: write hydra.sweep.dir=DIR",
     "model=gpt_tiny dataset=synthetic dataset.max_length=256": "max_length=256 exceeds model.seq_length=128",
     "dataset.train_size=9 train.micro_batch_size=6": "train.micro_batch_size=6 is more than the 5 samples",
     "model.hidden_size=63": "multiple of model.num_heads=4",

@@ -38,6 +38,14 @@ def test_a_full_disk_stops_a_sweep_before_its_first_run(
     )
 
 
+def test_a_file_is_no_directory_of_a_sweep(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (disk / "file").touch()
+    assert main([f"hydra.sweep.dir={disk}/file", *SMALL]) == 1
+    assert capsys.readouterr().err == (
+        f"distexp: the sweep stops: File exists ({disk}/file): choose another directory with hydra.sweep.dir=DIR\n"
+    )
+
+
 def test_a_report_on_a_full_disk_leaves_no_partial_file(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = disk / "sweep"
     write(sweep, record(0))
