@@ -83,7 +83,8 @@ class Candidate:
         config: Resolved configuration; None for an invalid candidate.
         estimate: Estimate of ``plan``; None if it was not predicted, or if it follows from another member.
         predicted: Prediction of its memory; None as for ``estimate``.
-        expected_mib: Expected peak of the allocated memory, perhaps interpolated; None if it is unknown.
+        expected_mib: Expected peak, perhaps interpolated; None if it is unknown. On a GPU it is that of the allocated
+            memory, on CPUs that of all processes of a node.
         too_close: Whether the prediction is not certain that it fits. Such a candidate is tried after the others.
         forecast_s: Forecast of the step time; None if it is unknown.
         reason: Why it is pruned or failed.

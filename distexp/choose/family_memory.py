@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from distexp.choose.candidate import Candidate, Status
 from distexp.config import Config
+from distexp.plan.cpu_memory import simulated_nodes
 from distexp.plan.estimate import Estimate
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, describe_verdict, memory_to_fit_mib, predict
 from distexp.resolve.parameter_count import parameter_count
@@ -32,7 +33,7 @@ class FamilyMemory:
     _verdicts: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.members = sorted(self.candidates, key=lambda each: each.micro_batch)
+        self.members = sorted(self.candidates, key=micro_batch_of)
         self.memory_mib = memory_to_fit_mib(self.config)
 
     @property
@@ -41,6 +42,17 @@ class FamilyMemory:
         config = self.candidates[0].config
         assert config is not None, "the members are valid"
         return config
+
+    @property
+    def workers_of_node(self) -> int:
+        """Return how many workers have their tensors in the memory that is measured: on CPUs those of a node."""
+        cluster = self.config.cluster
+        return (cluster.workers_per_node or 1) if cluster.device == "cpu" else 1
+
+    @property
+    def workers_in_memory(self) -> int:
+        """Return how many workers have their tensors in the memory that decides whether a member fits."""
+        return self.workers_of_node * (simulated_nodes(self.config) if self.config.cluster.device == "cpu" else 1)
 
     @property
     def label(self) -> str:
@@ -86,7 +98,8 @@ class FamilyMemory:
             self.unknown = outcome
             return
         predicted = predict(outcome, self.memory_mib)
-        member.estimate, member.predicted, member.expected_mib = outcome, predicted, outcome.peak_allocated_mib
+        member.estimate, member.predicted = outcome, predicted
+        member.expected_mib = outcome.host_mib if outcome.on_cpu else outcome.peak_allocated_mib
         verdict = predicted.verdict
         if verdict is None:
             self.unknown = "; ".join(outcome.notes) or "the memory of the machine is unknown"
@@ -107,7 +120,7 @@ class FamilyMemory:
 
     def _gradients_mib(self) -> float | None:
         parameters = parameter_count(self.config.model)
-        return None if parameters is None else GRADIENT_BYTES * parameters / MIB
+        return None if parameters is None else self.workers_in_memory * GRADIENT_BYTES * parameters / MIB
 
     def _infer_too_large(self, member: Candidate, estimate: Estimate) -> None:
         """Infer which smaller members do not fit either, because what does not shrink with them is too much."""
@@ -118,7 +131,7 @@ class FamilyMemory:
                 self._verdicts.setdefault(other.micro_batch, DOES_NOT_FIT)
         if not needed or least is None or self.memory_mib is None:
             return
-        shrinking = sum(estimate.parts.get(part, 0.0) for part in (*PER_SAMPLE, "temporaries"))
+        shrinking = self.workers_in_memory * _sum_of_parts(estimate, *PER_SAMPLE, "temporaries")
         for smaller in (other for other in self.members if other.micro_batch < member.micro_batch):
             saved = shrinking * (1 - smaller.micro_batch / member.micro_batch)
             if (_without_reserve(estimate, needed) - saved) * least / needed > self.memory_mib:
@@ -146,7 +159,7 @@ class FamilyMemory:
         nearest = self._nearest(member)
         if nearest is None or nearest.estimate is None or nearest.expected_mib is None:
             return None
-        shrunk = sum(nearest.estimate.parts.get(part, 0.0) for part in PER_SAMPLE)
+        shrunk = self.workers_of_node * _sum_of_parts(nearest.estimate, *PER_SAMPLE)
         return nearest.expected_mib - shrunk * (1 - member.micro_batch / nearest.micro_batch)
 
     def _reason(self, member: Candidate) -> str:
@@ -158,6 +171,16 @@ class FamilyMemory:
         if nearest is member:
             return text
         return f"micro-batch {nearest.micro_batch} {text}, and too little of its memory depends on the size"
+
+
+def micro_batch_of(member: Candidate) -> int:
+    """Return the micro-batch, by which the members of a family are sorted."""
+    return member.micro_batch
+
+
+def _sum_of_parts(estimate: Estimate, *parts: str) -> float:
+    """Return some parts of the peak of a worker in MiB."""
+    return sum(estimate.parts.get(part, 0.0) for part in parts)
 
 
 def _without_reserve(estimate: Estimate, needed: float) -> float:

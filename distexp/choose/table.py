@@ -60,7 +60,7 @@ def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None) -
             str(candidate.workers),
             _failure(candidate) or _number(found.samples_per_second, ",.1f"),
             _gb(found.peak_allocated_mib),
-            _gb(predicted_mib(candidate)),
+            _gb(candidate.expected_mib),
             *([_number(found.j_per_sample, ".3g")] if energy else []),
             *([_number(price_of_many, ".3g")] if price else []),
             "+".join(str(trial.steps) for trial in candidate.trials),
@@ -81,7 +81,7 @@ def others_table(candidates: Sequence[Candidate]) -> Iterator[RenderableType]:
     table = _table("not tried", "predicted GB")
     table.add_column("reason")
     for candidate in candidates:
-        table.add_row(*map(Text, (row_label(candidate), _gb(predicted_mib(candidate)), _reason(candidate))))
+        table.add_row(*map(Text, (row_label(candidate), _gb(candidate.expected_mib), _reason(candidate))))
     yield table
 
 
@@ -92,7 +92,7 @@ def count_reasons(candidates: Sequence[Candidate]) -> dict[str, int]:
     """
     groups: dict[str, list[str]] = {}
     for candidate in candidates:
-        short = _reason(candidate).partition(":")[0].partition(" (")[0].partition(" by ")[0]
+        short = DETAILS.sub("", _reason(candidate).partition(":")[0]).partition(" by ")[0]
         groups.setdefault(NUMBER.sub("N", short), []).append(short)
     by_frequency = sorted(groups.items(), key=lambda group: -len(group[1]))
     return {found[0] if len(set(found)) == 1 else general: len(found) for general, found in by_frequency}
@@ -112,16 +112,9 @@ def planned_table(planned: Sequence[PlannedTrial], costs: Sequence[float]) -> Ta
     table = _table("planned trial", "workers", "steps", "predicted GB", "s/step", "GPU-s")
     for trial, cost in zip(planned, costs, strict=True):
         candidate = trial.candidate
-        cells = (row_label(candidate), str(candidate.workers), str(trial.steps), _gb(predicted_mib(candidate)))
+        cells = (row_label(candidate), str(candidate.workers), str(trial.steps), _gb(candidate.expected_mib))
         table.add_row(*map(Text, cells), Text(_number(candidate.forecast_s, ".3g")), Text(f"{cost:,.0f}"))
     return table
-
-
-def predicted_mib(candidate: Candidate) -> float | None:
-    """Return the predicted peak of what is measured: torch's memory on a GPU, or that of the processes on a CPU."""
-    if candidate.config is not None and candidate.config.cluster.device == "cpu":
-        return None if candidate.predicted is None else candidate.predicted.required_mib
-    return candidate.expected_mib
 
 
 def _table(first: str, *numbers: str) -> Table:

@@ -123,6 +123,40 @@ def test_accumulated_gradients_are_in_the_expected_memory_of_members_that_are_no
         assert candidate.expected_mib == pytest.approx(accumulating(candidate.config).peak_allocated_mib)
 
 
+def on_cpus(config: Config) -> Estimate:
+    """Return the memory of both workers of a node, each with states of 1 GB and 1 GB for each sample."""
+    worker_mib = (1 + config.train.micro_batch) * MIB_PER_GB
+    return Estimate(
+        peak_allocated_mib=worker_mib,
+        required_mib=2 * worker_mib,
+        host_mib=2 * worker_mib,
+        parts={"parameters": MIB_PER_GB, "activations": worker_mib - MIB_PER_GB},
+        error_bound=0.02,
+        on_cpu=True,
+    )
+
+
+def test_on_cpus_the_tensors_of_all_workers_of_a_node_count(space_of: SpaceOf) -> None:
+    cpus = [replace(candidate, config=on_a_node_of(candidate.config, memory_gb=5.0)) for candidate in space_of(80.0)]
+    candidates = [candidate for candidate in cpus if candidate.family[0] == "strategy=ddp"]
+    prune(candidates, Counted(on_cpus), Objective.MEMORY)
+    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
+    assert {candidate.micro_batch for candidate in waiting} == {1}
+    assert {candidate.expected_mib for candidate in waiting} == {4.0 * MIB_PER_GB}
+    large = [replace(candidate, config=on_a_node_of(candidate.config, memory_gb=80.0)) for candidate in space_of(80.0)]
+    prune(large, Counted(on_cpus), Objective.MEMORY)
+    assert any(candidate.estimate is None for candidate in large)
+    for candidate in large:
+        assert candidate.config is not None
+        assert candidate.expected_mib == pytest.approx(on_cpus(candidate.config).host_mib)
+
+
+def on_a_node_of(config: Config | None, memory_gb: float) -> Config:
+    assert config is not None
+    cluster, plan = replace(config.cluster, device="cpu"), replace(config.plan, host_memory_gb=memory_gb)
+    return replace(config, cluster=cluster, plan=plan)
+
+
 def test_offloading_stays_if_nothing_fits_without(space_of: SpaceOf) -> None:
     candidates = space_of(3.6)
     prune(candidates, Counted())
