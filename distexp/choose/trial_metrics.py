@@ -70,8 +70,9 @@ def gpu_seconds(record: RunRecord, run_dir: Path, config: Config) -> float:
 
 
 def _compilation_s(run_dir: Path) -> float:
-    """Return how long the nodes of a run compiled DeepSpeed's operators, at the same time; 0 if they did not."""
-    times = (number_of(entry, "compiled_s") for entry in read_entries(run_dir / OPERATORS))
+    """Return how long the nodes of a run compiled DeepSpeed's operators, or waited for another run that did."""
+    entries = read_entries(run_dir / OPERATORS)
+    times = (number_of(entry, key) for entry in entries for key in ("compiled_s", "waited_s"))
     return max((time for time in times if time is not None), default=0.0)
 
 

@@ -84,7 +84,7 @@ class LiveRun:
     def _show_build_bar(self, progress: Progress, task: TaskID, entry: dict[str, Any]) -> None:
         if "step" in entry:
             progress.update(task, latest=f"step {entry['step']} of {entry['steps']}")
-        elif "compiled_s" in entry:
+        elif entry.keys() & {"compiled_s", "waited_s"}:
             progress.update(task, description="start", latest="")
         else:
             progress.update(task, description="compile")

@@ -45,7 +45,7 @@ def build_operators(
         environment: Environment of the workers.
         log: File for the output of the compiler.
         report: Gets each change: ``compiling`` with an operator, ``step`` and ``steps``, ``waiting`` with the reason,
-            ``elapsed_s`` every few seconds, and at the end ``compiled_s``.
+            ``elapsed_s`` every few seconds, and at the end ``compiled_s``, or ``waited_s`` if another run compiled.
 
     Raises:
         OperatorError: if the build fails or takes longer than ``BUILD_TIMEOUT_S``.
@@ -65,7 +65,7 @@ class _Build:
         self, names: Sequence[str], environment: Mapping[str, str], log: Path, report: Callable[[Entry], None]
     ) -> None:
         self.names, self.environment, self.log, self.report = names, environment, log, report
-        self.tail, self.started, self.compiles = Tail(log), time.monotonic(), False
+        self.tail, self.started, self.compiles, self.waits = Tail(log), time.monotonic(), False, False
 
     @property
     def elapsed_s(self) -> float:
@@ -91,6 +91,8 @@ class _Build:
             raise OperatorError(self._failure(_reason(self.log)))
         if self.compiles:
             self.report({"compiled_s": round(self.elapsed_s)})
+        elif self.waits:
+            self.report({"waited_s": round(self.elapsed_s)})
 
     def _read(self) -> None:
         for line in self.tail.read_lines():
@@ -107,6 +109,7 @@ class _Build:
             self.compiles = True
             self.report({"compiling": name})
         elif kind == "waiting for":
+            self.waits = True
             self.report({"waiting": f"{name} {rest}".strip()})
         else:
             mark_built(name, self.environment, rest or None)

@@ -53,7 +53,7 @@ def _read_progress(directory: Path) -> Progress:
 def _phase_before_workers(directory: Path) -> str | None:
     """Return ``compile`` while DeepSpeed's operators are compiled, else None."""
     build = read_last_entry(directory / OPERATORS)
-    return "compile" if build and "compiled_s" not in build else None
+    return "compile" if build and not build.keys() & {"compiled_s", "waited_s"} else None
 
 
 def _first_count(entries: Iterable[Mapping[str, Any]], key: str) -> int | None:

@@ -19,6 +19,6 @@ def test_the_compilation_of_operators_costs_nothing(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
         os.utime(tmp_path / name, (seconds, seconds))
     assert gpu_seconds(record(0), tmp_path, config) == 2 * 100
-    entries = [{"node": 0, "compiling": "cpu_adam"}, {"node": 0, "compiled_s": 60}, {"node": 1, "compiled_s": 90}]
+    entries = [{"node": 0, "compiling": "cpu_adam"}, {"node": 0, "compiled_s": 60}, {"node": 1, "waited_s": 90}]
     (tmp_path / OPERATORS).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     assert gpu_seconds(record(0), tmp_path, config) == 2 * 10

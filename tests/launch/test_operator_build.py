@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -105,6 +106,22 @@ def test_the_lock_of_a_running_program_is_waited_for(tmp_path: Path, environment
     assert (lock.parent / "adam.so").read_text() == "library"
 
 
+def test_the_time_that_a_run_waits_for_the_build_of_another_one_is_reported(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    build_operators(["adam"], environment, tmp_path / "log", lambda _: None)
+    held, entries = (tmp_path / "extensions/adam/.distexp_lock").open("w"), []
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def release(entry: dict[str, Any]) -> None:
+        entries.append(entry)
+        held.close()
+
+    build_operators(["adam"], environment, tmp_path / "log", release)
+    assert entries[0] == {"waiting": "another run"}
+    assert [entry.keys() for entry in entries[1:]] == [{"waited_s"}]
+
+
 def test_a_library_that_cannot_be_imported_is_built_again(tmp_path: Path, environment: dict[str, str]) -> None:
     """Another program has built it, so no stamp shows that it is outdated."""
     folder = tmp_path / "extensions/adam"
@@ -152,12 +169,13 @@ def test_a_run_without_its_operators_fails_with_the_reason(tmp_path: Path, monke
     assert error.message == "deepspeed_shm_comm could not be compiled"
 
 
-def test_the_phase_is_compile_until_the_build_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended", ["compiled_s", "waited_s"])
+def test_the_phase_is_compile_until_the_build_ends(tmp_path: Path, ended: str) -> None:
     assert read_progress(tmp_path).phase is None
     with (tmp_path / OPERATORS).open("a") as file:
         append_line(file, {"compiling": "cpu_adam"})
         assert str(read_progress(tmp_path)) == "compile"
-        append_line(file, {"compiled_s": 100})
+        append_line(file, {ended: 100})
     assert str(read_progress(tmp_path)) == "start"
 
 
