@@ -38,6 +38,7 @@ from distexp.launch.sweep_dir import locked_sweep_dir
 from distexp.plan.planner import Planner, parallel_processes
 from distexp.runs.command_text import suggest_command
 from distexp.runs.json_files import nan_to_none
+from distexp.runs.listing import format_count
 from distexp.system.hardware import visible_gpus
 
 MAX_CHECKED = 3
@@ -153,7 +154,7 @@ def _device_notes(make: MakeCell, settings: Settings) -> list[str]:
 def _print_interrupted(sweep_dir: Path, state: SearchState) -> None:
     done = sum(trial.status is not None for trial in state.trials)
     print(
-        f"distexp: the search was interrupted after {done} trials, which are kept; to continue: "
+        f"distexp: the search was interrupted after {format_count(done, 'trial')}. They are kept. To continue: "
         f"{suggest_command('resume', sweep_dir)}",
         file=sys.stderr,
     )

@@ -51,7 +51,8 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
 def describe_cost(state: SearchState) -> str:
     """Return the cost of all trials, with the part that was start-up, and that of the check of the losses."""
     total, startup = state.gpu_seconds, state.startup_gpu_seconds
-    cost = f"cost of {len(state.trials)} trials: {total:,.0f} GPU-seconds, of which {startup:,.0f} for starting them"
+    trials = format_count(len(state.trials), "trial")
+    cost = f"cost of {trials}: {total:,.0f} GPU-seconds, of which {startup:,.0f} for starting them"
     checks = sum(trial.compares_losses for trial in state.trials)
     if not checks:
         return cost

@@ -24,6 +24,9 @@ MAX_LISTED = 6
 NUMBER = re.compile(r"(?<![\w=-])\d+(?:[.,]\d+)*")
 """A number, but not that of a name such as ZeRO-2 or zero_stage=2."""
 
+DETAILS = re.compile(r" \([^)]*\)")
+"""An explanation in parentheses."""
+
 BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
 RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured memory. predicted: before the trials. steps: of each trial."
 ORDER_LEGEND = " Repeated ones come first: the best of many single trials may only be lucky."

@@ -59,7 +59,7 @@ def test_an_interrupted_search_is_resumed(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=START_S)
     assert (process.returncode, stdout) == (130, ""), stderr
-    assert f"which are kept; to continue: distexp resume {folder}" in stderr
+    assert f"interrupted after 1 trial. They are kept. To continue: distexp resume {folder}" in stderr
     first = (folder / "0" / "record.json").stat().st_mtime
     done = run_distexp("resume", str(folder), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -179,7 +179,7 @@ def test_an_interrupted_search_repeats_no_trial(tmp_path: Path, capsys: pytest.C
     first, second = FakeLauncher(interrupt_after=3), FakeLauncher()
     with pytest.raises(KeyboardInterrupt):
         run_search(tmp_path, first, *FEW)
-    assert "interrupted after 3 trials, which are kept; to continue: distexp resume" in capsys.readouterr().err
+    assert "interrupted after 3 trials. They are kept. To continue: distexp resume" in capsys.readouterr().err
     assert document(tmp_path)["finished"] is False
     run_search(tmp_path, second, *FEW)
     assert len(first.ran) == 3

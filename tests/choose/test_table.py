@@ -45,11 +45,17 @@ def test_reasons_with_different_names_are_counted_apart() -> None:
 
 def test_many_candidates_without_a_trial_are_counted_by_reason() -> None:
     ratios = [pruned(size, f"not tried: its forecast is 1.{size} times worse than the best") for size in range(1, 5)]
-    others = [pruned(5, "invalid: no multiple"), *(pruned(size, "not tried: 240 GPU-seconds") for size in (6, 7))]
+    others = [
+        pruned(5, "invalid: no multiple"),
+        *(
+            pruned(size, "not tried: the budget of 240 GPU-seconds (of which 10 for the check) is used up")
+            for size in (6, 7)
+        ),
+    ]
     lines = printed([*others, *ratios]).splitlines()
     assert [line.split() for line in lines[-4:]] == [
         ["Not", "tried:", "7", "configurations"],
         ["4", *["its", "forecast", "is", "N", "times", "worse", "than", "the", "best"]],
-        ["2", "240", "GPU-seconds"],
+        ["2", *["the", "budget", "of", "240", "GPU-seconds", "is", "used", "up"]],
         ["1", "invalid"],
     ]
