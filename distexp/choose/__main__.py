@@ -19,7 +19,7 @@ the winner are compared with those of strategy=single.
   choose.budget_min=20            time for the trials (default: 10 minutes)
   choose.gpus=1,2                 numbers of workers to try
   choose.space=strategy           vary only these keys ...
-  choose.space='["sharding=full_shard,no_shard"]'     ... or set their values
+  choose.space=sharding=full_shard,no_shard           ... or set their values
   choose.dry_run=true             print what would be tried and its cost
   hydra.sweep.dir=DIR             directory of the trials
   --json                          print JSON for programs
@@ -50,10 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_brackets(argument: str) -> str:
-    """Return ``choose.gpus=[1,2]`` for ``choose.gpus=1,2``; any other argument as it is."""
+    """Return ``choose.gpus=[1,2]`` for ``choose.gpus=1,2``; any other argument as it is.
+
+    An entry with values is one: ``choose.space=["strategy=ddp,fsdp"]`` for ``choose.space=strategy=ddp,fsdp``.
+    """
     key, _, value = argument.partition("=")
-    is_open = key in LISTS and value and value[0] not in "[\"'" and "=" not in value
-    return f"{key}=[{value}]" if is_open else argument
+    if key not in LISTS or not value or value[0] in "[\"'":
+        return argument
+    name, _, values = value.partition("=")
+    if not values:
+        return f"{key}=[{value}]"
+    is_one_entry = "," not in name and not set("=\"'") & set(values)
+    return f'{key}=["{value}"]' if is_one_entry else argument
 
 
 if __name__ == "__main__":

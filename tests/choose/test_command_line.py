@@ -35,7 +35,14 @@ def test_help_describes_the_options(tmp_path: Path) -> None:
 def test_several_values_need_no_brackets() -> None:
     assert with_brackets("choose.gpus=1,2") == "choose.gpus=[1,2]"
     assert with_brackets("choose.space=strategy,kernels") == "choose.space=[strategy,kernels]"
-    for kept in ("choose.gpus=[1,2]", "choose.space=['strategy=ddp,fsdp']", "strategy=ddp,fsdp", "choose.gpus="):
+    assert with_brackets("choose.space=strategy=ddp,fsdp") == 'choose.space=["strategy=ddp,fsdp"]'
+    for kept in (
+        "choose.space=strategy=ddp,kernels=fast",
+        "choose.gpus=[1,2]",
+        "choose.space=['strategy=ddp,fsdp']",
+        "strategy=ddp,fsdp",
+        "choose.gpus=",
+    ):
         assert with_brackets(kept) == kept
 
 
