@@ -29,7 +29,7 @@ from distexp.choose.repeats import candidates_to_repeat
 from distexp.choose.search_result import PlannedTrial, Rung, SearchResult, TryAll
 from distexp.choose.search_rules import DEFAULT_RULES, SearchRules
 from distexp.choose.trial_budget import affordable_trials
-from distexp.choose.trial_outcome import add_trial
+from distexp.choose.trial_outcome import add_trial, prune_unmeasured
 from distexp.choose.untried import prune_untried
 
 FINALISTS = "finalists"
@@ -189,6 +189,7 @@ class _Search:
         trials = self.try_all(affordable)
         for started, trial in zip(affordable, trials, strict=True):
             add_trial(started.candidate, trial, self.families[started.candidate.family], self.objective)
+        prune_unmeasured(self.candidates, self.objective)
         self.rungs.append(Rung(name, tuple(affordable), sum(trial.gpu_seconds for trial in trials)))
 
 

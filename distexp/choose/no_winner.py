@@ -14,7 +14,9 @@ def describe_no_winner(candidates: Sequence[Candidate]) -> str:
     failed = [candidate for candidate in candidates if candidate.status is Status.FAILED]
     if failed:
         reasons = list(dict.fromkeys(candidate.reason for candidate in failed))
-        text = f"none of the {len(failed)} trials completed: {reasons[0]}"
+        has_completed = any(candidate.completed for candidate in failed)
+        failure = "no candidate has a result" if has_completed else "no trial completed"
+        text = f"{failure}: {reasons[0]}"
         ran_out = [
             candidate for candidate in failed if any(trial.status in OUT_OF_MEMORY for trial in candidate.trials)
         ]

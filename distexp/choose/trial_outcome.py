@@ -42,6 +42,15 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
     _prune_failing_family(candidate.reason, family)
 
 
+def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> None:
+    """Prune all candidates that wait if trials have completed and none has a score, because others will not either."""
+    if any(candidate.score(objective) is not None for candidate in candidates):
+        return
+    if any(candidate.completed for candidate in candidates):
+        for waiting in (candidate for candidate in candidates if candidate.status is Status.WAITING):
+            waiting.prune(UNMEASURED[objective])
+
+
 def _prune_larger(candidate: Candidate, family: Sequence[Candidate]) -> None:
     """Prune the members with a larger micro-batch than that of a candidate that ran out of memory."""
     size = candidate.micro_batch

@@ -268,7 +268,7 @@ def test_if_every_trial_fails_for_another_reason_no_other_memory_is_proposed() -
     predicted = Predicted(required_mib=9_000.0, most_mib=9_500.0, gpu_memory_mib=24_000.0)
     candidate = Candidate(("a=1",), ("a=1",), 1, predicted=predicted)
     found = search([candidate], lambda batch: [Trial(5, "failed", error="no compiler")], Objective.THROUGHPUT)
-    assert found.statement == "none of the 1 trials completed: no compiler"
+    assert found.statement == "no trial completed: no compiler"
 
 
 def test_a_candidate_that_is_not_certain_to_fit_is_tried_after_the_others() -> None:

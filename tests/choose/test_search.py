@@ -216,6 +216,17 @@ def test_a_dry_run_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {candidate["status"] for candidate in found["candidates"]} == {"waiting"}
 
 
+def test_a_machine_that_does_not_measure_the_objective_ends_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher = FakeLauncher()
+    with pytest.raises(SweepFailedError):
+        run_search(tmp_path, launcher, *FEW, "choose.objective=energy")
+    assert len(launcher.ran) == 2, "one of each strategy, and no other micro-batch"
+    out = capsys.readouterr().out
+    assert "no candidate has a result: the run measured no energy: use choose.objective=throughput" in out
+
+
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SweepFailedError):
         run_search(tmp_path, FakeLauncher(), *FEW, "cluster.device=cpu", "plan.host_memory_gb=2")
