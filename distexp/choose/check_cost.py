@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from operator import itemgetter
 
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.loss_check import dropout_overrides, references_of
@@ -41,6 +42,8 @@ def check_gpu_seconds(candidates: Sequence[Candidate], singles: Sequence[Candida
 
 def _likely_winner(candidates: Sequence[Candidate], objective: Objective) -> Candidate | None:
     """Return the best candidate so far; before the first trial the best forecast one."""
+    if tried := by_score(candidates, objective):
+        return tried[0]
     waiting = [each for each in candidates if each.status is Status.WAITING and each.config is not None]
-    by_forecast = sorted(waiting, key=lambda each: each.forecast(objective) or inf)
-    return next(iter((*by_score(candidates, objective), *by_forecast)), None)
+    forecasts = [(each.forecast(objective) or inf, each) for each in waiting]
+    return min(forecasts, key=itemgetter(0), default=(inf, None))[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from distexp.choose.candidate import Candidate, Status
 from distexp.config import Config
@@ -33,7 +34,7 @@ class FamilyMemory:
     _verdicts: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.members = sorted(self.candidates, key=micro_batch_of)
+        self.members = sorted(self.candidates, key=attrgetter("micro_batch"))
         self.memory_mib = memory_to_fit_mib(self.config)
 
     @property
@@ -171,11 +172,6 @@ class FamilyMemory:
         if nearest is member:
             return text
         return f"micro-batch {nearest.micro_batch} {text}, and too little of its memory depends on the size"
-
-
-def micro_batch_of(member: Candidate) -> int:
-    """Return the micro-batch, by which the members of a family are sorted."""
-    return member.micro_batch
 
 
 def _sum_of_parts(estimate: Estimate, *parts: str) -> float:

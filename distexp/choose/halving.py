@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 
 from distexp.choose.axis_keys import STAGE
 from distexp.choose.candidate import Candidate, Objective, Status
@@ -103,7 +104,7 @@ class _Search:
         for candidate in self.candidates:
             self.families.setdefault(candidate.family, []).append(candidate)
         for members in self.families.values():
-            members.sort(key=lambda each: each.micro_batch)
+            members.sort(key=attrgetter("micro_batch"))
 
     # Families
 
@@ -136,7 +137,7 @@ class _Search:
             return None
         waiting = [member for member in members if member.status is Status.WAITING]
         # Of two with the same forecast, the larger micro-batch launches fewer kernels.
-        return min(waiting, key=lambda each: (*self._order(each), -each.micro_batch), default=None)
+        return min(reversed(waiting), key=self._order, default=None)
 
     def _order(self, candidate: Candidate) -> tuple[bool, float]:
         """Return a key that is smaller for a candidate to try earlier."""
@@ -168,7 +169,8 @@ class _Search:
             batch = candidates_to_repeat(self.candidates, self.objective, self.rules)
             if not batch or self.stopped:
                 return
-            batch.sort(key=lambda each: each is not last)
+            if batch[-1] is last:
+                batch.reverse()
             self._run(FINALISTS, batch, steps)
             last = batch[-1]
 
@@ -185,7 +187,7 @@ class _Search:
         if not affordable:
             return
         if name != FINALISTS:  # Their order alternates. The others run so that few of them need another start-up.
-            affordable.sort(key=lambda each: _shared_start(each.candidate))
+            affordable.sort(key=_shared_start)
         trials = self.try_all(affordable)
         for started, trial in zip(affordable, trials, strict=True):
             add_trial(started.candidate, trial, self.families[started.candidate.family], self.objective)
@@ -193,6 +195,7 @@ class _Search:
         self.rungs.append(Rung(name, tuple(affordable), sum(trial.gpu_seconds for trial in trials)))
 
 
-def _shared_start(candidate: Candidate) -> tuple[int, bool]:
+def _shared_start(planned: PlannedTrial) -> tuple[int, bool]:
     """Return the key by which trials are sorted that can share a start-up: the workers, and whether it is DeepSpeed."""
+    candidate = planned.candidate
     return candidate.workers, any(text.startswith((f"{STAGE}=", "strategy=deepspeed")) for text in candidate.family)

@@ -126,7 +126,10 @@ def references_of(
     own = run_id(winner.config)
     runnable = [candidate for candidate in candidates if candidate.config is not None and _can_run(candidate)]
     others = [candidate for candidate in (*runnable, *singles) if candidate.config and run_id(candidate.config) != own]
-    yield from sorted(others, key=lambda each: (_simplicity(each), not each.completed))
+    # Of two that are equally simple, one with a trial needs no other.
+    with_trials = [candidate for candidate in others if candidate.completed]
+    without = [candidate for candidate in others if not candidate.completed]
+    yield from sorted([*with_trials, *without], key=_simplicity)
 
 
 def dropout_overrides(config: Config) -> tuple[str, ...]:

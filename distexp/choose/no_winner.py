@@ -37,7 +37,12 @@ def nearest_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
         for candidate in candidates
         if candidate.predicted is not None and candidate.predicted.required_mib is not None
     ]
-    return min(known, key=lambda each: (each.predicted and each.predicted.required_mib) or 0.0, default=None)
+    return min(known, key=_required_mib, default=None)
+
+
+def _required_mib(candidate: Candidate) -> float:
+    assert candidate.predicted is not None, "the caller chose predicted ones"
+    return candidate.predicted.required_mib or 0.0
 
 
 def describe_nearest(candidate: Candidate) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from operator import attrgetter
 
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.runs.noise import Deviation
@@ -17,7 +18,8 @@ def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Cand
         for candidate in candidates
         if candidate.status is Status.TRIED and candidate.score(objective) is not None
     ]
-    return sorted(tried, key=lambda each: (each.score(objective) or 0.0, each.score(Objective.THROUGHPUT) or 0.0))
+    tried.sort(key=lambda candidate: candidate.score(Objective.THROUGHPUT) or 0.0)
+    return sorted(tried, key=lambda candidate: candidate.score(objective) or 0.0)
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
@@ -26,7 +28,7 @@ def ranked(candidates: Iterable[Candidate], objective: Objective) -> list[Candid
     A search repeats only the best candidates, with longer trials. The others have one short trial, and the best of
     many short trials was often only lucky.
     """
-    return sorted(by_score(candidates, objective), key=lambda each: -each.longest_steps)
+    return sorted(by_score(candidates, objective), key=attrgetter("longest_steps"), reverse=True)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp, sqrt
+from operator import itemgetter
 
 from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.ranking import by_score, squared_deviations
@@ -22,7 +23,7 @@ def candidates_to_repeat(candidates: Sequence[Candidate], objective: Objective, 
     best, others = tried[0], tried[1:]
     noise = _deviation_of_a_step(candidates, objective, rules)
     rivals = [(_possible_gain(best, other, objective, noise), other) for other in others]
-    gain, rival = max(rivals, key=lambda each: each[0], default=(0.0, best))
+    gain, rival = max(rivals, key=itemgetter(0), default=(0.0, best))
     if gain <= rules.negligible:
         return [] if len(best.completed) > 1 else [best]
     steps = _steps(best), _steps(rival)

@@ -34,7 +34,7 @@ def slow_part(profile: StepProfile) -> SlowPart:
     if not others:
         return SlowPart(LOCAL_PARTS[0], 0.0)
     excess = {name: slowest.time_ms(name) - _mean([rank.time_ms(name) for rank in others]) for name in LOCAL_PARTS}
-    name = max(excess, key=lambda each: excess[each])
+    name = max(excess, key=excess.__getitem__)
     return SlowPart(name, excess[name])
 
 

@@ -110,11 +110,16 @@ def _widen(forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:
 def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | None:
     """Return the fewest workers of all rows, and of the profiled run if its batch is as theirs."""
     comparable = [forecast for forecast in own if all(_same_batch(forecast, row) for row in rows)]
-    first = min([*rows, *comparable], key=lambda each: (each.target.workers, each.target.nodes), default=None)
+    first = min([*rows, *comparable], key=_by_size, default=None)
     if first is None:
         return None
     target = first.target
     return Baseline((target.nodes, target.workers_per_node), target.samples_per_step / first.step_time_s)
+
+
+def _by_size(forecast: Forecast) -> tuple[int, int]:
+    """Return the key by which forecasts are sorted: the workers, then the nodes."""
+    return forecast.target.workers, forecast.target.nodes
 
 
 def _same_batch(one: Forecast, other: Forecast) -> bool:

@@ -105,7 +105,7 @@ class SizeRow:
     def largest_loss(self) -> tuple[str, float] | None:
         """Return the largest part of the step besides the computation, with its fraction; None if it is tiny."""
         losses = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != COMPUTE}
-        name = max(losses, key=lambda each: losses[each], default="")
+        name = max(losses, key=losses.__getitem__, default="")
         share = self.share(name) or 0.0
         return (name, share) if share >= MIN_NAMED_LOSS else None
 

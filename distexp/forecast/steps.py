@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 from distexp.forecast.calibration import Calibration, calibrate
@@ -71,7 +72,7 @@ class Forecaster:
         times = [self._duration(item, target) for item in items]
         step = simulate(items, [seconds for seconds, _ in times], on_gpu=self.run.model.on_gpu, scales=scales)
         known = [(seconds, item) for (seconds, _), item in zip(times, items, strict=True) if seconds > 0]
-        _, longest = max(known, key=lambda each: each[0], default=(0.0, None))
+        _, longest = max(known, key=itemgetter(0), default=(0.0, None))
         return SimulatedTarget(step, frozenset(source for seconds, source in times if seconds > 0), _name(longest))
 
     def items(self, target: Target) -> tuple[Item, ...]:

@@ -62,7 +62,12 @@ def _impossible(rows: Sequence[SizeRow]) -> str:
 
 def _largest(rows: Sequence[SizeRow]) -> SizeRow | None:
     """Return the forecast of the most workers; None without a forecast."""
-    return max((row for row in rows if row.forecast), key=lambda each: (each.workers, each.size[0]), default=None)
+    return max((row for row in rows if row.forecast), key=_by_size, default=None)
+
+
+def _by_size(row: SizeRow) -> tuple[int, int]:
+    """Return the key by which sizes are sorted: the workers, then the nodes."""
+    return row.workers, row.size[0]
 
 
 def _limit(row: SizeRow) -> str:
