@@ -16,6 +16,7 @@ from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner, parallel_processes
 from distexp.plan.verdict import (
     DOES_NOT_FIT,
+    LARGER_MACHINE,
     TOO_CLOSE,
     available_mib,
     describe_verdict,
@@ -31,8 +32,6 @@ CHECK, WARN = "check", "warn"
 UNKNOWN_GPU = "the memory of its GPU is unknown: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80"
 UNKNOWN_HOST = "the memory of its node is unknown: set cluster.memory_gb or plan.host_memory_gb"
 BEFORE_START = " before the first run starts (plan=off: start at once)"
-UNKNOWN_CHANGE = "use more GPUs, or GPUs with more memory"
-UNKNOWN_CPU_CHANGE = "use fewer workers, or a machine with more memory"
 MAX_SEARCHED_CELLS = 4
 """If more cells do not fit, no changes are predicted. Each search takes as long as several predictions."""
 
@@ -147,12 +146,12 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
         start: Time at which the first search of the command started.
     """
     assert cell.predicted is not None
-    unknown = UNKNOWN_CHANGE if cell.predicted.host_memory_mib is None else UNKNOWN_CPU_CHANGE
+    larger = LARGER_MACHINE[_config(cell).cluster.device]
     if cell.predicted.required_mib is None:  # Its variants cannot be traced either.
-        return unknown
+        return larger
     prediction_s, limit_s = cell.predicted.seconds or 0.0, _config(cell).plan.search_timeout_s
     if prediction_s > min(SLOW_S, inf if limit_s is None else limit_s):
-        return f"a prediction takes {prediction_s:.0f} s, so no changes are predicted: {unknown}"
+        return f"a prediction takes {prediction_s:.0f} s, so no changes are predicted: {larger}"
 
     def has_time() -> bool:
         return limit_s is None or monotonic() + prediction_s <= start + limit_s
@@ -163,8 +162,8 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
     if left_out:
         return (
             f"no change found within plan.search_timeout_s={limit_s:g}, and {left_out} were not predicted: "
-            f"distexp plan predicts all, or {unknown}"
+            f"distexp plan predicts all, or {larger}"
         )
     if best is None:
-        return unknown
+        return larger
     return f"use {' '.join(best.overrides)} (needs {format_memory(best.estimate.needed_mib or 0.0)})"

@@ -118,7 +118,7 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     if predicted.verdict != FITS:
         with show_search():
             changes = search.changes(largest)
-        for line in change_lines(changes, search.memory_mib):
+        for line in change_lines(changes, search.memory_mib, config.cluster.device):
             _print(console, line)
 
 

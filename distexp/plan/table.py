@@ -11,7 +11,7 @@ from distexp.config import Config
 from distexp.plan.cells import PlannedCell, smallest_change
 from distexp.plan.micro_batches import LargestMicroBatch
 from distexp.plan.search import Change
-from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, describe_verdict, predict
+from distexp.plan.verdict import DOES_NOT_FIT, FITS, LARGER_MACHINE, TOO_CLOSE, describe_verdict, predict
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.command_text import format_override
 from distexp.runs.listing import join_first
@@ -156,13 +156,19 @@ def micro_batch_line(largest: LargestMicroBatch) -> str:
     return f"largest micro-batch that fits: {size}" + (f" ({largest.invalid})" if largest.invalid else "")
 
 
-def change_lines(changes: Sequence[Change], memory_mib: float) -> Iterator[str]:
-    """Yield the smallest change that makes a training fit, and all changes with what they need."""
+def change_lines(changes: Sequence[Change], memory_mib: float, device: str) -> Iterator[str]:
+    """Yield the smallest change that makes a training fit, and all changes with what they need.
+
+    Args:
+        changes: The changes, the smallest one first.
+        memory_mib: Memory of the GPU, or of the node for a run on CPUs.
+        device: cuda or cpu.
+    """
     best, found = smallest_change(changes, memory_mib), [predict(change.estimate, memory_mib) for change in changes]
     if best is not None:
         yield f"smallest change that makes it fit: {' '.join(best.overrides)}"
     else:
         makes = "is certain to make" if any(predicted.verdict == TOO_CLOSE for predicted in found) else "makes"
-        yield f"no change {makes} it fit: use more GPUs, or a GPU with more memory"
+        yield f"no change {makes} it fit: {LARGER_MACHINE[device]}"
     for change, predicted in zip(changes, found, strict=True):
         yield f"  {' '.join(change.overrides)}: needs {_memory(predicted.required_mib)}, {describe_verdict(predicted)}"

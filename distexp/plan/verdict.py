@@ -13,6 +13,12 @@ from distexp.system.units import MIB, MIB_PER_GB, format_memory
 
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too_close", "does_not_fit"
 
+LARGER_MACHINE = {
+    "cuda": "use more GPUs, or GPUs with more memory",
+    "cpu": "use fewer workers, or a machine with more memory",
+}
+"""What to do if no other configuration fits, by device."""
+
 
 def memory_to_fit_mib(config: Config) -> float | None:
     """Return the memory to plan for; None if it is unknown: that of the GPU, or for a run on CPUs that of a node.

@@ -285,6 +285,11 @@ def test_changes_that_may_fit_are_not_ruled_out(capsys: pytest.CaptureFixture[st
     assert "\nno change is certain to make it fit: use more GPUs" in text
 
 
+def test_if_nothing_fits_on_cpus_no_gpus_are_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, ("strategy=single", "cluster.device=cpu", "plan.host_memory_gb=1"))
+    assert "\nno change makes it fit: use fewer workers, or a machine with more memory\n" in text
+
+
 def test_the_number_that_decides_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     """A step may need more than its peak: 70 GB and 74.5 GB, of 72 GB."""
 
