@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,17 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parse(arguments)
     kinds = [kind for kind in (GPU, CPU) if kind != options.excluded]
-    traces: dict[Path, MemoryTrace] = {}
-    for path in options.files:
+    labels, traces = _labels(options.files), dict[str, MemoryTrace]()
+    for path, label in labels.items():
         trace = _read(path, kinds)
         if trace is not None:
-            traces[path] = trace
+            traces[label] = trace
     sections = [_gpu_lines(traces)] if GPU in kinds else []
     sections += [_cpu_lines(traces)] if CPU in kinds else []
     if not traces:
         return NONE_READ
     print("\n\n".join("\n".join(lines) for lines in sections if lines))
-    return ALL_READ if len(traces) == len(options.files) else SOME_READ
+    return ALL_READ if len(traces) == len(labels) else SOME_READ
+
+
+def _labels(files: Sequence[Path]) -> dict[Path, str]:
+    """Return the name of each log in the summary: that of its file, or its path if several have that name."""
+    counts = Counter(path.stem for path in dict.fromkeys(files))
+    return {path: path.stem if counts[path.stem] == 1 else str(path.with_suffix("")) for path in files}
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -63,34 +70,34 @@ def _read(path: Path, kinds: Sequence[str]) -> MemoryTrace | None:
     try:
         trace = read_memory_log(path)
     except OSError as error:
-        print(f"{path} cannot be read ({error.strerror}): {EXPECTED}", file=sys.stderr)
+        print(f"distexp: {path} cannot be read ({error.strerror}): {EXPECTED}", file=sys.stderr)
         return None
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"distexp: {error}", file=sys.stderr)
         return None
     for note in trace.notes:
         print(note, file=sys.stderr)
     if not any(sample.kind in kinds and sample.used_mib is not None for sample in trace.samples):
-        print(f"{path} has no samples of {' or '.join(kinds)} memory", file=sys.stderr)
+        print(f"distexp: {path} has no samples of {' or '.join(kinds)} memory", file=sys.stderr)
         return None
     return trace
 
 
-def _gpu_lines(traces: Mapping[Path, MemoryTrace]) -> list[str]:
+def _gpu_lines(traces: Mapping[str, MemoryTrace]) -> list[str]:
     lines = []
-    for path, trace in traces.items():
+    for label, trace in traces.items():
         for index in sorted({sample.index for sample in trace.samples if sample.kind == GPU}):
             found = _statistics(trace.samples, GPU, index)
             if found is not None:
                 lines.append(
-                    f"[{path.stem} - GPU {index}] Peak = {found.peak:.0f} MiB, "
+                    f"[{label} - GPU {index}] Peak = {found.peak:.0f} MiB, "
                     f"Avg = {found.average:.2f} MiB, Mode = {_modes(found)} MiB"
                 )
     return ["GPU Memory Usage", *lines] if lines else []
 
 
-def _cpu_lines(traces: Mapping[Path, MemoryTrace]) -> list[str]:
-    found = {path.stem: _statistics(trace.samples, CPU, 0) for path, trace in traces.items()}
+def _cpu_lines(traces: Mapping[str, MemoryTrace]) -> list[str]:
+    found = {label: _statistics(trace.samples, CPU, 0) for label, trace in traces.items()}
     blocks = {name: statistics for name, statistics in found.items() if statistics is not None}
     lines = []
     for name, statistics in blocks.items():

@@ -72,6 +72,17 @@ def test_several_cpu_logs_have_headings(cpu_log: Path, tmp_path: Path, capsys: p
     assert (lines[1], lines[5]) == ("[cpu_memory_log]", "[other]")
 
 
+def test_logs_of_several_runs_with_one_name_have_their_paths(
+    cpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "1" / cpu_log.name
+    other.parent.mkdir()
+    other.write_text(cpu_log.read_text())
+    assert main([str(cpu_log), str(other), str(other)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[1], lines[5]) == (f"[{cpu_log.with_suffix('')}]", f"[{other.with_suffix('')}]")
+
+
 def test_unreadable_files_are_reported_and_others_printed(
     gpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
