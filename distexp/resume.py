@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hydra.errors import HydraException
 
+from distexp.cli.arguments import OUTPUT_DIRS
 from distexp.cli.command_keys import ignored_keys
 from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_stored_command(sweep_dir / COMMAND, original, new)
             check_working_directory(sweep_dir / COMMAND, directory)
             check_files(sweep_dir)
+        _check_directory_unchanged(new)
         merged = merge(original, new)
     except (ConfigError, HydraException) as error:
         for message in explain(error):
@@ -78,6 +80,21 @@ def read_command(sweep_dir: Path) -> tuple[list[str], str]:
     if not isinstance(words, list) or not all(isinstance(text, str) for text in [*words, directory]):
         raise ConfigError(damaged_message(path, "the arguments are not texts"))
     return words, directory
+
+
+def _check_directory_unchanged(new: Sequence[str]) -> None:
+    """Check that no new override names another directory, in which nothing could be resumed.
+
+    Raises:
+        ConfigError: with an error for each one that does.
+    """
+    errors = [
+        f"{argument} has no effect in distexp resume, which continues in DIR: leave it out"
+        for argument in new
+        if _key(argument) in OUTPUT_DIRS
+    ]
+    if errors:
+        raise ConfigError(errors)
 
 
 def damaged_message(path: Path, reason: object) -> str:

@@ -143,6 +143,15 @@ def test_a_new_override_replaces_the_original_one() -> None:
     assert merge(arguments, new) == ["--multirun", *new]
 
 
+def test_another_directory_cannot_be_resumed_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_command(tmp_path, *SMALL)
+    remember_file(tmp_path / "command.json")
+    assert cli(["resume", str(tmp_path), "hydra.sweep.dir=other"]) == 2
+    assert capsys.readouterr().err == (
+        "distexp: hydra.sweep.dir=other has no effect in distexp resume, which continues in DIR: leave it out\n"
+    )
+
+
 def test_a_stored_key_of_another_command_does_not_prevent_a_resume() -> None:
     """Earlier versions ignored such keys. A search needs them."""
     ignored = ["train.seed=1", "choose.budget_min=5", "forecast.memory='off'"]
