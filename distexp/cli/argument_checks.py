@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -44,6 +45,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
             f"unexpected space in '{' '.join(parts)}': write {suggest_fix(parts)}"
             for parts in split_overrides(known.overrides)
         ]
+    if not errors:
+        errors = [_explain_position(name, arguments) for name in known.overrides if name in COMMANDS]
     if not errors and known.overrides and arguments[0] == known.overrides[0] and not is_override(arguments[0]):
         errors.append(_explain_command(arguments[0]))
     errors = errors or list(short_key_errors(known.overrides))
@@ -106,6 +109,12 @@ def _without_unknown_section(key: str, keys: set[str]) -> str:
 
 def _raise_error(message: str) -> NoReturn:
     raise ConfigError(f"{message}: see distexp --help")
+
+
+def _explain_position(command: str, arguments: Sequence[str]) -> str:
+    """Return the error for a command that is not the first argument, as in ``distexp strategy=ddp plan``."""
+    rest = [argument for argument in arguments if argument != command]
+    return f"{command} is a command, which must come first: type {shlex.join(['distexp', command, *rest])}"
 
 
 def _explain_command(argument: str) -> str:

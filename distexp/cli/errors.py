@@ -7,6 +7,7 @@ import re
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from yaml import MarkedYAMLError, YAMLError
 
 from distexp.cli.durations import explain_duration
 from distexp.cli.option_errors import explain_option
@@ -14,7 +15,7 @@ from distexp.cli.overrides import home_message, parse
 from distexp.cli.suggestions import suggest_key
 from distexp.config import ConfigError
 from distexp.config.key_info import describe_values, known_keys
-from distexp.config.paths import options_of
+from distexp.config.paths import config_groups, options_of
 from distexp.runs.full_disk import FULL, NOT_WRITABLE
 
 NEEDS_QUOTES = frozenset("~()&;")
@@ -43,6 +44,8 @@ def explain(error: Exception) -> list[str]:
         return error.errors
     if isinstance(error, MissingConfigException):
         return [_explain_missing_option(error)]
+    if isinstance(error, YAMLError):
+        return [_explain_yaml(error)]
     if isinstance(error, OverrideParseException):
         return [_explain_syntax(str(error.override), _first_line(error))]
     return [_explain_value(error)]
@@ -64,21 +67,35 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
+def _explain_yaml(error: YAMLError) -> str:
+    """Return the message for a file that cannot be parsed, with its path and the line."""
+    mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+    if mark is None:
+        return f"a configuration file is not valid YAML: {_first_line(error)}"
+    return f"{mark.name} is not valid YAML in line {mark.line + 1}: {error.problem}"
+
+
 def _explain_value(error: Exception) -> str:
     text = _first_line(error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     if not isinstance(cause, OmegaConfBaseException):
         return text
     key = str(cause.full_key or "").partition("[")[0]
+    file = IN_FILE.match(text)
+    origin = f"{file[1]}.yaml: " if file else ""
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key in config_groups():
+        return (
+            f"{origin}{key} is a group and not a section: write '# @package _global_' into the first line of the file"
+        )
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
-        return f"{key} is not a key{suggest_key(key, known_keys()) or ': --cfg job prints all keys'}"
+        return f"{origin}{key} is not a key{suggest_key(key, known_keys()) or ': --cfg job prints all keys'}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
     if accepted is not None:
         given = text.removeprefix("Error merging override ").lstrip("+")
-        if file := IN_FILE.match(text):
-            given = f"{file[1]}.yaml: {key}={cause.value}"
+        if file:
+            given = f"{origin}{key}={cause.value}"
         return f"{given} must be {accepted}{_explain_other_unit(key, str(cause.value))}"
-    return text if cause is error else f"{text.rstrip('.')}: {_first_line(cause)}"
+    return text if cause is error else f"{text.rstrip('.:')}: {_first_line(cause)}"
 
 
 def _explain_other_unit(key: str, value: str) -> str:

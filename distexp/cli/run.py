@@ -15,6 +15,7 @@ import hydra
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from distexp.cli.arguments import normalize_arguments
 from distexp.cli.errors import explain, explain_os_error
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ[TRACE_VARIABLE] = "1"  # Hydra then raises its errors instead of printing them
     try:
         return _run_hydra(arguments)
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+    except (ConfigError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if wants_trace:
             raise
         for message in explain(error):

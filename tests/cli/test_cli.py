@@ -79,6 +79,8 @@ WRONG = {  # command lines, with a part of their message
     "deepspeed/zero_stages": "neither a command nor KEY=VALUE: write experiment=deepspeed/zero_stages\n",
     "foo": "distexp: foo is neither a command nor KEY=VALUE: see distexp --help\n",
     "statsu DIR": "distexp: statsu is neither a command nor KEY=VALUE. Did you mean status?\n",
+    "strategy=ddp plan -m": "plan is a command, which must come first: type distexp plan strategy=ddp -m\n",
+    "run status": "status is a command, which must come first: type distexp status\n",
     "strategy=ddp foo": "foo is not KEY=VALUE: write for example strategy=fsdp",
     "--strategy fsdp": "distexp: --strategy is not an option: write strategy=fsdp\n",
     "--strategy=fsdp --multirun": "distexp: --strategy is not an option: write strategy=fsdp\n",
@@ -219,6 +221,28 @@ def test_wrong_command_line_prints_one_message(line: str, tmp_path: Path) -> Non
     assert WRONG[line] in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == [], "something was left behind"
+
+
+FILES = {  # presets, with the message about each
+    "train: [\n": "mine.yaml is not valid YAML in line 2: expected the node content",
+    "# @package _global_\ntrain: {sed: 1}\n": "distexp: experiment/mine.yaml: train.sed is not a key. Did you mean",
+    "train: {seed: 1}\n": "distexp: experiment/mine.yaml: experiment is a group and not a section: write '# @packa",
+}
+
+
+@pytest.mark.parametrize("content", FILES)
+def test_an_error_in_a_preset_names_the_file(content: str, tmp_path: Path) -> None:
+    preset = tmp_path / "experiment" / "mine.yaml"
+    preset.parent.mkdir()
+    preset.write_text(content)
+    done = run_forked("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert FILES[content] in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_help_of_hydra_is_printed(tmp_path: Path) -> None:
+    assert "== Flags ==" in run_forked("--hydra-help", cwd=tmp_path).stdout
 
 
 def test_a_key_of_another_command_is_accepted_with_its_default() -> None:

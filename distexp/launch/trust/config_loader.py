@@ -52,7 +52,8 @@ class CheckedConfigLoader(ConfigLoaderImpl):
             ConfigError: a file contains values that could run code, or the configuration contains a secret.
         """
         composed = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
-        self.check(composed)
+        if config_name is not None:  # --hydra-help has only Hydra's own configuration.
+            self.check(composed)
         return composed
 
     def check(self, composed: DictConfig) -> None:
