@@ -94,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"distexp: {error}", file=sys.stderr)
         return 2
-    console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=PLAIN_WIDTH)
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
+    console = Console(width=width, emoji=False)
     found = read_folder(directory)
     if not found.runs:
         print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)

@@ -198,6 +198,7 @@ def _quality(record: RunRecord) -> Iterator[tuple[str, str]]:
     metrics = record.metrics
     if metrics.train_losses:
         yield "train loss", _by_epoch(map(format_loss, metrics.train_losses))
+    if metrics.eval_losses:
         yield "eval loss", _by_epoch(map(format_loss, metrics.eval_losses))
     if metrics.eval_accuracies:
         yield "eval accuracy", _by_epoch(f"{value:.1%}" for value in metrics.eval_accuracies)

@@ -134,7 +134,7 @@ class Screen:
             sweep_dir: Directory of the sweep.
             invalid: The reason of each invalid cell.
         """
-        self.console = Console()
+        self.console = Console(emoji=False)  # A path or a log may contain ``:key:``.
         self.total, self.sweep_dir = total, sweep_dir
         self.sweep = SweepProgress(total, total - len(invalid))
         self.invalid = InvalidCells(invalid)

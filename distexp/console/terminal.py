@@ -11,7 +11,7 @@ PIPED_WIDTH = 240  # characters, if the output is not a terminal
 
 def make_console() -> Console:
     """Return a console as wide as the terminal; without one, as PIPED_WIDTH."""
-    console = Console()
+    console = Console(emoji=False)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
-    return Console(width=PIPED_WIDTH)
+    return Console(width=PIPED_WIDTH, emoji=False)

@@ -42,6 +42,17 @@ def test_the_panel_has_scores_if_they_were_measured() -> None:
     assert lines["eval top-5"] == "70.0% -> 90.0%"
 
 
+def test_the_panel_has_no_line_for_a_loss_that_was_not_evaluated() -> None:
+    run = record(0)
+    run.run.duration_s = 4.0
+    run.metrics.train_losses = [2.0, 1.5]
+    lines = dict(summary_lines(run))
+    assert lines["train loss"] == "2.0000 -> 1.5000"
+    assert "eval loss" not in lines
+    run.metrics.eval_losses = [None]
+    assert dict(summary_lines(run))["eval loss"] == "nan"
+
+
 def test_the_panel_has_the_time_of_the_compilation() -> None:
     run = record(0)
     run.run.duration_s = 4.0

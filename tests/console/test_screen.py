@@ -115,6 +115,12 @@ def test_a_sweep_interrupted_after_one_run_prints_its_table_too() -> None:
     assert shown.getvalue().splitlines()[-3:-1] == ["records: /sweep", "to draw the report: distexp report /sweep"]
 
 
+def test_a_path_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = RunSpec(resolve_cell("cluster.device=cpu"), record(0).run)
+    Screen(1, tmp_path).show_start(spec, tmp_path / ":key:[0]")
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/:key:[0]\n")
+
+
 def test_a_single_run_has_no_header() -> None:
     screen, shown = plain_screen(total=1)
     screen.run_header(0, "")
