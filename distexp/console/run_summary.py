@@ -79,10 +79,14 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "slow ranks", ". ".join(map(describe_straggler, metrics.stragglers[:MAX_STRAGGLERS]))
     yield from energy_lines(metrics.energy or {})
     if metrics.train_runtime is not None:
-        yield (
-            "runtime",
-            f"{metrics.train_runtime:.1f} s training and evaluation, {record.run.duration_s:.1f} s total",
-        )
+        whole = "in the latest attempt" if _is_resumed(record) else "total"
+        duration = f"{record.run.duration_s:.1f} s {whole}"
+        yield "runtime", f"{metrics.train_runtime:.1f} s training and evaluation, {duration}"
+
+
+def _is_resumed(record: RunRecord) -> bool:
+    """Return whether the latest attempt continued an earlier one, so that the training is longer than the attempt."""
+    return bool(record.run.attempts) and record.run.attempts[-1].get("resumed_from_step") is not None
 
 
 def _error(record: RunRecord) -> Iterator[tuple[str, str]]:

@@ -42,6 +42,14 @@ def test_the_panel_has_scores_if_they_were_measured() -> None:
     assert lines["eval top-5"] == "70.0% -> 90.0%"
 
 
+def test_a_resumed_run_has_the_duration_of_its_latest_attempt() -> None:
+    run = record(0)
+    run.run.duration_s, run.metrics.train_runtime = 4.0, 3.0
+    assert dict(summary_lines(run))["runtime"] == "3.0 s training and evaluation, 4.0 s total"
+    run.run.attempts, run.metrics.train_runtime = [{"resumed_from_step": None}, {"resumed_from_step": 9}], 13.0
+    assert dict(summary_lines(run))["runtime"] == "13.0 s training and evaluation, 4.0 s in the latest attempt"
+
+
 def test_the_panel_has_no_line_for_a_loss_that_was_not_evaluated() -> None:
     run = record(0)
     run.run.duration_s = 4.0
