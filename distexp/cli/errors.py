@@ -11,14 +11,15 @@ from yaml import MarkedYAMLError, YAMLError
 
 from distexp.cli.durations import explain_duration
 from distexp.cli.option_errors import explain_option
-from distexp.cli.overrides import home_message, parse
+from distexp.cli.overrides import home_message, parse, without_plus_prefix
 from distexp.cli.suggestions import suggest_key
 from distexp.config import ConfigError
 from distexp.config.key_info import describe_values, known_keys
 from distexp.config.paths import config_groups, options_of
+from distexp.runs.copyable_command import shell_quote
 from distexp.runs.full_disk import FULL, NOT_WRITABLE
 
-NEEDS_QUOTES = frozenset("~()&;")
+NEEDS_QUOTES = frozenset("!#&();<=>^`~")
 """Characters that Hydra's grammar accepts only in quotes."""
 
 NO_DIRECTORY = frozenset({errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG})
@@ -106,6 +107,7 @@ def _explain_other_unit(key: str, value: str) -> str:
 
 
 def _explain_syntax(override: str, reason: str) -> str:
+    override = without_plus_prefix(override)
     key, equals, value = override.partition("=")
     if not equals:
         return (
@@ -117,7 +119,8 @@ def _explain_syntax(override: str, reason: str) -> str:
     if value == "~" or value.startswith("~/"):
         return home_message(key, value)
     if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
-        return f"{override} needs quotes: write \"{key}='{value}'\""
+        quoted = f"{key}='{value}'"
+        return f"{override} needs quotes: write {shell_quote(quoted)}"
     if unclosed := _unclosed(value):
         return f"{override} cannot be parsed, because {unclosed} is not closed: quote it for the shell: '{key}=...'"
     return f"{override} cannot be parsed: {reason}"

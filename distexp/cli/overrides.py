@@ -25,8 +25,17 @@ def is_override(argument: str) -> bool:
 
 def add_plus_prefix(override: str) -> str:
     """Mark what adds keys to an open section as new, which Hydra requires: one key, or several as ``{...}``."""
-    adds = any(override.startswith((f"{section}.", f"{section}={{")) for section in OPEN_SECTIONS)
-    return f"++{override}" if adds else override
+    return f"++{override}" if _is_open(override) else override
+
+
+def without_plus_prefix(override: str) -> str:
+    """Return an override as the user typed it, without the mark of ``add_plus_prefix``."""
+    typed = override.removeprefix("++")
+    return typed if _is_open(typed) else override
+
+
+def _is_open(override: str) -> bool:
+    return any(override.startswith((f"{section}.", f"{section}={{")) for section in OPEN_SECTIONS)
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:

@@ -118,6 +118,8 @@ WRONG = {  # command lines, with a part of their message
     "model=hf": "model.name is required: set it to a hub id or a folder, for example model.name=bigscience/bloom-560m",
     "model.name=gpt2": "only model=hf reads model.name: write model=hf model.name=gpt2\n",
     "--multirun model=hf,gpt_tiny model.name=gpt2": "model.name=gpt2 does not choose a model",
+    "cluster.environment.A=b=c": "distexp: cluster.environment.A=b=c needs quotes: write \"cluster.environment.A='b=c",
+    "name=a`b": "distexp: name=a`b needs quotes: write 'name='\"'\"'a`b'\"'\"''\n",
     "name=condé": "name=condé needs quotes: write \"name='condé'\"\n",
     "dataset=squad dataset.train_path=~/x.json": "does not replace there: write dataset.train_path=$HOME/x.json\n",
     "hydra.run.dir=~/x": "hydra.run.dir=~/x starts with ~, which the shell does not replace there: write hydra.run.dir"
