@@ -105,7 +105,8 @@ def _key_text(key: str, spec: Field[Any]) -> str:
         lines.append(wrap(f"Values: {values}.", "  "))
     lines.append(wrap(f"Default: {describe_default(spec)}. A model or a preset can have another one.", "  "))
     reader, override = reader_of(key), f"{key}=VALUE"
-    example = f"distexp {override}" if reader is None else reader.example(key, override)
+    shrunk = "scale=tiny " if key.startswith("scale.") else ""
+    example = f"distexp {shrunk}{override}" if reader is None else reader.example(key, override)
     return "\n".join([*lines, "", f"  {example}"])
 
 

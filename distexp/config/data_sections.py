@@ -76,7 +76,7 @@ class DatasetConfig:
         id_if_changed=True,
     )  # fmt: skip
     image_size: int | None = key(None, "Height and width of an image.", unit="pixels", at_least=1)
-    num_classes: int | None = key(None, "Number of image classes of synthetic data.")
+    num_classes: int | None = key(None, "Number of image classes of synthetic data.", at_least=1)
     num_workers: int = key(0, "DataLoader processes of each worker.", at_least=0)
     cache: str | None = key(
         None, "Memory for all decoded images. They are then augmented on the device. `none`: decode each one again.",

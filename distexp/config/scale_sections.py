@@ -12,18 +12,18 @@ class ScaleConfig:
     """Upper limits that shrink a run, for example a preset on a laptop. Null means no limit."""
 
     name: str = key("full", "Name of the scale.")
-    shrink: int | None = key(None, "Divisor of the widths of a model.")
-    layers: int | None = key(None, "Layers of a model, or of each stage of a ResNet.")
-    heads: int | None = key(None, "Attention heads.")
-    vocab_size: int | None = key(None, "Rows of the embedding.")
-    max_length: int | None = key(None, "Length of a text.", unit="tokens")
-    image_size: int | None = key(None, "Height and width of an image.", unit="pixels")
-    train_size: int | None = key(None, "Training examples.")
-    eval_size: int | None = key(None, "Evaluation examples.")
-    micro_batch_size: int | None = key(None, "Samples per worker and forward pass.")
-    gradient_accumulation_steps: int | None = key(None, "Micro-batches per optimizer step.")
-    workers: int | None = key(None, "Workers on all nodes. A cell with more is invalid.")
-    workers_per_node: int = key(2, "Workers per node in the presets for several nodes.")
+    shrink: int | None = key(None, "Divisor of the widths of a model.", at_least=1)
+    layers: int | None = key(None, "Layers of a model, or of each stage of a ResNet.", at_least=1)
+    heads: int | None = key(None, "Attention heads.", at_least=1)
+    vocab_size: int | None = key(None, "Rows of the embedding.", at_least=1)
+    max_length: int | None = key(None, "Length of a text.", unit="tokens", at_least=1)
+    image_size: int | None = key(None, "Height and width of an image.", unit="pixels", at_least=1)
+    train_size: int | None = key(None, "Training examples.", at_least=1)
+    eval_size: int | None = key(None, "Evaluation examples.", at_least=1)
+    micro_batch_size: int | None = key(None, "Samples per worker and forward pass.", at_least=1)
+    gradient_accumulation_steps: int | None = key(None, "Micro-batches per optimizer step.", at_least=1)
+    workers: int | None = key(None, "Workers on all nodes. A cell with more is invalid.", at_least=1)
+    workers_per_node: int = key(2, "Workers per node in the presets for several nodes.", at_least=1)
 
 
 @dataclass

@@ -6,18 +6,24 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from distexp.config import Config, DatasetConfig, ModelConfig
+from distexp.config import Config, DatasetConfig, ModelConfig, ScaleConfig
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.config.paths import conf_dir
 
 MIN_HEAD_WIDTH = 4
 MIN_CHANNELS = 8
 
+USED_AT_FULL_SCALE = ("name", "workers", "workers_per_node")
+"""Keys of ``scale`` with an effect on runs that are not shrunk."""
+
+SAMPLE_KEYS = ("num_workers",)
+"""Keys that a generated dataset sets itself. It needs no loader processes."""
+
 
 def shrink_to_scale(config: Config) -> list[str]:
     """Apply the limits of the scale, and return an error if the model has no sizes to shrink."""
     if config.scale.name == "full":
-        return []
+        return _unused_limits(config.scale)
     errors = _shrink_model(config)
     _replace_by_sample(config)
     _shrink_texts_and_images(config)
@@ -26,6 +32,15 @@ def shrink_to_scale(config: Config) -> list[str]:
     if config.precision.name == "fp16" and config.cluster.device == "cpu":
         config.precision.name = "fp32"  # fp16 needs a GPU
     return errors
+
+
+def _unused_limits(scale: ScaleConfig) -> list[str]:
+    """Return an error for each limit that is set although nothing is shrunk."""
+    return [
+        f"scale.{key}={value} has no effect with scale={scale.name}: add scale=tiny, or leave it out"
+        for key, value in vars(scale).items()
+        if key not in USED_AT_FULL_SCALE and value is not None
+    ]
 
 
 def shrink_global_batch(config: Config) -> list[str]:
@@ -89,17 +104,15 @@ def _divide_widths(model: ModelConfig, divisor: int) -> None:
 
 
 def _replace_by_sample(config: Config) -> None:
-    """Replace a dataset that must be downloaded by its generated sample, if it has one. Keep the sizes."""
+    """Replace a dataset that must be downloaded by its generated sample, if it has one. Keep the settings."""
     sample = conf_dir() / "dataset" / f"{config.dataset.name}_sample.yaml"
     if not sample.is_file():
         return
     original = config.dataset
     typed: Any = OmegaConf.merge(OmegaConf.structured(DatasetConfig), OmegaConf.load(sample))
     config.dataset = cast(DatasetConfig, OmegaConf.to_object(typed))
-    for key in ("train_size", "eval_size", "padding"):
-        setattr(config.dataset, key, getattr(original, key))
-    for key in ("max_length", "image_size"):
-        if key in config.dataset.keys:
+    for key in config.dataset.keys:
+        if key not in SAMPLE_KEYS:
             setattr(config.dataset, key, getattr(original, key))
 
 

@@ -365,6 +365,7 @@ def test_help_is_a_command_too() -> None:
         ("profile", ("profile\n", "train.profile_steps=3", "distexp profile=VALUE")),
         ("choose.gpus", ("choose.gpus\n", "  distexp choose choose.gpus=VALUE")),
         ("plan.gpu", ("plan.gpu\n", "  distexp plan.gpu=VALUE")),
+        ("scale.layers", ("scale.layers\n", "  distexp scale=tiny scale.layers=VALUE")),
     ],
 )
 def test_help_explains_groups_options_and_keys(

@@ -65,6 +65,11 @@ def test_weak_data_keeps_samples_per_worker() -> None:
         (("scaling=weak_data", "dataset.train_size=500"), "dataset.train_size=500 conflicts with scaling=weak_data"),
         (("scaling=weak_data", "scaling.samples_per_worker=null"), "needs scaling.samples_per_worker"),
         (("scaling.samples_per_worker=3",), "leave it out, or choose scaling=weak_data"),
+        (
+            ("scale.train_size=16",),
+            "scale.train_size=16 has no effect with scale=full: add scale=tiny, or leave it out",
+        ),
+        (("scale=tiny", "scale.shrink=0"), "scale.shrink=0 must be at least 1"),
         (("scaling.name=other",), "scaling.name=other is not one of fixed, weak_data"),
         ((*GPT, "scaling=weak_model", "sharding=full_shard"), "needs model.tie_embeddings=true"),
         ((*TIED, "scaling=weak_model", "sharding=no_shard"), "strategy=fsdp with these options does not shard them"),
@@ -80,6 +85,13 @@ def test_impossible_scaling_is_an_error(overrides: tuple[str, ...], message: str
     with pytest.raises(ConfigError) as caught:
         on(4, *overrides)
     assert any(message in error for error in caught.value.errors), caught.value.errors
+
+
+def test_scale_tiny_keeps_the_settings_of_a_dataset_that_it_replaces() -> None:
+    overrides = ("dataset.packing=true", "model.attention=sdpa", "dataset.answer_tokens=2", "dataset.num_workers=4")
+    dataset = resolve_cell("dataset=squad", "scale=tiny", *overrides).dataset
+    assert (dataset.name, dataset.packing, dataset.answer_tokens) == ("squad_sample", True, 2)
+    assert (dataset.max_length, dataset.num_workers) == (64, 0)
 
 
 def test_scale_tiny_shrinks_models_and_reports_what_it_cannot() -> None:
