@@ -24,6 +24,8 @@ def local_state(run: ExistingRun) -> RunState:
         return _state_by_activity(run)
     if launcher.is_alive:
         return _state(run, "running")
+    if (run.directory / RECORD).exists():  # It is damaged, or was written since the run was read.
+        return _finished_state(run)
     reason = f"its launcher (process {launcher.pid}) ended without a record"
     return _state(run, "ending" if agent is not None and agent.is_alive else "no record", reason)
 

@@ -87,6 +87,10 @@ def test_the_launcher_decides_whether_a_run_is_running(tmp_path: Path) -> None:
     set_age(run, 0)
     found = states(tmp_path)[0]
     assert (found.state, found.reason) == ("no record", f"its launcher (process {launcher.pid}) ended without a record")
+    (run / "record.json").write_text("torn {")
+    found = states(tmp_path)[0]
+    assert found.state == "no record"
+    assert found.reason.startswith(f"{run}/record.json is not a JSON file")
 
 
 def test_another_process_with_the_same_id_is_not_the_launcher(tmp_path: Path) -> None:
