@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -34,24 +35,47 @@ def check_arguments(arguments: Sequence[str]) -> None:
     parser = get_args_parser()
     parser.error = _raise_error  # type: ignore[method-assign]
     known, unknown = parser.parse_known_intermixed_args(list(arguments))
+    overrides: list[str] = known.overrides
+    # An error may cause others of the kinds below it, so only the first kind is reported.
+    errors = (
+        _option_errors(known, unknown, arguments)
+        or _space_errors(overrides)
+        or [_explain_position(name, arguments) for name in overrides if name in COMMANDS]
+        or _first_argument_errors(overrides, arguments)
+        or list(short_key_errors(overrides))
+    )
+    if errors:
+        raise ConfigError(errors)
+
+
+def _option_errors(known: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Return an error for each option that does not exist, is not supported, or excludes another one.
+
+    Args:
+        known: What Hydra's parser has recognized.
+        unknown: The other arguments.
+        arguments: All arguments.
+    """
     errors = [_explain_option(argument, arguments) for argument in unknown if argument.startswith("-")]
     if known.experimental_rerun is not None:
         errors.append("--experimental-rerun is not supported: use distexp resume DIR")
     actions = [f"--{name}" for name in ACTIONS if getattr(known, name)]
     if len(actions) > 1:
         errors.append(f"{' and '.join(actions)} exclude each other: use one of them")
-    if not errors:
-        errors = [
-            f"unexpected space in '{' '.join(parts)}': write {suggest_fix(parts)}"
-            for parts in split_overrides(known.overrides)
-        ]
-    if not errors:
-        errors = [_explain_position(name, arguments) for name in known.overrides if name in COMMANDS]
-    if not errors and known.overrides and arguments[0] == known.overrides[0] and not is_override(arguments[0]):
-        errors.append(_explain_command(arguments[0]))
-    errors = errors or list(short_key_errors(known.overrides))
-    if errors:
-        raise ConfigError(errors)
+    return errors
+
+
+def _space_errors(overrides: Sequence[str]) -> list[str]:
+    return [
+        f"unexpected space in '{' '.join(parts)}': write {suggest_fix(parts)}" for parts in split_overrides(overrides)
+    ]
+
+
+def _first_argument_errors(overrides: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Return an error if the first argument is no override, so that it was probably meant as a command."""
+    if overrides and arguments[0] == overrides[0] and not is_override(arguments[0]):
+        return [_explain_command(arguments[0])]
+    return []
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
