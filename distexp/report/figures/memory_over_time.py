@@ -37,8 +37,8 @@ def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure 
     ]
     highest = max(mib for trace in sampled for curve in trace.curves(kind) for _, mib in curve.points)
     panels = tuple(Panel(_title(trace), _draw(trace, kind, highest, nodes, phases)) for trace in sampled)
-    shades = "Shades: phases of the run. White: its processes start or end."
-    caption = f"Line: {LINES[kind]}. {shades} {describe_selection(overview, traces)}".strip()
+    shades = " Shades: phases of the run. White: its processes start or end." if phases else ""
+    caption = f"Line: {LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
     sentences = (_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
     title = f"{DEVICES[kind]} memory over time"
     return Figure(f"{kind}_memory", title, panels, caption, sentences, legend=_legend(nodes, phases))
@@ -71,7 +71,8 @@ def _draw(trace: RunTrace, kind: str, highest: float, nodes: Sequence[int], phas
     line = alt.Chart(inline_data(rows)).mark_line(strokeWidth=1.8, clip=True)
     lines = line.encode(x=x, y=y, tooltip=tooltip,
                         color=alt.Color("node:N", scale=alt.Scale(domain=domain), legend=legend))  # fmt: skip
-    return alt.layer(_shades(trace, phases), lines).properties(height=170)
+    shades = [_shades(trace, phases)] if phases else []  # Vega cannot draw an empty list of colors.
+    return alt.layer(*shades, lines).properties(height=170)
 
 
 def _shades(trace: RunTrace, phases: Sequence[str]) -> alt.Chart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from distexp.report.data.metrics import COMMUNICATION
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures import build_figures
-from distexp.report.figures.base import Figure, Panel
+from distexp.report.figures.base import Figure, Panel, render_files
 from distexp.report.traces import load_traces
 from distexp.runs.record import RunRecord
 from tests.helpers.records import add_parts, record, write
@@ -375,6 +376,16 @@ def test_the_highest_peak_and_its_phase_are_those_of_the_trace(tmp_path: Path) -
     text = text_of(with_traces(tmp_path, runs), "gpu_memory")
     assert "Highest peak: 5,000 MiB in phase train, run 0 (strategy=ddp)." in text
     assert "Shades: phases of the run. White: its processes start or end." in text
+
+
+def test_memory_without_a_sample_in_any_phase_is_drawn_without_shades(tmp_path: Path) -> None:
+    """Vega draws an empty list of colors in infinite size, and no file can be written."""
+    path = with_traces(tmp_path, [enrich(record(0))])
+    trace = path / "0" / "memory" / "node0.csv"
+    trace.write_text(re.sub(",(setup|warmup|train|eval),", ",,", trace.read_text()))
+    figure = figures(path)["cpu_memory"]
+    assert len(list(render_files([figure], tmp_path))) == 2
+    assert "Shades" not in figure.caption
 
 
 def test_nodes_with_different_peaks_are_reported(tmp_path: Path) -> None:
