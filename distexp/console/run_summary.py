@@ -248,10 +248,20 @@ def _utilization(tflops: float, fraction: float | None, metrics: Metrics, name: 
     if fraction is not None:
         parts.append(f"{name} {fraction:.1%}")
     if ceiling := metrics.matrix_ceiling_tflops:
-        parts.append(f"{tflops / ceiling:.1%} of the matrix ceiling ({format_tflops(ceiling)})")
+        parts.append(_share_of_ceiling(tflops, ceiling))
     elif fraction is not None:
         parts.append("matrix ceiling not measured: type distexp preflight once")
     return ", ".join(parts)
+
+
+def _share_of_ceiling(tflops: float, ceiling: float) -> str:
+    """Return a rate as a fraction of the matrix ceiling. A ceiling that a run exceeds was measured too low."""
+    if tflops <= ceiling:
+        return f"{tflops / ceiling:.1%} of the matrix ceiling ({format_tflops(ceiling)})"
+    return (
+        f"more than the matrix ceiling ({format_tflops(ceiling)}), which was measured on a busy machine: type distexp "
+        "preflight again"
+    )
 
 
 def _compilation(measured: dict[str, Any]) -> str:

@@ -164,6 +164,10 @@ def test_the_panel_has_the_utilization_by_the_peak_and_by_the_ceiling() -> None:
     lines = dict(summary_lines(run))
     assert lines["model FLOPs"] == "400 TFLOP/s per worker, MFU 40.0%, 50.0% of the matrix ceiling (800 TFLOP/s)"
     assert lines["executed FLOPs"] == "600 TFLOP/s per worker, HFU 60.0%, 75.0% of the matrix ceiling (800 TFLOP/s)"
+    metrics.matrix_ceiling_tflops = 500.0
+    lines = dict(summary_lines(run))
+    assert lines["model FLOPs"].endswith("80.0% of the matrix ceiling (500 TFLOP/s)")
+    assert lines["executed FLOPs"].endswith("which was measured on a busy machine: type distexp preflight again")
 
 
 def test_the_panel_has_the_prediction_and_its_error() -> None:
