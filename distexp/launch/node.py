@@ -7,6 +7,14 @@ import os
 from distexp.runs.spec import RunSpec
 from distexp.system.hardware import Gpu, visible_gpus
 
+DEBUG_VARIABLES = {
+    "NCCL_DEBUG": "INFO",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_CPP_LOG_LEVEL": "INFO",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+}
+"""Variables of the workers with ``cluster.debug=true``."""
+
 
 def is_simulated(spec: RunSpec) -> bool:
     """Return whether all nodes of a run are on this machine."""
@@ -26,19 +34,13 @@ def worker_environment(spec: RunSpec, node: int) -> dict[str, str]:
     cluster = spec.config.cluster
     environment = {
         **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        **(DEBUG_VARIABLES if cluster.debug else {}),
         **cluster.environment,
         "OMP_NUM_THREADS": str(cluster.cpus_per_worker),
         "DS_ACCELERATOR": cluster.device,
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
     }
-    if cluster.debug:
-        environment |= {
-            "NCCL_DEBUG": "INFO",
-            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-            "TORCH_CPP_LOG_LEVEL": "INFO",
-            "TORCH_SHOW_CPP_STACKTRACES": "1",
-        }
     if cluster.device == "cuda" and spec.nodes > 1 and is_simulated(spec):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in node_gpus(spec, node))
     return environment

@@ -36,6 +36,10 @@ KEYS_OF_SBATCH_OPTIONS = {
 """Options of sbatch that distexp sets, with the keys that change them; None if no key does."""
 
 
+KEYS_OF_VARIABLES = {"OMP_NUM_THREADS": "cluster.cpus_per_worker", "DS_ACCELERATOR": "cluster.device"}
+"""Environment variables of the workers that distexp sets, with the keys that change them."""
+
+
 def check_targets(config: Config) -> Iterator[str]:
     """Yield an error for each ``_target_`` in a package that the user does not trust."""
     sections = (config.model, config.dataset, config.strategy, config.engine, config.tracker)
@@ -66,6 +70,8 @@ def check_cluster_keys(config: Config) -> Iterator[str]:
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"cluster.environment sets {name!r}, which is not a variable name: use letters, digits and _"
+        elif name in KEYS_OF_VARIABLES:
+            yield f"cluster.environment may not set {name}: set {KEYS_OF_VARIABLES[name]} instead"
 
 
 def _sbatch_errors(cluster: ClusterConfig) -> Iterator[str]:

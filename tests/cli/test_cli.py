@@ -119,6 +119,7 @@ WRONG = {  # command lines, with a part of their message
     "model.name=gpt2": "only model=hf reads model.name: write model=hf model.name=gpt2\n",
     "--multirun model=hf,gpt_tiny model.name=gpt2": "model.name=gpt2 does not choose a model",
     "cluster.environment.A=b=c": "distexp: cluster.environment.A=b=c needs quotes: write \"cluster.environment.A='b=c",
+    "cluster.environment.OMP_NUM_THREADS=1": "may not set OMP_NUM_THREADS: set cluster.cpus_per_worker instead\n",
     "name=a`b": "distexp: name=a`b needs quotes: write 'name='\"'\"'a`b'\"'\"''\n",
     "name=condé": "name=condé needs quotes: write \"name='condé'\"\n",
     "dataset=squad dataset.train_path=~/x.json": "does not replace there: write dataset.train_path=$HOME/x.json\n",

@@ -84,3 +84,9 @@ def test_workers_get_debug_variables_only_with_cluster_debug() -> None:
     spec = make_spec("cluster.nodes=2", "cluster.workers_per_node=2", "cluster.device=cpu", "cluster.debug=true")
     assert worker_environment(spec, 0)["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
     assert "TORCH_DISTRIBUTED_DEBUG" not in worker_environment(make_spec("cluster.device=cpu"), 0)
+
+
+def test_variables_of_the_user_win_over_those_of_debug() -> None:
+    spec = make_spec("cluster.device=cpu", "cluster.debug=true", "+cluster.environment.NCCL_DEBUG=TRACE")
+    environment = worker_environment(spec, 0)
+    assert (environment["NCCL_DEBUG"], environment["TORCH_CPP_LOG_LEVEL"]) == ("TRACE", "INFO")
