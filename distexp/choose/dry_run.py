@@ -11,6 +11,7 @@ from distexp.choose.candidate import Status
 from distexp.choose.halving import first_trials
 from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.outcome import Outcome, candidate_json, typed_overrides
+from distexp.choose.result_texts import other_sizes_hint
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.table import PLAN_LEGEND, others_table, planned_table
 from distexp.choose.trial_budget import STARTUP_S
@@ -89,3 +90,5 @@ It also tries other micro-batches of the best ones, and repeats the best configu
 It ends at {budget:,.0f} GPU-seconds (choose.budget_min={budget_min:g} on all workers). A part of them is left for the
 trials that compare the losses. Nothing was started."""
     )
+    if hint := other_sizes_hint(outcome.candidates, outcome.settings):
+        line(hint)

@@ -9,11 +9,15 @@ from distexp.choose.labels import BETTER, format_gb, format_share, label
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.mean_metrics import MeanMetrics, mean_metrics
 from distexp.choose.ranking import Margin, margin_between, ranked
+from distexp.choose.settings import Settings
 from distexp.plan.cells import replace_overrides
 from distexp.runs.copyable_command import copyable_override, shell_quote
 
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
+
+SIZE_KEYS = ("cluster.nodes=", "cluster.workers_per_node=")
+"""Overrides that set the number of workers."""
 
 
 def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> str:
@@ -66,6 +70,15 @@ def training_overrides(command: Sequence[str], candidate: Candidate) -> list[str
     """Return all overrides of the real training with a candidate."""
     merged = map(copyable_override, replace_overrides(command, candidate.overrides))
     return [text for text in merged if not text.startswith(SET_BY_COMMAND)]
+
+
+def other_sizes_hint(candidates: Sequence[Candidate], settings: Settings) -> str:
+    """Return how to try one worker too; empty if a candidate has one, or if the command sets the number of workers."""
+    most = max((candidate.workers for candidate in candidates), default=1)
+    is_set = any(text.lstrip("+").startswith(SIZE_KEYS) for text in settings.command)
+    if is_set or settings.section.gpus or any(candidate.workers == 1 for candidate in candidates):
+        return ""
+    return f"all configurations have {most} workers. One worker may be faster: to try it too, set choose.gpus=1,{most}"
 
 
 def loss_sentence(check: LossCheck) -> str:

@@ -58,6 +58,8 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "or: ddp, micro-batch 2 x 2, 2 workers: 14 % slower, 50 % less memory" in out
     assert "GPU-seconds, of which" in out
     assert f"distexp report {tmp_path}" in out
+    assert "all configurations have 2 workers." in out
+    assert "set choose.gpus=1,2\n" in out
 
 
 @pytest.mark.parametrize("dropout", [(), ("model=gpt_tiny", "model.dropout=0.1")], ids=["one trial", "two trials"])
