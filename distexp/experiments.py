@@ -9,6 +9,7 @@ Exit codes: 0 on success, 1 if a run failed, 2 if a command is wrong or no prese
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from pathlib import Path
 
 from distexp.cli.overrides import is_override
 from distexp.cli.suggestions import suggest
-from distexp.config.paths import conf_dir, options_of
+from distexp.cli.topics import first_sentence
+from distexp.config.paths import options_of
 from distexp.exceptions import run_until_pipe_closes
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.runs.run_dir import OUTPUTS
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with continue_after_hangup(Path(OUTPUTS)):
             return _run_all(chosen, overrides)
     for name in chosen:
-        print(f"experiment={name}\n{_indent(first_sentence(name))}")
+        print(f"experiment={name}\n{_indent(first_sentence('experiment', name))}")
     return 0
 
 
@@ -78,13 +80,6 @@ def _check(name: str, overrides: Sequence[str]) -> int:
     return subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
 
 
-def first_sentence(name: str) -> str:
-    """Return the first sentence of the comment of a preset."""
-    lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
-    comment = [line.removeprefix("# ") for line in lines if line.startswith("# ") and "@package" not in line]
-    return " ".join(comment).split(". ")[0].rstrip(".") + "."
-
-
 def _indent(text: str) -> str:
     """Wrap a paragraph at the width of the terminal."""
     columns = shutil.get_terminal_size().columns
@@ -96,7 +91,7 @@ def _run_all(names: Sequence[str], overrides: Sequence[str]) -> int:
     worst = 0
     for position, name in enumerate(names, 1):
         options = [f"experiment={name}", *overrides]
-        print(f"\n[{position}/{len(names)}] distexp {' '.join(options)}", flush=True)
+        print(f"\n[{position}/{len(names)}] {shlex.join(['distexp', *options])}", flush=True)
         code = subprocess.run([sys.executable, "-m", "distexp", *options], check=False).returncode
         worst = max(worst, code)
         if code < 0 or code > 128:

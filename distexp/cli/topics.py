@@ -52,6 +52,11 @@ def head_comment(path: Path) -> tuple[str, list[str]]:
     return " ".join(sentences), commands
 
 
+def first_sentence(group: str, option: str) -> str:
+    """Return the first sentence of the comment at the top of an option's YAML file."""
+    return head_comment(_path(group, option))[0].partition(". ")[0].rstrip(".") + "."
+
+
 def describe_range(info: FieldInfo) -> str:
     """Return the accepted values of a key and its unit."""
     return ", in ".join(filter(None, (info.limits, info.unit)))
@@ -78,13 +83,9 @@ def describe_default(spec: Field[Any]) -> str:
 def _group_text(group: str, meaning: str) -> str:
     lines = [wrap(f"{group}: {meaning}"), ""]
     for option in options_of(group):
-        lines += [f"  {group}={option}", wrap(_first_sentence(group, option), INDENT)]
+        lines += [f"  {group}={option}", wrap(first_sentence(group, option), INDENT)]
     example = options_of(group)[0]
     return "\n".join([*lines, "", f"More about an option: distexp help {group}={example}"])
-
-
-def _first_sentence(group: str, option: str) -> str:
-    return head_comment(_path(group, option))[0].partition(". ")[0].rstrip(".") + "."
 
 
 def _option_text(group: str, option: str) -> str:
