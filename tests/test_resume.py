@@ -160,6 +160,17 @@ def test_a_stored_key_of_another_command_does_not_prevent_a_resume() -> None:
     assert merge(search, ["choose.gpus=[1]"]) == [*search, "choose.gpus=[1]"]
 
 
+def test_a_folder_of_sweeps_is_refused_with_the_newest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for age, name in ((0, "b/new"), (60, "b/old"), (90, "a")):
+        (tmp_path / name).mkdir(parents=True)
+        make_command(tmp_path / name, *SMALL)
+        os.utime(tmp_path / name / "command.json", (time.time() - age,) * 2)
+    assert cli(["resume", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"distexp: {tmp_path} contains no command.json: give the directory of a sweep, such as {tmp_path}/b/new\n"
+    )
+
+
 @pytest.mark.parametrize("command", ["resume", "status", "cancel"])
 def test_empty_and_missing_directories_have_different_messages(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

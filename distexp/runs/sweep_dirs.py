@@ -17,7 +17,7 @@ def choose_newest_sweep() -> Path:
     Raises:
         ConfigError: if there is none.
     """
-    newest = max(_command_files(Path(OUTPUTS)), key=lambda command: command.stat().st_mtime, default=None)
+    newest = max(_command_files(Path(OUTPUTS)), key=_modified, default=None)
     if newest is None:
         raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
     sweep_dir = newest.parent
@@ -34,7 +34,7 @@ def _command_files(folder: Path) -> Iterator[Path]:
 
 
 def not_a_sweep(directory: Path, missing: str) -> str:
-    """Return why a directory is not a sweep, with the directory to give instead if it is inside one.
+    """Return why a directory is not a sweep, with the directory to give instead if it is inside or above one.
 
     Args:
         directory: The directory that the user gave.
@@ -46,4 +46,10 @@ def not_a_sweep(directory: Path, missing: str) -> str:
     for above in directory.absolute().parents:
         if (above / COMMAND).is_file():
             return f"{directory} is not a sweep but is inside one: give {above}"
-    return f"{directory} contains no {missing}: give the directory of a sweep"
+    below = [*directory.glob(f"*/{COMMAND}"), *directory.glob(f"*/*/{COMMAND}")]
+    example = f", such as {max(below, key=_modified).parent}" if below else ""
+    return f"{directory} contains no {missing}: give the directory of a sweep{example}"
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime
