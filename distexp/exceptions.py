@@ -16,9 +16,9 @@ class SweepFailedError(Exception):
 class InterruptedRunError(BaseException):
     """Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 during a run. The record is written, and no other run is started."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, consequence: str = "; no further run is started") -> None:
         self.number = number
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+        super().__init__(f"stopped by {signal.Signals(number).name}{consequence}")
 
 
 class SweepInterrupted(BaseException):

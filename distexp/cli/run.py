@@ -67,7 +67,7 @@ def _run_hydra(arguments: Sequence[str]) -> int:
     except SweepFailedError:
         return 1
     except InterruptedRunError as interruption:
-        print(f"distexp: {interruption}; no further run is started", file=sys.stderr)
+        print(f"distexp: {interruption}", file=sys.stderr)
         return 128 + interruption.number
     except (SweepInterrupted, KeyboardInterrupt) as interruption:
         print(f"distexp: {str(interruption) or 'interrupted'}", file=sys.stderr)

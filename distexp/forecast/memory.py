@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from distexp.forecast.size_row import SizeRow
 from distexp.plan.cells import PlannedCell, plan_cells
-from distexp.plan.command import show_predictions
 from distexp.plan.planner import Planner, with_gpu
+from distexp.plan.progress import show_predictions
 
 CACHED, OFF = "cached", "off"
 

@@ -11,9 +11,11 @@ from distexp.config import Config, ConfigError
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.cells import search_of
-from distexp.plan.command import SLOW_S, show_predictions, show_search
+from distexp.plan.command import SLOW_S
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner, parallel_processes
+from distexp.plan.progress import show_predictions, show_search
+from distexp.plan.search import candidate_overrides
 from distexp.plan.verdict import (
     DOES_NOT_FIT,
     LARGER_MACHINE,
@@ -156,8 +158,8 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
     def has_time() -> bool:
         return limit_s is None or monotonic() + prediction_s <= start + limit_s
 
-    search = search_of(cell, _config(cell), make, planner)
-    with show_search():
+    with show_search("what fits", len(list(candidate_overrides(_config(cell))))) as advance:
+        search = search_of(cell, _config(cell), make, planner, advance)
         best, left_out = search.first_change(parallel_processes(), has_time) if search else (None, 0)
     if left_out:
         return (

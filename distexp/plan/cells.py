@@ -11,7 +11,7 @@ from distexp.config.paths import config_groups
 from distexp.console.run_summary import strategy_label
 from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.estimate import Estimate
-from distexp.plan.planner import Planner
+from distexp.plan.planner import Outcome, Planner
 from distexp.plan.search import Change, Search
 from distexp.plan.verdict import describe_verdict, memory_to_fit_mib, predict
 from distexp.runs.command_text import format_override
@@ -69,8 +69,18 @@ def _invalid(cell: Cell) -> PlannedCell:
     return PlannedCell(cell, error="invalid: " + join_errors(cell.errors))
 
 
-def search_of(cell: Cell, config: Config, make: MakeCell, planner: Planner) -> Search | None:
-    """Return the search among variants of a cell; None if the memory of the GPU is unknown."""
+def search_of(
+    cell: Cell, config: Config, make: MakeCell, planner: Planner, advance: Callable[[], None] = lambda: None
+) -> Search | None:
+    """Return the search among variants of a cell; None if the memory of the GPU is unknown.
+
+    Args:
+        cell: The cell.
+        config: Its configuration.
+        make: Composes a variant of it.
+        planner: Source of estimates.
+        advance: Called after each variant that is not in the cache.
+    """
     memory = memory_to_fit_mib(config)
 
     def compose(overrides: Sequence[str]) -> Config | str:
@@ -78,7 +88,10 @@ def search_of(cell: Cell, config: Config, make: MakeCell, planner: Planner) -> S
         variant = make(replace_overrides(cell.overrides, quoted))
         return variant.config or join_errors(variant.errors)
 
-    return None if memory is None else Search(config, compose, planner.estimate, memory)
+    def estimate(configs: Sequence[Config]) -> Sequence[Outcome]:
+        return planner.estimate(configs, advance)
+
+    return None if memory is None else Search(config, compose, estimate, memory)
 
 
 def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:

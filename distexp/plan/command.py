@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from distexp.config import Config
-from distexp.exceptions import SweepFailedError
+from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
+from distexp.plan.estimate import Estimate
+from distexp.plan.micro_batches import MAX_SIZES
 from distexp.plan.planner import Planner
+from distexp.plan.progress import show_predictions, show_search
+from distexp.plan.search import Search, candidate_overrides
 from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table, parts_title
 from distexp.plan.training_lines import sample_notes, training_lines
-from distexp.plan.verdict import FITS, memory_to_fit_mib
+from distexp.plan.verdict import FITS, memory_to_fit_mib, verdict_of
 from distexp.runs.json_files import nan_to_none
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import format_memory
@@ -106,54 +107,46 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     if predicted.parts:
         _print(console, f"\n{parts_title(predicted, config)}\n")
         console.print(parts_table(predicted))
-    search = search_of(planned.cell, config, make, planner)
-    if search is None or not estimate.traced or estimate.error_bound is None:
+    if memory_to_fit_mib(config) is None or not estimate.traced or estimate.error_bound is None:
         return
     if estimate.seconds > SLOW_S:
         _print(console, f"no search for what fits, because a prediction takes {estimate.seconds:.0f} s")
         return
-    with show_search():
-        largest = search.largest_micro_batch(estimate)
+
+    def search(advance: Callable[[], None]) -> Search:
+        found = search_of(planned.cell, config, make, planner, advance)
+        assert found is not None, "the memory is known"
+        return found
+
+    try:
+        _print_search(config, estimate, search, console)
+    except KeyboardInterrupt:
+        raise SweepInterrupted("the search for what fits was interrupted; the prediction is complete") from None
+
+
+def _print_search(
+    config: Config, estimate: Estimate, search: Callable[[Callable[[], None]], Search], console: Console
+) -> None:
+    """Print the largest micro-batch of a configuration, and what would make it fit.
+
+    Args:
+        config: The configuration.
+        estimate: Its estimate.
+        search: Returns the search that calls a function after each prediction.
+        console: Where to print.
+    """
+    remark = f" (about {estimate.seconds:.0f} s a variant; Ctrl-C skips the search)"
+    with show_search("the largest micro-batch", MAX_SIZES, remark) as advance:
+        largest = search(advance).largest_micro_batch(estimate)
     _print(console, micro_batch_line(largest))
-    if predicted.verdict != FITS:
-        with show_search():
-            changes = search.changes(largest)
-        for line in change_lines(changes, search.memory_mib, config.cluster.device):
-            _print(console, line)
+    memory_mib = memory_to_fit_mib(config)
+    if verdict_of(estimate, memory_mib) == FITS or memory_mib is None:
+        return
+    with show_search("what fits", len(list(candidate_overrides(config, largest))), remark) as advance:
+        changes = search(advance).changes(largest)
+    for line in change_lines(changes, memory_mib, config.cluster.device):
+        _print(console, line)
 
 
 def _print(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-
-@contextmanager
-def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
-    """Show on stderr that memory is predicted: a line, or on a terminal a progress bar until the block ends.
-
-    Args:
-        total: Number of configurations that are not in the cache.
-        remark: What to add to the line.
-    """
-    console = Console(stderr=True)
-    if not console.is_terminal or not total:
-        if total:
-            plural = "s" if total > 1 else ""
-            print(f"distexp: predicting the memory of {total} configuration{plural}{remark}", file=sys.stderr)
-        yield lambda: None
-        return
-    columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda: progress.advance(task)
-
-
-@contextmanager
-def show_search() -> Iterator[None]:
-    """Show on a terminal that variants are predicted."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("searching for what fits"):
-            yield
-    else:
-        print("distexp: searching for what fits", file=sys.stderr)
-        yield

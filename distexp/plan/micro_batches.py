@@ -15,6 +15,9 @@ LARGEST_MICRO_BATCH = 1 << 20
 MAX_ROUNDS = 5
 """Most rounds of a search. In each, two sizes are estimated at the same time."""
 
+MAX_SIZES = 2 * MAX_ROUNDS + 1
+"""Most sizes that a search estimates: those of the rounds, and the whole global batch."""
+
 NOT_PREDICTED = "the memory of a larger one could not be predicted"
 
 MICRO_BATCH = "train.micro_batch_size"

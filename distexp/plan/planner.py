@@ -164,4 +164,4 @@ def started_server(processes: int) -> Iterator[Server]:
 
 
 def _raise_interrupted(number: int, _: FrameType | None) -> None:
-    raise InterruptedRunError(number)
+    raise InterruptedRunError(number, " before all predictions were made")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +13,14 @@ from omegaconf import OmegaConf
 from distexp.config import Config
 from distexp.config.batch_sizes import with_micro_batch
 from distexp.config.paths import conf_dir
-from distexp.exceptions import SweepFailedError
+from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.plan.cache import store_estimate
 from distexp.plan.cells import replace_overrides
 from distexp.plan.command import run_plan
 from distexp.plan.estimate import Estimate
 from distexp.plan.gpu_errors import gpu_error_bound
 from distexp.plan.micro_batches import LargestMicroBatch
+from distexp.plan.planner import Outcome
 from distexp.plan.search import Search, candidate_overrides
 from distexp.plan.table import micro_batch_line
 from distexp.plan.training_lines import FULL_DATA, FullData
@@ -69,6 +70,32 @@ def test_too_large_configuration_shows_what_makes_it_fit(capsys: pytest.CaptureF
     assert "largest micro-batch that fits: 73\n" in text
     assert "smallest change that makes it fit: train.logits=targets\n" in text
     assert "train.micro_batch_size=50 train.gradient_accumulation_steps=2: needs 53.22 GB, fits" in text
+
+
+def test_search_shows_its_progress_and_can_be_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = FormulaPlanner()
+    estimate = planner.estimate
+
+    def interrupted_at_4(configs: Sequence[Config], advance: Callable[[], None] = lambda: None) -> list[Outcome]:
+        outcomes = estimate(configs)
+        for _ in configs:
+            advance()
+        if planner.count >= 4:
+            raise KeyboardInterrupt
+        return outcomes
+
+    monkeypatch.setattr(planner, "estimate", interrupted_at_4)
+    shared = [*PLAN, "strategy=single", "plan.gpu_memory_gb=80"]
+    message = "the search for what fits was interrupted; the prediction is complete"
+    with composed(shared) as (cells, make), pytest.raises(SweepInterrupted, match=message):
+        run_plan(cells, make, planner)
+    printed = capsys.readouterr()
+    assert " % free" in printed.out
+    start, first, *_ = printed.err.splitlines()
+    assert start == "distexp: searching for the largest micro-batch (about 7 s a variant; Ctrl-C skips the search)"
+    assert first == "distexp: 1 of at most 11 variants predicted"
 
 
 def test_sweep_shows_every_cell_and_the_reason_of_an_invalid_one(capsys: pytest.CaptureFixture[str]) -> None:
