@@ -244,6 +244,16 @@ def test_an_error_in_a_preset_names_the_file(content: str, tmp_path: Path) -> No
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_preset_that_is_not_in_utf_8_is_an_error(tmp_path: Path) -> None:
+    preset = tmp_path / "experiment" / "mine.yaml"
+    preset.parent.mkdir()
+    preset.write_bytes("# @package _global_\n# Réglages\n".encode("latin-1"))
+    done = run_forked("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("distexp: a file of --config-dir is not in UTF-8 ('utf-8' codec can't decode byte")
+    assert done.stderr.endswith(": save it in UTF-8\n")
+
+
 def test_the_help_of_hydra_is_printed(tmp_path: Path) -> None:
     assert "== Flags ==" in run_forked("--hydra-help", cwd=tmp_path).stdout
 

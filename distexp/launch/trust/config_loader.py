@@ -49,9 +49,14 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         """Compose a configuration and check it, if a foreign file may be part of it.
 
         Raises:
-            ConfigError: a file contains values that could run code, or the configuration contains a secret.
+            ConfigError: a file contains values that could run code, or the configuration contains a secret, or a file
+                is not in UTF-8.
         """
-        composed = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        arguments = (config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        try:
+            composed = super().load_configuration(*arguments)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"a file of --config-dir is not in UTF-8 ({error}): save it in UTF-8") from error
         if config_name is not None:  # --hydra-help has only Hydra's own configuration.
             self.check(composed)
         return composed
