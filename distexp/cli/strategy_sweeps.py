@@ -1,4 +1,4 @@
-"""Warnings about sweeps over strategies with an option that only one strategy has, such as ``zero_stage=2``."""
+"""Warnings about sweeps over strategies with an option that not all of them have: ``zero_stage=2``, or two workers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ IMPLYING_GROUPS = ("sharding", "zero_stage")
 
 STRATEGY_WITH_DEFAULT = {"zero_stage=2": "deepspeed", "sharding=full_shard": "fsdp"}
 """Options that are the default of a strategy."""
+
+ONE_WORKER = "single"
+"""Strategy that trains on one worker."""
+
+WORKER_KEYS = ("cluster.nodes", "cluster.workers_per_node")
+"""Keys whose product is the number of workers."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class _ImplyingOption:
 
 
 def strategy_sweep_warnings(overrides: Sequence[Override]) -> Iterator[str]:
-    """Yield a warning if options make cells of a sweep over strategies invalid, with the sweep to type."""
+    """Yield a warning for what makes cells of a sweep over strategies invalid, with the sweep to type."""
     by_key = {override.get_key_element(): override for override in overrides}
     swept = by_key.get("strategy")
     if swept is None or not swept.is_sweep_override() or isinstance(swept.value(), Glob):
@@ -45,6 +51,28 @@ def strategy_sweep_warnings(overrides: Sequence[Override]) -> Iterator[str]:
     valid = set(strategies).intersection(*({option.strategy} for option in options))
     if options and (invalid := [strategy for strategy in strategies if strategy not in valid]):
         yield _warning(options, strategies, invalid)
+    yield from _warn_about_workers(by_key, strategies)
+
+
+def _warn_about_workers(by_key: Mapping[str, Override], strategies: Sequence[str]) -> Iterator[str]:
+    """Yield a warning if the sweep has ``single`` and others, all with the same numbers of workers."""
+    typed = [by_key[key] for key in WORKER_KEYS if key in by_key and set(_values(by_key[key])) - {"1"}]
+    others = [strategy for strategy in strategies if strategy != ONE_WORKER]
+    if not typed or not others or ONE_WORKER not in strategies:
+        return
+    workers = [str(override.input_line) for override in typed]
+    one = [f"{override.get_key_element()}=1" for override in typed]
+    listed = ",".join(map(_cell, ([f"strategy={ONE_WORKER}", *one], [f"strategy={','.join(others)}", *workers])))
+    yield (
+        f"strategy={ONE_WORKER} trains on one worker, so it is invalid with {' '.join(workers)}: "
+        f"to compare it with the others, write 'sweep.cells=[{listed}]' instead"
+    )
+
+
+def _cell(overrides: Sequence[str]) -> str:
+    """Return an entry of ``sweep.cells``."""
+    listed = ",".join(f'"{text}"' for text in overrides)
+    return f"[{listed}]"
 
 
 def _implying_options(by_key: Mapping[str, Override]) -> list[_ImplyingOption]:
@@ -71,7 +99,7 @@ def _warning(options: Sequence[_ImplyingOption], strategies: Sequence[str], inva
     implied = [option.strategy for option in options]
     rest = [strategy for strategy in strategies if strategy not in implied]
     cells = [f"strategy={','.join(rest)}"] * bool(rest) + [option.text for option in options]
-    listed = ",".join(f'["{cell}"]' for cell in cells)
+    listed = ",".join(_cell([cell]) for cell in cells)
     return (
         f"{reasons}, so {which} are invalid: to compare them, write {_shorter(options, rest)}'sweep.cells=[{listed}]'"
     )

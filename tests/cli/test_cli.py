@@ -294,6 +294,19 @@ def test_a_key_of_another_command_is_accepted_with_its_default() -> None:
             "sharding=no_shard is for strategy=fsdp and zero_stage=1,2 is for strategy=deepspeed, so all cells are "
             """invalid: to compare them, write 'sweep.cells=[["sharding=no_shard"],["zero_stage=1,2"]]'""",
         ),
+        (
+            "strategy=single,ddp,fsdp cluster.workers_per_node=2",
+            "strategy=single trains on one worker, so it is invalid with cluster.workers_per_node=2: to compare it "
+            """with the others, write 'sweep.cells=[["strategy=single","cluster.workers_per_node=1"],"""
+            """["strategy=ddp,fsdp","cluster.workers_per_node=2"]]' instead""",
+        ),
+        (
+            "strategy=single,ddp cluster.nodes=2 cluster.workers_per_node=2,4",
+            "strategy=single trains on one worker, so it is invalid with cluster.nodes=2 "
+            "cluster.workers_per_node=2,4: to compare it with the others, write "
+            """'sweep.cells=[["strategy=single","cluster.nodes=1","cluster.workers_per_node=1"],"""
+            """["strategy=ddp","cluster.nodes=2","cluster.workers_per_node=2,4"]]' instead""",
+        ),
     ],
 )
 def test_a_sweep_over_strategies_with_an_option_of_one_gets_a_hint(
@@ -303,7 +316,16 @@ def test_a_sweep_over_strategies_with_an_option_of_one_gets_a_hint(
     assert capsys.readouterr().err == f"distexp: warning: {hint}\n"
 
 
-@pytest.mark.parametrize("line", ["strategy=ddp,deepspeed", "strategy=glob(*) zero_stage=2", "zero_stage=1,2"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "strategy=ddp,deepspeed",
+        "strategy=glob(*) zero_stage=2",
+        "zero_stage=1,2",
+        "strategy=single,ddp cluster.workers_per_node=1",
+        "strategy=ddp,fsdp cluster.workers_per_node=2",
+    ],
+)
 def test_other_sweeps_get_no_hint(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     normalize_arguments(["--multirun", *line.split()])
     assert capsys.readouterr().err == ""
