@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distexp.choose.candidate import Candidate, Status
+from distexp.choose.equal_candidates import equal_candidates, simplest
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.mean_metrics import mean_metrics, measured_json
 from distexp.choose.result_texts import (
@@ -55,6 +56,8 @@ class Outcome:
             "winner": self._winner_json(),
             "sentence": self.sentence,
             "statement": self.statement,
+            "equal": list(map(typed_overrides, self.equal)),
+            "simplest": None if self.winner is None else typed_overrides(simplest([self.winner, *self.equal])),
             "finished": self.finished,
             "objective": str(self.settings.objective),
             "losses": self.check.to_json() if self.check else None,
@@ -92,6 +95,13 @@ class Outcome:
         if self.winner is None or self.result is None:
             return ""
         return winner_sentence(self.usable, self.winner, self.settings.objective)
+
+    @property
+    def equal(self) -> list[Candidate]:
+        """Return the other candidates that are as good as the winner within the noise; empty without a winner."""
+        if self.winner is None:
+            return []
+        return equal_candidates(self.usable, self.winner, self.settings.objective)
 
     @property
     def usable(self) -> list[Candidate]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from distexp.choose.equal_candidates import simplest
 from distexp.choose.labels import label
 from distexp.choose.outcome import Outcome
-from distexp.choose.result_texts import command_line, loss_sentence, other_sizes_hint
+from distexp.choose.result_texts import command_line, equals_sentence, loss_sentence, other_sizes_hint
 from distexp.choose.state import SearchState
 from distexp.choose.table import result_table
 from distexp.choose.trade_offs import trade_offs
@@ -26,7 +27,7 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
 
     objective, result = outcome.settings.objective, outcome.result
     line("")
-    for part in result_table(outcome.candidates, objective, outcome.winner):
+    for part in result_table(outcome.candidates, objective, outcome.winner, outcome.equal):
         console.print(part)
     line("")
     if result is not None and result.stopped:
@@ -37,6 +38,8 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
         line(outcome.statement or "no candidate completed a trial")
     else:
         line(f"best {objective}: {outcome.sentence}", "bold")
+        if outcome.equal:
+            line(equals_sentence(outcome.winner, outcome.equal))
         if outcome.check is not None:
             line(loss_sentence(outcome.check))
         for text in list(trade_offs(outcome.usable, outcome.winner))[:MAX_TRADE_OFFS]:
@@ -48,6 +51,10 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
     if outcome.winner is not None:
         line("\nto train with it:")
         line(f"  {command_line(outcome.settings.command, outcome.winner)}")
+        simple = simplest([outcome.winner, *outcome.equal])
+        if simple is not outcome.winner:
+            line("\nor with the simplest of the equal configurations:")
+            line(f"  {command_line(outcome.settings.command, simple)}")
 
 
 def describe_cost(state: SearchState) -> str:

@@ -8,7 +8,7 @@ from math import sqrt
 from operator import attrgetter
 
 from distexp.choose.candidate import Candidate, Objective, Status
-from distexp.runs.noise import Deviation
+from distexp.runs.noise import CPU_MEMORY_MIB, Deviation
 
 
 def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
@@ -37,7 +37,7 @@ class Margin:
 
     Attributes:
         value: Difference of the scores, relative to the score of the better one.
-        error: Half of the 95 % confidence interval of ``value``; None if no trial was repeated.
+        error: Half of the 95 % confidence interval of ``value``; None if it is unknown, as no trial was repeated.
     """
 
     value: float
@@ -55,6 +55,7 @@ def margin_between(
     """Return by how much another candidate is worse than the winner; None if one of both has no score.
 
     The variance of a trial is taken to be in inverse proportion to its steps. It is estimated from all repeated trials.
+    The memory of runs on CPUs has at least the noise that the report assumes, too.
 
     Args:
         winner: The winner.
@@ -67,10 +68,15 @@ def margin_between(
         return None
     value = other_score / winner_score - 1
     step = _deviation_of_a_step(list(dict.fromkeys((winner, other, *candidates))), objective)
+    least = CPU_MEMORY_MIB / winner_score if objective is Objective.MEMORY and _is_on_cpus(winner) else None
     if step is None:
-        return Margin(value, None)
+        return Margin(value, least)
     root = sqrt(sum(1 / sum(trial.steps for trial in candidate.completed) for candidate in (winner, other)))
-    return Margin(value, (1 + value) * root * step.noise_of_mean(1))
+    return Margin(value, max((1 + value) * root * step.noise_of_mean(1), least or 0.0))
+
+
+def _is_on_cpus(candidate: Candidate) -> bool:
+    return candidate.config is not None and candidate.config.cluster.device == "cpu"
 
 
 def _deviation_of_a_step(candidates: Sequence[Candidate], objective: Objective) -> Deviation | None:

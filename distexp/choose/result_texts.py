@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distexp.choose.candidate import Candidate, Objective
+from distexp.choose.equal_candidates import simplest
 from distexp.choose.labels import BETTER, format_gb, format_share, label
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.mean_metrics import MeanMetrics, mean_metrics
@@ -12,6 +13,7 @@ from distexp.choose.ranking import Margin, margin_between, ranked
 from distexp.choose.settings import Settings
 from distexp.plan.cells import replace_overrides
 from distexp.runs.copyable_command import copyable_override, shell_quote
+from distexp.runs.listing import format_count
 
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
@@ -59,6 +61,20 @@ def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
     if error is None:
         return f"{format_share(share)} {BETTER[objective]} {second} (noise unknown: no trial was repeated)"
     return f"{format_share(share)} (±{format_share(error)}) {BETTER[objective]} {second}"
+
+
+def equals_sentence(winner: Candidate, equal: Sequence[Candidate]) -> str:
+    """Return how many configurations are as good as the winner within the noise, and the simplest one of all.
+
+    Args:
+        winner: The winner.
+        equal: The others; at least one.
+    """
+    simple = simplest([winner, *equal])
+    name = "the winner" if simple is winner else label(simple)
+    count = len(equal)
+    others = f"{format_count(count, 'configuration')} {'is' if count == 1 else 'are'} equal to it within the noise"
+    return f"not decided: {others} (= in the table). The simplest of all is {name}"
 
 
 def command_line(command: Sequence[str], candidate: Candidate) -> str:

@@ -34,20 +34,28 @@ PLAN_LEGEND = f"{BATCH_LEGEND} steps: measured steps. s/step: forecast. GPU-s: c
 
 
 def result_table(
-    candidates: Sequence[Candidate], objective: Objective, winner: Candidate | None
+    candidates: Sequence[Candidate], objective: Objective, winner: Candidate | None, equal: Sequence[Candidate] = ()
 ) -> Iterator[RenderableType]:
-    """Yield the table of the candidates that were tried, the best first, and what happened to the others."""
+    """Yield the table of the candidates that were tried, the best first, and what happened to the others.
+
+    Args:
+        candidates: All candidates.
+        objective: What the best one has least of.
+        winner: The winner; None if there is none.
+        equal: Candidates that are as good as the winner within the noise.
+    """
     tried = [candidate for candidate in candidates if candidate.trials]
     best = ranked(tried, objective)
     order = [*best, *(candidate for candidate in tried if candidate not in best)]
     if order:
-        yield _measured_table(order, winner)
+        yield _measured_table(order, winner, equal)
         order_legend = ORDER_LEGEND if len({candidate.longest_steps for candidate in best}) > 1 else ""
-        yield Text(f"{'*: the winner. ' if winner in order else ''}{RESULT_LEGEND}{order_legend}", style="dim")
+        marks = f"{'*: the winner. ' if winner in order else ''}{'=: equal within the noise. ' if equal else ''}"
+        yield Text(f"{marks}{RESULT_LEGEND}{order_legend}", style="dim")
     yield from others_table([candidate for candidate in candidates if not candidate.trials])
 
 
-def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None) -> Table:
+def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None, equal: Sequence[Candidate]) -> Table:
     """Return the table of the candidates that were tried."""
     values = [mean_metrics(candidate) for candidate in candidates]
     energy, price = any(metrics.j_per_sample for metrics in values), any(metrics.price_per_sample for metrics in values)
@@ -59,7 +67,7 @@ def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None) -
     for candidate, found in zip(candidates, values, strict=True):
         price_of_many = None if found.price_per_sample is None else 1e6 * found.price_per_sample
         cells = [
-            f"{'* ' if candidate is winner else '  '}{row_label(candidate)}",
+            f"{'*' if candidate is winner else '=' if candidate in equal else ' '} {row_label(candidate)}",
             str(candidate.workers),
             _failure(candidate) or _number(found.samples_per_second, ",.1f"),
             _gb(found.peak_allocated_mib),

@@ -36,7 +36,7 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(found) >= {"winner", "candidates", "gpu_seconds"}
     assert {"strategy=ddp", "train.micro_batch_size=4"} < set(found["winner"]["overrides"])
     assert found["winner"]["samples_per_second"] == pytest.approx(10 * 1.2 * 2 * 1.4)
-    assert found["winner"]["peak_allocated_mib"] == 400
+    assert found["winner"]["peak_allocated_mib"] == 4000
     command = found["winner"]["command"]
     assert command.startswith("distexp model=bloom_tiny dataset=squad_sample train.global_batch_size=8 strategy=ddp ")
     assert command.endswith("cluster.workers_per_node=2 train.micro_batch_size=4")
@@ -52,7 +52,7 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     run_search(tmp_path, again, *FEW)
     assert again.ran == []
     out = capsys.readouterr().out
-    assert "best throughput: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 0.4 GB" in out
+    assert "best throughput: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 3.9 GB" in out
     assert "faster than fsdp full_shard, micro-batch 4 x 1, 2 workers" in out
     assert "the losses equal those of single" in out
     assert "or: ddp, micro-batch 2 x 2, 2 workers: 14 % slower, 50 % less memory" in out
@@ -91,6 +91,12 @@ def test_differences_within_the_noise_are_no_claims(tmp_path: Path, capsys: pyte
     assert steps[:2] == [5, 10]
     assert len(steps) > 2
     assert "equal within the noise of ±" in found["sentence"]
+    count = len(found["equal"])
+    assert count > 1
+    assert f"not decided: {count} configurations are equal to it within the noise (= in the table)" in out
+    assert sum(line.startswith("= ") for line in out.splitlines()) == count
+    assert "strategy=ddp" in found["simplest"]
+    assert ("or with the simplest of the equal" in out) == (found["simplest"] != found["winner"]["overrides"])
     alternatives = [line for line in out.splitlines() if line.startswith("or: ")]
     assert alternatives
     assert all("equal speed within the noise of ±" in line and "50 % less memory" in line for line in alternatives)
@@ -153,7 +159,7 @@ def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: p
     assert {candidate["status"] for candidate in found["candidates"]} == {"tried"}
     assert (found["losses"]["equal"], found["losses"]["reference"]) == (True, "ddp, micro-batch 4 x 1, 2 workers")
     out = capsys.readouterr().out
-    assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 0.4 GB, 67 % faster than ddp" in out
+    assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 3.9 GB, 67 % faster than ddp" in out
     assert "2 workers (noise unknown: no trial was repeated)" in out
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from distexp.choose.candidate import Candidate, Objective
+from distexp.choose.candidate import Candidate, Objective, Trial
+from distexp.choose.ranking import margin_between
 from distexp.choose.table import result_table
+from tests.helpers.planning import composed
 
 
 def printed(candidates: list[Candidate]) -> str:
@@ -59,3 +61,14 @@ def test_many_candidates_without_a_trial_are_counted_by_reason() -> None:
         ["2", *["the", "budget", "of", "240", "GPU-seconds", "is", "used", "up"]],
         ["1", "invalid"],
     ]
+
+
+def test_memory_on_cpus_has_the_noise_of_the_report() -> None:
+    with composed(["cluster.device=cpu"]) as (cells, _):
+        config = cells[0].config
+    first, near, far = (
+        Candidate((), (), 8, 2, config, trials=(Trial(5, "completed", peak_allocated_mib=peak),))
+        for peak in (500.0, 650.0, 900.0)
+    )
+    margins = [margin_between(first, other, Objective.MEMORY) for other in (near, far)]
+    assert [margin is not None and margin.is_noise for margin in margins] == [True, False]

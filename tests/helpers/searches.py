@@ -87,7 +87,7 @@ class FakeLauncher:
         (run.directory / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
         error = None if status == "completed" else RunError("SomeError", f"it is {status}")
         record = RunRecord(status, run.info, asdict(config), error, metrics=metrics if error is None else Metrics())
-        record.memory["torch"] = [{"rank": 0, "peak_allocated_mib": 100.0 * config.train.micro_batch}]
+        record.memory["torch"] = [{"rank": 0, "peak_allocated_mib": 1000.0 * config.train.micro_batch}]
         record.write(run.directory)
         ended_at = (run.directory / SPEC).stat().st_mtime + self.seconds
         os.utime(run.directory / RECORD, (ended_at, ended_at))
