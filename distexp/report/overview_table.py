@@ -20,7 +20,6 @@ from distexp.report.columns import (
     split_columns,
 )
 from distexp.report.data.memory_parts import build_parts_table, has_small_parts
-from distexp.report.data.metrics import SPEEDUP
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
 from distexp.report.data.settings import MAX_LENGTH, format_setting
@@ -90,9 +89,8 @@ def overview_columns(overview: Overview) -> Iterator[Column]:
         yield Column(setting_title(name), cells, ALWAYS if name in quiz else importance, right=False)
     yield Column("status", tuple(group.status for group in groups), ALWAYS, right=False)
     for metric in overview.metrics():
-        cells = format_metric(groups, metric)
-        if metric.name == SPEEDUP:
-            cells = tuple(cell + overview.noise_mark(group) for cell, group in zip(cells, groups, strict=True))
+        marks = (overview.mark(metric.name, group) for group in groups)
+        cells = tuple(cell + mark for cell, mark in zip(format_metric(groups, metric), marks, strict=True))
         yield Column(metric.title, cells, ALWAYS if metric.name in quiz else metric.importance)
 
 

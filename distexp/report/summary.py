@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
+from distexp.report.data.disturbances import describe_disturbances
 from distexp.report.data.energy_totals import energy_totals
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP
 from distexp.report.data.overview import NOISE_MARK, Overview
@@ -40,6 +41,7 @@ def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[s
     else:
         yield from _fastest(overview)
         yield from _smallest(overview)
+    yield from describe_disturbances(overview)
     yield from describe_stragglers(overview.rows)
     yield from _setup_peaks(overview)
     yield from remark_on_scaling(overview)

@@ -89,11 +89,12 @@ def test_the_panel_defines_its_share_of_communication() -> None:
         ("cpu", 2, 30.0, 0.0, "30%"),
         ("cpu", 2, 95.0, 0.0, None),
         ("cpu", 2, 30.0, 5.0, None),
+        ("cpu", 1, 15.0, 0.0, "30%"),
         ("cpu", 1, 30.0, 0.0, None),
         ("cpu", 2, None, 0.0, None),
         ("cuda", 2, 30.0, 0.0, None),
     ],
-    ids=["busy", "idle", "waits for data", "one thread", "unknown", "GPU"],
+    ids=["busy", "idle", "waits for data", "one thread", "one thread that waits for others", "unknown", "GPU"],
 )
 def test_threads_on_busy_cores_have_a_hint(
     device: str, threads: int, used: float | None, wait_s: float, share: str | None
@@ -106,9 +107,20 @@ def test_threads_on_busy_cores_have_a_hint(
     run.utilization["cpu"] = [{"node": 0, "average_pct": used, "phases": {} if used is None else {"train": used}}]
     text = dict(summary_lines(run)).get("busy cores", "")
     assert text.startswith(f"this run got {share} of the time of its CPU cores") == (share is not None)
-    assert ("Try cluster.cpus_per_worker=1" in text) == (share is not None)
+    assert ("Try cluster.cpus_per_worker=1" in text) == (share is not None and threads > 1)
+    assert ("Repeat it when they are done" in text) == (share is not None and threads == 1)
     run.config["cluster"]["environment"] = {"OMP_WAIT_POLICY": "PASSIVE"}
-    assert "busy cores" not in dict(summary_lines(run))
+    assert ("busy cores" in dict(summary_lines(run))) == (share is not None and threads == 1)
+
+
+def test_uneven_steps_have_a_line() -> None:
+    """A run next to other programs had a median step of 20.5 ms, and a mean one of 138 ms."""
+    run = record(0)
+    run.run.duration_s, run.metrics.step_time_s = 4.0, {"p50": 0.02, "p90": 0.9, "max": 2.0}
+    run.metrics.train_steps_per_second = 1 / 0.138
+    assert dict(summary_lines(run))["uneven steps"].startswith("its mean step took 6.9 times as long as its median")
+    run.metrics.train_steps_per_second = 1 / 0.028
+    assert "uneven steps" not in dict(summary_lines(run)), "undisturbed runs have up to 1.4"
 
 
 KEYS = ["padding", "packing", "bucketing"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.report.data.failures import failure_notes
-from distexp.report.data.metrics import NOISE, SPEED, TABLE_METRICS, Metric
+from distexp.report.data.metrics import EFFICIENCY, NOISE, SPEED, SPEEDUP, TABLE_METRICS, Metric
 from distexp.report.data.repeats import RunGroup, group_repeats, is_within_noise, share_deviations
 from distexp.report.data.rows import Row, rows_from_records
 from distexp.report.data.scaling import ScalingSeries, add_efficiency, find_scaling_series
@@ -18,6 +18,7 @@ from distexp.runs.record import RunRecord
 
 MAX_SETTINGS = 4  # in a description of a run
 NOISE_MARK = "~"
+DISTURBED_MARK = "!"
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,21 @@ class Overview:
         settings = {name: [format_setting(group.setting(name), MAX_LENGTH) for group in groups] for name in self.varied}
         return {"run": list(labels), **settings}
 
-    def noise_mark(self, group: RunGroup) -> str:
-        """Return the mark behind a speedup, if it equals that of the baseline within the noise."""
-        return NOISE_MARK if self.equals_baseline(group) else ""
+    def mark(self, metric: str, group: RunGroup) -> str:
+        """Return the mark behind a metric of a run: it was disturbed, or equals the baseline within the noise."""
+        if any(one.disturbance for one in self._groups_of_metric(metric, group)):
+            return DISTURBED_MARK
+        return NOISE_MARK if metric == SPEEDUP and self.equals_baseline(group) else ""
+
+    def _groups_of_metric(self, metric: str, group: RunGroup) -> Iterator[RunGroup]:
+        """Yield the groups whose speeds make a metric: none, its own, and that of a baseline."""
+        if group.metric(metric) is None or metric not in (SPEED, SPEEDUP, EFFICIENCY):
+            return
+        yield group
+        if metric == SPEEDUP and self.baseline is not None:
+            yield self.baseline
+        if metric == EFFICIENCY:
+            yield from (one.baseline.group for one in self.series if any(point.group is group for point in one.points))
 
     def notes(self) -> Iterator[str]:
         """Yield why runs did not complete, one line for each reason."""

@@ -52,14 +52,15 @@ def group_by_task(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
 
 
 def rank_by_metric(overview: Overview, name: str, *, largest: bool) -> Iterator[Ranking]:
-    """Yield a ranking of each task: its completed groups that have the metric.
+    """Yield a ranking of each task: its completed groups that have the metric. Disturbed ones have no known speed.
 
     Args:
         overview: The runs.
         name: Name of the metric.
         largest: Whether the largest value is the best.
     """
-    known = [group for group in overview.groups if group.completed and group.metric(name)]
+    completed = [group for group in overview.groups if group.completed and group.metric(name)]
+    known = [group for group in completed if name != SPEED or group.disturbance is None]
     for task, groups in group_by_task(known).items():
         ranked = [RankedGroup(group, value) for group in groups if (value := group.metric(name))]
         yield Ranking(task, tuple(sorted(ranked, key=lambda one: one.value.mean, reverse=largest)))
@@ -70,8 +71,10 @@ def pareto_fronts(overview: Overview, cost: str) -> list[list[RunGroup]]:
 
     The cost is a metric such as the memory or the energy per sample.
     A difference within the noise does not count. Of two runs with equal speeds only the cheaper one is on the front.
+    Disturbed runs are left out.
     """
-    known = [group for group in overview.groups if group.completed and group.metric(cost) and group.metric(SPEED)]
+    measured = [group for group in overview.groups if group.completed and group.metric(cost) and group.metric(SPEED)]
+    known = [group for group in measured if group.disturbance is None]
     return [_pareto_front(groups, cost) for groups in group_by_task(known).values()]
 
 

@@ -15,6 +15,7 @@ from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import SEED, short_name
 from distexp.report.data.settings import format_setting, task_name, training_key
 from distexp.report.data.varying import varying_settings
+from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.noise import CPU_MEMORY_MIB, Deviation, pool_deviations, speed_noise
 
 
@@ -79,6 +80,12 @@ class RunGroup:
             return next(iter(statuses))
         completed = sum(row.completed for row in self.rows)
         return f"{completed} of {len(self.rows)} completed" if completed else ", ".join(statuses)
+
+    @property
+    def disturbance(self) -> str | None:
+        """What shows that something else slowed a counted run down; None if nothing does."""
+        found = (describe_disturbance(row.record) for row in self.counted_rows)
+        return next(filter(None, found), None) if self.completed else None
 
     @property
     def task(self) -> str:

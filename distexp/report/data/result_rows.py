@@ -9,6 +9,7 @@ from typing import Any
 from distexp.config.flatten import flatten
 from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import WORKERS
+from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.record import RunRecord
 
 ResultRow = dict[str, Any]
@@ -39,6 +40,7 @@ def _run_values(record: RunRecord) -> ResultRow:
         "number": run.number,
         "overrides": " ".join(run.overrides),
         "status": record.status,
+        "disturbance": describe_disturbance(record) if record.status == "completed" else None,
         **{f"error_{key}": getattr(error, key, None) for key in ("type", "message", "phase", "rank")},
         "started_at": run.started_at,
         "hosts": " ".join(run.hosts),

@@ -103,6 +103,11 @@ class ScalingSeries:
         return self.points[-1].workers > self.baseline.workers
 
     @property
+    def is_disturbed(self) -> bool:
+        """Return whether something else slowed a run of the series down."""
+        return any(point.group.disturbance for point in self.points)
+
+    @property
     def is_trusted(self) -> bool:
         """Return whether no efficiency is far above 100 %. Else the baseline was slowed down by something else."""
         return all(point.efficiency <= MAX_TRUSTED_EFFICIENCY for point in self.points)

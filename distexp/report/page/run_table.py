@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from distexp.report.data.failures import failure_reason
-from distexp.report.data.metrics import SPEEDUP, Metric
+from distexp.report.data.metrics import Metric
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row
 from distexp.report.data.settings import format_setting
@@ -63,12 +63,13 @@ def _is_number(value: Any) -> bool:
 def _metric_column(overview: Overview, metric: Metric) -> dict[str, Any]:
     title = metric.title.replace("-\n", "").replace("\n", " ")
     column = {"title": title, "kind": "number", "digits": _digits(metric)}
-    return column | {"marks": _noise_marks(overview)} if metric.name == SPEEDUP else column
+    marks = _marks(overview, metric)
+    return column | {"marks": marks} if any(marks) else column
 
 
-def _noise_marks(overview: Overview) -> list[str]:
-    """Return the mark behind the speedup of each run."""
-    marks = {id(row): overview.noise_mark(group) for group in overview.groups for row in group.rows}
+def _marks(overview: Overview, metric: Metric) -> list[str]:
+    """Return the mark behind a metric of each run."""
+    marks = {id(row): overview.mark(metric.name, group) for group in overview.groups for row in group.rows}
     return [marks[id(row)] for row in overview.rows]
 
 

@@ -31,12 +31,21 @@ class Tile:
 def build_tiles(overview: Overview) -> Iterator[Tile]:
     """Yield the tiles that these runs have numbers for, in their order."""
     yield _completed_tile(overview)
+    yield from _disturbed_tile(overview)
     yield from _best_tile(overview, SPEED, "fastest", "samples/s", largest=True)
     memory = memory_metric(overview)
     if memory:
         yield from _best_tile(overview, memory, f"lowest {MEMORIES[memory]}", "MiB", largest=False)
     yield from _energy_tiles(overview)
-    yield from _efficiency_tiles([series for series in overview.series if series.has_several_sizes])
+    scaled = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
+    yield from _efficiency_tiles(scaled)
+
+
+def _disturbed_tile(overview: Overview) -> Iterator[Tile]:
+    """Yield the runs whose speeds are not ranked, because something else slowed them down."""
+    labels = [group.label for group in overview.groups if group.disturbance]
+    if labels:
+        yield Tile("disturbed", name_runs(labels), "not ranked by speed", "bad")
 
 
 def _energy_tiles(overview: Overview) -> Iterator[Tile]:

@@ -1,0 +1,95 @@
+"""Whether something else slowed a run down, so that its speed is not that of its configuration."""
+
+from __future__ import annotations
+
+from distexp.runs.entry_values import number_of
+from distexp.runs.record import RunRecord
+
+UNEVEN = 1.5
+"""Mean step in median steps, from which a run was disturbed. Undisturbed runs had up to 1.4."""
+
+LOW_SHARE = 0.75
+"""Share of its cores below which a run with several threads per worker was starved.
+
+Its threads use their cores while they wait for each other. On two cores, an undisturbed run with two threads used
+77 % to 98 % of them. Next to other programs it used 15 % to 60 %, and was 4 to 40 times slower than with one thread.
+"""
+
+LOW_SHARE_OF_ONE_THREAD = 0.5
+"""The same with one thread per worker, which sleeps while it waits for other workers.
+
+On two cores, undisturbed runs of two workers used 68 % (FSDP) to 84 % (DDP). Below 50 % they had at most two thirds of
+their speed.
+"""
+
+SHORT_S = 3.0
+"""Duration of a training below which its share of the cores is not known, because load is sampled twice a second."""
+
+LARGE_DATA_WAIT = 0.2
+"""Share of the training that waits for its data, from which steps may be uneven and cores unused for this reason."""
+
+PASSIVE = "passive"
+"""Value of OMP_WAIT_POLICY with which threads sleep while they wait, so that they leave their cores unused."""
+
+
+def describe_disturbance(record: RunRecord) -> str | None:
+    """Return what shows that something else slowed a run down; None if nothing does."""
+    if (share := starved_share(record)) is not None:
+        return f"it got {share:.0%} of the time of its CPU cores"
+    if (ratio := _mean_in_medians(record)) is not None and ratio >= UNEVEN and not _has_uneven_work(record):
+        return f"its mean step took {ratio:.1f} times as long as its median step"
+    return None
+
+
+def starved_share(record: RunRecord) -> float | None:
+    """Return the share of its CPU cores that a run got, if other programs probably used them; else None."""
+    cluster, runtime = record.config["cluster"], record.metrics.train_runtime
+    threads, share = cluster.get("cpus_per_worker") or 1, _share_of_cores(record)
+    if cluster["device"] != "cpu" or share is None or runtime is None or runtime < SHORT_S:
+        return None
+    if _waits_for_data(record) or (threads == 1 and _uses_network(record)):
+        return None
+    if threads > 1 and _wait_policy(record) == PASSIVE:
+        return None
+    return share if share < (LOW_SHARE if threads > 1 else LOW_SHARE_OF_ONE_THREAD) else None
+
+
+def _mean_in_medians(record: RunRecord) -> float | None:
+    """Return the mean step divided by the median one; None if one is unknown."""
+    median_s, rate = number_of(record.metrics.step_time_s or {}, "p50"), record.metrics.train_steps_per_second
+    return 1 / (rate * median_s) if median_s and rate else None
+
+
+def _share_of_cores(record: RunRecord) -> float | None:
+    """Return the CPU time of the training relative to that of the cores that its threads can use; None if unknown."""
+    environment, cluster = record.environment, record.config["cluster"]
+    used = [number_of(entry.get("phases") or {}, "train") for entry in record.utilization["cpu"]]
+    known = [percent for percent in used if percent is not None]
+    if not known or environment is None or not environment.cpu_count:
+        return None
+    nodes_here = cluster["nodes"] if cluster["launcher"] == "local" else 1  # Simulated nodes share the cores.
+    threads = (cluster.get("cpus_per_worker") or 1) * cluster["workers_per_node"] * nodes_here
+    cores = min(threads, environment.cpu_count, environment.cpu_limit or threads)
+    total = sum(known) if nodes_here > 1 else max(known)
+    return float(total / 100 * environment.cpu_count / cores)
+
+
+def _uses_network(record: RunRecord) -> bool:
+    """Return whether workers wait for messages of other machines, which leaves their cores unused."""
+    cluster = record.config["cluster"]
+    return bool(cluster["launcher"] != "local" and cluster["nodes"] > 1)
+
+
+def _wait_policy(record: RunRecord) -> str:
+    variables = record.config["cluster"].get("environment") or {}
+    return str(variables.get("OMP_WAIT_POLICY", "")).lower()
+
+
+def _has_uneven_work(record: RunRecord) -> bool:
+    """Return whether steps differ without a disturbance: some wait for data, or have longer samples."""
+    return _waits_for_data(record) or bool((record.config.get("dataset") or {}).get("bucketing"))
+
+
+def _waits_for_data(record: RunRecord) -> bool:
+    wait, runtime = record.metrics.data_wait_s, record.metrics.train_runtime
+    return bool(wait and runtime and wait > LARGE_DATA_WAIT * runtime)

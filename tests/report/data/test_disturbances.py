@@ -1,0 +1,71 @@
+"""Tests of runs that something else slowed down: their speeds are marked and not ranked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distexp.report.data.overview import Overview
+from distexp.report.data.ranking import pareto_fronts
+from distexp.report.data.result_rows import result_row
+from distexp.report.data.rows import rows_from_records
+from distexp.report.page.run_table import run_table
+from distexp.report.page.tiles import build_tiles
+from distexp.runs.record import RunRecord
+from tests.helpers.printed_tables import printed, unwrapped
+from tests.helpers.records import record
+
+
+def starved(run: RunRecord, used: float = 15.0) -> RunRecord:
+    """Return the record of a run that got a share of its cores, in percent."""
+    assert run.environment is not None
+    run.environment.cpu_count, run.metrics.train_runtime = 2, 400.0
+    run.utilization["cpu"] = [{"node": 0, "average_pct": used, "phases": {"train": used}}]
+    return run
+
+
+def uneven(run: RunRecord, mean_in_medians: float) -> RunRecord:
+    run.metrics.step_time_s = {"p50": 0.02, "p90": 0.1, "max": 1.0}
+    run.metrics.train_steps_per_second = 1 / (0.02 * mean_in_medians)
+    return run
+
+
+def test_a_disturbed_run_is_marked_and_not_ranked() -> None:
+    """Two equal trainings had median steps of 20.5 and 20.1 ms, but 58.0 and 384.3 samples/s."""
+    runs = [uneven(record(0, speed=58.0), 6.7), uneven(record(1, strategy="fsdp", speed=384.3), 1.0)]
+    text = unwrapped(printed(runs))
+    assert "Run 0 (strategy=ddp) was disturbed: its mean step took 6.7 times as long as its median step." in text
+    assert "58.0! " in text
+    assert "6.63!" in text, "relative to a disturbed run"
+    assert "384.3 " in text
+    assert "!: disturbed, or relative to a disturbed run." in text
+    assert "Fastest" not in text
+    assert "!" not in printed([uneven(run, 1.4) for run in runs])
+
+
+def test_starved_baselines_mark_the_speedups_of_the_others() -> None:
+    """A single run got 15 % of its cores: DDP with two workers seemed to be 8 times faster."""
+    single = starved(record(0, strategy="single", speed=6.6, cluster__workers_per_node=1, cluster__cpus_per_worker=2))
+    others = [record(1, speed=54.0), record(2, strategy="fsdp", speed=20.0)]
+    text = unwrapped(printed([single, *others]))
+    assert "was disturbed: it got 15% of the time of its CPU cores." in text
+    assert "8.18!" in text
+    assert "Fastest: run 1" in text, "the others are ranked"
+
+
+def test_the_page_and_the_files_know_disturbed_runs() -> None:
+    runs = [uneven(record(0, speed=90.0, peak=9.0), 3.0), record(1, strategy="fsdp", speed=80.0, peak=20.0)]
+    overview = Overview.from_records(runs)
+    assert [[group.label for group in front] for front in pareto_fronts(overview, "gpu_peak_mib")] == [["1"]]
+    tiles = {tile.name: tile for tile in build_tiles(overview)}
+    assert tiles["disturbed"].value == "run 0"
+    assert "fastest" not in tiles
+    rows = [result_row(row) for row in rows_from_records(runs)]
+    assert [row["disturbance"] for row in rows] == ["its mean step took 3.0 times as long as its median step", None]
+
+
+def test_the_table_of_the_page_has_the_marks(tmp_path: Path) -> None:
+    runs = [uneven(record(0, speed=90.0), 3.0), record(1, strategy="fsdp", speed=80.0)]
+    columns = {column["title"]: column for column in run_table(Overview.from_records(runs), tmp_path)["columns"]}
+    assert columns["samples/s"]["marks"] == ["!", ""]
+    assert columns["speedup"]["marks"] == ["!", "!"]
+    assert "marks" not in columns["train loss"]
