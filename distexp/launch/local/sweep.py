@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ from distexp.launch.assigned_runs import ExistingRunRules, assign_run_dirs
 from distexp.launch.cell import Cell
 from distexp.launch.composition import cell_maker, compose_cells
 from distexp.launch.git_state import package_git_state
+from distexp.launch.local.crowded_cores import crowded_core_warnings
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.runner import CellRunner, show_if_done
 from distexp.launch.local.shared_start import SharedStart
@@ -46,6 +48,8 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
 
 
 def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell], sweep_dir: Path) -> list[JobReturn]:
+    for warning in crowded_core_warnings(cell.config for cell in cells if cell.config is not None):
+        print(f"distexp: warning: {warning}", file=sys.stderr)
     invalid = [join_errors(cell.errors) for cell in cells if cell.config is None]
     screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=invalid)
     rules = ExistingRunRules(should_skip=lambda run: show_if_done(screen, run.directory), warn=screen.print)
