@@ -47,6 +47,7 @@ class Trial:
         price_per_sample: Price of a sample.
         gpu_seconds: Time of the trial, with its start, times the number of workers.
         error: Why it failed, in one line; empty if it did not.
+        disturbed: Whether its repeat was so much better that this trial does not count.
     """
 
     steps: int
@@ -59,6 +60,7 @@ class Trial:
     price_per_sample: float | None = None
     gpu_seconds: float = 0.0
     error: str = ""
+    disturbed: bool = False
 
     def score(self, objective: Objective) -> float | None:
         """Return what the objective minimizes; None if the run did not measure it."""
@@ -111,8 +113,8 @@ class Candidate:
 
     @property
     def completed(self) -> tuple[Trial, ...]:
-        """Return the trials that completed."""
-        return tuple(trial for trial in self.trials if trial.status == COMPLETED)
+        """Return the trials that completed, without disturbed ones."""
+        return tuple(trial for trial in self.trials if trial.status == COMPLETED and not trial.disturbed)
 
     @property
     def longest_steps(self) -> int:

@@ -5,6 +5,8 @@
    more are not tried.
 2. *neighbors*: the next smaller and larger micro-batches of the best families, until none is better. Those of the first
    family come before the other families. What they measure shows which micro-batches of the others can be better.
+   A trial of both that is far slower than its forecast is repeated at once. If the repeat is far faster, other programs
+   have disturbed the first trial, and it does not count.
 3. *finalists*: the best candidate and its strongest rival, again with more steps, until no rival can be much better
    within the noise. On a busy machine, the repeats may show that the best one was only lucky. Then the next one is
    repeated, so no candidate wins by one trial. The order alternates, so that a machine that gets slower is no
@@ -22,6 +24,7 @@ from operator import attrgetter
 
 from distexp.choose.axis_keys import STAGE
 from distexp.choose.candidate import Candidate, Objective, Status
+from distexp.choose.doubtful import doubtful_candidates, mark_disturbed
 from distexp.choose.forecast_scale import useful_forecasts, without_checkpointing
 from distexp.choose.neighbors import neighbors_to_try
 from distexp.choose.no_winner import describe_no_winner
@@ -112,7 +115,7 @@ class _Search:
         """Try the family with the best forecast, and its neighbors. A good score leaves out more of the others."""
         first = self.representatives()[:1]
         if first and first[0].forecast(self.objective) is not None:
-            self._run("families", first, self.rules.steps)
+            self._try("families", first)
             self.try_neighbors()
 
     def try_families(self) -> None:
@@ -124,7 +127,7 @@ class _Search:
             # One of two families that differ in checkpointing shows whether the other one may be better.
             first_of = {without_checkpointing(candidate): candidate for candidate in reversed(useful)}
             wave = [candidate for candidate in useful if first_of[without_checkpointing(candidate)] is candidate]
-            self._run("families", wave[: self.rules.wave], self.rules.steps)
+            self._try("families", wave[: self.rules.wave])
 
     def representatives(self) -> list[Candidate]:
         """Return the best forecast member of each family without a score, the best one first."""
@@ -152,7 +155,7 @@ class _Search:
             batch = neighbors_to_try(self.families.values(), self.objective, self.rules)
             if not batch or self.stopped:
                 return
-            self._run("neighbors", batch, self.rules.steps)
+            self._try("neighbors", batch)
 
     # Finalists
 
@@ -175,6 +178,17 @@ class _Search:
             last = batch[-1]
 
     # Trials
+
+    def _try(self, name: str, batch: Sequence[Candidate]) -> None:
+        """Run the first trials of a batch, and repeat those that other programs have probably disturbed."""
+        self._run(name, batch, self.rules.steps)
+        if self.objective is Objective.MEMORY or self.stopped:
+            return
+        doubtful = list(doubtful_candidates(self.candidates, self.objective, self.rules))
+        if doubtful:
+            self._run("repeats", doubtful, self.rules.steps)
+        for candidate in doubtful:
+            mark_disturbed(candidate, self.objective, self.rules)
 
     def _run(self, name: str, batch: Sequence[Candidate], steps: int) -> None:
         """Run a batch of trials, as far as the budget allows."""

@@ -80,6 +80,7 @@ def measured_json(candidate: Candidate) -> dict[str, Any] | None:
                 "status": trial.status,
                 "directory": None if trial.directory is None else str(trial.directory),
                 "samples_per_second": trial.samples_per_second,
+                "disturbed": trial.disturbed,
             }
             for trial in candidate.trials
         ],

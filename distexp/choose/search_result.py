@@ -30,7 +30,7 @@ class Rung:
     """A batch of trials that has ended.
 
     Attributes:
-        name: Why it was run: ``families``, ``neighbors`` or ``finalists``.
+        name: Why it was run: ``families``, ``neighbors``, ``repeats`` or ``finalists``.
         trials: What was tried, in order.
         gpu_seconds: Cost of the batch.
     """

@@ -27,6 +27,8 @@ class SearchRules:
         same_kernels: Most that the scaled forecast of a family may exceed the best score, if a family that differs only
             in checkpointing was tried.
         doubt: How much better than its scaled forecast a family may be, in standard deviations of the forecasts' error.
+        contradiction: Factor by which a first trial must be worse than its scaled forecast to be repeated.
+        disturbed: Factor by which it must then be worse than its repeat to be left out of the mean.
         least_error: Smallest error of the forecasts that is assumed, as a standard deviation of their logarithm.
     """
 
@@ -46,6 +48,8 @@ class SearchRules:
     same_kernels: float = 0.2
     doubt: float = 2.0
     least_error: float = 0.45
+    contradiction: float = 4.0
+    disturbed: float = 2.0
 
 
 DEFAULT_RULES = SearchRules()

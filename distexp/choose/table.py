@@ -30,6 +30,7 @@ DETAILS = re.compile(r" \([^)]*\)")
 BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
 RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured memory. predicted: before the trials. steps: of each trial."
 ORDER_LEGEND = " Repeated ones come first: the best of many single trials may only be lucky."
+DISTURBED_LEGEND = " (5): not counted, because the repeat was far faster."
 PLAN_LEGEND = f"{BATCH_LEGEND} steps: measured steps. s/step: forecast. GPU-s: cost with the start-up."
 
 
@@ -51,7 +52,8 @@ def result_table(
         yield _measured_table(order, winner, equal)
         order_legend = ORDER_LEGEND if len({candidate.longest_steps for candidate in best}) > 1 else ""
         marks = f"{'*: the winner. ' if winner in order else ''}{'=: equal within the noise. ' if equal else ''}"
-        yield Text(f"{marks}{RESULT_LEGEND}{order_legend}", style="dim")
+        disturbed = DISTURBED_LEGEND if any(trial.disturbed for each in order for trial in each.trials) else ""
+        yield Text(f"{marks}{RESULT_LEGEND}{order_legend}{disturbed}", style="dim")
     yield from others_table([candidate for candidate in candidates if not candidate.trials])
 
 
@@ -74,7 +76,7 @@ def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None, e
             _gb(candidate.expected_mib),
             *([_number(found.j_per_sample, ".3g")] if energy else []),
             *([_number(price_of_many, ".3g")] if price else []),
-            "+".join(str(trial.steps) for trial in candidate.trials),
+            "+".join(f"({trial.steps})" if trial.disturbed else str(trial.steps) for trial in candidate.trials),
         ]
         table.add_row(*map(Text, cells), style="bold" if candidate is winner else "")
     return table

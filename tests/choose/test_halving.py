@@ -171,6 +171,27 @@ def test_the_measured_curve_of_one_family_leaves_out_micro_batches_of_another() 
     assert found.winner is list(first)[1]
 
 
+def test_a_trial_that_contradicts_its_forecast_is_repeated_before_its_family_is_left_out() -> None:
+    """The first trial of the best family runs next to other programs, which make it 8 times slower."""
+    slow = members("strategy=ddp", {16: 1.6, 32: 1.5}, {16: 1.5, 32: 1.6})
+    fast = members("strategy=single", {16: 1.0, 32: 0.9}, {16: 1.0, 32: 1.1})
+    seconds = {**slow, **fast}
+    disturbed = next(iter(fast))
+
+    def run(batch: Sequence[PlannedTrial]) -> list[Trial]:
+        factors = [8.0 if each.candidate is disturbed and not each.candidate.trials else 1.0 for each in batch]
+        return [
+            Trial(each.steps, "completed", samples_per_second=64 / factor / seconds[each.candidate])
+            for each, factor in zip(batch, factors, strict=True)
+        ]
+
+    found = search(list(seconds), run, Objective.THROUGHPUT)
+    assert found.winner is list(fast)[1]
+    assert [trial.disturbed for trial in disturbed.trials[:2]] == [True, False]
+    assert disturbed.score(Objective.THROUGHPUT) == pytest.approx(1 / 64)
+    assert all(not trial.disturbed for each in slow for trial in each.trials)
+
+
 def test_checkpointing_is_not_tried_if_its_forecast_is_worse_than_the_same_kernels_without() -> None:
     without = members("strategy=ddp", {16: 1.0}, {16: 1.0})
     with_it = {
