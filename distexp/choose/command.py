@@ -18,10 +18,12 @@ from distexp.choose.dry_run import print_plan
 from distexp.choose.halving import search
 from distexp.choose.labels import label
 from distexp.choose.loss_check import LossChecker
+from distexp.choose.mean_metrics import mean_metrics
 from distexp.choose.outcome import Outcome, Rejected
 from distexp.choose.print_outcome import print_outcome
 from distexp.choose.pruning import prune_by_plan
 from distexp.choose.ranking import by_score, ranked
+from distexp.choose.result_texts import describe_values
 from distexp.choose.rough_forecast import set_forecasts
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.settings import Settings, read_settings
@@ -82,7 +84,7 @@ def run_choose(
             try:
                 _search(outcome, trials, singles)
             except (InterruptedRunError, MonitoringInterrupted, SweepInterrupted, KeyboardInterrupt):
-                _print_interrupted(sweep_dir, state)
+                _print_interrupted(sweep_dir, state, outcome)
                 raise
         outcome.finished = True
         state.write()
@@ -93,6 +95,18 @@ def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> lis
     """Return all candidates with their predictions and forecasts. Those that do not fit are pruned."""
     command = settings.command
     candidates = make_space(make, command, settings.section.gpus, read_axes(settings.section.space, command))
+    waiting = sum(candidate.status is Status.WAITING for candidate in candidates)
+    trials = (
+        ""
+        if settings.section.dry_run
+        else (
+            f", which can take minutes. The trials then take about {settings.section.budget_min:g} minutes at most "
+            "(choose.budget_min)"
+        )
+    )
+    print(
+        f"distexp: predicting the memory of some of {format_count(waiting, 'configuration')}{trials}", file=sys.stderr
+    )
     prune_by_plan(
         candidates,
         planner.estimate,
@@ -151,8 +165,11 @@ def _device_notes(make: MakeCell, settings: Settings) -> list[str]:
     return ["this machine has no GPU that can be used: the trials run on its CPUs"]
 
 
-def _print_interrupted(sweep_dir: Path, state: SearchState) -> None:
+def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) -> None:
+    """Print the best configuration so far, and how to continue."""
     done = sum(trial.status is not None for trial in state.trials)
+    for best in ranked(outcome.candidates, outcome.settings.objective)[:1]:
+        print(f"distexp: best so far: {label(best)}: {describe_values(mean_metrics(best))}", file=sys.stderr)
     print(
         f"distexp: the search was interrupted after {format_count(done, 'trial')}. They are kept. To continue: "
         f"{suggest_command('resume', sweep_dir)}",
