@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -97,10 +96,8 @@ def _pareto_front(groups: Sequence[RunGroup], cost: str) -> list[RunGroup]:
     ]  # fmt: skip
     points.sort(key=lambda point: (point.cost.mean, -point.speed.mean))
     front: list[_Point] = []
-    best = -math.inf
     for point in points:
-        if point.speed.mean > best:
-            best = point.speed.mean
+        if not front or _order(point.speed, front[-1].speed) > 0:
             front.append(point)
     return [point.group for point in front if not any(other.dominates(point) for other in front)]
 

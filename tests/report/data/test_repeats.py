@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from distexp.report.data.overview import Overview
+from distexp.report.data.ranking import pareto_fronts
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from tests.helpers.printed_tables import header, printed, unwrapped
@@ -53,6 +55,23 @@ def test_cpu_memory_of_single_runs_is_ranked_only_beyond_what_other_processes_ch
     large = zip(runs, (4000.0, 9000.0, 5000.0), strict=True)
     text = unwrapped(printed([with_cpu_memory(run, peak) for run, peak in large]))
     assert "Lowest peak CPU memory: run 0 (strategy=ddp), 4,000 MiB." in text
+
+
+def test_runs_equal_within_the_noise_are_no_pareto_front() -> None:
+    """A front through them would show a trend that is not there."""
+    runs = [
+        record(n, speed=speed, strategy=name) for n, (name, speed) in enumerate({"ddp": 86.0, "fsdp": 99.0}.items())
+    ]
+    for run, peak in zip(runs, (690.0, 1900.0), strict=True):
+        with_cpu_memory(run, peak)
+    assert _front_labels(runs) == ["0"]
+    runs[1].metrics.train_samples_per_second = 400.0
+    assert _front_labels(runs) == ["0", "1"]
+
+
+def _front_labels(runs: list[RunRecord]) -> list[str]:
+    (front,) = pareto_fronts(Overview.from_records(runs), "cpu_peak_mib")
+    return [group.label for group in front]
 
 
 def test_noise_of_repeats_holds_for_runs_without_repeats() -> None:
