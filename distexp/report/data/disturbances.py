@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distexp.report.data.overview import DISTURBED_MARK, Overview
+from distexp.report.data.scaling_remarks import explain_slow_baseline
+from distexp.report.data.text import name_runs
 
 MAX_DISTURBED = 4
 
@@ -17,6 +19,11 @@ def describe_disturbances(overview: Overview) -> Iterator[str]:
         yield f"{label[0].upper()}{label[1:]} was disturbed: {reason}."
     if len(found) > MAX_DISTURBED:
         yield f"{len(found) - MAX_DISTURBED} more were disturbed."
+    large = [group.label for group in overview.groups if overview.exceeds_workers(group)]
+    if large and overview.baseline is not None and not overview.baseline.disturbance:
+        start = f"{DISTURBED_MARK}: more workers do not explain the speedup of {name_runs(large)}."
+        yield f"{start} Do not trust the baseline, {overview.describe(overview.baseline)}."
+        yield explain_slow_baseline(overview.baseline)
     if found:
         yield f"{DISTURBED_MARK}: disturbed, or relative to a disturbed run. Such speeds are not ranked."
         yield "Repeat these runs when no other program needs the machine."

@@ -12,7 +12,7 @@ from distexp.report.data.rows import Row, rows_from_records
 from distexp.report.data.scaling import ScalingSeries, add_efficiency, find_scaling_series
 from distexp.report.data.setting_names import SEED
 from distexp.report.data.settings import MAX_LENGTH, format_setting, format_settings, run_label
-from distexp.report.data.speedup import add_speedup
+from distexp.report.data.speedup import add_speedup, exceeds_workers
 from distexp.report.data.varying import varying_settings
 from distexp.runs.record import RunRecord
 
@@ -77,6 +77,10 @@ class Overview:
         speed, other = group.metric(SPEED), self.baseline.metric(SPEED)
         return bool(group.completed and speed and other and is_within_noise(speed, other))
 
+    def exceeds_workers(self, group: RunGroup) -> bool:
+        """Return whether the number of workers does not explain a speedup."""
+        return self.baseline is not None and group.completed and exceeds_workers(group, self.baseline, self.varied)
+
     def label_columns(self, labels: Sequence[str], groups: Sequence[RunGroup]) -> dict[str, list[str]]:
         """Return the first columns of a table: the runs, and their settings that vary.
 
@@ -90,6 +94,8 @@ class Overview:
     def mark(self, metric: str, group: RunGroup) -> str:
         """Return the mark behind a metric of a run: it was disturbed, or equals the baseline within the noise."""
         if any(one.disturbance for one in self._groups_of_metric(metric, group)):
+            return DISTURBED_MARK
+        if metric == SPEEDUP and self.exceeds_workers(group):
             return DISTURBED_MARK
         return NOISE_MARK if metric == SPEEDUP and self.equals_baseline(group) else ""
 

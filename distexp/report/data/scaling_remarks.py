@@ -32,7 +32,11 @@ def remark_on_scaling(overview: Overview) -> Iterator[str]:
 
 def explain_doubt(series: ScalingSeries) -> str:
     """Return the likely reason why the baseline of a series was slow, with a hint."""
-    group = series.baseline.group
+    return explain_slow_baseline(series.baseline.group)
+
+
+def explain_slow_baseline(group: RunGroup) -> str:
+    """Return the likely reason why a baseline was slow, with a hint."""
     retries, threads = group.metric(RETRIES), threads_per_worker(group) or 1
     if retries and retries.mean > 0:
         return "Likely reason: its GPU memory was nearly full. Lower train.micro_batch_size."

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from distexp.report.data.metrics import SPEED, SPEEDUP
-from distexp.report.data.repeats import RunGroup
+from distexp.report.data.repeats import RunGroup, Spread, is_within_noise
+from distexp.report.data.scaling import MAX_TRUSTED_EFFICIENCY, THREADS, WORLD
+from distexp.report.data.scaling_work import world_of
+from distexp.report.data.setting_names import WORKERS, is_strategy_option
 
 
 def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
@@ -30,6 +33,33 @@ def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
         if group.task == baseline.task and speed.mean:
             _fill_in(group, speed.mean)
     return baseline
+
+
+def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) -> bool:
+    """Return whether a speedup over a run of ``single`` is beyond the noise more than that of the number of workers.
+
+    Then something slowed ``single`` down, if all but the strategy and the workers is equal.
+
+    Args:
+        varied: Names of the settings in which the runs differ.
+    """
+    speed, slow = group.metric(SPEED), baseline.metric(SPEED)
+    if (
+        baseline.setting("strategy") != "single"
+        or group.task != baseline.task
+        or not (speed and slow and group.setting(WORKERS))
+    ):
+        return False
+    if any(group.setting(name) != baseline.setting(name) for name in varied if not _is_of_strategy(name)):
+        return False
+    ideal = world_of(group).workers / world_of(baseline).workers
+    per_worker = Spread(speed.mean / ideal, None, None if speed.noise is None else speed.noise / ideal)
+    return per_worker.mean > MAX_TRUSTED_EFFICIENCY * slow.mean and not is_within_noise(per_worker, slow)
+
+
+def _is_of_strategy(name: str) -> bool:
+    """Return whether a setting is the strategy, one of its options, or the number of workers or their threads."""
+    return name in ("strategy", THREADS, *WORLD) or is_strategy_option(name)
 
 
 def _fill_in(group: RunGroup, baseline_speed: float) -> None:

@@ -52,6 +52,17 @@ def test_starved_baselines_mark_the_speedups_of_the_others() -> None:
     assert "Fastest: run 1" in text, "the others are ranked"
 
 
+def test_speedups_above_the_number_of_workers_are_marked() -> None:
+    single = record(0, strategy="single", speed=50.0, cluster__workers_per_node=1, cluster__cpus_per_worker=2)
+    text = unwrapped(printed([single, record(1, speed=400.0), record(2, strategy="fsdp", speed=130.0)]))
+    assert "!: more workers do not explain the speedup of run 1. Do not trust the baseline, run 0 (" in text
+    assert "Likely reason: its 2 threads per worker wait on busy cores. Set cluster.cpus_per_worker=1." in text
+    assert "8.00!" in text
+    assert "2.60 " in text, "within the noise"
+    fast = record(1, speed=400.0, precision__name="bf16")
+    assert "8.00!" not in unwrapped(printed([single, fast])), "the precision may explain it"
+
+
 def test_the_page_and_the_files_know_disturbed_runs() -> None:
     runs = [uneven(record(0, speed=90.0, peak=9.0), 3.0), record(1, strategy="fsdp", speed=80.0, peak=20.0)]
     overview = Overview.from_records(runs)
