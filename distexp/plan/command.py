@@ -16,8 +16,16 @@ from distexp.plan.micro_batches import MAX_SIZES
 from distexp.plan.planner import Planner
 from distexp.plan.progress import show_predictions, show_search
 from distexp.plan.search import Search, candidate_overrides
-from distexp.plan.table import cells_table, change_lines, micro_batch_line, notes, parts_table, parts_title
-from distexp.plan.training_lines import sample_notes, training_lines
+from distexp.plan.table import (
+    cells_table,
+    change_lines,
+    describe_change,
+    micro_batch_line,
+    notes,
+    parts_table,
+    parts_title,
+)
+from distexp.plan.training_lines import full_data_override, sample_notes, training_lines
 from distexp.plan.verdict import FITS, memory_to_fit_mib, verdict_of
 from distexp.runs.json_files import nan_to_none
 from distexp.system.hardware import visible_gpus
@@ -120,6 +128,8 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
 
     try:
         _print_search(config, estimate, search, console)
+        if (override := full_data_override(planned)) is not None:
+            _print_variant(override, search, console)
     except KeyboardInterrupt:
         raise SweepInterrupted("the search for what fits was interrupted; the prediction is complete") from None
 
@@ -144,8 +154,17 @@ def _print_search(
         return
     with show_search("what fits", len(list(candidate_overrides(config, largest))), remark) as advance:
         changes = search(advance).changes(largest)
-    for line in change_lines(changes, memory_mib, config.cluster.device):
+    for line in change_lines(changes, memory_mib, config.cluster.device, estimate.needed_mib):
         _print(console, line)
+
+
+def _print_variant(override: str, search: Callable[[Callable[[], None]], Search], console: Console) -> None:
+    """Print what a training needs with one override."""
+    with show_search(f"what {override} needs", 1) as advance:
+        found = search(advance)
+        variant = found.variant(override)
+    if variant is not None:
+        _print(console, f"with {describe_change(variant, found.memory_mib)}")
 
 
 def _print(console: Console, text: str) -> None:

@@ -71,6 +71,10 @@ class Search:
                 return found, 0
         return None, 0
 
+    def variant(self, override: str) -> Change | None:
+        """Return one variant with its estimate; None if it is invalid or cannot be traced."""
+        return next(iter(self._estimate([(override,)])), None)
+
     def _fits(self, change: Change) -> bool:
         return change.fits(self.memory_mib)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from rich.table import Table
 from rich.text import Text
@@ -11,7 +12,7 @@ from distexp.config import Config
 from distexp.plan.cells import PlannedCell, smallest_change
 from distexp.plan.micro_batches import LargestMicroBatch
 from distexp.plan.search import Change
-from distexp.plan.verdict import DOES_NOT_FIT, FITS, LARGER_MACHINE, TOO_CLOSE, describe_verdict, predict
+from distexp.plan.verdict import DOES_NOT_FIT, FITS, LARGER_MACHINE, TOO_CLOSE, describe_verdict, predict, verdict_of
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.command_text import format_override
 from distexp.runs.listing import join_first
@@ -156,19 +157,30 @@ def micro_batch_line(largest: LargestMicroBatch) -> str:
     return f"largest micro-batch that fits: {size}" + (f" ({largest.invalid})" if largest.invalid else "")
 
 
-def change_lines(changes: Sequence[Change], memory_mib: float, device: str) -> Iterator[str]:
-    """Yield the smallest change that makes a training fit, and all changes with what they need.
+def change_lines(changes: Sequence[Change], memory_mib: float, device: str, needed_mib: float | None) -> Iterator[str]:
+    """Yield the smallest change that makes a training fit, and what all changes need that reduce the memory.
 
     Args:
         changes: The changes, the smallest one first.
         memory_mib: Memory of the GPU, or of the node for a run on CPUs.
         device: cuda or cpu.
+        needed_mib: Memory that the training needs without a change.
     """
-    best, found = smallest_change(changes, memory_mib), [predict(change.estimate, memory_mib) for change in changes]
+    may_fit = any(verdict_of(change.estimate, memory_mib) == TOO_CLOSE for change in changes)
+    less = [change for change in changes if (change.estimate.needed_mib or inf) < (needed_mib or inf)]
+    best, verdicts = smallest_change(less, memory_mib), [verdict_of(change.estimate, memory_mib) for change in less]
     if best is not None:
         yield f"smallest change that makes it fit: {' '.join(best.overrides)}"
     else:
-        makes = "is certain to make" if any(predicted.verdict == TOO_CLOSE for predicted in found) else "makes"
+        makes = "is certain to make" if may_fit else "makes"
         yield f"no change {makes} it fit: {LARGER_MACHINE[device]}"
-    for change, predicted in zip(changes, found, strict=True):
-        yield f"  {' '.join(change.overrides)}: needs {_memory(predicted.required_mib)}, {describe_verdict(predicted)}"
+    for wanted in (FITS, TOO_CLOSE, DOES_NOT_FIT):
+        for change, verdict in zip(less, verdicts, strict=True):
+            if verdict == wanted:
+                yield f"  {describe_change(change, memory_mib)}"
+
+
+def describe_change(change: Change, memory_mib: float) -> str:
+    """Return overrides with what the training then needs: ``train.logits=targets: needs 4.88 GB, fits, 9 % free``."""
+    predicted = predict(change.estimate, memory_mib)
+    return f"{' '.join(change.overrides)}: needs {_memory(predicted.required_mib)}, {describe_verdict(predicted)}"

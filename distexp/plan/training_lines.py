@@ -67,17 +67,25 @@ def sample_notes(cells: Sequence[PlannedCell]) -> list[str]:
 
 
 def _sample_note(cell: PlannedCell) -> Iterator[str]:
+    override, config = full_data_override(cell), cell.cell.config
+    if override is not None and config is not None:
+        full = FULL_DATA[config.dataset.name]
+        yield (
+            f"note: {config.dataset.name} has {full.key}={getattr(config.dataset, full.key)}, so it needs less memory "
+            f"than {full.name}: type {override}"
+        )
+
+
+def full_data_override(cell: PlannedCell) -> str | None:
+    """Return what to type for texts or images of the real size; None if the training has them, or is small."""
     config, predicted = cell.cell.config, cell.predicted
     if config is None or predicted is None:
-        return
+        return None
     full = FULL_DATA.get(config.dataset.name)
     size = getattr(config.dataset, full.key) if full else None
     peak_mib = predicted.peak_allocated_mib or sum(predicted.parts.values())
     if full is None or size is None or size >= full.size or peak_mib < LARGE_MIB:
-        return
+        return None
     if (config.model.seq_length or full.size) < full.size:  # The model cannot have longer texts.
-        return
-    yield (
-        f"note: {config.dataset.name} has {full.key}={size}, so it needs less memory than {full.name}: "
-        f"type dataset.{full.key}={full.size}"
-    )
+        return None
+    return f"dataset.{full.key}={full.size}"

@@ -124,7 +124,8 @@ def _describe_share(needed: float, memory: float, predicted: Predicted) -> str:
     if predicted.verdict == FITS:
         return f"fits, {100 * (1 - needed / memory):.0f} % free"
     if predicted.verdict == TOO_CLOSE:
-        return f"not certain (error {100 * predicted.error_bound:.0f} %)"
+        most = predicted.most_mib or needed * (1 + predicted.error_bound)  # Older records do not have the former.
+        return f"not certain: may need {format_memory(most)} of {format_memory(memory)}"
     return f"does not fit by {format_memory(needed - memory)}"
 
 
