@@ -203,7 +203,7 @@ def _definitions(overview: Overview, hidden: Collection[str]) -> Iterator[str]:
             yield f"{NOISE_MARK}: equal to this run within the noise."
     several_epochs = any(len(row.record.metrics.train_losses) > 1 for row in overview.rows)
     if several_epochs and METRICS_BY_NAME["train_loss"].title not in hidden:
-        yield "Train loss: mean of all steps, as in the Hugging Face Trainer.."
+        yield "Train loss: mean of all steps, as in the Hugging Face Trainer."
     if overview.series and METRICS_BY_NAME[EFFICIENCY].title not in hidden:
         yield "Efficiency: ideal time / real time, relative to the fewest workers of the same configuration."
 

@@ -72,3 +72,10 @@ def test_different_global_batches_are_reported() -> None:
     text = unwrapped(printed(records))
     assert "Global batch sizes differ: 16 in run 0, 32 in run 1. Their losses are not comparable." in text
     assert "Global batch" not in printed([record(0), record(1, strategy="fsdp")])
+
+
+def test_the_train_loss_of_several_epochs_is_defined() -> None:
+    runs = [record(0), record(1, strategy="fsdp")]
+    assert "Train loss:" not in printed(runs)
+    runs[0].metrics.train_losses = [3.0, 1.0]
+    assert "Train loss: mean of all steps, as in the Hugging Face Trainer. Each row" in unwrapped(printed(runs))
