@@ -227,7 +227,9 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
     if metrics.train_samples_per_second is not None:
         yield "throughput", f"{metrics.train_samples_per_second:,.1f} samples/s"
     elif record.built is not None:
-        yield "throughput", "not measured: no step after train.measure_after_step"
+        first = (record.config.get("train") or {}).get("measure_after_step")
+        needs = f"needs more than {first} steps" if first else "no step was timed"
+        yield "throughput", f"not measured: {needs} (train.measure_after_step)"
     if metrics.step_time_s is not None:
         yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"
     if metrics.tflops_per_device and metrics.executed_tflops_per_device and (metrics.mfu or metrics.mfu_of_ceiling):
