@@ -25,7 +25,7 @@ class ForecastConfig:
     network: str | None = key(
         None,
         "Network between nodes, as `infiniband-ndr-400g`. Measured bandwidths take precedence.",
-        null="infiniband-hdr-200g",
+        null="infiniband-hdr-200g for GPUs, ethernet-10g for CPUs",
     )
     rail_optimized: bool | None = key(None, "Whether GPUs of the same index share a switch.", null="true")
     oversubscription: float = key(

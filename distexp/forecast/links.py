@@ -110,11 +110,13 @@ class Network:
         rail_optimized: Whether GPUs of the same index share a switch. Then a slower upper level matters only with more
             than NODES_PER_LEAF nodes.
         oversubscription: By how much the upper level of the network is slower than the lower one.
+        latency: Latency of a hop.
     """
 
     name: str = "infiniband-hdr-200g"
     rail_optimized: bool = True
     oversubscription: float = 1.0
+    latency: Latency = NETWORK
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -132,7 +134,12 @@ class Network:
         cards = CARDS_PER_NODE.get(self.name, workers_per_node)
         bandwidth = EFFICIENCY_NETWORK * NETWORKS[self.name] * 1e9 * cards / workers_per_node
         crosses = not self.rail_optimized or nodes > NODES_PER_LEAF
-        return Link(self.name, bandwidth / (self.oversubscription if crosses else 1.0), NETWORK)
+        return Link(self.name, bandwidth / (self.oversubscription if crosses else 1.0), self.latency)
+
+
+def usual_network(gpu_name: str | None) -> Network:
+    """Return the network that is assumed between nodes with this GPU; None: CPUs, whose gloo uses TCP."""
+    return Network("ethernet-10g", latency=LOOPBACK) if gpu_name is None else Network()
 
 
 def intra_node_link(gpu_name: str | None) -> Link:

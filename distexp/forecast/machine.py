@@ -15,7 +15,7 @@ from typing import Any
 from distexp.config import ConfigError
 from distexp.config.forecast_section import ForecastConfig
 from distexp.data.cache import cache_dir
-from distexp.forecast.links import Link, Network, intra_node_link
+from distexp.forecast.links import Link, Network, intra_node_link, usual_network
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Environment
@@ -79,11 +79,12 @@ def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
         record = RunRecord.read(run_dir / RECORD)
     except ValueError as error:
         raise ConfigError(f"{error}: name the directory of a finished run") from error
-    known = Network()
+    known = usual_network(record.environment.gpu_name if record.environment else None)
     network = Network(
         known.name if options.network is None else options.network,
         rail_optimized=known.rail_optimized if options.rail_optimized is None else options.rail_optimized,
         oversubscription=options.oversubscription,
+        latency=known.latency,
     )
     machine = machine_of(record.environment, network)
     points: Sequence[CurvePoint] = ()
@@ -98,7 +99,9 @@ def machine_of(environment: Environment | None, network: Network | None = None) 
     """Return what is known about the machine of a run, with the curves that preflights stored on this machine."""
     gpu_name = environment.gpu_name if environment else None
     hostname = environment.hostname if environment else None
-    return MachineCurves(tuple(stored_points(gpu_name, hostname)), intra_node_link(gpu_name), network or Network())
+    return MachineCurves(
+        tuple(stored_points(gpu_name, hostname)), intra_node_link(gpu_name), network or usual_network(gpu_name)
+    )
 
 
 def points_of_preflight(result: Mapping[str, Any], nodes: int = 1) -> list[CurvePoint]:

@@ -19,7 +19,7 @@ from distexp.forecast.collectives import (
     ring_time,
     tree_time,
 )
-from distexp.forecast.links import NODES_PER_LEAF, Network, intra_node_link
+from distexp.forecast.links import NODES_PER_LEAF, Network, intra_node_link, usual_network
 from distexp.forecast.machine import CurvePoint, MachineCurves, points_of_preflight, store_points, stored_points
 
 H200 = intra_node_link("NVIDIA H200")
@@ -119,6 +119,9 @@ def test_gpus_without_nvlink_use_pcie(name: str) -> None:
 
 
 def test_network_cards_are_shared_by_the_workers_of_a_node() -> None:
+    assert usual_network("NVIDIA H200").name == "infiniband-hdr-200g"
+    on_cpus = usual_network(None)
+    assert (on_cpus.name, on_cpus.link(2, 1).latency) == ("ethernet-10g", intra_node_link(None).latency)
     one_card_per_worker = Network("infiniband-hdr-200g").link(2, 4).bandwidth
     assert one_card_per_worker == Network("infiniband-hdr-200g").link(2, 8).bandwidth == pytest.approx(0.9 * 25e9)
     assert Network("efa-p5").link(2, 8).bandwidth == pytest.approx(4 * 0.9 * 12.5e9)
