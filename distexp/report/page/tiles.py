@@ -15,6 +15,7 @@ from distexp.report.data.repeats import difference_noise
 from distexp.report.data.scaling import ScalingSeries
 from distexp.report.data.scaling_remarks import explain_doubt
 from distexp.report.data.text import format_noise, name_runs
+from distexp.report.summary import are_trials
 from distexp.runs.record import FAILURES
 
 
@@ -32,9 +33,10 @@ def build_tiles(overview: Overview) -> Iterator[Tile]:
     """Yield the tiles that these runs have numbers for, in their order."""
     yield _completed_tile(overview)
     yield from _disturbed_tile(overview)
-    yield from _best_tile(overview, SPEED, "fastest", "samples/s", largest=True)
+    if not are_trials(overview.rows):  # The winner of a search is in choose.json.
+        yield from _best_tile(overview, SPEED, "fastest", "samples/s", largest=True)
     memory = memory_metric(overview)
-    if memory:
+    if memory and not are_trials(overview.rows):
         yield from _best_tile(overview, memory, f"lowest {MEMORIES[memory]}", "MiB", largest=False)
     yield from _energy_tiles(overview)
     scaled = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
