@@ -44,7 +44,7 @@ def test_the_panel_has_scores_if_they_were_measured() -> None:
 
 def test_the_panel_of_a_run_that_was_too_short_names_the_steps_that_it_needs() -> None:
     run = record(0)
-    run.metrics.train_samples_per_second = None
+    run.run.duration_s, run.metrics.train_samples_per_second = 4.0, None
     run.config.setdefault("train", {})["measure_after_step"] = 5
     text = dict(summary_lines(run))["throughput"]
     assert text == "not measured: needs more than 5 steps (train.measure_after_step)"
