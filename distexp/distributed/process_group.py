@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from distexp.distributed.context import Context
 from distexp.distributed.memory_limit import limit_memory
@@ -121,6 +121,22 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def broadcast_from_rank_0(tensor: Tensor) -> None:
+    """Overwrite a contiguous tensor with that of rank 0."""
+    dist.broadcast(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, src=0)  # gloo has no bool
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Overwrite the buffers of a module with those of rank 0.
+
+    Each rank computes the running statistics of batch norms from its own samples. DDP broadcasts them before each
+    forward pass, and the other strategies do not.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for buffer in module.buffers():
+            broadcast_from_rank_0(buffer)
 
 
 def gather_to_all(value: T) -> list[T]:

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distexp.distributed.context import Context
+from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
 
 TensorOwner = tuple[nn.Module, str]
@@ -88,8 +88,7 @@ class Blueprint:
         else:
             tensor = torch.empty_like(like, device=device, memory_format=torch.contiguous_format)
         if self._broadcast:
-            # gloo does not support bool.
-            dist.broadcast(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, src=0)
+            broadcast_from_rank_0(tensor)
         return tensor
 
     def _replace(self, meta_tensor: Tensor) -> None:

@@ -20,6 +20,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from distexp.config import Config
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
+from distexp.distributed.process_group import broadcast_buffers
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.models.transforms import MODEL_SCOPES, explained_compilation
 from distexp.runs.record_sections import Built
@@ -194,6 +195,7 @@ class TorchModel:
         """Write weights, optimizer state and loss scale with torch.distributed.checkpoint."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
+        broadcast_buffers(self.module)  # because any rank may write them
         save(self._state(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from distexp.data.loader import StepData
-from distexp.distributed.process_group import sum_over_ranks
+from distexp.distributed.process_group import broadcast_buffers, sum_over_ranks
 from distexp.measure.clock import synchronize
 from distexp.measure.profiling.annotations import OPTIMIZER, annotate
 from distexp.models.objective import evaluation_sums
@@ -62,6 +62,7 @@ def evaluate(model: EvaluableModel, inputs: TrainingInputs) -> Evaluation:
     data, logger = inputs.evaluation, inputs.logger
     logger.events.set_phase("eval")
     model.module.eval()
+    broadcast_buffers(model.module)  # so that all ranks evaluate the model that rank 0 saves
     synchronize(data.device)
     started = time.perf_counter()
     totals = torch.zeros(4, dtype=torch.float64, device=data.device)

@@ -16,9 +16,8 @@ from tests.helpers.grid import Cells, Runs, read_lines, run_grid, run_once
 from tests.helpers.runs import HELPERS
 
 SCRIPT = HELPERS / "interrupted_runs.py"
+GPT = ("model=gpt_tiny", "model.dropout=0.1")
 COMMON = (
-    "model=gpt_tiny",
-    "model.dropout=0.1",
     "train.max_steps=9",
     "train.measure_after_step=1",
     "train.checkpoint_every=3",
@@ -26,6 +25,7 @@ COMMON = (
     "dataset.eval_size=20",
     "cluster.cpus_per_worker=1",
 )
+RESNET = "model=resnet_tiny"
 CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
     ("torch", 1): {"single": ("strategy=single",), "sgd": ("strategy=single", "train.optimizer=sgd")},
     ("torch", 2): {
@@ -36,6 +36,7 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
         "shard_grad_op_bf16": ("sharding=shard_grad_op", "precision=bf16"),
         "tied": ("model=bloom_tiny", "model.dropout=null", "sharding=full_shard"),
         "plain": ("sharding=full_shard", "model.dropout=0"),  # resumed with three workers below
+        "batch_norms": (RESNET, "strategy=ddp"),
         "no_checkpoints": ("strategy=ddp", "train.checkpoint_every=null"),
     },
     ("deepspeed", 2): {
@@ -55,7 +56,10 @@ INTERRUPTED = [
 
 def run_cells(folder: Path, workers: int, cells: Cells) -> Path:
     """Run cells in one process group; return their folder."""
-    return run_grid(SCRIPT, folder, workers, {name: (*COMMON, *overrides) for name, overrides in cells.items()})
+    models = {name: () if RESNET in overrides else GPT for name, overrides in cells.items()}
+    return run_grid(
+        SCRIPT, folder, workers, {name: (*COMMON, *models[name], *overrides) for name, overrides in cells.items()}
+    )
 
 
 @pytest.fixture(scope="module")

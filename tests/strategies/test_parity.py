@@ -183,6 +183,13 @@ EVALUATED = {
     ),
     ("deepspeed", 6): evaluation_cells(ddp_6=("strategy=ddp",), hybrid_3x2=HYBRID_3X2, zero3_6=("zero_stage=3",)),
 }
+NORMALIZED = {
+    ("torch", 2): {
+        f"normalized_{name}": ("model=resnet_tiny", "train.save_model=false", overrides)
+        for name, overrides in {"ddp": "strategy=ddp", "full_shard": "sharding=full_shard"}.items()
+    }
+}
+"""Cells with batch norms. Their statistics are those of a micro-batch, so there is no reference with one worker."""
 REFERENCES = {
     "bloom": (),
     "gpt": ("model=gpt_tiny",),
@@ -245,7 +252,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     def run(folder: Path, library: str, workers: int) -> None:
         key = library, workers
-        run_cells(folder, workers, CELLS[key] | EVALUATED.get(key, {}))
+        run_cells(folder, workers, CELLS[key] | EVALUATED.get(key, {}) | NORMALIZED.get(key, {}))
 
     return run_once(tmp_path_factory, run)
 
@@ -323,6 +330,14 @@ def test_each_example_is_evaluated_once(
         assert metrics.eval_losses == pytest.approx(single.eval_losses, rel=1e-5)
         assert metrics.eval_accuracies == pytest.approx(single.eval_accuracies)
         assert metrics.eval_top5_accuracies == pytest.approx(single.eval_top5_accuracies)
+
+
+def test_models_with_batch_norms_are_evaluated_with_the_statistics_of_rank_0(runs: Runs) -> None:
+    ddp, sharded = (runs("torch", 2) / name for name in NORMALIZED["torch", 2])
+    for theirs, ours in zip(read_steps(ddp), read_steps(sharded), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    expected, actual = (RunRecord.read(folder / "record.json").metrics for folder in (ddp, sharded))
+    assert actual.eval_losses == pytest.approx(expected.eval_losses, rel=1e-5)
 
 
 @pytest.mark.slow
