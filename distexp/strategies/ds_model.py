@@ -76,8 +76,17 @@ def unpartitioned_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
     partitioned = engine.zero_optimization_stage() > 0
     for name, parameter in engine.module.named_parameters():
-        yield name, (safe_get_full_fp32_param(parameter) if partitioned else parameter).detach()
+        has_master = partitioned and parameter.requires_grad
+        yield name, (safe_get_full_fp32_param(parameter).detach() if has_master else _copy_in_fp32(parameter))
     yield from engine.module.named_buffers()
+
+
+def _copy_in_fp32(parameter: nn.Parameter) -> Tensor:
+    """Return the full value of a parameter without a master; a collective at stage 3, which partitions it too."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        return parameter.detach().to(torch.float32, copy=True)
 
 
 def in_16_bits(config: Config) -> bool:

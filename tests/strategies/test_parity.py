@@ -52,6 +52,7 @@ BUCKETED = ("dataset.bucketing=true",)
 STEP = "train.compute_weights=step"
 UNITS = "fsdp.blocks_per_unit=2"
 SEARCHED = ("train.micro_batch_size=auto", "train.global_batch_size=24")
+FROZEN = ("model=gpt_tiny", "model._target_=frozen_gpt.build", "trusted_packages=[frozen_gpt]")
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
 CELLS: dict[
     tuple[str, int], dict[str, tuple[str, ...]]
@@ -137,6 +138,8 @@ CELLS: dict[
     ("deepspeed", 2): {
         "zero1": ("zero_stage=1",),
         "zero3": ("zero_stage=3",),
+        "frozen_zero1": (*FROZEN, "zero_stage=1"),
+        "frozen_zero3": (*FROZEN, "zero_stage=3"),
     },
     ("deepspeed_options", 2): {
         "chunked_zero3": (*CHUNKED, TARGETS, "zero_stage=3"),
@@ -196,6 +199,7 @@ REFERENCES = {
     "sgd": ("train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
     "bf16": ("precision=bf16",),
     "hf": (HF,),
+    "frozen": FROZEN,
     "packed": PACKED,
     "bucketed": BUCKETED,
     "answers": ANSWERS,
@@ -204,10 +208,10 @@ REFERENCES = {
 }
 
 
-KINDS = ("gpt", "sgd", "bf16", "packed", "bucketed")
+KINDS = ("frozen", "gpt", "sgd", "bf16", "packed", "bucketed")
 """References of the cells whose names contain them; the reference of the others is bloom."""
 
-FAST = ("bloom", "gpt", "hf")
+FAST = ("bloom", "gpt", "hf", "frozen")
 """References of the tests that are not slow."""
 
 
