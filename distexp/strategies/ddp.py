@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
+from distexp.config.batch_sizes import searches_micro_batch
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy
 from distexp.strategies.fast import FAST_BUCKET_MB, update_values, whole_model_values
@@ -45,7 +46,7 @@ class DDP(Strategy):
                 "train.compute_weights=step gives every weight a gradient, so ddp.find_unused_parameters=true would "
                 "change unused ones too: use train.compute_weights=autocast, or leave find_unused_parameters out"
             )
-        return errors
+        return [*errors, *_static_graph_errors(config)]
 
     def hf_errors(self, config: Config) -> list[str]:
         """Refuse one worker on a GPU, because the Trainer uses DDP there only for several."""
@@ -99,3 +100,15 @@ class DDP(Strategy):
             distribution=lambda: read_ddp_distribution(wrapped),
             weights=weights,
         )
+
+
+def _static_graph_errors(config: Config) -> list[str]:
+    """Return an error if ``ddp.static_graph=true`` is combined with several micro-batches per step."""
+    steps = config.train.gradient_accumulation_steps
+    if not config.ddp.static_graph or (steps == 1 and not searches_micro_batch(config)):
+        return []
+    setting = "micro_batch_size=auto" if searches_micro_batch(config) else f"gradient_accumulation_steps={steps}"
+    return [
+        "ddp.static_graph=true fails in torch if the first backward pass reduces no gradients, as with "
+        f"train.{setting}: leave it out"
+    ]
