@@ -2,7 +2,7 @@
 
 DeepSpeed gathers the parameters of a module before its forward and its backward pass, and more of them ahead, in the
 order of the first micro-batch. This follows DeepSpeed 0.19.8, ``partitioned_param_coordinator.py``, as
-``distexp.plan.zero3`` does with real modules.
+``distexp.plan.zero3_fetcher`` does with real modules.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.plan.recorder import StorageRecorder
-from distexp.plan.zero3 import Partitions, ZeroThree
+from distexp.plan.zero3 import ZeroThree
+from distexp.plan.zero3_partitions import Partitions
 from distexp.plan.zero12 import ZeroOneTwo
 from distexp.plan.zero_buffers import Buffers
 from distexp.plan.zero_stage0 import ZeroStage0

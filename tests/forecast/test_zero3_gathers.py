@@ -16,7 +16,7 @@ from distexp.forecast.observed import assign_waits
 from distexp.forecast.settings import CommunicationSettings, ZeroOptions
 from distexp.forecast.simulate import dependencies
 from distexp.forecast.zero3_gathers import Gather, gathers_of_micro_batch
-from distexp.plan.zero3 import _Fetcher
+from distexp.plan.zero3_fetcher import Fetcher, Receiver
 from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
 
 ELEMENTS = (100, 2, 40, 60, 2, 40, 60, 100)
@@ -126,24 +126,23 @@ def gathers_of_hooks(module: nn.Module, options: ZeroOptions) -> list[int]:
     """Return the elements of the gathers of the memory model in the third micro-batch. The first one has no order."""
     parameters = list(module.parameters())
     threshold = options.stage3_param_persistence_threshold
-    zero: Any = SimpleNamespace(
-        params=parameters, order={parameter: number for number, parameter in enumerate(parameters)}, world_size=2,
-        persistent=[parameter for parameter in parameters if parameter.numel() <= threshold],
-        offloads=False, dtype=torch.float32,
-        buffers=SimpleNamespace(on_gpu=lambda elements, dtype, part: torch.empty(elements, dtype=dtype)),
-        gather_stream=torch.cpu.Stream(), _share=lambda each: -(-each.numel() // 2),
-    )  # fmt: skip
+    buffers: Any = SimpleNamespace(on_gpu=lambda elements, dtype, part: torch.empty(elements, dtype=dtype))
+    receiver = Receiver(buffers, torch.float32, world_size=2, offloads=False, stream=torch.cpu.Stream())
+    persistent = {parameter: None for parameter in parameters if parameter.numel() <= threshold}
+    order = {parameter: number for number, parameter in enumerate(parameters)}
     names = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
     found: list[int] = []
 
-    class Recorder(_Fetcher):
+    class Recorder(Fetcher):
         def _gather(self, needed: Iterable[nn.Parameter]) -> None:
             chosen = list(needed)
             if chosen:
                 found.append(sum(parameter.numel() for parameter in chosen))
             super()._gather(chosen)
 
-    fetcher = Recorder(zero, {"zero_optimization": {name: getattr(options, name) for name in names}})
+    fetcher = Recorder(
+        receiver, persistent, order, {"zero_optimization": {name: getattr(options, name) for name in names}}
+    )
     fetcher.hook(module)
     for micro_batch in range(3):
         found.clear()
