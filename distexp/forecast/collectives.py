@@ -31,7 +31,7 @@ SIMILAR_KINDS = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class GroupLayout:
     """Workers of a process group.
 
     Attributes:
@@ -58,7 +58,7 @@ class CollectiveTime:
     source: str
 
 
-def collective_time(machine: MachineCurves, kind: str, size: int, layout: Layout) -> CollectiveTime:
+def collective_time(machine: MachineCurves, kind: str, size: int, layout: GroupLayout) -> CollectiveTime:
     """Return the duration of a collective without waiting for other ranks.
 
     Args:
@@ -77,7 +77,7 @@ def collective_time(machine: MachineCurves, kind: str, size: int, layout: Layout
     near = _nearest(machine.layouts(measured), layout)
     if near is None:
         return CollectiveTime(modeled, MODEL)
-    there = Layout(*near, workers_per_node=max(1, near[0] // near[1]))
+    there = GroupLayout(*near, workers_per_node=max(1, near[0] // near[1]))
     ratio = interpolate(machine.curve(measured, *near), size) / model_time(machine, measured, size, there)
     return CollectiveTime(modeled * ratio, SCALED)
 
@@ -98,19 +98,19 @@ def interpolate(curve: Sequence[CurvePoint], size: int) -> float:
     return float(low.seconds * (high.seconds / low.seconds) ** share)
 
 
-def _nearest(layouts: Sequence[tuple[int, int]], layout: Layout) -> tuple[int, int] | None:
+def _nearest(layouts: Sequence[tuple[int, int]], layout: GroupLayout) -> tuple[int, int] | None:
     """Return the measured layout that is most similar: first by whether it has several nodes, then by size."""
     similar = [(ranks, nodes) for ranks, nodes in layouts if ranks > 1 and (nodes > 1) == (layout.nodes > 1)]
     return min(similar, key=lambda measured: abs(math.log(measured[0] / layout.ranks)), default=None)
 
 
-def model_time(machine: MachineCurves, kind: str, size: int, layout: Layout) -> float:
+def model_time(machine: MachineCurves, kind: str, size: int, layout: GroupLayout) -> float:
     """Return the duration by the cost model: that of the fastest algorithm and protocol."""
     return min(_candidates(machine, kind, size, layout))
 
 
 @dataclass(frozen=True)
-class Protocol:
+class NcclProtocol:
     """A way in which NCCL sends data.
 
     Attributes:
@@ -126,21 +126,21 @@ class Protocol:
     base: float
 
 
-def _candidates(machine: MachineCurves, kind: str, size: int, layout: Layout) -> Iterator[float]:
+def _candidates(machine: MachineCurves, kind: str, size: int, layout: GroupLayout) -> Iterator[float]:
     intra = machine.intra
     inter = machine.network.link(layout.nodes, layout.workers_per_node)
     bandwidth, near, far = intra.bandwidth, intra.latency, inter.latency
     if layout.nodes > 1:
         bandwidth = min(bandwidth, inter.bandwidth * layout.ranks_per_node)
-    yield ring_time(kind, size, layout, Protocol(bandwidth, near.simple, far.simple, BASE_RING_SIMPLE))
-    yield ring_time(kind, size, layout, Protocol(FAST_BANDWIDTH * bandwidth, near.fast, far.fast, BASE_RING_FAST))
+    yield ring_time(kind, size, layout, NcclProtocol(bandwidth, near.simple, far.simple, BASE_RING_SIMPLE))
+    yield ring_time(kind, size, layout, NcclProtocol(FAST_BANDWIDTH * bandwidth, near.fast, far.fast, BASE_RING_FAST))
     if kind == "all_reduce":
         bandwidth *= TREE_BANDWIDTH
-        yield tree_time(size, layout, Protocol(bandwidth, near.simple_tree, far.simple_tree, BASE_TREE_SIMPLE))
-        yield tree_time(size, layout, Protocol(FAST_BANDWIDTH * bandwidth, near.fast, far.fast, BASE_TREE_FAST))
+        yield tree_time(size, layout, NcclProtocol(bandwidth, near.simple_tree, far.simple_tree, BASE_TREE_SIMPLE))
+        yield tree_time(size, layout, NcclProtocol(FAST_BANDWIDTH * bandwidth, near.fast, far.fast, BASE_TREE_FAST))
 
 
-def ring_time(kind: str, size: int, layout: Layout, protocol: Protocol) -> float:
+def ring_time(kind: str, size: int, layout: GroupLayout, protocol: NcclProtocol) -> float:
     """Return the duration in a ring.
 
     A ring of n workers sends the n-th part of the data in n - 1 steps; an all-reduce in 2 (n - 1) steps. As many of
@@ -162,7 +162,7 @@ def ring_time(kind: str, size: int, layout: Layout, protocol: Protocol) -> float
     return protocol.base + (steps - far) * protocol.near + far * protocol.far + sent / protocol.bandwidth
 
 
-def tree_time(size: int, layout: Layout, protocol: Protocol) -> float:
+def tree_time(size: int, layout: GroupLayout, protocol: NcclProtocol) -> float:
     """Return the duration of an all-reduce in a tree over the nodes, with a chain in each node.
 
     The data goes up and down once: 2 (g - 1) hops in a node of g workers, and 2 log2 (nodes) between them.

@@ -9,7 +9,7 @@ from typing import Any
 
 from distexp.config import ConfigError
 from distexp.config.sharding import Sharding, keeps_optimizer_states_whole
-from distexp.forecast.collectives import Layout
+from distexp.forecast.collectives import GroupLayout
 from distexp.forecast.target import Target
 from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import DS_CONFIG
@@ -145,16 +145,16 @@ class CommunicationSettings:
             return 1, target.workers
         return Sharding(self.sharding).mesh_shape(target.workers, nodes=target.nodes, replicas=self.replicas)
 
-    def layout(self, axis: str, target: Target) -> Layout:
+    def layout(self, axis: str, target: Target) -> GroupLayout:
         """Return the process group of an axis: ``all``, ``shard`` or ``replicate``."""
         replicas, shard = self.mesh(target)
         per_node = target.workers_per_node
         if axis == "shard":
-            return Layout(shard, -(-shard // per_node), per_node)
+            return GroupLayout(shard, -(-shard // per_node), per_node)
         if axis == "replicate":
             replicas_per_node = max(1, per_node // shard)
-            return Layout(replicas, -(-replicas // replicas_per_node), per_node)
-        return Layout(target.workers, target.nodes, per_node)
+            return GroupLayout(replicas, -(-replicas // replicas_per_node), per_node)
+        return GroupLayout(target.workers, target.nodes, per_node)
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from distexp.console.run_summary import strategy_label
 from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Outcome, Planner
-from distexp.plan.search import Change, Search
+from distexp.plan.search import ConfigChange, Search
 from distexp.plan.verdict import describe_verdict, memory_to_fit_mib, predict
 from distexp.runs.command_text import format_override
 from distexp.runs.failure_text import join_errors
@@ -114,6 +114,6 @@ def _key(override: str) -> str:
     return override.lstrip("+").partition("=")[0]
 
 
-def smallest_change(changes: Sequence[Change], memory_mib: float) -> Change | None:
+def smallest_change(changes: Sequence[ConfigChange], memory_mib: float) -> ConfigChange | None:
     """Return the first change that fits; None if none does."""
     return next((change for change in changes if change.fits(memory_mib)), None)

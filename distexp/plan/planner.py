@@ -46,7 +46,7 @@ class Planner:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._server: Server | None = None
+        self._server: TraceServer | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +100,7 @@ def with_gpu(config: Config) -> Config:
 
 
 @dataclass
-class Server:
+class TraceServer:
     """The process that traces, and its folder."""
 
     process: subprocess.Popen[bytes]
@@ -141,7 +141,7 @@ def parallel_processes() -> int:
 
 
 @contextmanager
-def started_server(processes: int) -> Iterator[Server]:
+def started_server(processes: int) -> Iterator[TraceServer]:
     """Start the process that traces, and end it with the block. It sees no GPU, and each of its processes one core.
 
     Raises:
@@ -158,7 +158,7 @@ def started_server(processes: int) -> Iterator[Server]:
         with (folder / LOG).open("w") as log:
             process = start_module(SERVER, name, str(processes), env=environment, output=log)
             try:
-                yield Server(process, folder)
+                yield TraceServer(process, folder)
             finally:
                 end_tree(process, GRACE_S)
 

@@ -34,7 +34,7 @@ COLLECTIVES = ("fsdp", "c10d", "_c10d_functional")
 
 
 @dataclass
-class Block:
+class TracedBlock:
     """One storage, from its allocation to its free.
 
     Attributes:
@@ -60,10 +60,10 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Change:
+class BlockChange:
     """An allocation (or a free) of a block."""
 
-    block: Block
+    block: TracedBlock
     phase: str
     is_free: bool
 
@@ -75,7 +75,7 @@ class _Storage:
     reference: weakref.ref[Any]
     device: str
     last_axis: int
-    block: Block | None = field(default=None)
+    block: TracedBlock | None = field(default=None)
 
 
 class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,8 +98,8 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "setup"
-        self.changes: list[Change] = []
-        self.history: list[Change] = []
+        self.changes: list[BlockChange] = []
+        self.history: list[BlockChange] = []
         self.first_products: dict[str, int] = {}
         self.work = WorkCounter()
         self._kernels = kernels
@@ -108,7 +108,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count = 0
         self._accumulation = Accumulation()
         self._main_stream = torch.cpu.current_stream()
-        self._forward_blocks: list[Block] = []  # of the forward pass that runs now
+        self._forward_blocks: list[TracedBlock] = []  # of the forward pass that runs now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record its outputs."""
@@ -133,8 +133,8 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_matrix_product(func):
             self.first_products.setdefault(self.phase, len(self.changes))
         blocks = [self._block(size, "gpu", 1) for size in self._kernels.sizes(func, arguments)]
-        self.changes += [Change(block, self.phase, is_free=False) for block in blocks]
-        self.changes += [Change(block, self.phase, is_free=True) for block in reversed(blocks)]
+        self.changes += [BlockChange(block, self.phase, is_free=False) for block in blocks]
+        self.changes += [BlockChange(block, self.phase, is_free=True) for block in reversed(blocks)]
 
     def _is_in_backward(self) -> bool:
         """Return whether a backward pass runs, and not the recomputation of a checkpointed forward pass."""
@@ -160,13 +160,13 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _allocate(self, storage: _Storage, size: int) -> None:
         if size:
             block = storage.block = self._block(size, storage.device, storage.last_axis)
-            self.changes.append(Change(block, self.phase, is_free=False))
+            self.changes.append(BlockChange(block, self.phase, is_free=False))
             if not block.in_backward:
                 self._forward_blocks.append(block)
 
-    def _block(self, size: int, device: str, last_axis: int) -> Block:
+    def _block(self, size: int, device: str, last_axis: int) -> TracedBlock:
         self._count += 1
-        return Block(self._count - 1, size, device, self.phase, last_axis, self._stream(), self._is_in_backward())
+        return TracedBlock(self._count - 1, size, device, self.phase, last_axis, self._stream(), self._is_in_backward())
 
     def _stream(self) -> str:
         """Return the name of the current stream. FSDP selects its streams also on a CPU, where they have no effect."""
@@ -175,7 +175,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _free(self, storage: _Storage) -> None:
         if storage.block is not None:
-            self.changes.append(Change(storage.block, self.phase, is_free=True))
+            self.changes.append(BlockChange(storage.block, self.phase, is_free=True))
             storage.block = None
 
     def _die(self, key: int) -> None:
@@ -198,8 +198,8 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def empty_cache(self) -> None:
         """Record that the allocator of the GPU returns its free segments."""
-        block = Block(EMPTY_CACHE, 0, "gpu", self.phase, 1, "", in_backward=False)
-        self.changes.append(Change(block, self.phase, is_free=True))
+        block = TracedBlock(EMPTY_CACHE, 0, "gpu", self.phase, 1, "", in_backward=False)
+        self.changes.append(BlockChange(block, self.phase, is_free=True))
 
     def start(self) -> None:
         """Start with a new list of changes. Blocks that are alive become allocations of the phase ``setup``."""
@@ -208,7 +208,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         alive = sorted(
             (storage.block for storage in self._storages.values() if storage.block), key=lambda block: block.number
         )
-        self.changes = [Change(block, "setup", is_free=False) for block in alive]
+        self.changes = [BlockChange(block, "setup", is_free=False) for block in alive]
         self._forward_blocks = []
 
     def count(self, nodes: Iterable[fx.Node]) -> None:
@@ -235,7 +235,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block.kept = block.kept or id(block) in alive
         self._forward_blocks = []
 
-    def blocks_since(self, start: int) -> Iterable[Block]:
+    def blocks_since(self, start: int) -> Iterable[TracedBlock]:
         """Return the blocks that are alive and were allocated at or after position ``start`` of ``changes``."""
         born = {id(change.block) for change in self.changes[start:] if not change.is_free}
         return [

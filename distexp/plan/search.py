@@ -14,7 +14,7 @@ ACCUMULATION = "train.gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """Overrides that make a training smaller, with the estimate for them."""
 
     overrides: tuple[str, ...]
@@ -45,7 +45,7 @@ class Search:
         """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
         return MicroBatchSizes(self.config, self.compose, self.estimate, self.memory_mib).largest(known)
 
-    def changes(self, largest: LargestMicroBatch) -> list[Change]:
+    def changes(self, largest: LargestMicroBatch) -> list[ConfigChange]:
         """Return the changes that reduce the memory, the smallest change first. Each has its estimate.
 
         The last one is all of them together, without offloading.
@@ -55,7 +55,7 @@ class Search:
         """
         return self._estimate(list(candidate_overrides(self.config, largest)))
 
-    def first_change(self, at_a_time: int, has_time: Callable[[], bool]) -> tuple[Change | None, int]:
+    def first_change(self, at_a_time: int, has_time: Callable[[], bool]) -> tuple[ConfigChange | None, int]:
         """Return the smallest change that fits, and how many changes there was no time for; None if none fits.
 
         Args:
@@ -71,20 +71,20 @@ class Search:
                 return found, 0
         return None, 0
 
-    def variant(self, override: str) -> Change | None:
+    def variant(self, override: str) -> ConfigChange | None:
         """Return one variant with its estimate; None if it is invalid or cannot be traced."""
         return next(iter(self._estimate([(override,)])), None)
 
-    def _fits(self, change: Change) -> bool:
+    def _fits(self, change: ConfigChange) -> bool:
         return change.fits(self.memory_mib)
 
-    def _estimate(self, candidates: Sequence[tuple[str, ...]]) -> list[Change]:
+    def _estimate(self, candidates: Sequence[tuple[str, ...]]) -> list[ConfigChange]:
         """Return the changes that are valid and can be traced."""
         found = [(overrides, self.compose(overrides)) for overrides in candidates]
         composed = [(overrides, config) for overrides, config in found if not isinstance(config, str)]
         outcomes = self.estimate([config for _, config in composed])
         return [
-            Change(overrides, outcome)
+            ConfigChange(overrides, outcome)
             for (overrides, _), outcome in zip(composed, outcomes, strict=True)
             if isinstance(outcome, Estimate) and outcome.traced
         ]

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder, processes = Path(given[0]), int(given[1])
     os.nice(NICENESS)
     importlib.import_module("distexp.plan.tracing")
-    running: list[Job] = []
+    running: list[TraceJob] = []
     for number in itertools.count():
         while len(running) >= processes or not job_path(folder, number).exists():
             if not running:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Job:
+class TraceJob:
     """A configuration, and the process that predicts it.
 
     Attributes:
@@ -84,9 +84,9 @@ def _start(target: Callable[..., None], arguments: tuple[Any, ...]) -> BaseProce
     return process
 
 
-def _start_trace(config: Config, path: Path) -> Job:
+def _start_trace(config: Config, path: Path) -> TraceJob:
     limit = math.inf if config.plan.timeout_s is None else config.plan.timeout_s
-    return Job(_start(_trace, (config, path)), config, path, time.monotonic() + limit)
+    return TraceJob(_start(_trace, (config, path)), config, path, time.monotonic() + limit)
 
 
 def _trace(config: Config, path: Path) -> None:
@@ -107,7 +107,7 @@ def _estimate_states(config: Config, path: Path, reason: str) -> None:
     write_json(path, {"estimate": arithmetic_estimate(config, reason, count_parameters(config)).to_json()})
 
 
-def continue_job(job: Job, start: Start = _start) -> Job | None:
+def continue_job(job: TraceJob, start: Start = _start) -> TraceJob | None:
     """Return the job that is left: this one, or the estimate by arithmetic if it left no result; None if all is done.
 
     Args:
@@ -129,7 +129,7 @@ def continue_job(job: Job, start: Start = _start) -> Job | None:
     reason = _describe_limit(job.config) if late else _describe_death(job.process)
     # In a process, because it may fail as the trace did.
     fallback = start(_estimate_states, (job.config, job.path, reason))
-    return Job(fallback, job.config, job.path, time.monotonic() + FALLBACK_S, reason)
+    return TraceJob(fallback, job.config, job.path, time.monotonic() + FALLBACK_S, reason)
 
 
 def _describe_limit(config: Config) -> str:

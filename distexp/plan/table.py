@@ -11,7 +11,7 @@ from rich.text import Text
 from distexp.config import Config
 from distexp.plan.cells import PlannedCell, smallest_change
 from distexp.plan.micro_batches import LargestMicroBatch
-from distexp.plan.search import Change
+from distexp.plan.search import ConfigChange
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, LARGER_MACHINE, TOO_CLOSE, describe_verdict, predict, verdict_of
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.command_text import format_override
@@ -157,7 +157,9 @@ def micro_batch_line(largest: LargestMicroBatch) -> str:
     return f"largest micro-batch that fits: {size}" + (f" ({largest.invalid})" if largest.invalid else "")
 
 
-def change_lines(changes: Sequence[Change], memory_mib: float, device: str, needed_mib: float | None) -> Iterator[str]:
+def change_lines(
+    changes: Sequence[ConfigChange], memory_mib: float, device: str, needed_mib: float | None
+) -> Iterator[str]:
     """Yield the smallest change that makes a training fit, and what all changes need that reduce the memory.
 
     Args:
@@ -180,7 +182,7 @@ def change_lines(changes: Sequence[Change], memory_mib: float, device: str, need
                 yield f"  {describe_change(change, memory_mib)}"
 
 
-def describe_change(change: Change, memory_mib: float) -> str:
+def describe_change(change: ConfigChange, memory_mib: float) -> str:
     """Return overrides with what the training then needs: ``train.logits=targets: needs 4.88 GB, fits, 9 % free``."""
     predicted = predict(change.estimate, memory_mib)
     return f"{' '.join(change.overrides)}: needs {_memory(predicted.required_mib)}, {describe_verdict(predicted)}"

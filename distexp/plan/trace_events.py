@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distexp.plan.recorder import Block, Change
+from distexp.plan.recorder import BlockChange, TracedBlock
 from distexp.plan.step_trace import Event, StepWork
 
 WORKSPACE_BLOCKS = {"forward": -1, "backward": -2}
@@ -27,9 +27,9 @@ class Recorded:
         parameters: number of parameters of the whole model.
     """
 
-    history: tuple[Change, ...]
-    changes: tuple[Change, ...]
-    evaluation: tuple[Change, ...]
+    history: tuple[BlockChange, ...]
+    changes: tuple[BlockChange, ...]
+    evaluation: tuple[BlockChange, ...]
     vocabulary: int | None
     workspace: int
     first_products: Mapping[str, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def _workspace(number: int, phase: str, recorded: Recorded) -> Event:
     return Event(recorded.workspace, number, "temporaries", phase, "gpu")
 
 
-def _event(change: Change, recorded: Recorded) -> Event:
+def _event(change: BlockChange, recorded: Recorded) -> Event:
     block = change.block
     return Event(
         -block.size if change.is_free else block.size,
@@ -76,7 +76,7 @@ def _event(change: Change, recorded: Recorded) -> Event:
     )
 
 
-def _part(block: Block, vocabulary: int | None) -> str:
+def _part(block: TracedBlock, vocabulary: int | None) -> str:
     if block.part is not None:
         return block.part
     if vocabulary is not None and block.last_axis == vocabulary:

@@ -11,8 +11,8 @@ from distexp.forecast.collectives import (
     MEASURED,
     MODEL,
     SCALED,
-    Layout,
-    Protocol,
+    GroupLayout,
+    NcclProtocol,
     collective_time,
     interpolate,
     model_time,
@@ -42,21 +42,21 @@ def test_a_curve_is_a_line_in_logarithms_between_its_points() -> None:
 
 
 def test_a_ring_takes_2_n_minus_2_steps_of_an_nth() -> None:
-    protocol = Protocol(bandwidth=100e9, near=1e-6, far=10e-6, base=5e-6)
-    assert ring_time("all_reduce", 800 * MB, Layout(8, 1, 8), protocol) == pytest.approx(5e-6 + 14e-6 + 0.014)
-    assert ring_time("all_gather", 800 * MB, Layout(8, 1, 8), protocol) == pytest.approx(5e-6 + 7e-6 + 0.007)
+    protocol = NcclProtocol(bandwidth=100e9, near=1e-6, far=10e-6, base=5e-6)
+    assert ring_time("all_reduce", 800 * MB, GroupLayout(8, 1, 8), protocol) == pytest.approx(5e-6 + 14e-6 + 0.014)
+    assert ring_time("all_gather", 800 * MB, GroupLayout(8, 1, 8), protocol) == pytest.approx(5e-6 + 7e-6 + 0.007)
     # two nodes: 14 of 30 steps in each node, and 2 between the nodes
-    assert ring_time("all_reduce", 0, Layout(16, 2, 8), protocol) == pytest.approx(5e-6 + 28e-6 + 20e-6)
+    assert ring_time("all_reduce", 0, GroupLayout(16, 2, 8), protocol) == pytest.approx(5e-6 + 28e-6 + 20e-6)
 
 
 def test_a_tree_goes_up_and_down_once() -> None:
-    protocol = Protocol(bandwidth=100e9, near=1e-6, far=10e-6, base=5e-6)
-    assert tree_time(100 * MB, Layout(64, 8, 8), protocol) == pytest.approx(5e-6 + 2 * (7e-6 + 30e-6) + 0.002)
+    protocol = NcclProtocol(bandwidth=100e9, near=1e-6, far=10e-6, base=5e-6)
+    assert tree_time(100 * MB, GroupLayout(64, 8, 8), protocol) == pytest.approx(5e-6 + 2 * (7e-6 + 30e-6) + 0.002)
 
 
 def test_a_small_all_reduce_over_many_nodes_uses_a_tree_and_a_large_one_a_ring() -> None:
-    layout = Layout(1024, 128, 8)
-    ring = ring_time("all_reduce", 4, layout, Protocol(1e9, H200.latency.fast, 2.7e-6, 3.6e-6))
+    layout = GroupLayout(1024, 128, 8)
+    ring = ring_time("all_reduce", 4, layout, NcclProtocol(1e9, H200.latency.fast, 2.7e-6, 3.6e-6))
     assert model_time(machine(), "all_reduce", 4, layout) < ring / 5
     bandwidth = min(H200.bandwidth, machine().network.link(128, 8).bandwidth * 8)
     large = 40_000 * MB
@@ -65,34 +65,34 @@ def test_a_small_all_reduce_over_many_nodes_uses_a_tree_and_a_large_one_a_ring()
 
 def test_a_measured_layout_is_used_and_another_one_is_scaled_by_the_model() -> None:
     known = machine(*curve((MB, 0.001), (100 * MB, 0.01)))
-    assert collective_time(known, "all_reduce", 100 * MB, Layout(2, 1, 8)).seconds == 0.01
-    found = collective_time(known, "all_reduce", 100 * MB, Layout(8, 1, 8))
-    ratio = model_time(known, "all_reduce", 100 * MB, Layout(8, 1, 8))
-    ratio /= model_time(known, "all_reduce", 100 * MB, Layout(2, 1, 2))
+    assert collective_time(known, "all_reduce", 100 * MB, GroupLayout(2, 1, 8)).seconds == 0.01
+    found = collective_time(known, "all_reduce", 100 * MB, GroupLayout(8, 1, 8))
+    ratio = model_time(known, "all_reduce", 100 * MB, GroupLayout(8, 1, 8))
+    ratio /= model_time(known, "all_reduce", 100 * MB, GroupLayout(2, 1, 2))
     assert (found.seconds, found.source) == (pytest.approx(0.01 * ratio), SCALED)
     assert ratio == pytest.approx(14 / 8, rel=0.2)  # 2 (n - 1) / n: 14 / 8 instead of 1
 
 
 def test_curves_of_one_node_do_not_scale_a_collective_of_several_nodes() -> None:
     known = machine(*curve((MB, 0.001), (100 * MB, 0.01)))
-    assert collective_time(known, "all_reduce", MB, Layout(16, 2, 8)).source == MODEL
-    assert collective_time(known, "all_reduce", MB, Layout(1, 1, 8)).seconds == 0
+    assert collective_time(known, "all_reduce", MB, GroupLayout(16, 2, 8)).source == MODEL
+    assert collective_time(known, "all_reduce", MB, GroupLayout(1, 1, 8)).seconds == 0
 
 
 def test_a_reduce_uses_the_curve_of_reduce_scatter() -> None:
     known = machine(*curve((MB, 0.001), kind="reduce_scatter"))
-    found = collective_time(known, "reduce", MB, Layout(2, 1, 2))
+    found = collective_time(known, "reduce", MB, GroupLayout(2, 1, 2))
     assert (found.seconds, found.source) == (0.001, MEASURED)
 
 
 def test_a_slower_upper_level_of_the_network_matters_beyond_a_leaf() -> None:
-    layout_small, layout_large = Layout(64, 8, 8), Layout(8 * 2 * NODES_PER_LEAF, 2 * NODES_PER_LEAF, 8)
+    layout_small, layout_large = GroupLayout(64, 8, 8), GroupLayout(8 * 2 * NODES_PER_LEAF, 2 * NODES_PER_LEAF, 8)
     fast = machine()
     rails = machine(network=Network("infiniband-ndr-400g", oversubscription=4))
     mixed = machine(network=Network("infiniband-ndr-400g", rail_optimized=False, oversubscription=4))
     size = 1_000 * MB
 
-    def time(one: MachineCurves, layout: Layout) -> float:
+    def time(one: MachineCurves, layout: GroupLayout) -> float:
         return model_time(one, "all_gather", size, layout)
 
     assert time(rails, layout_small) == time(fast, layout_small) < time(mixed, layout_small) / 3

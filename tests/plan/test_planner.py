@@ -21,8 +21,8 @@ from distexp.plan import server as plan_server
 from distexp.plan import verdict
 from distexp.plan.cache import cache_path
 from distexp.plan.estimate import Estimate
-from distexp.plan.planner import Planner, Server, started_server
-from distexp.plan.server import FALLBACK_S, Job, continue_job
+from distexp.plan.planner import Planner, TraceServer, started_server
+from distexp.plan.server import FALLBACK_S, TraceJob, continue_job
 from distexp.runs.json_files import read_json
 from distexp.system.hardware import Gpu
 from distexp.system.signals import handle_signals
@@ -57,7 +57,7 @@ def test_estimates_come_from_a_process_and_then_from_the_cache(monkeypatch: pyte
     assert set(first.curve["phase"]) >= {"forward", "backward"}
     left = [process for process in psutil.Process().children(recursive=True) if process not in children]
     assert left == [], "the process was ended"
-    monkeypatch.setattr(Server, "trace", refuse)
+    monkeypatch.setattr(TraceServer, "trace", refuse)
     with Planner() as planner:
         assert planner.estimate(configs) == [first, shallow, first]
 
@@ -124,11 +124,11 @@ def _stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_server, "time", SimpleNamespace(monotonic=lambda: NOW_S))
 
 
-def job(process: EndedProcess, tmp_path: Path, seconds: float, reason: str = "") -> Job:
+def job(process: EndedProcess, tmp_path: Path, seconds: float, reason: str = "") -> TraceJob:
     """Return a job whose deadline is in some seconds of the stopped clock."""
     config = resolve_cell("plan.only=true", "strategy=single")
     path = tmp_path / "result0.json"
-    return Job(cast("BaseProcess", process), config, path, NOW_S + seconds, reason)
+    return TraceJob(cast("BaseProcess", process), config, path, NOW_S + seconds, reason)
 
 
 def start(target: object, arguments: tuple[object, ...]) -> BaseProcess:
