@@ -71,6 +71,8 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
         raise ConfigError(errors)
     command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
     config = cell.config or cell.decided
+    if section.objective == Objective.COST and config is not None and config.cluster.device == "cpu":
+        raise ConfigError("choose.objective=cost: a run on CPUs has no price: use choose.objective=throughput")
     return Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
 
 

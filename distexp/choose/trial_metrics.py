@@ -88,8 +88,8 @@ def peak_mib(record: RunRecord) -> float | None:
 
 
 def _price_per_sample(config: Config, samples_per_second: float | None) -> float | None:
-    """Return the price of the GPUs for a sample; None if it is unknown."""
+    """Return the price of the GPUs for a sample; None if it is unknown, or for a run on CPUs."""
     price = config.cluster.price_per_gpu_hour
-    if price is None or not samples_per_second:
+    if price is None or not samples_per_second or config.cluster.device == "cpu":
         return None
     return config.cluster.world_size * price / SECONDS_PER_HOUR / samples_per_second

@@ -116,10 +116,11 @@ class SizeRow:
 
     @property
     def price(self) -> float | None:
-        """Return the price of a million samples."""
-        if self.forecast is None or self.cell.config is None:
+        """Return the price of a million samples; None on CPUs, whose runs have no GPU-hours."""
+        config = self.cell.config
+        if self.forecast is None or config is None or config.cluster.device == "cpu":
             return None
-        return price_per_million_samples(self.forecast, self.cell.config.cluster.price_per_gpu_hour)
+        return price_per_million_samples(self.forecast, config.cluster.price_per_gpu_hour)
 
 
 def _has_constant_work(config: Config | None) -> bool:

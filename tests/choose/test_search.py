@@ -248,6 +248,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "error"),
     [
         (["choose.objective=cost"], "choose.objective=cost needs a price: set cluster.price_per_gpu_hour"),
+        (["choose.objective=cost", "cluster.device=cpu", "cluster.price_per_gpu_hour=2"], "a run on CPUs has no price"),
         (["cluster.wait=false"], "choose decides by the results of its trials, so it waits"),
         (["choose.space=[nothing]"], "choose.space"),
     ],

@@ -240,7 +240,8 @@ def test_energy_and_price_follow_from_the_measured_power(
     run.metrics.energy = {"j_per_sample": 10.0, "idle_w": 200.0}
     sweep = write_profiled(tmp_path / "gpu", run)
     priced = changed(cells, lambda config: setattr(config.cluster, "price_per_gpu_hour", 3.6))
-    found = as_json(sweep, priced, capsys)
+    assert as_json(sweep, priced, capsys)[2]["price_per_million_samples"] is None, "a run on CPUs has no price"
+    found = as_json(sweep, changed(priced, lambda config: setattr(config.cluster, "device", "cuda")), capsys)
     assert found[0]["j_per_sample"] == pytest.approx(10.0)
     assert found[2]["j_per_step"] == pytest.approx(8 * (100 * 0.16 + 70))
     # 8 GPUs for 0.16 s and 64 samples, at 0.001 per second of a GPU.
