@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -36,8 +37,13 @@ class StepClock:
     def durations(self, last: int | None = None) -> list[float]:
         """Synchronize the device; return the seconds of all steps, or of the ``last`` ones."""
         synchronize(self.device)
-        pairs = [pair for series in self.series for pair in pairwise(series)]
-        return [self._between(start, end) for start, end in pairs[-last if last else 0 :]]
+        newest_first = [self._between(start, end) for start, end in islice(self._newest_steps(), last)]
+        return newest_first[::-1]
+
+    def _newest_steps(self) -> Iterator[tuple[Any, Any]]:
+        """Yield start and end of each step, the newest first. A line of the log needs a few of many thousands."""
+        for series in reversed(self.series):
+            yield from ((start, end) for end, start in pairwise(reversed(series)))
 
     def _now(self) -> Any:
         if self.device.type != "cuda":

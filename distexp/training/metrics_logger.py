@@ -347,7 +347,8 @@ class MetricsLogger:
         self.logged = self.steps
         if self._file is None:
             return
-        recent = self.clock.durations(last=self.plan.train.log_every)
+        # An earlier attempt may have done the first of these steps. They count for the loss, and have no duration here.
+        recent = self.clock.durations(last=len(losses))
         seconds = sum(recent) / len(recent)
         samples = self.counts.samples[-len(recent) :]
         append_line(

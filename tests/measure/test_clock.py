@@ -1,12 +1,21 @@
-"""Tests of the error of a speed, computed from the durations of its steps."""
+"""Tests of the durations of steps, and of the error of a speed that is computed from them."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import torch
 
-from distexp.measure.clock import speed_error
+from distexp.measure.clock import StepClock, speed_error
+
+
+def test_the_time_between_two_series_of_steps_is_not_counted() -> None:
+    clock = StepClock(torch.device("cpu"))
+    clock.series = [[0.0, 1.0, 3.0], [10.0], [20.0, 24.0]]
+    assert clock.durations() == [1.0, 2.0, 4.0]
+    assert clock.durations(last=2) == [2.0, 4.0]
+    assert clock.durations(last=9) == [1.0, 2.0, 4.0]
 
 
 def test_slow_phases_make_a_larger_error_than_the_same_steps_mixed() -> None:

@@ -77,6 +77,15 @@ def test_the_speed_of_a_line_counts_the_samples_of_its_steps(tmp_path: Path) -> 
     assert line["samples_per_second"] * line["step_time_s"] == pytest.approx(6)
 
 
+def test_the_last_line_has_the_speed_of_its_own_steps(tmp_path: Path) -> None:
+    """Ten steps of 5 samples are the first line, and one step of 40 samples is the last one."""
+    collate = TextCollate(0, 10)
+    record([[collate(text_samples(*[5] * count))] for count in (*[5] * 10, 40)], tmp_path)
+    first, last = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["samples_per_second"] * first["step_time_s"] == pytest.approx(5)
+    assert last["samples_per_second"] * last["step_time_s"] == pytest.approx(40)
+
+
 def test_images_have_no_padding_share(tmp_path: Path) -> None:
     image = {"images": torch.zeros(3, 2, 2, dtype=torch.uint8), "labels": torch.tensor(0)}
     assert record([[collate_images([image])]], tmp_path).padding_share is None
