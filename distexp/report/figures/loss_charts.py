@@ -16,6 +16,8 @@ ONE, BOTH = (TRAINING,), (TRAINING, OTHERS)
 COLORS = {TRAINING: "c1", OTHERS: "line", EVALUATION: "c2"}
 SINGLE_HEIGHT = 320
 PANEL_HEIGHT = 150
+WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
+"""Vega expression of a label. Between two steps that are close, Vega places ticks in spite of ``tickMinStep``."""
 Rows = list[dict[str, Any]]
 
 
@@ -106,7 +108,8 @@ def _axes(curves: Sequence[LossCurve]) -> dict[str, Any]:
 
 
 def _step_axis() -> alt.X:
-    return alt.X("step:Q", title="step", axis=alt.Axis(grid=False, tickMinStep=1, tickCount=10))
+    axis = alt.Axis(grid=False, tickMinStep=1, tickCount=10, labelExpr=WHOLE_STEPS)
+    return alt.X("step:Q", title="step", axis=axis)
 
 
 def _lines(rows: Rows, kind: str, kinds: Sequence[str]) -> alt.Chart:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
@@ -11,8 +13,11 @@ from distexp.report.data.overview import Overview
 from distexp.report.figures.base import Figure, LegendEntry, Panel, describe_selection
 from distexp.report.figures.theme import MAX_COLORS, PHASES, color, inline_data
 from distexp.report.traces import RunTrace
+from distexp.runs.device_entries import UNCOUNTED_CPU_PHASES
+from distexp.runs.memory_trace import CPU
 
 UNEVEN = 1.1  # ratio of two nodes' peaks
+SEARCH, PROFILE = "search", "profile"
 DEVICES = {"gpu": "GPU", "cpu": "CPU"}
 LINES = {"gpu": "the fullest GPU of a node", "cpu": "the processes of the run on a node"}
 
@@ -39,7 +44,7 @@ def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure 
     panels = tuple(Panel(_title(trace), _draw(trace, kind, highest, nodes, phases)) for trace in sampled)
     shades = " Shades: phases of the run. White: its processes start or end." if phases else ""
     caption = f"Line: {LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
-    sentences = (_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
+    sentences = (*_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
     title = f"{DEVICES[kind]} memory over time"
     return Figure(f"{kind}_memory", title, panels, caption, sentences, legend=_legend(nodes, phases))
 
@@ -90,17 +95,40 @@ def _shades(trace: RunTrace, phases: Sequence[str]) -> alt.Chart:
     )  # fmt: skip
 
 
-def _highest_peak(traces: Sequence[RunTrace], kind: str) -> str:
+@dataclass(frozen=True)
+class _Peak:
+    trace: RunTrace
+    second: float
+    mib: float
+
+    @property
+    def phase(self) -> str:
+        """Return the phase of the run at this time; empty before the first one."""
+        started = [interval.phase for interval in self.trace.phases if interval.begin_s <= self.second]
+        return started[-1] if started else ""
+
+    def counts(self, kind: str) -> bool:
+        """Return whether the record counts this memory. On a GPU the memory of the profiler stays until the end."""
+        if kind == CPU:
+            return self.phase not in UNCOUNTED_CPU_PHASES
+        profiles = (phase.begin_s for phase in self.trace.phases if phase.phase == PROFILE)
+        return self.phase != SEARCH and self.second < min(profiles, default=math.inf)
+
+
+def _highest_peak(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
     """Describe the highest peak of all runs: when and in which phase it was first reached."""
-    peaks = [
-        (mib, -second, n)
-        for n, trace in enumerate(traces) for curve in trace.curves(kind) for second, mib in curve.points
-    ]  # fmt: skip
-    mib, negative_second, n = max(peaks)
-    intervals = (interval for interval in traces[n].phases if interval.begin_s <= -negative_second < interval.end_s)
-    phase = next((interval.phase for interval in intervals), None)
-    during = f" in phase {phase}" if phase else ""
-    return f"Highest peak: {mib:,.0f} MiB{during}, {traces[n].name}."
+    peaks = (
+        _Peak(trace, second, mib) for trace in traces for curve in trace.curves(kind) for second, mib in curve.points
+    )
+    counted = [peak for peak in peaks if peak.counts(kind)]
+    if not counted:
+        return
+    highest = max(counted, key=lambda peak: (peak.mib, -peak.second))
+    during = f" in phase {highest.phase}" if highest.phase else ""
+    yield f"Highest peak: {highest.mib:,.0f} MiB{during}, {highest.trace.name}."
+    left_out = {interval.phase for trace in traces for interval in trace.phases} & {SEARCH, PROFILE}
+    if left_out:
+        yield f"Not counted, as in the table: {' and '.join(sorted(left_out))}."
 
 
 def _uneven_nodes(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:

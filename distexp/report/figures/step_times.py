@@ -37,14 +37,20 @@ def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
 def _describe_marks(traces: Sequence[RunTrace]) -> str:
     counts = sorted({trace.row.settings.get("log_every") or 1 for trace in traces})
     thin = "one step" if counts == [1] else f"mean of {join_first(map(str, counts))} steps (train.log_every)"
-    return f"Dot: median. Bar: up to the 90th percentile. Thin line: {thin}."
+    return f"Dot: median. Bar: up to the 90th percentile. Thin line: {thin}, without the first steps."
 
 
 def _measured(trace: RunTrace) -> list[dict[str, Any]]:
-    """Return the logged steps after the warm-up and before the profiled ones; all if there are none."""
-    warmup = trace.row.settings.get("measure_after_step") or 0
-    profiled = (trace.row.record.metrics.communication or {}).get("first_step") or math.inf
-    return [entry for entry in trace.steps if warmup < entry["step"] < profiled] or list(trace.steps)
+    """Return the lines whose steps all count for the speed; every line of a run whose speed was not measured."""
+    metrics, settings = trace.row.record.metrics, trace.row.settings
+    if metrics.step_time_s is None:
+        return list(trace.steps)
+    warmup, stride = settings.get("measure_after_step") or 0, settings.get("log_every") or 1
+    unmeasured = (metrics.communication or {}).get("first_step") or math.inf  # the warm-up of the profiler
+    return [
+        entry for entry in trace.steps
+        if warmup <= (entry["step"] - 1) // stride * stride and entry["step"] < unmeasured
+    ]  # fmt: skip
 
 
 def _draw(traces: Sequence[RunTrace], ticks: Rows, quantiles: Rows) -> alt.LayerChart:

@@ -388,6 +388,43 @@ def test_memory_without_a_sample_in_any_phase_is_drawn_without_shades(tmp_path: 
     assert "Shades" not in figure.caption
 
 
+def test_the_highest_peak_is_that_of_the_table(tmp_path: Path) -> None:
+    """The profiler needs memory itself. On a GPU it keeps it, so the evaluation after it does not count either."""
+    runs = [enrich(record(0, peak=5000.0))]
+    path = with_traces(tmp_path, runs)
+    trace = path / "0" / "memory" / "node0.csv"
+    later = "1040.0,profile,{0},0,9000.0,143771,90,500\n1041.0,eval,{0},0,{1},143771,90,500\n"
+    trace.write_text(trace.read_text() + later.format("gpu", 8000.0) + later.format("cpu", 7000.0))
+    text = text_of(path, "gpu_memory")
+    assert "Highest peak: 5,000 MiB in phase train, run 0.\nNot counted, as in the table: profile." in text
+    assert "Highest peak: 7,000 MiB in phase eval, run 0.\nNot counted, as in the table: profile." in text_of(
+        path, "cpu_memory"
+    )
+
+
+def test_the_step_times_of_lines_with_warm_up_or_profiled_steps_are_not_drawn(tmp_path: Path) -> None:
+    run = enrich(record(0, train__measure_after_step=5, train__log_every=4))
+    run.metrics.communication = {"share": 0.1, "first_step": 20}
+    path = with_traces(tmp_path, [run])
+    lines = [json.dumps({"step": step, "loss": 1.0, "step_time_s": step / 1000}) for step in (4, 8, 12, 16, 20, 22)]
+    (path / "0" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+    def drawn() -> list[float]:
+        return [row["ms"] for row in layers_of(figures(path)["step_times"].panels[0])[0]["data"]["values"]]
+
+    assert drawn() == [12.0, 16.0]
+
+
+def test_the_labels_of_steps_are_whole_numbers(tmp_path: Path) -> None:
+    """Vega places ticks between the steps 10 and 12."""
+    path = with_traces(tmp_path, [enrich(record(0))])
+    lines = [json.dumps({"step": step, "loss": 3.0 - step / 10}) for step in (10, 12)]
+    (path / "0" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (svg,) = (text for file, text in render_files([figures(path)["losses"]], tmp_path) if file.suffix == ".svg")
+    labels = set(re.findall(rb">(1[0-2][.\d]*)</text>", svg))
+    assert {b"10", b"12"} <= labels <= {b"10", b"11", b"12"}
+
+
 def test_nodes_with_different_peaks_are_reported(tmp_path: Path) -> None:
     runs = [enrich(record(0, cluster__nodes=2, peak=5000.0))]
     path = with_traces(tmp_path, runs)
