@@ -49,6 +49,7 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
         more_notes=max(0, len(notes) - MAX_NOTES),
         exercises=list(exercise_tables(overview)),
         figures=figures,
+        can_compare=len(overview.rows) > 1,
         link=lambda target: relative_link(target, path.parent),
         provenance=list(provenance_tables(overview.rows)),
         palettes={"light": LIGHT, "dark": DARK},

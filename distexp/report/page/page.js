@@ -179,7 +179,7 @@ document.getElementById("theme").addEventListener("click", () => {
 
 async function fillPage() {
   const { configurations, runs, charts } = JSON.parse(await decompress("data"));
-  setUpComparison(configurations);
+  if (document.getElementById("difference")) setUpComparison(configurations);
   await Promise.all([drawRuns(runs), drawCharts(charts)]);
   document.documentElement.dataset.ready = "yes";
 }

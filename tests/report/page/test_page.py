@@ -340,6 +340,7 @@ def test_the_timeline_of_a_step_zooms(browser: Browser, tmp_path: Path) -> None:
     seen = watch(browser, tmp_path / "report.html", scheme="dark", viewport=PHONE)
     chart = seen.page.locator("[data-chart=step_timeline-0] svg")
     assert chart.locator(".mark-rect.role-mark path").count() == 150
+    assert seen.page.locator("#difference").count() == 0, "a single run has no other one to compare it with"
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
