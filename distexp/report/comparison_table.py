@@ -21,6 +21,7 @@ from distexp.report.compare import LOSSES, Comparison, Pair
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED, Metric
 from distexp.report.data.repeats import format_metric
 from distexp.report.data.settings import MAX_LENGTH, format_setting
+from distexp.runs.listing import format_count
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def _regression_lines(comparison: Comparison) -> Iterator[Text]:
     for regression in regressions:
         yield Text(f"Regression: {regression}", style="red")
     if not regressions:
-        yield Text(f"No regression in {len(comparison.pairs)} matched configurations.", style="green")
+        yield Text(f"No regression in {format_count(len(comparison.pairs), 'matched configuration')}.", style="green")
 
 
 def comparison_columns(comparison: Comparison) -> Iterator[Column]:

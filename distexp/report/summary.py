@@ -16,6 +16,7 @@ from distexp.report.data.scaling_remarks import remark_on_scaling
 from distexp.report.data.settings import global_batch
 from distexp.report.data.stragglers import describe_stragglers
 from distexp.report.data.text import format_noise, name_runs
+from distexp.runs.entry_values import number_of
 from distexp.runs.listing import join_first
 from distexp.runs.model_label import STAND_IN, record_model_label
 from distexp.runs.noise import SINGLE_CPU_RUN, distinct_ratio
@@ -167,10 +168,16 @@ def _few_steps(overview: Overview) -> Iterator[str]:
 
 
 def _measured_steps(row: Row) -> int:
-    """Return the number of steps that the speed is measured over; 0 if there is no speed."""
+    """Return the number of steps that the speed is measured over, up to ten; 0 if there is no speed.
+
+    So few steps are a block each. A single step has no error, and older records have none either.
+    """
     total, speed = row.record.metrics.total_steps, row.metrics[SPEED]
     if total is None or speed is None:
         return 0
+    blocks = number_of(row.record.metrics.speed_error or {}, "blocks")
+    if blocks is not None:
+        return int(blocks)
     return total - int(row.settings.get("measure_after_step") or 0) - int(row.settings.get("profile_steps") or 0)
 
 
