@@ -70,6 +70,8 @@ def read_profiled_runs(directory: Path) -> list[ProfiledRun]:
     Raises:
         ConfigError: there are none.
     """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory. Give that of a run or a sweep")
     found = read_records(directory)
     for message in found.messages:
         print(f"skipped: {printable(message)}", file=sys.stderr)

@@ -58,12 +58,14 @@ def test_command_compares_two_runs(sweep: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_command_refuses_runs_without_a_profile(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sweep / "0" / "empty").mkdir()
     for arguments, message in (
         ([str(sweep / "2")], f"{sweep / '2'} has no profile: run it with distexp strategy=ddp profile=true"),
         ([str(sweep / "2"), str(sweep / "0")], "has no profile"),
         ([str(sweep), str(sweep / "0")], f"has 3 profiled runs: give one of them, such as {sweep / '0'}"),
         ([str(sweep / "3")], "has no profile, because the run is failed: give a completed run"),
-        ([str(sweep / "4")], "no readable record.json below"),
+        ([str(sweep / "4")], "no such directory. Give that of a run or a sweep"),
+        ([str(sweep / "0" / "empty")], "no readable record.json below"),
         ([str(sweep)] * 3, "3 directories: give one, or two to compare"),
     ):
         assert main(arguments) == 2
