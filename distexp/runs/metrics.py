@@ -55,7 +55,7 @@ class Metrics:
             ".share": "Fraction of the step time in collectives, with hidden ones and with waiting for other ranks.",
             ".exposed_share": "The part of `share` that no computation hides, also with waiting for other ranks.",
             ".profiled_steps": "Number of profiled steps.",
-            ".first_step": "First profiled step, counted from 1.",
+            ".first_step": "First step of the profiler, its warm-up, counted from 1. The profiled steps follow.",
             ".step_s": "Duration of a profiled step, in seconds.",
             ".by_collective": "Seconds of a step for each kind of collective.",
             ".ranks[]": "`rank`, `share` and `exposed_share` of each rank.",
@@ -85,9 +85,9 @@ class Metrics:
     )
     explanation: dict[str, Any] | None = key(
         None,
-        "Largest loss of the profiled step.",
+        "Bottleneck of the profiled step.",
         parts={
-            ".loss": "Name of the loss.",
+            ".loss": "Part of the step that is the bottleneck, or `compute`.",
             ".share": "Fraction of the step.",
             ".sentence": "What the profile shows.",
             ".try": "Overrides that may reduce it.",

@@ -79,7 +79,7 @@ def add_memory(record: RunRecord, logger: MetricsLogger) -> None:
 
 
 def add_explanation(record: RunRecord) -> None:
-    """Add the largest loss of the profiled step, if there is one."""
+    """Add the bottleneck of the profiled step, if there is one."""
     try:
         found = explain(record)
     except Exception as error:  # any: the training is finished, and its record matters more

@@ -89,12 +89,12 @@ class ProfiledRun:
 
     @property
     def explanation(self) -> dict[str, Any]:
-        """Return the largest loss; empty if there is none."""
+        """Return ``metrics.explanation`` of the record; empty if there is none."""
         return self.row.record.metrics.explanation or {}
 
     @property
     def sentence(self) -> str:
-        """Return the sentence about the largest loss, with the overrides to try; empty if there is none."""
+        """Return the sentence about the bottleneck, with the overrides to try; empty if there is none."""
         sentences = texts_of(self.explanation, "sentence")
         if not sentences:
             return ""
@@ -189,10 +189,10 @@ def _time_columns(runs: Sequence[ProfiledRun], shown: Sequence[ShownStep]) -> di
 
 
 def _part_columns(shown: Sequence[ShownStep]) -> dict[str, list[str]]:
-    """Return the parts of the steps in percent, and the largest loss."""
+    """Return the parts of the steps in percent, and the bottleneck."""
     columns = {title: [_percent(step.parts.get(name), step) for _, step in shown] for name, title in STEP_PARTS.items()}
     columns["hidden communication"] = [_percent(step.hidden_ms, step) for _, step in shown]
-    columns["largest loss"] = [_largest_loss(run) for run, _ in shown]
+    columns["bottleneck"] = [_bottleneck(run) for run, _ in shown]
     return columns
 
 
@@ -204,10 +204,10 @@ def _percent(value: float | None, step: RankStep) -> str:
     return NOT_MEASURED if value is None else f"{100 * value / step.step_ms:.1f}"
 
 
-def _largest_loss(run: ProfiledRun) -> str:
-    loss, share = texts_of(run.explanation, "loss"), number_of(run.explanation, "share")
-    if not loss:
+def _bottleneck(run: ProfiledRun) -> str:
+    name, share = texts_of(run.explanation, "loss"), number_of(run.explanation, "share")
+    if not name:
         return NOT_MEASURED
-    if loss == ["compute"]:
+    if name == ["compute"]:
         return "none: compute"
-    return PARTS.get(loss[0], loss[0].replace("_", " ")) + ("" if share is None else f", {share:.0%}")
+    return PARTS.get(name[0], name[0].replace("_", " ")) + ("" if share is None else f", {share:.0%}")

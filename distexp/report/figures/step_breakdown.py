@@ -73,7 +73,7 @@ def _describe(runs: Sequence[ProfiledRun], count: int) -> Iterator[str]:
 
 
 def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
-    """Yield the largest loss of each run, and the overrides that may reduce it."""
+    """Yield the bottleneck of each run, and the overrides that may reduce it."""
     explained = [run for run in runs if run.sentence]
     for run in explained[:MAX_SENTENCES]:
         yield f"R{overview.describe(run.group)[1:]}: {run.sentence}"

@@ -121,7 +121,7 @@ def test_settings_start_a_line_if_the_first_line_is_too_long() -> None:
     assert label_axis([short, long]).to_dict() == label_axis([long]).to_dict(), "all bars are labeled alike"
 
 
-def test_the_largest_loss_is_explained_with_what_to_try(tmp_path: Path) -> None:
+def test_the_bottleneck_is_explained_with_what_to_try(tmp_path: Path) -> None:
     runs = [profiled(n, breakdown(0), strategy=name) for n, name in enumerate(("ddp", "fsdp"))]
     for run, overrides in zip(runs, (["kernels=fast", "train.micro_batch_size=32"], []), strict=True):
         run.metrics.explanation = {
@@ -134,6 +134,7 @@ def test_the_largest_loss_is_explained_with_what_to_try(tmp_path: Path) -> None:
         "A larger global batch changes the training: train.micro_batch_size=32.",
         "Run 1 (strategy=fsdp): 17% idle; see kernels=fast.",
     )
+    assert drawn.tables[0].header[-1] == "bottleneck"
     assert [row[-1] for row in drawn.tables[0].rows] == ["GPU idle: slow launches, 17%"] * 2
 
 
