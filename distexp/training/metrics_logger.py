@@ -25,7 +25,8 @@ from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.memory.step_recording import StepRecording, has_history
 from distexp.measure.ordinary_steps import OrdinarySteps, median_duration_s, save_step_times
 from distexp.measure.profiling.overhead import remove_overhead
-from distexp.measure.profiling.profiler import ProfileWindow, StepProfiler
+from distexp.measure.profiling.profile_window import ProfileWindow
+from distexp.measure.profiling.profiler import StepProfiler
 from distexp.measure.slow_rank_watch import SlowRankWatch
 from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
 from distexp.runs.events import Events

@@ -19,7 +19,7 @@ from distexp.data.targets import TargetTokens
 from distexp.data.text import TextCollate
 from distexp.data.workload import measure_workload
 from distexp.distributed.context import Context
-from distexp.measure.profiling.profiler import ProfileResult
+from distexp.measure.profiling.step_analysis import ProfileResult
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
 from distexp.training.metrics_logger import MetricsLogger

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distexp.measure.profiling.intervals import Interval, clip, intersection_length, merge, total_length
+from distexp.measure.profiling.profile_window import ProfileWindow
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,40 @@ def communication_shares(timeline: Timeline) -> CommunicationShares:
             kind: total_length(intervals) / timeline.steps for kind, intervals in sorted(kinds.items()) if intervals
         },
     )
+
+
+def combine_shares(ranks: Sequence[CommunicationShares | str], window: ProfileWindow | None) -> dict[str, Any]:
+    """Combine the shares of all ranks; if any rank has none, the values are None and a note gives the reason.
+
+    ``first_step``, counted from 1, is the profiler's warm-up: the first step that counts in no other metric.
+    """
+    known = [result for result in ranks if isinstance(result, CommunicationShares)]
+    errors = list(dict.fromkeys(result for result in ranks if isinstance(result, str)))
+    entry: dict[str, Any] = {
+        "share": None,
+        "exposed_share": None,
+        "profiled_steps": window.steps if window else 0,
+        "first_step": window.steps_before + 1 if window else None,
+        "step_s": None,
+        "by_collective": {},
+        "ranks": [],
+        "note": "; ".join(errors) or None,
+    }
+    if errors:
+        return entry
+    exposed = [shares.exposed_share for shares in known if shares.exposed_share is not None]
+    kinds = sorted({kind for shares in known for kind in shares.by_collective})
+    return entry | {
+        "share": _mean([shares.share for shares in known]),
+        "exposed_share": _mean(exposed) if exposed else None,
+        "step_s": _mean([shares.step_s for shares in known]),
+        "by_collective": {kind: _mean([shares.by_collective.get(kind, 0.0) for shares in known]) for kind in kinds},
+        "ranks": [
+            {"rank": rank, "share": shares.share, "exposed_share": shares.exposed_share}
+            for rank, shares in enumerate(known)
+        ],
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

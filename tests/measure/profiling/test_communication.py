@@ -15,7 +15,7 @@ from distexp.console.run_summary import summary_lines
 from distexp.measure.profiling.chrome_trace import read_trace, timeline_of
 from distexp.measure.profiling.communication import Timeline, communication_shares
 from distexp.measure.profiling.intervals import Interval, intersection_length, merge, subtract
-from distexp.measure.profiling.profiler import ProfileWindow
+from distexp.measure.profiling.profile_window import ProfileWindow
 from distexp.resolve.run_id import run_id
 from distexp.runs.phases import read_phase_events
 from distexp.runs.profile_summary import read_profile_summary

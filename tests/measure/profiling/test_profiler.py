@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from distexp.distributed.context import Context
-from distexp.measure.profiling import profiler
-from distexp.measure.profiling.profiler import ProfileResult, ProfileWindow, RankSummary, StepProfiler
+from distexp.measure.profiling import step_analysis
+from distexp.measure.profiling.profile_window import ProfileWindow
+from distexp.measure.profiling.profiler import StepProfiler
+from distexp.measure.profiling.rank_summary import RankSummary
+from distexp.measure.profiling.step_analysis import ProfileResult
 from distexp.runs.run_dir import profile_summary_path
 from tests.helpers.gpu_traces import event
 
@@ -39,7 +42,7 @@ Exchange = Callable[[Any], list[Any]]
 
 def finish(folder: Path, monkeypatch: pytest.MonkeyPatch, events: Any, exchange: Exchange) -> ProfileResult:
     """Return the result of rank 0. ``exchange`` returns the values of all ranks for its value."""
-    monkeypatch.setattr(profiler, "gather_to_all", exchange)
+    monkeypatch.setattr(step_analysis, "gather_to_all", exchange)
     found = StepProfiler(Context(0, 1, 0, 1, 1, torch.device("cpu"), folder), 3)
     found.window, found._finished = ProfileWindow(0, 3), True
     found._profile = RecordedTrace(events)  # type: ignore[assignment]
@@ -100,6 +103,6 @@ def test_a_full_disk_does_not_end_a_finished_training(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(profiler, "write_profile_summary", fail)
+    monkeypatch.setattr(step_analysis, "write_profile_summary", fail)
     assert finish(tmp_path, monkeypatch, EVENTS, lambda value: [value]).breakdown is not None
     assert "note: the report has no timeline of this run" in capfd.readouterr().err
