@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from distexp.explain.batch_advice import larger_micro_batch, more_accumulation
 from distexp.explain.host_headroom import free_cores, images_fit
 from distexp.explain.memory_headroom import fits
-from distexp.explain.slow_rank import slow_part
+from distexp.explain.slow_rank import had_no_core, slow_part
 from distexp.explain.step_profile import StepProfile
 
 OLD_GPUS = ("V100", "T4", "P100", "RTX 20", "TITAN", "Quadro RTX")
@@ -62,6 +62,8 @@ def _against_communication(profile: StepProfile) -> Overrides:
 
 
 def _against_waiting(profile: StepProfile) -> Overrides:
+    if had_no_core(profile):
+        return
     cause, slowest = slow_part(profile).part, profile.slowest
     if cause == "data_wait":
         yield from _against_data_wait(profile)
@@ -90,8 +92,12 @@ def _against_optimizer(profile: StepProfile) -> Overrides:
 
 def _against_host(profile: StepProfile) -> Overrides:
     # A line of the log makes the CPU wait for the GPU. Without a GPU it takes no part of the host work that counts.
-    if profile.on_gpu and profile.number("train.log_every", 10) == 1:
-        yield "train.log_every=10"
+    if profile.on_gpu:
+        if profile.number("train.log_every", 10) == 1:
+            yield "train.log_every=10"
+        return
+    # Python takes as long for a small micro-batch as for a large one.
+    yield from larger_micro_batch(profile, 1 / max(0.05, 1 - profile.shares()["host"]))
 
 
 def _against_compute(profile: StepProfile) -> Overrides:

@@ -7,7 +7,12 @@ from typing import Any
 
 from distexp.explain.advice import advise
 from distexp.explain.batch_advice import larger_global_batches
-from distexp.explain.sentences import describe_bottleneck, describe_compute, describe_ranks_ahead
+from distexp.explain.sentences import (
+    describe_bottleneck,
+    describe_compute,
+    describe_missing_cores,
+    describe_ranks_ahead,
+)
 from distexp.explain.slow_rank import are_others_ahead
 from distexp.explain.step_profile import COMPUTE, OVERHEADS, StepProfile
 from distexp.runs.record import RunRecord
@@ -66,4 +71,5 @@ def explain_profile(profile: StepProfile) -> Explanation:
         sentence = describe_ranks_ahead(share, profile)
     else:
         sentence = describe_bottleneck(bottleneck, share, profile)
-    return Explanation(bottleneck, share, sentence, alternatives, larger_global_batches(profile, alternatives))
+    text = f"{sentence} {describe_missing_cores(profile)}".rstrip()
+    return Explanation(bottleneck, share, text, alternatives, larger_global_batches(profile, alternatives))

@@ -1,4 +1,4 @@
-"""Whether a change would fit into the memory of the GPU, from the measured memory of the run."""
+"""Whether a change would fit into the memory of the GPU, or of the machine, from the measured memory of the run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.explain.step_profile import StepProfile
+from distexp.runs.device_entries import cpu_peak_mib
 from distexp.runs.entry_values import number_of
 from distexp.runs.spec import parse_config
 from distexp.system.overheads import overhead_mib
@@ -16,6 +17,9 @@ from distexp.system.units import MIB
 
 USABLE = 0.9
 """Fraction of the memory of a GPU that is used at most."""
+
+SMALL_GROWTH = 0.1
+"""Fraction of the measured CPU memory by which a change may increase it. The free memory of the machine is unknown."""
 
 
 def usable_mib(profile: StepProfile) -> float | None:
@@ -48,7 +52,10 @@ def fits(profile: StepProfile, *, bytes_more: float = 0.0, batch_factor: int = 1
     """Return whether a run would certainly fit. Return false if its memory is unknown.
 
     Weights and optimizer states do not depend on the micro-batch. All other memory is counted as if it grew with it.
+    On a CPU, only a change fits that hardly needs more memory.
     """
+    if not profile.on_gpu:
+        return _grows_little(profile, bytes_more, batch_factor)
     usable, peak = usable_mib(profile), peak_mib(profile)
     if usable is None or peak is None:
         return False
@@ -56,6 +63,16 @@ def fits(profile: StepProfile, *, bytes_more: float = 0.0, batch_factor: int = 1
     constant = sum(_smallest(parts, name) for name in ("parameters_mib", "optimizer_states_mib"))
     constant = min(constant, peak)
     return constant + batch_factor * (peak - constant) + bytes_more / MIB <= usable
+
+
+def _grows_little(profile: StepProfile, bytes_more: float, batch_factor: int) -> bool:
+    """Return whether the memory of the processes grows by a small fraction. Their activations grow with the batch."""
+    peak = cpu_peak_mib(profile.record.memory)
+    activations = _largest(profile.record.memory.get("parts"), "activations_mib")
+    if peak is None or activations is None:
+        return False
+    more_mib = (batch_factor - 1) * activations + bytes_more / MIB
+    return profile.world_size * more_mib <= SMALL_GROWTH * peak
 
 
 def _values(entries: Any, name: str) -> list[float]:

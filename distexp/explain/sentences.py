@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distexp.explain.slow_rank import describe_excess, is_one_rank_slow, slow_part
+from distexp.explain.slow_rank import (
+    describe_excess,
+    had_no_core,
+    is_one_rank_slow,
+    slow_part,
+    without_core_excess_ms,
+)
 from distexp.explain.step_profile import OVERHEADS, StepProfile
 from distexp.runs.entry_values import number_of
 from distexp.runs.step_parts import PARTS
@@ -14,6 +20,9 @@ BOUND_SHARE = 0.3
 
 COMPUTE_BOUND_SHARE = 0.7
 """Share of kernels from which a run without a bottleneck is compute-bound."""
+
+MISSING_CORES = 0.1
+"""Share of a step without cores from which the parts of a CPU are not those of the training alone."""
 
 BOUND = {
     "exposed_communication": "communication-bound",
@@ -70,6 +79,17 @@ def describe_ranks_ahead(share: float, profile: StepProfile) -> str:
     )
 
 
+def describe_missing_cores(profile: StepProfile) -> str:
+    """Return that other programs or threads used the cores, if this is much of the step; empty if it is not."""
+    share = profile.without_core_share
+    if share is None or share < MISSING_CORES:
+        return ""
+    return (
+        f"For {share:.0%} of the step the ranks were ready to run, but other programs or threads had their cores. All "
+        "parts contain this time, and may differ in another run."
+    )
+
+
 def _sentence(bottleneck: str, share: float, description: str) -> str:
     text = f"{BOUND[bottleneck]}: {description}" if share >= BOUND_SHARE else description
     return text[0].upper() + text[1:] + "."
@@ -114,6 +134,11 @@ def _launches(profile: StepProfile) -> str:
 def _waiting(share: float, profile: StepProfile) -> str:
     if not is_one_rank_slow(profile):
         return f"ranks wait for each other for {share:.0%} of the step, and no single rank is the cause"
+    if had_no_core(profile):
+        return (
+            f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it had no core for "
+            f"{without_core_excess_ms(profile):,.1f} ms longer than the others: other programs may have used it"
+        )
     return (
         f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it spends "
         f"{describe_excess(profile)} more than the others on {WORK_OF_PART[slow_part(profile).part]}"

@@ -10,6 +10,8 @@ from distexp.explain.step_profile import RankStep, StepProfile
 SLOWER = 0.3
 """Fraction of the waiting by which a rank must take longer than the others to be its cause."""
 
+MISSING_CORE = 0.5
+"""Fraction of its excess that a rank must be without a core longer than the others, so that this is its cause."""
 
 LOCAL_PARTS = ("matmul", "other_kernels", "launch_idle", "data_wait", "optimizer", "host")
 """Parts in which a rank does not depend on the others."""
@@ -41,6 +43,19 @@ def slow_part(profile: StepProfile) -> SlowPart:
 def is_one_rank_slow(profile: StepProfile) -> bool:
     """Return whether one part of the slowest rank is the cause of the waiting."""
     return slow_part(profile).excess_ms >= SLOWER * max(rank.time_ms("waiting") for rank in profile.ranks)
+
+
+def had_no_core(profile: StepProfile) -> bool:
+    """Return whether the slowest rank is slower because other programs had its core, so not in every step."""
+    longer_ms = without_core_excess_ms(profile)
+    return longer_ms is not None and longer_ms > 0 and longer_ms >= MISSING_CORE * slow_part(profile).excess_ms
+
+
+def without_core_excess_ms(profile: StepProfile) -> float | None:
+    """Return how much longer the slowest rank is without a core than the others; None if unknown."""
+    own, others = profile.slowest.without_core_ms, [rank.without_core_ms for rank in _others(profile)]
+    known = [time for time in others if time is not None]
+    return None if own is None or not known or len(known) < len(others) else own - _mean(known)
 
 
 def are_others_ahead(profile: StepProfile) -> bool:

@@ -31,6 +31,7 @@ class RankStep:
     parts: Mapping[str, float | None]  # by name of PARTS, and HIDDEN; None: not measured
     launches: float | None
     cpu_busy_ms: float | None = None  # in the profiled step; None: no GPU, or an old record
+    without_core_ms: float | None = None  # inside the parts; None: a GPU, or unknown
 
     def time_ms(self, name: str) -> float:
         """Return the time of a part; 0 if it was not measured."""
@@ -100,6 +101,12 @@ class StepProfile:
         """Return the relative noise of the speed of the run; None if it is unknown."""
         return speed_noise(step_noise(self.record.metrics.speed_error), self.setting("cluster.device"))
 
+    @property
+    def without_core_share(self) -> float | None:
+        """Return the fraction of a step in which the ranks were ready, and had no core; None if unknown."""
+        times = [rank.without_core_ms for rank in self.ranks if rank.without_core_ms is not None]
+        return sum(times) / sum(rank.step_ms for rank in self.ranks) if len(times) == len(self.ranks) else None
+
     def shares(self) -> dict[str, float]:
         """Return the parts as fractions of a step."""
         times = {name: self.mean_ms(name) for name in PARTS}
@@ -150,4 +157,12 @@ def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:
         return None
     parts = {name: number_of(entry, f"{name}_ms") for name in (*PARTS, HIDDEN)}
     profiled = number_of(entry, "profiled_step_ms") or step
-    return RankStep(int(rank), step, profiled, parts, number_of(entry, "launches"), number_of(entry, "cpu_busy_ms"))
+    return RankStep(
+        int(rank),
+        step,
+        profiled,
+        parts,
+        number_of(entry, "launches"),
+        cpu_busy_ms=number_of(entry, "cpu_busy_ms"),
+        without_core_ms=number_of(entry, "without_core_ms"),
+    )

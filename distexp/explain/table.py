@@ -14,6 +14,9 @@ from distexp.runs.step_parts import HIDDEN, PARTS
 
 BAR_WIDTH = 24
 BAR, HALF = "█", "▌"
+HIDDEN_TITLE = "hidden communication"
+WITHOUT_CORE_TITLE = "without a core"
+"""Time inside the parts."""
 
 
 def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
@@ -21,15 +24,17 @@ def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
     shown = [name for name in PARTS if any(rank.parts[name] is not None for rank in profile.ranks)]
     means_ms = [profile.mean_ms(name) for name in shown]
     largest = max(means_ms, default=0.0) or 1.0
+    others = [HIDDEN_TITLE, *([WITHOUT_CORE_TITLE] if profile.without_core_share is not None else [])]
+    empty = [""] * len(others)
     columns = [
-        Column("part", (*map(_title, shown), "sum", "hidden communication"), ALWAYS, right=False),
+        Column("part", (*map(_title, shown), "sum", *others), ALWAYS, right=False),
         Column(
             "mean\n%" if len(profile.ranks) > 1 else "%",
-            (*(f"{100 * mean / profile.step_ms:.1f}" for mean in means_ms), "100.0", ""),
+            (*(f"{100 * mean / profile.step_ms:.1f}" for mean in means_ms), "100.0", *empty),
             ALWAYS,
         ),
-        Column("", (*(_bar(mean / largest) for mean in means_ms), "", ""), 90, right=False),
-        *(_rank_column(rank, shown) for rank in profile.ranks),
+        Column("", (*(_bar(mean / largest) for mean in means_ms), "", *empty), 90, right=False),
+        *(_rank_column(rank, shown, len(others)) for rank in profile.ranks),
     ]
     kept, hidden = fit_columns(columns, width)
     yield build_table(kept)
@@ -38,9 +43,10 @@ def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
         yield Text(f"{count} more ranks: use --json, or a wider terminal. The % are means over all ranks.", style="dim")
 
 
-def _rank_column(rank: RankStep, shown: Sequence[str]) -> Column:
-    """Return the times of a rank. In a narrow terminal, rank 0 stays longest."""
-    times = (*(rank.parts[name] for name in shown), rank.step_ms, rank.parts[HIDDEN])
+def _rank_column(rank: RankStep, shown: Sequence[str], num_others: int) -> Column:
+    """Return the times of a rank: its parts, their sum, and others. In a narrow terminal, rank 0 stays longest."""
+    others = (rank.parts[HIDDEN], rank.without_core_ms)[:num_others]
+    times = (*(rank.parts[name] for name in shown), rank.step_ms, *others)
     return Column(f"rank {rank.rank}\nms", tuple(map(_format, times)), 80 if rank.rank else 95)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from functools import cache
 
 SCHEDSTAT = "/proc/thread-self/schedstat"
 """Statistics of the scheduler about the thread that opens the file."""
@@ -20,19 +21,18 @@ class SchedulerDelay:
         self._path = path
         self._file: int | None = None
         self._delay_s = 0.0
-        self._readable = True
+        self.is_readable = True  # false once a reading failed
 
     def read_s(self) -> float:
         """Return the seconds so far; 0 if the kernel does not count them, which is printed once."""
-        if self._readable:
+        if self.is_readable:
             try:
                 self._delay_s = self._read_ns() / 1e9
             except (OSError, ValueError) as error:
-                self._readable = False
-                print(
+                self.is_readable = False
+                _print_once(
                     f"note: {self._path} has no times ({error}), so the own time of this rank contains the time in "
-                    "which other programs have its core",
-                    flush=True,
+                    "which other programs have its core"
                 )
         return self._delay_s
 
@@ -47,3 +47,8 @@ class SchedulerDelay:
         if len(times) != 3 or not any(times):  # A kernel without these statistics writes zeros.
             raise ValueError(f"content {content!r}")
         return times[1]
+
+
+@cache
+def _print_once(text: str) -> None:
+    print(text, flush=True)

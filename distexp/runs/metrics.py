@@ -81,6 +81,8 @@ class Metrics:
             "[].includes_overhead": "Whether the parts include the overhead of the profiler.",
             "[].launches": "Calls that launch kernels in the step. Null: no GPU.",
             "[].cpu_busy_ms": "Time in the profiled step without waits of the CPU for the GPU, in ms. Null: no GPU.",
+            "[].without_core_ms": "Time inside the parts in which the training thread of a CPU was ready to run, and "
+            "had no core, in ms. Null: a GPU, or not counted by the kernel.",
         },
     )
     explanation: dict[str, Any] | None = key(

@@ -110,3 +110,27 @@ def test_fewer_log_lines_are_proposed_on_gpus_only(settings: dict[str, Any], adv
     """A line makes the CPU wait for the GPU. On a CPU, runs with 1 and 10 steps a line had the same host work."""
     run = profiled({"matmul": 50.0, "host": 50.0}, train__log_every=1, **settings)
     assert explanation(run).alternatives == advice
+
+
+@pytest.mark.parametrize(
+    ("activations_mib", "settings", "advice"),
+    [
+        (10.0, {}, ["train.micro_batch_size=8"]),
+        (
+            10.0,
+            {"train__gradient_accumulation_steps": 2},
+            ["train.micro_batch_size=8 train.gradient_accumulation_steps=1"],
+        ),
+        (60.0, {}, []),
+        (None, {}, []),
+    ],
+    ids=["little memory", "the same training", "much memory", "unknown memory"],
+)
+def test_a_cpu_that_is_busy_with_python_should_train_larger_micro_batches(
+    activations_mib: float | None, settings: dict[str, Any], advice: list[str]
+) -> None:
+    """Two workers with 1,000 MiB together: twice the micro-batch may need 100 MiB more, or 50 MiB for a worker."""
+    run = profiled({"matmul": 50.0, "host": 50.0}, peak=None, train__micro_batch_size=4, **settings)
+    run.memory["cpu"] = [{"node": 0, "peak_mib": 1000.0}]
+    run.memory["parts"] = [{"rank": 0, "activations_mib": activations_mib}]
+    assert explanation(run).alternatives == advice

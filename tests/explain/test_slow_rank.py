@@ -70,3 +70,40 @@ def test_a_rank_is_slow_only_if_its_cpu_is(
         "micro-batch too slowly. The other ranks are as slow, but ahead: their GPUs wait in collectives.",
         ["train.micro_batch_size=8", "kernels=fast"],
     )
+
+
+@pytest.mark.parametrize(
+    ("without_core_ms", "cause"),
+    [
+        ((2.0, 27.0), "it had no core for 25.0 ms longer than the others: other programs may have used it"),
+        ((2.0, 3.0), "it spends 40.0 ms more than the others on waiting for its data"),
+        ((None, 27.0), "it spends 40.0 ms more than the others on waiting for its data"),
+    ],
+    ids=["disturbed", "slow", "unknown"],
+)
+def test_a_rank_whose_core_other_programs_use_is_not_called_slow(
+    without_core_ms: tuple[float | None, float], cause: str
+) -> None:
+    slow, fast = {"matmul": 60.0, "data_wait": 40.0}, {"matmul": 60.0, "waiting": 40.0}
+    run = profiled(fast, slow, peak=None)
+    run.environment.cpu_count = 32  # type: ignore[union-attr]
+    assert run.metrics.step_breakdown is not None
+    for entry, time in zip(run.metrics.step_breakdown, without_core_ms, strict=True):
+        entry["without_core_ms"] = time
+    found = explanation(run)
+    assert f"ranks wait for rank 1 for 20% of the step, because {cause}" in found.sentence
+    assert found.alternatives == ([] if "no core" in cause else ["dataset.num_workers=2"])
+
+
+def test_busy_cores_are_reported_with_any_bottleneck() -> None:
+    run = profiled({"matmul": 80.0, "other_kernels": 20.0}, peak=None)
+    assert run.metrics.step_breakdown is not None
+    assert "had their cores" not in explanation(run).sentence, "older records do not know it"
+    run.metrics.step_breakdown[0]["without_core_ms"] = 9.0
+    assert "had their cores" not in explanation(run).sentence
+    run.metrics.step_breakdown[0]["without_core_ms"] = 45.0
+    assert explanation(run).sentence == (
+        "Compute-bound: matrix kernels take 80% and other kernels 20% of the step. For 45% of the step the ranks were "
+        "ready to run, but other programs or threads had their cores. All parts contain this time, and may differ in "
+        "another run."
+    )

@@ -12,6 +12,9 @@ SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")
 DATA_WAIT = "data_wait_ms"
 """Part that grows too, because the CPU collates and copies batches."""
 
+WITHOUT_CORE = "without_core_ms"
+"""Time inside the parts of a CPU. It is scaled with them."""
+
 SIMILAR = 1.05
 """Largest ratio of the sizes of two steps whose kernels take equally long."""
 
@@ -70,6 +73,7 @@ def remove_overhead(
 def _scale(entry: dict[str, Any], median_ms: float) -> dict[str, Any]:
     """Return an entry whose parts add up to a median step. They still have the shares of the profiled step."""
     profiled_ms = entry["step_ms"]
-    times = {f"{name}_ms": entry.get(f"{name}_ms") for name in (*PARTS, HIDDEN)}
+    keys = (*(f"{name}_ms" for name in (*PARTS, HIDDEN)), WITHOUT_CORE)
+    times = {key: entry.get(key) for key in keys}
     scaled = {name: time * median_ms / profiled_ms for name, time in times.items() if time is not None}
     return {**entry, **scaled, "step_ms": median_ms, "profiled_step_ms": profiled_ms, "includes_overhead": True}

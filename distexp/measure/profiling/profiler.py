@@ -20,6 +20,7 @@ from distexp.distributed.context import Context
 from distexp.measure.clock import synchronize
 from distexp.measure.profiling.annotations import activate_annotations
 from distexp.measure.profiling.chrome_trace import Trace, read_trace
+from distexp.measure.profiling.core_waits import CoreWaits
 from distexp.measure.profiling.profile_window import WARMUP_STEPS, ProfileWindow
 from distexp.measure.profiling.step_analysis import ProfileResult, StepAnalysis, result_or_error
 from distexp.runs.run_dir import profile_trace_path
@@ -39,6 +40,7 @@ class StepProfiler:
         self.invalid: str | None = None  # why the profiled steps cannot be used
         self.module: nn.Module | None = None  # the distributed model, whose sizes a forecast needs
         self.micro_batches = 1  # of a step
+        self.core_waits = CoreWaits(enabled=context.device.type == "cpu" and requested_steps > 0)
         self._profile: profile | None = None
         self._finished = False
 
@@ -73,12 +75,15 @@ class StepProfiler:
         self.done += 1
         if self.done in (WARMUP_STEPS, WARMUP_STEPS + self.window.steps):
             synchronize(self.context.device)
+        if self.done > WARMUP_STEPS:
+            self.core_waits.end_step()
         before = time.perf_counter()
         self._profile.step()
         if self.done == WARMUP_STEPS + self.window.steps:
             self._finished = True
             self._stop()
         self.overhead_s += time.perf_counter() - before
+        self.core_waits.start_step()
 
     def mark_interrupted(self, reason: str) -> None:
         """Discard the measurement if other work, such as a checkpoint, happens between profiled steps."""
@@ -101,7 +106,7 @@ class StepProfiler:
         if not self.requested_steps:
             return None
         trace = result_or_error(self._read_trace)
-        analysis = StepAnalysis(self.context, self.window, self.module, self.micro_batches)
+        analysis = StepAnalysis(self.context, self.window, self.module, self.micro_batches, self.core_waits)
         return analysis.run(trace)
 
     def _read_trace(self) -> Trace | str:

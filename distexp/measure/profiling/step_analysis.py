@@ -15,6 +15,7 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.measure.profiling.chrome_trace import Trace
 from distexp.measure.profiling.communication import combine_shares
+from distexp.measure.profiling.core_waits import CoreWaits
 from distexp.measure.profiling.cpu_waits import cpu_busy_ms
 from distexp.measure.profiling.lanes import lanes_of
 from distexp.measure.profiling.model_sizes import read_model_sizes
@@ -49,12 +50,14 @@ class StepAnalysis:
         window: The profiled steps; None if no step could be profiled.
         module: The distributed model, whose sizes a forecast needs.
         micro_batches: Micro-batches of a step.
+        core_waits: Time without a core in each profiled step.
     """
 
     context: Context
     window: ProfileWindow | None
     module: nn.Module | None
     micro_batches: int
+    core_waits: CoreWaits
 
     def run(self, trace: Trace | str) -> ProfileResult:
         """Return the communication and the parts of the median step of all ranks. A collective.
@@ -93,6 +96,7 @@ class StepAnalysis:
         entry = {
             **median.parts.to_json(rank, on_gpu=trace.on_gpu),
             "cpu_busy_ms": cpu_busy_ms(trace, median.position),
+            "without_core_ms": self.core_waits.milliseconds(median.position),
         }
         return entry, lanes_of(trace, median.parts, median.transfers, rank)
 

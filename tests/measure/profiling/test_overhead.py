@@ -62,11 +62,15 @@ def test_nothing_is_removed_from_a_step_that_is_faster_than_the_median() -> None
 @pytest.mark.parametrize("sizes_differ", [False, True])
 def test_the_parts_add_up_to_the_median_step_on_a_cpu(median_s: float, sizes_differ: bool) -> None:
     """The profiled step takes 100 ms. Its parts keep their shares."""
-    profiled = entry(matmul=70.0, host=30.0, launch_idle=None) | {"hidden_communication_ms": 10.0}
+    profiled = entry(matmul=70.0, host=30.0, launch_idle=None) | {
+        "hidden_communication_ms": 10.0,
+        "without_core_ms": 20.0,
+    }
     found = remove_overhead(profiled, median_s, sizes_differ=sizes_differ)
     assert found["step_ms"] == pytest.approx(total(found)) == pytest.approx(1000 * median_s)
     assert found["matmul_ms"] == pytest.approx(700 * median_s)
     assert found["hidden_communication_ms"] == pytest.approx(100 * median_s)
+    assert found["without_core_ms"] == pytest.approx(200 * median_s)
     assert (found["profiled_step_ms"], found["launch_idle_ms"], found["includes_overhead"]) == (100, None, True)
 
 

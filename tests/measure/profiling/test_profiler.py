@@ -12,6 +12,7 @@ import torch
 
 from distexp.distributed.context import Context
 from distexp.measure.profiling import step_analysis
+from distexp.measure.profiling.core_waits import CoreWaits
 from distexp.measure.profiling.profile_window import ProfileWindow
 from distexp.measure.profiling.profiler import StepProfiler
 from distexp.measure.profiling.rank_summary import RankSummary
@@ -52,10 +53,12 @@ def finish(folder: Path, monkeypatch: pytest.MonkeyPatch, events: Any, exchange:
 
 
 def test_the_parts_are_those_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CoreWaits, "milliseconds", lambda _, position: 40.0 + position)
     result = finish(tmp_path, monkeypatch, EVENTS, lambda value: [value])
     assert result.breakdown is not None
     assert result.breakdown[0]["exposed_communication_ms"] == pytest.approx(3, abs=1e-3)
     assert result.breakdown[0]["cpu_busy_ms"] is None, "on a CPU"
+    assert result.breakdown[0]["without_core_ms"] == 41.0, "of the median step"
     assert profile_summary_path(tmp_path).exists()
 
 
