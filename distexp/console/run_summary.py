@@ -15,6 +15,7 @@ from distexp.runs.failure_text import failure_text
 from distexp.runs.listing import format_count
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, tensor_entries
 from distexp.runs.metrics import Metrics
+from distexp.runs.missing_cost import missing_costs
 from distexp.runs.model_label import STAND_IN, model_label, record_model_label
 from distexp.runs.out_of_memory import memory_lines
 from distexp.runs.record import RunRecord
@@ -78,6 +79,8 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if metrics.stragglers:
         yield "slow ranks", ". ".join(map(describe_straggler, metrics.stragglers[:MAX_STRAGGLERS]))
     yield from energy_lines(metrics.energy or {})
+    if missing := "; ".join(missing_costs(record)):
+        yield "not measured", missing
     if metrics.train_runtime is not None:
         whole = "in the latest attempt" if _is_resumed(record) else "total"
         duration = f"{record.run.duration_s:.1f} s {whole}"

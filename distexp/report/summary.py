@@ -18,6 +18,7 @@ from distexp.report.data.stragglers import describe_stragglers
 from distexp.report.data.text import format_noise, name_runs
 from distexp.runs.entry_values import number_of
 from distexp.runs.listing import join_first
+from distexp.runs.missing_cost import missing_costs
 from distexp.runs.model_label import STAND_IN, record_model_label
 from distexp.runs.noise import SINGLE_CPU_RUN, distinct_ratio
 
@@ -234,7 +235,9 @@ def _incomplete_runs(overview: Overview) -> Iterator[str]:
 
 
 def _total_energy(overview: Overview) -> Iterator[str]:
-    """Yield energy and cost of all runs together; nothing for a single run, which has them in its row."""
+    """Yield energy and cost of all runs together, and why they lack some of it. A single run has them in its row."""
     totals = list(energy_totals(overview.rows))
     if totals and len(overview.rows) > 1:
         yield f"In total: {', '.join(totals)}."
+    for reason in dict.fromkeys(reason for row in overview.rows for reason in missing_costs(row.record)):
+        yield f"{reason[0].upper()}{reason[1:]}."

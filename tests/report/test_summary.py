@@ -81,6 +81,21 @@ def test_different_global_batches_are_reported() -> None:
     assert "Global batch" not in printed([record(0), record(1, strategy="fsdp")])
 
 
+def test_a_price_and_a_co2e_that_are_missing_have_a_reason() -> None:
+    asked = {"cluster__price_per_gpu_hour": 2.5, "cluster__gco2_per_kwh": 380.0}
+    text = unwrapped(printed([record(n, **asked, train__seed=n) for n in range(2)]))
+    assert text.count("No price: cluster.price_per_gpu_hour is for GPUs, and the run used CPUs.") == 1
+    assert (
+        text.count("No CO2e: the energy of the CPUs (RAPL, which most kernels allow only root to read) is unknown.")
+        == 1
+    )
+    measured = record(0, **asked, peak=1000.0)
+    measured.metrics.energy = {"kwh": 1.0, "co2e_g": 380.0, "price": 2.5}
+    for run in (record(0), measured, record(0, status="invalid", **asked)):
+        assert "No price" not in unwrapped(printed([run]))
+        assert "No CO2e" not in unwrapped(printed([run]))
+
+
 def test_the_train_loss_of_several_epochs_is_defined() -> None:
     runs = [record(0), record(1, strategy="fsdp")]
     assert "Train loss:" not in printed(runs)
