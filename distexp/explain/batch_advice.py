@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from distexp.explain.memory_headroom import fits
 from distexp.explain.step_profile import StepProfile
 
+BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
+"""Keys of a scale that lower the values of a command."""
 MAX_FACTOR = 8
 """Largest factor of a proposed micro-batch."""
 
@@ -27,11 +29,11 @@ def larger_micro_batch(profile: StepProfile, needed: float) -> Iterator[str]:
         less = (
             "" if _sets_global_batch(profile) else f" train.gradient_accumulation_steps={accumulation // same_training}"
         )
-        yield f"train.micro_batch_size={micro_batch * same_training}{less}"
+        yield _lift_limits(profile, f"train.micro_batch_size={micro_batch * same_training}{less}")
     elif fitting and _has_steps(profile, fitting[0]):
         total = profile.number("train.global_batch_size", 1) * fitting[0]
         more = f" train.global_batch_size={total}" if _sets_global_batch(profile) else ""
-        yield f"train.micro_batch_size={micro_batch * fitting[0]}{more}"
+        yield _lift_limits(profile, f"train.micro_batch_size={micro_batch * fitting[0]}{more}")
 
 
 def more_accumulation(profile: StepProfile) -> Iterator[str]:
@@ -40,9 +42,20 @@ def more_accumulation(profile: StepProfile) -> Iterator[str]:
         return
     total = profile.setting("train.global_batch_size")
     if isinstance(total, int):
-        yield f"train.global_batch_size={2 * total}"
+        yield _lift_limits(profile, f"train.global_batch_size={2 * total}")
     else:
-        yield f"train.gradient_accumulation_steps={2 * profile.number('train.gradient_accumulation_steps', 1)}"
+        twice = 2 * profile.number("train.gradient_accumulation_steps", 1)
+        yield _lift_limits(profile, f"train.gradient_accumulation_steps={twice}")
+
+
+def _lift_limits(profile: StepProfile, alternative: str) -> str:
+    """Add what makes an alternative effective in a run of ``scale=tiny``, which limits the size of batches."""
+    limits = [key for key in BATCH_LIMITS if profile.setting(key) is not None]
+    if not limits:
+        return alternative
+    total = profile.setting("train.global_batch_size")
+    kept = [f"train.global_batch_size={total}"] if total and "train.global_batch_size=" not in alternative else []
+    return " ".join([alternative, *kept, *(f"{key}=null" for key in limits)])
 
 
 def _sets_global_batch(profile: StepProfile) -> bool:
@@ -62,10 +75,9 @@ def larger_global_batches(profile: StepProfile, alternatives: Sequence[str]) -> 
 
 def _is_larger(profile: StepProfile, alternative: str) -> bool:
     values = dict(override.split("=", 1) for override in alternative.split())
-    if "train.global_batch_size" in values:
-        return True
     if _sets_global_batch(profile):
-        return False
+        same = profile.setting("train.global_batch_size")
+        return bool(int(values.get("train.global_batch_size", same)) > same)
     keys = "train.micro_batch_size", "train.gradient_accumulation_steps"
     before = [profile.number(key, 1) for key in keys]
     after = [int(values.get(key, value)) for key, value in zip(keys, before, strict=True)]

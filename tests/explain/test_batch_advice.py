@@ -55,6 +55,25 @@ def test_at_the_largest_micro_batch_of_a_training_a_larger_global_batch_is_propo
         assert full.alternatives == [], "a larger micro-batch does not fit"
 
 
+def test_an_alternative_lifts_the_limits_of_the_scale() -> None:
+    """A limit lowers a larger value without an error, so the alternative alone would change nothing."""
+    limits = {"scale__micro_batch_size": 2, "scale__gradient_accumulation_steps": 2}
+    lifted = "scale.micro_batch_size=null scale.gradient_accumulation_steps=null"
+    for settings, proposed, larger in (
+        ({}, f"train.micro_batch_size=8 {lifted}", True),
+        (
+            {"train__global_batch_size": 16, "train__gradient_accumulation_steps": 4},
+            f"train.micro_batch_size=8 train.global_batch_size=16 {lifted}",
+            False,
+        ),
+    ):
+        run = profiled(LAUNCH_BOUND, kernels__name="fast", train__micro_batch_size=2, **settings, **limits, **GPU)
+        found = explain(with_memory(run, 20_000))
+        assert found is not None
+        assert found.alternatives == [proposed]
+        assert found.larger_batch == ([proposed] if larger else [])
+
+
 @pytest.mark.parametrize("steps", [None, 1, 2])
 def test_more_accumulation_needs_two_steps_in_an_epoch(steps: int | None) -> None:
     for settings, text in (({}, "train.gradient_accumulation_steps=2"), ({"train__global_batch_size": 8},
