@@ -77,7 +77,7 @@ def _limit(row: SizeRow) -> str:
     if row.largest_loss is None:
         return "limited by nothing"
     name, share = row.largest_loss
-    return f"the largest loss is {LONG_TITLES.get(name) or part_title(name)} with {share:.0%} of the step"
+    return f"the bottleneck is {LONG_TITLES.get(name) or part_title(name)} with {share:.0%} of the step"
 
 
 def part_title(name: str) -> str:
@@ -112,7 +112,7 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         column("samples/s", lambda row: f"{row.samples_per_second or 0:,.1f}", ALWAYS),
         column("effi-\nciency", lambda row: _percent(row.efficiency), ALWAYS),
         column("exposed\ncommunication", lambda row: _percent(row.share(EXPOSED)), 60),
-        column("largest loss", _loss, 70, right=False),
+        column("bottleneck", _loss, 70, right=False),
         column("memory", _memory, 80),
         column("verdict", _verdict, 75, right=False),
         column("J/\nsample", lambda row: _number(row.j_per_sample), 65),
