@@ -100,7 +100,7 @@ def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> lis
         ""
         if settings.section.dry_run
         else (
-            f", which can take minutes. The trials then take about {settings.section.budget_min:g} minutes at most "
+            f", which can take minutes. The trials then take about {settings.section.budget_min:g} min at most "
             "(choose.budget_min)"
         )
     )

@@ -188,7 +188,7 @@ def test_an_interrupted_search_repeats_no_trial(tmp_path: Path, capsys: pytest.C
     with pytest.raises(KeyboardInterrupt):
         run_search(tmp_path, first, *FEW)
     err = capsys.readouterr().err
-    assert "4 configurations, which can take minutes. The trials then take about 10 minutes at most" in err
+    assert "4 configurations, which can take minutes. The trials then take about 10 min at most" in err
     assert "best so far: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 3.9 GB" in err
     assert "interrupted after 3 trials. They are kept. To continue: distexp resume" in err
     assert document(tmp_path)["finished"] is False
