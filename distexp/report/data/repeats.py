@@ -83,7 +83,7 @@ class RunGroup:
 
     @property
     def disturbance(self) -> str | None:
-        """What shows that something else slowed a counted run down; None if nothing does."""
+        """Return what shows that something else slowed a counted run down; None if nothing does."""
         found = (describe_disturbance(row.record) for row in self.counted_rows)
         return next(filter(None, found), None) if self.completed else None
 
