@@ -1,4 +1,4 @@
-"""Checks of the object that a custom dataset returns."""
+"""Checks of the object that a dataset returns."""
 
 from __future__ import annotations
 
@@ -39,3 +39,20 @@ def check_task_data(data: TaskData, task: str, source: str) -> None:
         wrong.append(f"task is {data.task!r}, but the task of the model is {task!r}")
     if wrong:
         raise ConfigError([f"{source} returned a TaskData whose {text}: correct it, as in {PAGE}" for text in wrong])
+
+
+def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
+    """Check that the sets of a run have samples.
+
+    Args:
+        data: the data, with notes about examples that were left out.
+        evaluates: whether the run evaluates the model.
+
+    Raises:
+        ConfigError: the training set is empty, or the evaluation set of a run that evaluates.
+    """
+    left_out = f" ({'; '.join(data.notes)})" if data.notes else ""
+    if not len(data.train):
+        raise ConfigError(f"the training set has no sample{left_out}: correct the data, or choose other data")
+    if evaluates and not len(data.evaluation):
+        raise ConfigError(f"the evaluation set has no sample{left_out}: correct the data, or set train.evaluate=false")

@@ -71,6 +71,7 @@ def evaluate(model: EvaluableModel, inputs: TrainingInputs) -> Evaluation:
         for batch in step.micro_batches:
             totals += evaluation_sums(data.task, model.forward(batch), batch)
     loss, targets, top1, top5 = sum_over_ranks(totals).tolist()
+    logger.history.check_targets(targets, "the evaluation set", "set train.evaluate=false")
     return Evaluation(
         loss=loss / targets,
         accuracies=(top1 / targets, top5 / targets) if data.task == "image_classification" else None,

@@ -172,7 +172,7 @@ class MetricsLogger:
         self.events.advance(self.steps)
         self.samples += step.num_samples
         self.data_wait_s += step.wait_s
-        self.history.add(contribution)
+        self.history.add(contribution, step.normalizer)
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._write_line(norm, rate)
         if self.profiler.window is not None and self.steps == self.profiler.window.steps_before:

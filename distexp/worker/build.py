@@ -18,7 +18,7 @@ from distexp.data.loader import ShardedLoader
 from distexp.data.packing import pack_training_set
 from distexp.data.sampler import BatchSharding
 from distexp.data.targets import LabelsForHead, TargetTokens
-from distexp.data.task_data_check import check_task_data
+from distexp.data.task_data_check import check_not_empty, check_task_data
 from distexp.data.text import RightPadding, TextCollate, pad_to_batch, sample_lengths, sequence_length
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
@@ -37,6 +37,7 @@ def load_data(config: Config, context: Context) -> TaskData:
     data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
     check_returned(data, TaskData, f"dataset._target_={target}")
     check_task_data(data, config.model.task, f"dataset._target_={target}")
+    check_not_empty(data, evaluates=config.train.evaluate)
     if config.dataset.cache in ("cpu", "gpu"):
         data = cache_images(data, config.dataset.cache, context.device)
     if config.dataset.packing:
