@@ -20,7 +20,7 @@ from torch.distributed import fsdp
 
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
-from distexp.models.blocks import find_units
+from distexp.models.blocks import NamedModules, find_units
 from distexp.models.blueprint import Blueprint
 from distexp.models.introspection import find_embeddings, has_tied_embeddings
 from distexp.strategies.fsdp_mesh import build_mesh, sharding_of
@@ -52,6 +52,7 @@ def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[
     """Initialize and shard the units; return the blocks, or the model if it has none."""
     model = blueprint.model
     named_blocks = find_units(model, config.fsdp.wrap)
+    _check_shared_weights(model, named_blocks, config.fsdp.wrap)
     blocks = [block for _, block in named_blocks]
     if not blocks and context.rank == 0:
         print(
@@ -62,7 +63,7 @@ def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[
     depths = _nesting_depths([name for name, _ in named_blocks])
     groups = group_blocks(blocks, blocks_per_unit(config, is_nested=any(depths)))
     units = [Unit(group) for group in (_deepest_first(groups, depths) if any(depths) else groups)]
-    units += [*_embedding_units(model), Unit([model], is_needed_first=bool(blocks))]
+    units += [*_embedding_units(model, blocks), Unit([model], is_needed_first=bool(blocks))]
     policy = _policy(config, context)
     for unit in units:
         for module in unit.modules:
@@ -88,13 +89,37 @@ def _policy(config: Config, context: Context) -> dict[str, Any]:
     return policy
 
 
-def _embedding_units(model: nn.Module) -> Iterator[Unit]:
-    """Yield a unit for the embedding and one for the head, unless they share one weight."""
+def _embedding_units(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[Unit]:
+    """Yield a unit for the embedding and one for the head, unless they share one weight or are blocks."""
     if has_tied_embeddings(model):
         return
     embeddings = [module for _, module in find_embeddings(model)]
     for position, module in enumerate(embeddings):
-        yield Unit([module], is_needed_first=len(embeddings) == 2 and position == 1)
+        if all(module is not block for block in blocks):
+            yield Unit([module], is_needed_first=len(embeddings) == 2 and position == 1)
+
+
+def _check_shared_weights(model: nn.Module, blocks: NamedModules, wrap: str) -> None:
+    """Check that each weight of a block belongs to modules of this block only.
+
+    FSDP would replace the weight in the block, and the other module would keep the old one.
+
+    Raises:
+        ConfigError: a module outside of a block has the same weight.
+    """
+    owners: dict[nn.Parameter, NamedModules] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append((name, module))
+    for name, block in blocks:
+        inside = set(block.modules())
+        for parameter in block.parameters():
+            for other, module in owners[parameter]:
+                if module not in inside:
+                    raise ConfigError(
+                        f"fsdp.wrap={wrap} makes {name} a unit, but it shares a weight with {other}, which is not in "
+                        "it: set fsdp.wrap to other classes"
+                    )
 
 
 def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:

@@ -76,3 +76,18 @@ def test_nested_blocks_are_one_unit_each(context: Context) -> None:
     assert (units, more_units) == (3, 5), "two blocks, the root, and two inner ones"
     with pytest.raises(ConfigError, match=r"fsdp.blocks_per_unit=2 is not supported if blocks contain each other"):
         train_step(context, NESTED, "fsdp.blocks_per_unit=2")
+
+
+def test_a_unit_shares_no_weight_with_other_modules(context: Context) -> None:
+    with pytest.raises(ConfigError, match=r"makes transformer\.word_embeddings a unit, but it shares .* with lm_head"):
+        train_step(context, "fsdp.wrap='BloomBlock,Embedding'")
+
+
+def test_an_embedding_with_a_weight_of_its_own_can_be_named(context: Context) -> None:
+    """The tiny GPT has embeddings of tokens and positions; both are units."""
+    gpt = ("model=gpt_tiny", "model.tie_embeddings=false")
+    *plain, units = train_step(context, *gpt)
+    *named, more_units = train_step(context, *gpt, "fsdp.wrap='Block,Embedding'")
+    assert named == plain
+    assert units is not None
+    assert more_units == units + 1
