@@ -1,4 +1,4 @@
-"""The command ``distexp forecast RUN [OVERRIDES] [--json]``: the speed of a profiled run on other numbers of GPUs."""
+"""The command ``distexp forecast [RUN] [OVERRIDES] [--json]``: the speed of a profiled run on other numbers of GPUs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from distexp.exceptions import run_until_pipe_closes
 from distexp.forecast.arguments import forecast_arguments
 from distexp.forecast.profiled_run import ProfiledRun, find_profiled_run
 from distexp.runs.json_files import read_json
+from distexp.runs.sweep_dirs import choose_newest_sweep
 
-USAGE = """usage: distexp forecast RUN [KEY=VALUE ...] [--json]
+USAGE = """usage: distexp forecast [RUN] [KEY=VALUE ...] [--json]
 
 Forecast the speed, efficiency and memory of a profiled run on other numbers of
 GPUs. Nothing is trained, and no GPU is needed. RUN is the directory of a run
-with profile=true, or of a sweep with one such run.
+with profile=true, or of a sweep with one such run. Default: the newest sweep.
 
   cluster.nodes=1,2,4            numbers of nodes; no --multirun is needed
   cluster.workers_per_node=4     workers of each node; lists make all pairs
   scaling=weak_data              scale the work with the workers, as in a run
   train.global_batch_size=256    the same global batch on every size
+  train.global_batch_size=null   a batch that grows with the workers
   forecast.memory=off            do not predict the memory
   forecast.preflight=DIR         use the bandwidths that this run measured
   --json                         print JSON for programs
@@ -45,9 +47,9 @@ JSON = "--json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the forecast; return the exit code, 2 if the run or an argument is wrong."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or {"-h", "--help"} & set(given):
+    if {"-h", "--help"} & set(given):
         print(USAGE)
-        return 0 if given else 2
+        return 0
     try:
         run, overrides = _read_arguments([text for text in given if text != JSON])
         composed = forecast_arguments(run, overrides, as_json=JSON in given)
@@ -63,19 +65,20 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:
     """Return the profiled run, and the overrides.
 
     Raises:
-        ConfigError: there is not exactly one directory, or no profiled run in it.
+        ConfigError: there are several directories, or there is no profiled run.
     """
     overrides = [text for text in arguments if is_override(text)]
     directories = [text for text in arguments if not is_override(text)]
     if options := [text for text in directories if text.startswith("-")]:
         hint = "lists need no --multirun" if "--multirun" in options else "distexp forecast --help lists the options"
         raise ConfigError(f"{' '.join(options)} is not an option of forecast: leave it out; {hint}")
-    if len(directories) != 1:
-        shown = f"{len(directories)} directories ({' '.join(directories)})" if directories else "no directory"
+    if len(directories) > 1:
         raise ConfigError(
-            f"{shown}: give the directory of one profiled run, as in distexp forecast RUN cluster.nodes=2"
+            f"{len(directories)} directories ({' '.join(directories)}): give the directory of one profiled run, as in "
+            "distexp forecast RUN cluster.nodes=2"
         )
-    return find_profiled_run(Path(directories[0]).absolute()), overrides
+    directory = Path(directories[0]) if directories else choose_newest_sweep()
+    return find_profiled_run(directory.absolute()), overrides
 
 
 def _enter_directory_of(run: ProfiledRun) -> None:

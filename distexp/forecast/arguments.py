@@ -53,6 +53,7 @@ def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool)
     if not run.is_own:
         check_stored_command(run.directory / RECORD, stored, typed)
     fixed, added = list(_fixed_values(run, typed)), [text for text in typed if _key(text) not in SIZE_KEYS]
+    fixed += _replaced_size(typed)
     replaced = {*NOT_REPEATED_KEYS, *map(_key, [*fixed, *added])}
     kept = [text for text in stored if _key(text) not in replaced and _section(text) not in NOT_REPEATED]
     cells = json.dumps([as_cell(size) for size in choose_sizes(run, typed)], separators=(",", ":"))
@@ -77,6 +78,13 @@ def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
     is_set = any(_section(text) == "plan" for text in typed)
     if predicts and not is_set and run.on_gpu and memory_mib and not visible_gpus():
         yield f"plan.gpu_memory_gb={memory_mib / MIB_PER_GB:.1f}"
+
+
+def _replaced_size(typed: Sequence[str]) -> list[str]:
+    """Return what replaces the size of the training set, which ``scaling=weak_data`` computes."""
+    scales = any(_key(text) == "scaling" and _value(text) == "weak_data" for text in typed)
+    is_typed = any(_key(text) == "dataset.train_size" for text in typed)
+    return ["dataset.train_size=null"] if scales and not is_typed else []
 
 
 def _device(run: ProfiledRun) -> str:

@@ -26,6 +26,7 @@ from distexp.forecast.table import answer, notes, sizes_table
 from distexp.forecast.what_if import what_if
 from distexp.launch.cell import Cell
 from distexp.plan.planner import Planner
+from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.forecast import StoredForecast, write_forecasts
 from distexp.runs.forecast_errors import largest_expected, machine_name, read_errors, running_error
 from distexp.runs.json_files import nan_to_none
@@ -65,6 +66,8 @@ def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastCon
     rows = add_measured(run, rows, stored)
     if options.output == "json":
         print(json.dumps(nan_to_none([row_to_json(row) for row in rows]), indent=2))
+        for line in _disturbed(run):
+            print(f"distexp: {line}", file=sys.stderr)
         if not any(row.forecast for row in rows):
             raise SweepFailedError
     else:
@@ -76,12 +79,23 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
         raise ConfigError(list(dict.fromkeys(row.error for row in rows)))
     console, workers = make_console(), "GPUs" if run.on_gpu else "workers"
     _print(console, answer(rows, workers))
+    for line in _disturbed(run):
+        _print(console, line)
     console.print()
     for part in sizes_table(rows, workers, console.width):
         console.print(part, soft_wrap=True)
     console.print()
     for line in (*notes(rows, workers, run.setting("cluster", "cpus_per_worker")), *_earlier_errors(run)):
         _print(console, line, style="dim")
+
+
+def _disturbed(run: ProfiledRun) -> Iterator[str]:
+    """Yield a warning if other programs slowed the profiled run down."""
+    if disturbance := describe_disturbance(run.record):
+        yield (
+            f"The profiled run was disturbed ({disturbance}), so the forecast may be wrong. Profile it again when no "
+            "other program runs."
+        )
 
 
 def _earlier_errors(run: ProfiledRun) -> Iterator[str]:

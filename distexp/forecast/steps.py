@@ -195,6 +195,8 @@ def _name(longest: Item | None) -> str:
     if not isinstance(longest, Collective):
         return ""
     size = longest.bytes or 0
+    if size < 1e3:
+        return f"{longest.kind} of {size:.0f} bytes"
     return f"{longest.kind} of " + (f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:.3g} kB")
 
 

@@ -189,6 +189,7 @@ def notes(rows: Sequence[SizeRow], workers: str, profiled_threads: int | None = 
     if any(row.power for row in rows):
         yield "Energy: the idle power of each GPU, and the measured energy of a micro-batch above it."
     yield from dict.fromkeys(_sentence(row.memory_error) for row in rows if row.memory_error and not row.error)
+    yield from _fixed_batch(rows)
     yield from _shared_memory(rows)
     yield from _threads(rows, profiled_threads)
 
@@ -202,6 +203,12 @@ def _beyond(rows: Sequence[SizeRow], workers: str) -> Iterator[str]:
     row = _largest(rows)
     if row is not None and row.forecast is not None and row.forecast.beyond:
         yield f"Beyond the measured range, {_size(row)} {workers}: {row.forecast.beyond}."
+
+
+def _fixed_batch(rows: Sequence[SizeRow]) -> Iterator[str]:
+    """Yield how to forecast sizes that cannot share the global batch."""
+    if any(row.error.startswith("train.global_batch_size=") for row in rows):
+        yield "To let the global batch grow with the workers: train.global_batch_size=null."
 
 
 def _shared_memory(rows: Sequence[SizeRow]) -> Iterator[str]:

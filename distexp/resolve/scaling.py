@@ -39,7 +39,7 @@ def _scale_data(config: Config) -> list[str]:
     if dataset.train_size is not None:
         return [
             f"dataset.train_size={dataset.train_size} conflicts with scaling=weak_data, which computes it from "
-            f"scaling.samples_per_worker={samples}: leave it out, or choose scaling=fixed"
+            f"scaling.samples_per_worker={samples}: set dataset.train_size=null, or choose scaling=fixed"
         ]
     dataset.train_size = samples * config.cluster.world_size
     return []

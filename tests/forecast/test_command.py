@@ -217,6 +217,44 @@ def test_runs_that_cannot_be_forecast_are_explained(tmp_path: Path, capsys: pyte
     assert "has 2 profiled runs: give one of them:\n" in error
     assert f"{several}/1 (profile=true train.seed=1)" in error
     assert main([]) == 2
+    assert "no sweep below multirun_outputs/" in capsys.readouterr().err
+
+
+def test_without_a_run_the_newest_sweep_is_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        write_profiled(tmp_path / "multirun_outputs" / "distexp" / name, profiled_record())
+    assert main(["cluster.nodes=1", "forecast.memory=off"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("newest sweep: multirun_outputs/distexp/")
+    assert printed.out.startswith("2 workers: 100% efficiency")
+
+
+def test_the_size_of_the_data_of_the_profiled_run_does_not_stop_weak_scaling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = write_profiled(tmp_path / "sized", profiled_record(0, "dataset.train_size=64"))
+    assert main([str(sweep), "cluster.nodes=1,2", "scaling=weak_data", "forecast.memory=off", "--json"]) == 0
+    assert [row["workers"] for row in json.loads(capsys.readouterr().out)] == [2, 4]
+
+
+def test_a_batch_that_cannot_be_shared_has_a_hint(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (str(sweep), "cluster.nodes=1,3", "train.global_batch_size=64", "forecast.memory=off")
+    assert main(arguments) == 0
+    assert "batch grow with the workers: train.global_batch_size=null." in capsys.readouterr().out
+
+
+def test_a_disturbed_profile_is_a_warning(
+    tmp_path: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = profiled_record()
+    run.metrics.train_steps_per_second = 1 / 0.2
+    sweep = write_profiled(tmp_path / "disturbed", run)
+    warning = "The profiled run was disturbed (its mean step took 2.0 times as long as its median step), so"
+    assert warning in forecast(sweep, cells, capsys)
+    print_forecast(read_profiled_run(sweep / "0"), cells, ForecastConfig(memory="off", output="json"), FormulaPlanner())
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)) == len(cells)
+    assert warning in printed.err
 
 
 def test_another_users_run_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,4 +365,4 @@ def test_bandwidths_of_another_machine_are_an_assumption(tmp_path: Path, gpu: st
 
 def test_help_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "usage: distexp forecast RUN" in capsys.readouterr().out
+    assert "usage: distexp forecast [RUN]" in capsys.readouterr().out

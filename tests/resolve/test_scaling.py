@@ -62,7 +62,7 @@ def test_weak_data_keeps_samples_per_worker() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("scaling=weak_data", "dataset.train_size=500"), "dataset.train_size=500 conflicts with scaling=weak_data"),
+        (("scaling=weak_data", "dataset.train_size=500"), "set dataset.train_size=null, or choose scaling=fixed"),
         (("scaling=weak_data", "scaling.samples_per_worker=null"), "needs scaling.samples_per_worker"),
         (("scaling.samples_per_worker=3",), "leave it out, or choose scaling=weak_data"),
         (
