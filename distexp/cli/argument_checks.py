@@ -19,6 +19,8 @@ from distexp.config.paths import config_groups, options_of
 ACTIONS = ("run", "multirun", "cfg", "info")
 """Options of Hydra that exclude each other."""
 
+RUN_OPTIONS = ("--multirun", "--config-dir", "--help", "--version", "--cfg", "--info", "--hydra-help")
+"""Options of a run that a mistyped one may mean."""
 
 RUN_NAMES = ("train", "start", "launch", "fit", "benchmark")
 """Commands of other programs that start a training."""
@@ -167,7 +169,9 @@ def _explain_option(argument: str, arguments: Sequence[str]) -> str:
     if not equals:
         value = following if following and not following.startswith("-") and "=" not in following else "VALUE"
     hint = " or ".join(f"{key}={value}" for key in _keys_named(option.lstrip("-").replace("-", "_")))
-    return f"{option} is not an option: {f'write {hint}' if hint else 'see distexp --help'}"
+    if hint:
+        return f"{option} is not an option: write {hint}"
+    return f"{option} is not an option{suggest(option, RUN_OPTIONS) or ': see distexp --help'}"
 
 
 def _keys_named(name: str) -> list[str]:

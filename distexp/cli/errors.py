@@ -35,6 +35,9 @@ UNQUOTED_OVERRIDE = re.compile(
 )
 """An override inside ``sweep.cells`` without quotes."""
 
+NO_CONFIG_DIR = "Additional config directory"
+"""Start of Hydra's message about a folder of ``--config-dir`` that does not exist."""
+
 IN_FILE = re.compile(r"In '([^']+)': ")
 """Start of Hydra's message about a value in a YAML file."""
 
@@ -79,6 +82,8 @@ def _explain_yaml(error: YAMLError) -> str:
 def _explain_value(error: Exception) -> str:
     text = _first_line(error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+    if text.startswith(NO_CONFIG_DIR):
+        return f"{text}: give an existing folder to --config-dir"
     if not isinstance(cause, OmegaConfBaseException):
         return text
     key = str(cause.full_key or "").partition("[")[0]

@@ -22,6 +22,9 @@ ZERO_STAGE = re.compile(r"zero[-_ ]?([0-3])")
 STRATEGY_GROUPS = ("strategy", "sharding", "zero_stage")
 """Groups that choose a strategy, whose options are easily confused."""
 
+EXTENDED_GROUPS = ("model", "dataset", "strategy", "cluster")
+"""Groups to which users add options of their own."""
+
 
 def explain_option(group: str, option: str, options: list[str]) -> str:
     """Return the error for an option that a group does not have.
@@ -31,10 +34,13 @@ def explain_option(group: str, option: str, options: list[str]) -> str:
         option: The unknown option.
         options: All options of the group.
     """
-    known = "distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"
     near = _suggest_option(group, option, options)
-    more = _transformers_hint("FOLDER_OR_HUB_ID" if near else option) if group == "model" and option else ""
-    return f"{group}={option} is not an option{near or '.'} {known}{more}"
+    texts = ["distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"]
+    if not near and group in EXTENDED_GROUPS and option.isidentifier():
+        texts.append(f"An option of your own, in FOLDER/{group}/{option}.yaml, needs --config-dir FOLDER")
+    if group == "model" and option:
+        texts.append(_transformers_hint("FOLDER_OR_HUB_ID" if near else option))
+    return f"{group}={option} is not an option{near or '.'} {'. '.join(texts)}"
 
 
 def _suggest_option(group: str, option: str, options: list[str]) -> str:
@@ -51,4 +57,4 @@ def _suggest_option(group: str, option: str, options: list[str]) -> str:
 
 def _transformers_hint(name: str) -> str:
     """Return how to choose a model that is not an option."""
-    return f". For another model of transformers, from the hub or a folder: model=hf model.name={name}"
+    return f"For another model of transformers, from the hub or a folder: model=hf model.name={name}"

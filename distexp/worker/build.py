@@ -12,6 +12,7 @@ from distexp.config import Config, ConfigError, ModelConfig
 from distexp.config.custom_code import PAGE, check_returned
 from distexp.config.size_checks import check_samples_per_rank
 from distexp.config.targets import locate
+from distexp.config.weights_source import loads_from_source, weights_source, weights_source_key
 from distexp.data.base import MODEL_INPUTS, TaskData
 from distexp.data.image_cache import cache_images
 from distexp.data.loader import ShardedLoader
@@ -26,6 +27,7 @@ from distexp.models.export import check_exportable
 from distexp.models.head import adapt_head
 from distexp.models.introspection import check_forward_arguments
 from distexp.models.packing_check import check_packing
+from distexp.models.pretrained import read_config
 from distexp.models.transforms import MODEL_SCOPES, transform_blocks
 from distexp.worker.generation import check_has_references
 from distexp.worker.target_counts import max_targets
@@ -34,7 +36,10 @@ from distexp.worker.target_counts import max_targets
 def load_data(config: Config, context: Context) -> TaskData:
     """Load the data set. One rank per node builds the cached parts; rank 0 prints the notes."""
     target = config.dataset._target_
-    data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
+    try:
+        data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
+    except ConfigError as error:
+        raise ConfigError([*error.errors, *_source_errors(config.model)]) from error
     check_returned(data, TaskData, f"dataset._target_={target}")
     check_task_data(data, config.model.task, f"dataset._target_={target}")
     check_not_empty(data, evaluates=config.train.evaluate)
@@ -56,6 +61,18 @@ def load_data(config: Config, context: Context) -> TaskData:
         for note in data.notes:
             print(f"note: {note}", flush=True)
     return data
+
+
+def _source_errors(model: ModelConfig) -> list[str]:
+    """Return the errors of the model's own source, if its tokenizer is from there. So a user sees both at once."""
+    source = weights_source(model)
+    if not source or model.tokenizer != "auto" or not loads_from_source(model):
+        return []
+    try:
+        read_config(f"model.{weights_source_key(model)}", source)
+    except ConfigError as error:
+        return error.errors
+    return []
 
 
 def _keep_targets(config: Config, data: TaskData) -> TaskData:

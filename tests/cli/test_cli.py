@@ -161,7 +161,10 @@ WRONG = {  # command lines, with a part of their message
         'needs quotes: write \'sweep.cells=[["zero_stage=1,2","offload=true"],["model.depths=[1,2]"]]\'\n'
     ),
     "sweep.cells=[1]": "each cell must be a list of overrides",
-    "--config-dir /nowhere": "/nowhere",
+    "--config-dir /nowhere": "'/nowhere' not found: give an existing folder to --config-dir\n",
+    "--multirn strategy=ddp": "distexp: --multirn is not an option. Did you mean --multirun?\n",
+    "--xyz": "distexp: --xyz is not an option: see distexp --help\n",
+    "dataset=mine": "An option of your own, in FOLDER/dataset/mine.yaml, needs --config-dir FOLDER\n",
     "choose.budget_min=5": "has no effect here: type distexp choose choose.budget_min=5, or leave it out\n",
     "--multirun train.seed=1,2 choose.gpus=[1,2]": "choose.gpus=[1,2] is for distexp choose",
     "--multirun choose.objective=throughput,memory": "choose.objective=throughput,memory is for distexp choose",
