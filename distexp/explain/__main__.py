@@ -15,7 +15,8 @@ from distexp.runs.sweep_dirs import choose_newest_sweep
 
 DESCRIPTION = """Show what the steps of a profiled run spend their time on, and what would
 make them faster. With two runs: why B is slower than A, part by part.
-Profile a run, or all runs of a sweep, with profile=true."""
+Profile a run, or all runs of a sweep, with profile=true.
+A number is that run of the newest sweep: distexp explain 0 1"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,16 +35,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if len(options.directories) > 2:
             raise ConfigError(f"{len(options.directories)} directories: give one, or two to compare")
-        if len(options.directories) == 2:
-            print_comparison(*map(read_profiled_run, options.directories), as_json=options.json)
+        directories = choose_directories(options.directories)
+        if len(directories) == 2:
+            print_comparison(*map(read_profiled_run, directories), as_json=options.json)
         else:
-            directory = options.directories[0] if options.directories else choose_newest_sweep()
-            print_explanations(read_profiled_runs(directory), as_json=options.json)
+            print_explanations(read_profiled_runs(directories[0]), as_json=options.json)
     except ConfigError as error:
         for message in error.errors:
             print(f"distexp: {message}", file=sys.stderr)
         return 2
     return 0
+
+
+def choose_directories(given: Sequence[Path]) -> list[Path]:
+    """Return the directories, or the newest sweep if none is given. A number is a run of the newest sweep.
+
+    Raises:
+        ConfigError: there is no sweep.
+    """
+    numbers = {path for path in given if str(path).isdecimal() and not path.is_dir()}
+    if given and not numbers:
+        return list(given)
+    newest = choose_newest_sweep()
+    return [newest / path if path in numbers else path for path in given] or [newest]
 
 
 if __name__ == "__main__":

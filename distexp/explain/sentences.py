@@ -61,7 +61,10 @@ def describe_compute(share: float, shares: Mapping[str, float]) -> str:
 
 def describe_bottleneck(bottleneck: str, share: float, profile: StepProfile) -> str:
     """Return what the bottleneck is, and its share of the step."""
-    return _sentence(bottleneck, share, _description(bottleneck, share, profile))
+    description = _description(bottleneck, share, profile)
+    if bottleneck == "host" and not profile.on_gpu:  # All of the training is work of the CPU.
+        return f"{description[0].upper()}{description[1:]}."
+    return _sentence(bottleneck, share, description)
 
 
 def describe_ranks_ahead(share: float, profile: StepProfile) -> str:

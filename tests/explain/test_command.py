@@ -57,6 +57,29 @@ def test_command_compares_two_runs(sweep: Path, capsys: pytest.CaptureFixture[st
     assert found["b"]["explanation"]["loss"] == "launch_idle"
 
 
+def test_a_number_is_a_run_of_the_newest_sweep(
+    sweep: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    place = tmp_path_factory.mktemp("place")
+    (sweep / "command.json").write_text("{}")
+    monkeypatch.chdir(place)
+    assert main(["0", "1"]) == 2
+    assert "no sweep below multirun_outputs/" in capsys.readouterr().err
+    newest = place / "multirun_outputs" / "distexp" / "newest"
+    newest.parent.mkdir(parents=True)
+    sweep.rename(newest)
+    assert main(["0", "1"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "newest sweep: multirun_outputs/distexp/newest\n"
+    assert "A: multirun_outputs/distexp/newest/0: train.seed=0" in printed.out
+    (place / "1").mkdir()
+    assert main(["1"]) == 2
+    assert "no readable record.json below 1" in capsys.readouterr().err, "a directory comes first"
+
+
 def test_command_refuses_runs_without_a_profile(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sweep / "0" / "empty").mkdir()
     for arguments, message in (

@@ -64,6 +64,13 @@ def test_the_bottleneck_has_its_name(parts: dict[str, float], bottleneck: str, s
     assert found.sentence.endswith(".")
 
 
+def test_a_run_on_cpus_is_not_called_bound_by_the_cpu() -> None:
+    parts = {"matmul": 60.0, "host": 40.0}
+    found = explanation(profiled(parts, parts, peak=None))
+    assert found.bottleneck == "host"
+    assert found.sentence.startswith("The CPU spends 40% of the step outside of operators and collectives")
+
+
 def test_a_run_without_a_profile_has_no_explanation() -> None:
     assert explain(record(0)) is None
 
