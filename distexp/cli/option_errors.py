@@ -23,7 +23,7 @@ STRATEGY_GROUPS = ("strategy", "sharding", "zero_stage")
 """Groups that choose a strategy, whose options are easily confused."""
 
 EXTENDED_GROUPS = ("model", "dataset", "strategy", "cluster")
-"""Groups to which users add options of their own."""
+"""Groups to which users add custom options."""
 
 
 def explain_option(group: str, option: str, options: list[str]) -> str:
@@ -37,7 +37,7 @@ def explain_option(group: str, option: str, options: list[str]) -> str:
     near = _suggest_option(group, option, options)
     texts = ["distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"]
     if not near and group in EXTENDED_GROUPS and option.isidentifier():
-        texts.append(f"An option of your own, in FOLDER/{group}/{option}.yaml, needs --config-dir FOLDER")
+        texts.append(f"A custom option, in FOLDER/{group}/{option}.yaml, needs --config-dir FOLDER")
     if group == "model" and option:
         texts.append(_transformers_hint("FOLDER_OR_HUB_ID" if near else option))
     return f"{group}={option} is not an option{near or '.'} {'. '.join(texts)}"

@@ -37,7 +37,8 @@ def failure_text(record: RunRecord) -> str:
     if record.status == "invalid":
         return error.message
     phase = f" in phase {error.phase}" if error.phase else ""
-    return f"{error.type}{phase}: {shorten_message(error)}"
+    place = f" at {error.place}" if error.place else ""
+    return f"{error.type}{phase}{place}: {shorten_message(error)}"
 
 
 def shorten_message(error: RunError, limit: int = MAX_MESSAGE) -> str:

@@ -18,6 +18,7 @@ class RunError:
     rank: int | None = key(None, "Rank of the worker that failed first.")
     errors: list[str] = key([], "All errors of an invalid run. `message` joins them.")
     log: str | None = key(None, "Log of that worker, relative to the run directory. It has the traceback.")
+    place: str | None = key(None, "Line of custom code that raised the error, for example `my_package/model.py:12`.")
     memory: dict[str, Any] | None = key(
         None,
         "GPU memory when an allocation failed, of a run with status `oom_gpu`.",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distexp.config import ConfigError
+from distexp.config.code_place import code_place
 from distexp.runs.error_files import ERROR_HEADING, write_error
 from distexp.runs.events import Events
 from distexp.runs.full_disk import (
@@ -120,7 +121,8 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
         return RunError(ERROR_TYPE, full_disk_message(error, run_dir, free), phase, rank)
     oom = sys.modules.get("distexp.measure.memory.oom")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
-    return RunError(type(error).__name__, str(error).strip() or repr(error), phase, rank, memory=memory)
+    place = None if memory or isinstance(error, ConfigError) else code_place(error) or None
+    return RunError(type(error).__name__, str(error).strip() or repr(error), phase, rank, place=place, memory=memory)
 
 
 def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:

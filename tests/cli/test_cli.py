@@ -164,7 +164,7 @@ WRONG = {  # command lines, with a part of their message
     "--config-dir /nowhere": "'/nowhere' not found: give an existing folder to --config-dir\n",
     "--multirn strategy=ddp": "distexp: --multirn is not an option. Did you mean --multirun?\n",
     "--xyz": "distexp: --xyz is not an option: see distexp --help\n",
-    "dataset=mine": "An option of your own, in FOLDER/dataset/mine.yaml, needs --config-dir FOLDER\n",
+    "dataset=mine": "A custom option, in FOLDER/dataset/mine.yaml, needs --config-dir FOLDER\n",
     "choose.budget_min=5": "has no effect here: type distexp choose choose.budget_min=5, or leave it out\n",
     "--multirun train.seed=1,2 choose.gpus=[1,2]": "choose.gpus=[1,2] is for distexp choose",
     "--multirun choose.objective=throughput,memory": "choose.objective=throughput,memory is for distexp choose",

@@ -48,6 +48,9 @@ def test_an_exception_on_one_rank_is_the_cause_and_ends_the_other_ranks(rank: in
     assert record.error.rank == rank
     assert record.error.phase in ("warmup", "train")
     assert record.error.log == f"logs/node0/rank{rank}.log"
+    assert record.error.place is not None
+    assert record.error.place.startswith("helpers/failing_runs.py:")
+    assert f" at {record.error.place}: " in " ".join(done.stdout.replace("│", " ").split())
     assert f"{record.error.log}\n" in done.stdout
     assert "Traceback" not in done.stdout
     (log,) = tmp_path.rglob(record.error.log)

@@ -14,7 +14,7 @@ from tests.helpers.runs import resolve_cell
 
 @pytest.mark.parametrize(("tokenizer", "errors"), [("auto", 2), ("/nowhere/tokenizer", 1)])
 def test_a_wrong_source_of_model_and_tokenizer_is_one_failure(tokenizer: str, errors: int, tmp_path: Path) -> None:
-    config = resolve_cell("model=hf", "model.name=nobody/nothing", "dataset.train_size=8", "cluster.device=cpu")
+    config = resolve_cell("model=hf", "model.name=absent/absent", "dataset.train_size=8", "cluster.device=cpu")
     config.model.name, config.model.tokenizer = str(tmp_path), tokenizer  # the launcher would refuse the empty folder
     context: Any = None
     with pytest.raises(ConfigError) as caught:
