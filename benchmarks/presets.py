@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.arguments import gpu_error, positive
 from benchmarks.measurement import REPOSITORY, end, visible_devices
 from benchmarks.tables import MISSING, markdown
 from distexp.runs.existing import DONE
@@ -175,8 +176,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of all presets, such as the paths of the data")
     add("--presets", default=",".join(preset.name for preset in PRESETS), help="some of them; default: all")
-    add("--gpus", type=int, default=2, help="GPUs to use; presets for one GPU run side by side")
-    add("--steps", type=int, default=10, help="measured steps")
+    add("--gpus", type=positive, default=2, help="GPUs to use; presets for one GPU run side by side")
+    add("--steps", type=positive, default=10, help="measured steps")
     add("--warmup", type=int, default=4, help="first steps, which are not measured")
     add("--budget-s", type=float, default=math.inf, help="time after which no further preset starts")
     add("--results", default=f"benchmark_results/{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}", help="folder of the runs")
@@ -186,8 +187,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in options.presets:
         if name not in known:
             parser.error(f"--presets: {name} is unknown: use {', '.join(known)}")
-    if options.gpus < 1:
-        parser.error(f"--gpus: {options.gpus} is not at least 1")
+    if error := gpu_error(options.gpus):
+        parser.error(error)
     for override in options.overrides:
         if "=" not in override:
             parser.error(f"{override}: not KEY=VALUE")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.arguments import gpu_error, positive
 from benchmarks.measurement import PEERS, Measurement, measure
 from benchmarks.peers.settings import OURS, Settings
 from benchmarks.tables import all_rows, best_rows
@@ -63,22 +64,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--train-path", default="", help="SQuAD v1.1 JSON file to train on")
     add("--eval-path", default="", help="SQuAD v1.1 JSON file to evaluate on")
     add("--data-root", default="", help="folder of TinyImageNet, for --model resnet50")
-    add("--image-size", type=int, default=224, help="pixels, for --model resnet50")
+    add("--image-size", type=positive, default=224, help="pixels, for --model resnet50")
     add("--loader-processes", type=int, default=8, help="DataLoader processes of a worker, for --model resnet50")
     add("--peers", default="ours,trainer,accelerate,raw", help=f"of {', '.join([*OURS, *PEERS])}")
     add("--model", default="bloom_560m", help="a model group of distexp with random weights")
-    add("--micro-batch", type=int, nargs="+", default=[16], help="samples per worker and forward pass")
-    add("--accumulation", type=int, default=1, help="micro-batches per step")
-    add("--gpus", type=int, default=1, help="workers of all strategies but single; with --device cpu: processes")
+    add("--micro-batch", type=positive, nargs="+", default=[16], help="samples per worker and forward pass")
+    add("--accumulation", type=positive, default=1, help="micro-batches per step")
+    add("--gpus", type=positive, default=1, help="workers of all strategies but single; with --device cpu: processes")
     add("--strategies", default=None, help=f"of {', '.join(STRATEGIES)}; default: single, or ddp,fsdp with --gpus")
     add("--logits", choices=("targets", "all"), default="targets", help="logits that distexp computes")
     add("--packing", action="store_true", help="let distexp pack samples into rows; the others pad them")
     add("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
-    add("--max-length", type=int, default=512, help="tokens of a row")
+    add("--max-length", type=positive, default=512, help="tokens of a row")
     add("--tokenizer", default="", help="name or folder; default: a tokenizer trained on the text")
     add("--warmup", type=int, default=10, help="first steps, which are not measured")
-    add("--steps", type=int, default=30, help="measured steps")
-    add("--repeats", type=int, default=3, help="rounds of all peers")
+    add("--steps", type=positive, default=30, help="measured steps")
+    add("--repeats", type=positive, default=3, help="rounds of all peers")
     add("--override", action="append", default=[], metavar="KEY=VALUE", help="a further override of distexp")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--no-compile", dest="compile", action="store_false", help="do not compile the models of the others")
@@ -100,6 +101,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def errors(options: argparse.Namespace) -> Iterator[str]:
     """Yield what is wrong with the arguments."""
+    if options.device == "cuda" and (error := gpu_error(options.gpus)):
+        yield error
     known = [*OURS, *PEERS]
     for peer in options.peers:
         if peer not in known:

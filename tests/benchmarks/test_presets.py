@@ -33,12 +33,22 @@ def test_a_cell_runs_with_both_kernels_and_few_steps() -> None:
     assert {"train.measure_after_step=2", "dataset.train_size=8192", "dataset.root=R"} < set(chosen)
 
 
-@pytest.mark.parametrize("arguments", [["--presets", "ddp/none"], ["tiny"], ["--gpus", "0"]])
+@pytest.mark.parametrize("arguments", [["--presets", "ddp/none"], ["tiny"], ["--gpus", "0"], ["--steps", "0"]])
 def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         parse(arguments)
     assert error.value.code == 2
     assert arguments[-1] in capsys.readouterr().err
+
+
+def test_more_gpus_than_are_visible_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert parse(["--gpus", "1"]).gpus == 1
+    with pytest.raises(SystemExit):
+        parse(["--gpus", "2"])
+    assert "--gpus: 2 is more than the 1 of CUDA_VISIBLE_DEVICES=3: lower it" in capsys.readouterr().err
 
 
 def test_a_ratio_is_relative_to_the_reference_of_the_same_preset() -> None:

@@ -121,6 +121,13 @@ def test_unknown_arguments_are_refused(
     assert "--peers: torchtitan is unknown: use ours, reference, trainer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["--steps", "--repeats", "--micro-batch", "--accumulation", "--gpus"])
+def test_sizes_are_at_least_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        speed.main([name, "0"])
+    assert f"argument {name}: 0 is not at least 1" in capsys.readouterr().err
+
+
 def test_a_command_continues_after_an_interruption(
     squad_files: DatasetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
