@@ -48,6 +48,12 @@ class Pair:
         pair = self.metric_pair(name)
         return pair[1].mean / pair[0].mean if pair and pair[0].mean else None
 
+    @property
+    def disturbance(self) -> str:
+        """Return which side something else slowed down, and what shows it; empty if none."""
+        sides = {"B": self.after.disturbance, "A": self.before.disturbance}
+        return "; ".join(f"{side} was disturbed: {reason}" for side, reason in sides.items() if reason)
+
     def is_noise(self, name: str) -> bool:
         """Return whether a difference is within run-to-run noise."""
         pair = self.metric_pair(name)
@@ -112,11 +118,18 @@ class Comparison:
                 yield f"{self.describe(pair.after)}: {regression}"
 
     def uncertain(self) -> Iterator[str]:
-        """Yield a line for each lower speed and larger memory that is no regression, because the noise is as large."""
+        """Yield a line for each lower speed and larger memory that is no regression, with the reason.
+
+        The noise is as large, or something else slowed a run down.
+        """
         for pair in self.pairs:
             memory = pair.first_measured(list(MEMORIES))
             if (ratio := pair.ratio(SPEED)) is not None and ratio < MIN_SPEED_RATIO:
-                yield from self._within_noise(pair, SPEED, "samples/s", ratio)
+                if pair.disturbance:
+                    change = f"{_format_change(pair, SPEED)} samples/s ({ratio - 1:+.1%})"
+                    yield f"{self.describe(pair.after)}: {change}, but {pair.disturbance}: repeat it"
+                else:
+                    yield from self._within_noise(pair, SPEED, "samples/s", ratio)
             if memory and (ratio := pair.ratio(memory)) is not None and ratio > MAX_MEMORY_RATIO:
                 yield from self._within_noise(pair, memory, f"MiB of {MEMORIES[memory]}", ratio)
 
@@ -184,8 +197,9 @@ def _regressions(pair: Pair) -> Iterator[str]:
     if pair.before.status == "completed" and failed:
         yield f"completed -> {pair.after.status} ({failure_reason(failed[0])})"
     memory, loss = pair.first_measured(list(MEMORIES)), pair.first_measured(list(LOSSES))
-    if (ratio := _ratio_beyond_noise(pair, SPEED)) is not None and ratio < MIN_SPEED_RATIO:
-        yield f"slower, {_format_change(pair, SPEED)} samples/s ({ratio - 1:+.1%})"
+    speed = None if pair.disturbance else _ratio_beyond_noise(pair, SPEED)
+    if speed is not None and speed < MIN_SPEED_RATIO:
+        yield f"slower, {_format_change(pair, SPEED)} samples/s ({speed - 1:+.1%})"
     if memory and (ratio := _ratio_beyond_noise(pair, memory)) is not None and ratio > MAX_MEMORY_RATIO:
         yield f"more {MEMORIES[memory]}, {_format_change(pair, memory)} MiB ({ratio - 1:+.1%})"
     if loss and (ratio := _ratio_beyond_noise(pair, loss)) is not None and ratio > MAX_LOSS_RATIO:

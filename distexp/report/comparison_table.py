@@ -19,6 +19,7 @@ from distexp.report.columns import (
 )
 from distexp.report.compare import LOSSES, Comparison, Pair
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED, Metric
+from distexp.report.data.overview import DISTURBED_MARK
 from distexp.report.data.repeats import format_metric
 from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.runs.listing import format_count
@@ -53,6 +54,8 @@ class ComparisonTable:
                 yield Text(f"Only in {side}: {'; '.join(comparison.describe(group) for group in groups)}.")
         if any("~" in cell for column in kept for cell in column.cells):
             yield Text("~: the difference is within the noise.", style="dim")
+        if any(pair.disturbance for pair in comparison.pairs):
+            yield Text(f"{DISTURBED_MARK}: something else slowed a run down. Its speed is no regression.", style="dim")
         yield from _regression_lines(comparison)
 
 
@@ -97,15 +100,17 @@ def _ratio_columns(pairs: Sequence[Pair], metric: Metric) -> Iterator[Column]:
 
 def _format_ratio(pair: Pair, name: str) -> str:
     ratio = pair.ratio(name)
-    return "-" if ratio is None else f"{ratio:.2f}x{_noise_mark(pair, name)}"
+    return "-" if ratio is None else f"{ratio:.2f}x{_mark(pair, name)}"
 
 
 def _format_difference(pair: Pair, name: str) -> str:
     both = pair.metric_pair(name)
-    return "-" if both is None else f"{both[1].mean - both[0].mean:+z.4f}{_noise_mark(pair, name)}"
+    return "-" if both is None else f"{both[1].mean - both[0].mean:+z.4f}{_mark(pair, name)}"
 
 
-def _noise_mark(pair: Pair, name: str) -> str:
+def _mark(pair: Pair, name: str) -> str:
+    if name == SPEED and pair.disturbance:
+        return DISTURBED_MARK
     return "~" if pair.is_noise(name) else ""
 
 

@@ -307,6 +307,19 @@ def test_single_runs_on_cpu_are_compared_within_a_large_noise(tmp_path: Path) ->
     assert slow.returncode == 1, slow.stdout
 
 
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_a_disturbed_run_is_no_regression(side: str, tmp_path: Path) -> None:
+    runs = [record(0, speed=speed) for speed in (300.0, 50.0)]
+    disturbed = runs["AB".index(side)].metrics
+    disturbed.step_time_s, disturbed.train_steps_per_second = {"p50": 0.1}, 5.0
+    before, after = (write(tmp_path / name, run) for name, run in zip("ab", runs, strict=True))
+    done = report("--compare", before, after)
+    assert done.returncode == 0, done.stdout
+    change = f"Not a regression: run 0: 300.0 -> 50.0 samples/s (-83.3%), but {side} was disturbed: its mean step took "
+    assert f"{change}2.0 times as long as its median step: repeat it." in " ".join(done.stdout.split())
+    assert "0.17x!" in done.stdout
+
+
 def test_step_times_give_the_noise_of_a_run(tmp_path: Path) -> None:
     def sweep_at(name: str, speed: float) -> Path:
         run = record(0, speed=speed, cluster__device="cuda")
