@@ -15,7 +15,7 @@ def positive(text: str) -> int:
 
 
 def gpu_error(gpus: int) -> str | None:
-    """Return an error if CUDA_VISIBLE_DEVICES has fewer GPUs than asked for. Without this variable, all are visible."""
+    """Return an error if CUDA_VISIBLE_DEVICES has fewer GPUs than needed. Without this variable, all are visible."""
     visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if not visible or gpus <= len(visible):
         return None

@@ -39,7 +39,7 @@ def load_data(config: Config, context: Context) -> TaskData:
     try:
         data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
     except ConfigError as error:
-        raise ConfigError([*error.errors, *_source_errors(config.model)]) from error
+        raise ConfigError([*error.errors, *_source_errors(config.model)]) from error.__cause__
     check_returned(data, TaskData, f"dataset._target_={target}")
     check_task_data(data, config.model.task, f"dataset._target_={target}")
     check_not_empty(data, evaluates=config.train.evaluate)

@@ -255,7 +255,8 @@ def test_experiments_lists_presets_with_their_first_sentence(tmp_path: Path) -> 
 def test_experiments_report_a_misspelled_override_once(tmp_path: Path) -> None:
     done = run_module("distexp.experiments", "ddp", "scale=tiny", "strategy=foo", "zero_stage=1,2", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "distexp: strategy=foo is not an option. Options: ddp, deepspeed, fsdp, single\n"
+    error = "distexp: strategy=foo is not an option. Options: ddp, deepspeed, fsdp, single. "
+    assert done.stderr == f"{error}A custom option, in FOLDER/strategy/foo.yaml, needs --config-dir FOLDER\n"
     assert done.stdout == ""
 
 
