@@ -318,8 +318,10 @@ def test_parts_add_up_on_a_gpu(strategy: str, tmp_path: Path) -> None:
     assert forward["activations_mib"] > 10
     assert forward["logits_mib"] > 10
     assert update["activations_mib"] < 1, "no more than the loss"
-    weights = record.built.parameters * 4 / MIB if record.built else 0
-    held = sum(update[name] for name in ("parameters_mib", "optimizer_states_mib", "gradients_mib"))
-    assert held == pytest.approx(4 * weights, rel=0.3), "weights, gradients and two moments"
+    parameters = record.built.parameters if record.built else 0
+    held = sum(update[name] for name in ("parameters_mib", "optimizer_states_mib", "gradients_mib")) * MIB
+    # In fp32: weights, gradients and two moments. ZeRO-3 also has weights in bf16, and gradients for accumulation.
+    bytes_per_parameter = 22 if strategy == "zero_stage=3" else 16
+    assert held == pytest.approx(bytes_per_parameter * parameters, rel=0.3)
     (allocator,) = record.memory["torch"]
     assert highest_peak(record.memory)["allocated_mib"] <= allocator["peak_allocated_mib"]  # type: ignore[index]
