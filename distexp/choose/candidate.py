@@ -127,6 +127,12 @@ class Candidate:
         known = [(score, steps) for score, steps in found if score is not None]
         return sum(score * steps for score, steps in known) / sum(steps for _, steps in known) if known else None
 
+    @property
+    def step_s(self) -> float | None:
+        """Return the mean step time of the completed trials; None without one."""
+        known = [trial.step_s for trial in self.completed if trial.step_s is not None]
+        return sum(known) / len(known) if known else None
+
     def forecast(self, objective: Objective) -> float | None:
         """Return the forecast of a number in proportion to the score; None if it is unknown."""
         if objective is Objective.MEMORY:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, inf, log, sqrt
+from math import exp, log, sqrt
 from statistics import fmean, median
 
 from distexp.choose.axis_keys import CHECKPOINTING
@@ -17,11 +17,36 @@ def best_score(candidates: Sequence[Candidate], objective: Objective) -> float |
     return min((score for score in scores if score is not None), default=None)
 
 
-def forecast_scales(candidates: Sequence[Candidate], objective: Objective) -> list[float]:
-    """Return score / forecast of each candidate that was tried and has both."""
+def forecast_scales(
+    candidates: Sequence[Candidate], objective: Objective, applied_to: Candidate | None = None
+) -> list[float]:
+    """Return score / forecast of each candidate that was tried and has both.
+
+    Args:
+        candidates: Any candidates.
+        objective: The objective of the search.
+        applied_to: Candidate that was not tried, for which the scales are needed. Then they are those that
+            ``launch_share`` allows for it.
+    """
     tried = [candidate for candidate in candidates if candidate.status is Status.TRIED]
-    pairs = [(candidate.score(objective), candidate.forecast(objective)) for candidate in tried]
-    return [score / forecast for score, forecast in pairs if score and forecast]
+    known = [(each, each.score(objective), each.forecast(objective)) for each in tried]
+    return [
+        score / forecast * (1.0 if applied_to is None else launch_share(each, applied_to))
+        for each, score, forecast in known
+        if score and forecast
+    ]
+
+
+def launch_share(known: Candidate, other: Candidate) -> float:
+    """Return by which factor the scale of a measured candidate may be smaller for a larger micro-batch; at most 1.
+
+    A small micro-batch may be slower than its forecast because the CPU launches its kernels too slowly. Such time is in
+    proportion to the number of micro-batches. So as much of the time above the forecast as possible is taken for it.
+    """
+    measured, forecast = known.step_s, known.forecast_s
+    if not measured or not forecast or measured <= forecast or other.micro_batch <= known.micro_batch:
+        return 1.0
+    return (forecast + (measured - forecast) * known.micro_batch / other.micro_batch) / measured
 
 
 def useful_forecasts(
@@ -35,39 +60,45 @@ def useful_forecasts(
         objective: The objective of the search.
         rules: How much the forecasts are trusted.
     """
-    limit = _largest_useful_forecast(candidates, objective, rules)
+    best = best_score(candidates, objective)
+    if best is None:
+        return list(waiting)
     return [
         candidate
         for candidate in waiting
-        if (candidate.forecast(objective) or 0.0) < limit and _may_be_best(candidate, candidates, objective, rules)
+        if _may_be_best_of_all(candidate, candidates, best, objective, rules)
+        and _may_be_best_of_kernels(candidate, candidates, best, objective, rules)
     ]
 
 
-def _largest_useful_forecast(candidates: Sequence[Candidate], objective: Objective, rules: SearchRules) -> float:
-    """Return the forecast from which a candidate cannot be the best any more."""
-    best, scales = best_score(candidates, objective), forecast_scales(candidates, objective)
-    if best is None or not scales:
-        return inf
+def _may_be_best_of_all(
+    candidate: Candidate, candidates: Sequence[Candidate], best: float, objective: Objective, rules: SearchRules
+) -> bool:
+    """Return whether a candidate may be the best, by the scales of all families and their deviation."""
+    forecast, scales = candidate.forecast(objective), forecast_scales(candidates, objective, candidate)
+    if not forecast or not scales:
+        return True
     logarithms = [log(scale) for scale in scales]
     center = fmean(logarithms)
     deviation = sqrt(fmean((logarithm - center) ** 2 for logarithm in logarithms))
-    return best / exp(center - rules.doubt * max(rules.least_error, deviation))
+    return forecast * exp(center - rules.doubt * max(rules.least_error, deviation)) < best
 
 
-def _may_be_best(
-    candidate: Candidate, candidates: Sequence[Candidate], objective: Objective, rules: SearchRules
+def _may_be_best_of_kernels(
+    candidate: Candidate, candidates: Sequence[Candidate], best: float, objective: Objective, rules: SearchRules
 ) -> bool:
     """Return whether a candidate may be the best, by forecasts that are more certain than those of all families.
 
     Two families that differ only in checkpointing have the same error. A candidate that may not fit must be forecast
     to be clearly better.
     """
-    best, forecast = best_score(candidates, objective), candidate.forecast(objective)
-    if best is None or forecast is None:
+    forecast = candidate.forecast(objective)
+    if forecast is None:
         return True
     family = without_checkpointing(candidate)
-    own = forecast_scales([other for other in candidates if without_checkpointing(other) == family], objective)
-    scales = own or forecast_scales(candidates, objective)
+    same_kernels = [other for other in candidates if without_checkpointing(other) == family]
+    own = forecast_scales(same_kernels, objective, candidate)
+    scales = own or forecast_scales(candidates, objective, candidate)
     if not scales or not (own or candidate.too_close):
         return True
     allowed = 1 - rules.worthwhile if candidate.too_close else 1 + rules.same_kernels

@@ -31,6 +31,10 @@ UNKNOWN_GPU_GB_PER_S, CPU_GB_PER_S = 1000.0, 20.0
 NVLINK_GPUS = ("B200", "GH200", "H200", "H100", "A100", "V100")
 """GPUs that are mostly connected by NVLink."""
 
+LAUNCH_S = 14e-6
+"""Time until the CPU has launched an operation of the traced step. On machines with an H200, micro-batches of 4 samples
+took 7 to 16 us per operation with compiled blocks, and 18 to 24 us without (docs/results/choose.md, explain.md)."""
+
 NVLINK_GB_PER_S, PCIE_GB_PER_S, NETWORK_GB_PER_S, SHARED_MEMORY_GB_PER_S = 200.0, 12.0, 20.0, 4.0
 
 
@@ -44,7 +48,7 @@ class MachineSpeeds:
         link_gb_per_s: Bandwidth between the workers of a node.
         network_gb_per_s: Bandwidth between nodes.
         host_link_gb_per_s: Bandwidth between GPU and CPU.
-        launch_s: Time until the CPU has launched a kernel.
+        launch_s: Time until the CPU has launched an operation.
     """
 
     tflops: float
@@ -52,7 +56,7 @@ class MachineSpeeds:
     link_gb_per_s: float
     network_gb_per_s: float = NETWORK_GB_PER_S
     host_link_gb_per_s: float = PCIE_GB_PER_S
-    launch_s: float = 7e-6
+    launch_s: float = LAUNCH_S
 
 
 def read_machine_speeds(config: Config) -> MachineSpeeds:

@@ -15,17 +15,20 @@ from distexp.runs.noise import Deviation
 def candidates_to_repeat(candidates: Sequence[Candidate], objective: Objective, rules: SearchRules) -> list[Candidate]:
     """Return the best candidate and its strongest rival, or the one of both with fewer steps; none if all is certain.
 
-    The best one is repeated in any case, because the best of many short trials was often only lucky.
+    The best one is repeated in any case, because the best of many short trials was often only lucky. It is repeated
+    first, because its repeat may show that no rival needs one.
     """
     tried = by_score(candidates, objective)
     if not tried:
         return []
     best, others = tried[0], tried[1:]
+    if len(best.completed) < 2:
+        return [best]
     noise = _deviation_of_a_step(candidates, objective, rules)
     rivals = [(_possible_gain(best, other, objective, noise), other) for other in others]
     gain, rival = max(rivals, key=itemgetter(0), default=(0.0, best))
     if gain <= rules.negligible:
-        return [] if len(best.completed) > 1 else [best]
+        return []
     steps = _steps(best), _steps(rival)
     return [each for each, own in zip((best, rival), steps, strict=True) if own == min(steps)]
 

@@ -15,8 +15,8 @@ class SearchRules:
         wave: Families that are tried before the forecasts are scaled again. The first one is tried alone.
         families: Families whose neighbors are tried.
         near: Most that a family's score may exceed the best one if its neighbors are tried, relative to it.
-        neighbor_forecast: Most that the expected score of a neighbor may exceed the best one, by the forecasts.
-        neighbor_measured: The same, if other families have measured its micro-batch.
+        neighbor_forecast: Most that the expected score of a larger neighbor may exceed the best one, by the forecasts.
+        neighbor_certain: The same for a smaller neighbor, or if other families have measured its micro-batch.
         worthwhile: Least gain for which a candidate is tried that may not fit.
         neighbor_rounds: Most rounds of neighbors.
         repeats: Most rounds of repeats. A round repeats one or two candidates.
@@ -38,7 +38,7 @@ class SearchRules:
     families: int = 4
     near: float = 0.25
     neighbor_forecast: float = 0.15
-    neighbor_measured: float = 0.05
+    neighbor_certain: float = 0.05
     worthwhile: float = 0.05
     neighbor_rounds: int = 4
     repeats: int = 6

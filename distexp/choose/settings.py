@@ -17,6 +17,9 @@ ACCUMULATION = "train.gradient_accumulation_steps"
 BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
 """Limits of a scale that would give candidates with other micro-batches another global batch."""
 OWN_KEYS = ("choose.", "hydra.", "sweep.")
+PREDICT_ONLY = "plan.only=true"
+"""Override of a dry run for the GPUs of another machine. Without it, this machine must have as many GPUs."""
+
 SECONDS_PER_MINUTE = 60.0
 
 
@@ -70,6 +73,8 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
     if errors := _errors(section, cell, master):
         raise ConfigError(errors)
     command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
+    if section.dry_run and _names_gpu(cell):
+        command.append(PREDICT_ONLY)
     config = cell.config or cell.decided
     if section.objective == Objective.COST and config is not None and config.cluster.device == "cpu":
         raise ConfigError("choose.objective=cost: a run on CPUs has no price: use choose.objective=throughput")
@@ -124,6 +129,12 @@ def _errors(section: ChooseConfig, cell: Cell, master: DictConfig) -> list[str]:
     if cluster.dry_run:
         found.append("cluster.dry_run=true prints sbatch files: use choose.dry_run=true")
     return found
+
+
+def _names_gpu(cell: Cell) -> bool:
+    """Return whether a command names the GPU or its memory."""
+    plan = cell.composed.plan
+    return plan.gpu is not None or plan.gpu_memory_gb is not None
 
 
 def _sets(overrides: Sequence[str], key: str) -> bool:

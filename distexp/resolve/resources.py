@@ -33,7 +33,7 @@ def decide_resources(config: Config) -> list[str]:
 def _decide_local(config: Config) -> None:
     cluster, gpus = config.cluster, visible_gpus()
     if cluster.device == "auto":
-        cluster.device = "cuda" if gpus or config.plan.only else "cpu"
+        cluster.device = "cuda" if gpus or _is_for_other_gpus(config) else "cpu"
     on_gpu = cluster.device == "cuda"
     if cluster.workers_per_node is None:
         available = (len(gpus) if on_gpu else CPU_WORKERS) // cluster.nodes
@@ -45,10 +45,16 @@ def _decide_local(config: Config) -> None:
         cluster.cpus_per_worker = 1 if tiny else max(1, cpu_count() // cluster.world_size)
 
 
+def _is_for_other_gpus(config: Config) -> bool:
+    """Return whether nothing is run, so that this machine need not have the GPUs."""
+    names_gpu = config.plan.gpu is not None or config.plan.gpu_memory_gb is not None
+    return config.plan.only or (config.choose.only and config.choose.dry_run and names_gpu)
+
+
 def _local_errors(config: Config) -> list[str]:
     """Return an error if this machine has too few GPUs. A prediction is for GPUs that it need not have."""
     cluster, gpus = config.cluster, visible_gpus()
-    if config.plan.only or cluster.device != "cuda":
+    if _is_for_other_gpus(config) or cluster.device != "cuda":
         return []
     if not gpus:
         return ["cluster.device=cuda needs a GPU, but this machine has none: choose cluster.device=cpu"]

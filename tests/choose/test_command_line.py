@@ -48,6 +48,22 @@ def test_several_values_need_no_brackets() -> None:
 
 
 @pytest.mark.slow
+def test_a_dry_run_plans_the_search_of_a_machine_with_other_gpus(tmp_path: Path) -> None:
+    given = ("choose", "--json", "model=gpt_tiny", "train.global_batch_size=64", "cluster.workers_per_node=4")
+    done = run_distexp(
+        *given, "strategy=ddp", "kernels=reference", "choose.dry_run=true", "plan.gpu=h200-141gb", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["planned_gpu_seconds"] > 0
+    predicted = [candidate for candidate in found["candidates"] if candidate["predicted"]]
+    assert predicted
+    assert all("cluster.workers_per_node=4" in candidate["overrides"] for candidate in predicted)
+    assert all(candidate["predicted"]["nvidia_smi_mib"] for candidate in predicted), "it is for GPUs"
+    assert "CPUs" not in done.stderr
+
+
+@pytest.mark.slow
 def test_an_interrupted_search_is_resumed(tmp_path: Path) -> None:
     """Ctrl-C arrives after the first trial. ``distexp resume`` keeps it, and finds a winner."""
     folder = tmp_path / "search"

@@ -88,7 +88,9 @@ def test_close_finalists_are_repeated_with_more_steps_in_both_orders() -> None:
         return [Trial(each.steps, "completed", samples_per_second=1 / next(seconds[each.candidate])) for each in batch]
 
     found = search(candidates, run, Objective.THROUGHPUT)
-    first, second = [rung for rung in found.rungs if rung.name == "finalists"][:2]
+    finalists = [rung for rung in found.rungs if rung.name == "finalists"]
+    assert len(finalists[0].trials) == 1, "the best one is repeated first"
+    first, second = [rung for rung in finalists if len(rung.trials) == 2][:2]
     assert [trial.candidate for trial in first.trials] == [trial.candidate for trial in second.trials][::-1]
     assert first.trials[0].steps > found.rungs[0].trials[0].steps
     margin = margin_between(*ranked(found.candidates, Objective.THROUGHPUT)[:2], Objective.THROUGHPUT)
@@ -202,6 +204,27 @@ def test_checkpointing_is_not_tried_if_its_forecast_is_worse_than_the_same_kerne
     found = search_steps({**without, **with_it, **other})
     tried = {each.family for each in found.candidates if each.trials}
     assert tried == {("strategy=ddp",), ("sharding=full_shard",)}
+
+
+def test_the_time_of_launches_is_not_expected_of_larger_micro_batches() -> None:
+    """Only a small micro-batch fits without checkpointing, and is slow because of its launches. The forecast is not."""
+    without = members("strategy=single", {4: 1.65}, {4: 1.0})
+    with_it = {
+        Candidate((*family, f"train.micro_batch_size={size}"), family, size, forecast_s=1.25): step_s
+        for family in [("strategy=single", CHECKPOINT)]
+        for size, step_s in {32: 1.2, 64: 1.15}.items()
+    }
+    seconds = {**without, **with_it}
+
+    def run(batch: Sequence[PlannedTrial]) -> list[Trial]:
+        times = [seconds[each.candidate] for each in batch]
+        return [
+            Trial(each.steps, "completed", step_s=step_s, samples_per_second=64 / step_s)
+            for each, step_s in zip(batch, times, strict=True)
+        ]
+
+    found = search(list(seconds), run, Objective.THROUGHPUT)
+    assert found.winner is list(with_it)[1]
 
 
 def test_trials_of_a_batch_are_in_the_order_of_what_they_can_share() -> None:
