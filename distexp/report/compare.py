@@ -50,8 +50,13 @@ class Pair:
 
     @property
     def disturbance(self) -> str:
-        """Return which side something else slowed down, and what shows it; empty if none."""
-        sides = {"B": self.after.disturbance, "A": self.before.disturbance}
+        """Return what makes the ratio of the speeds uncertain; empty if nothing does.
+
+        A disturbed A seems slower than it is. So a B that is slower still is slower in any case.
+        """
+        ratio = self.ratio(SPEED)
+        is_slower = ratio is not None and ratio < 1
+        sides = {"B": self.after.disturbance, "A": None if is_slower else self.before.disturbance}
         return "; ".join(f"{side} was disturbed: {reason}" for side, reason in sides.items() if reason)
 
     def is_noise(self, name: str) -> bool:
@@ -120,7 +125,7 @@ class Comparison:
     def uncertain(self) -> Iterator[str]:
         """Yield a line for each lower speed and larger memory that is no regression, with the reason.
 
-        The noise is as large, or something else slowed a run down.
+        The noise is as large, or something else slowed the run of B down.
         """
         for pair in self.pairs:
             memory = pair.first_measured(list(MEMORIES))

@@ -24,6 +24,10 @@ from distexp.report.data.repeats import format_metric
 from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.runs.listing import format_count
 
+DISTURBED_NOTE = (
+    "Another program slowed one of the two runs down. If this is B, its lower speed does not count as a regression."
+)
+
 
 @dataclass(frozen=True)
 class ComparisonTable:
@@ -55,7 +59,7 @@ class ComparisonTable:
         if any("~" in cell for column in kept for cell in column.cells):
             yield Text("~: the difference is within the noise.", style="dim")
         if any(pair.disturbance for pair in comparison.pairs):
-            yield Text(f"{DISTURBED_MARK}: something else slowed a run down. Its speed is no regression.", style="dim")
+            yield Text(f"{DISTURBED_MARK}: {DISTURBED_NOTE}", style="dim")
         yield from _regression_lines(comparison)
 
 

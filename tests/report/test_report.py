@@ -307,17 +307,32 @@ def test_single_runs_on_cpu_are_compared_within_a_large_noise(tmp_path: Path) ->
     assert slow.returncode == 1, slow.stdout
 
 
-@pytest.mark.parametrize("side", ["A", "B"])
-def test_a_disturbed_run_is_no_regression(side: str, tmp_path: Path) -> None:
-    runs = [record(0, speed=speed) for speed in (300.0, 50.0)]
+def compare_disturbed(side: str, speeds: tuple[float, float], folder: Path) -> CommandResult:
+    """Compare two runs, of which A or B was disturbed."""
+    runs = [record(0, speed=speed) for speed in speeds]
     disturbed = runs["AB".index(side)].metrics
     disturbed.step_time_s, disturbed.train_steps_per_second = {"p50": 0.1}, 5.0
-    before, after = (write(tmp_path / name, run) for name, run in zip("ab", runs, strict=True))
-    done = report("--compare", before, after)
+    return report("--compare", *(write(folder / name, run) for name, run in zip("ab", runs, strict=True)))
+
+
+def test_the_speed_of_a_disturbed_run_is_no_regression(tmp_path: Path) -> None:
+    done = compare_disturbed("B", (300.0, 50.0), tmp_path)
     assert done.returncode == 0, done.stdout
-    change = f"Not a regression: run 0: 300.0 -> 50.0 samples/s (-83.3%), but {side} was disturbed: its mean step took "
-    assert f"{change}2.0 times as long as its median step: repeat it." in " ".join(done.stdout.split())
-    assert "0.17x!" in done.stdout
+    change = "Not a regression: run 0: 300.0 -> 50.0 samples/s (-83.3%), but B was disturbed: its mean step took 2.0 "
+    text = " ".join(done.stdout.split())
+    assert f"{change}times as long as its median step: repeat it." in text
+    assert "0.17x!" in text
+    assert "If this is B, its lower speed does not count as a regression." in text
+
+
+def test_a_run_slower_than_a_disturbed_one_is_a_regression(tmp_path: Path) -> None:
+    slower = compare_disturbed("A", (300.0, 50.0), tmp_path / "slower")
+    assert slower.returncode == 1, slower.stdout
+    assert "slower, 300.0 -> 50.0 samples/s" in slower.stdout
+    assert "!" not in slower.stdout
+    faster = compare_disturbed("A", (50.0, 300.0), tmp_path / "faster")
+    assert faster.returncode == 0, faster.stdout
+    assert "6.00x!" in faster.stdout
 
 
 def test_step_times_give_the_noise_of_a_run(tmp_path: Path) -> None:
