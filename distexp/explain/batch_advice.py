@@ -49,13 +49,22 @@ def more_accumulation(profile: StepProfile) -> Iterator[str]:
 
 
 def _lift_limits(profile: StepProfile, alternative: str) -> str:
-    """Add what makes an alternative effective in a run of ``scale=tiny``, which limits the size of batches."""
+    """Add what makes an alternative effective in a run of ``scale=tiny``, which limits the size of batches.
+
+    Without the limits, a size that the alternative does not set would be larger than in the run. So it is set.
+    """
     limits = [key for key in BATCH_LIMITS if profile.setting(key) is not None]
     if not limits:
         return alternative
-    total = profile.setting("train.global_batch_size")
-    kept = [f"train.global_batch_size={total}"] if total and "train.global_batch_size=" not in alternative else []
+    kept = [f"{key}={value}" for key, value in _batch_sizes(profile) if f"{key}=" not in alternative]
     return " ".join([alternative, *kept, *(f"{key}=null" for key in limits)])
+
+
+def _batch_sizes(profile: StepProfile) -> Iterator[tuple[str, int]]:
+    """Yield the sizes of the run: the micro-batch, and the global batch or the accumulation."""
+    yield "train.micro_batch_size", profile.number("train.micro_batch_size", 1)
+    key = "train.global_batch_size" if _sets_global_batch(profile) else "train.gradient_accumulation_steps"
+    yield key, profile.number(key, 1)
 
 
 def _sets_global_batch(profile: StepProfile) -> bool:

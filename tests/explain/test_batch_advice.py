@@ -60,7 +60,7 @@ def test_an_alternative_lifts_the_limits_of_the_scale() -> None:
     limits = {"scale__micro_batch_size": 2, "scale__gradient_accumulation_steps": 2}
     lifted = "scale.micro_batch_size=null scale.gradient_accumulation_steps=null"
     for settings, proposed, larger in (
-        ({}, f"train.micro_batch_size=8 {lifted}", True),
+        ({}, f"train.micro_batch_size=8 train.gradient_accumulation_steps=1 {lifted}", True),
         (
             {"train__global_batch_size": 16, "train__gradient_accumulation_steps": 4},
             f"train.micro_batch_size=8 train.global_batch_size=16 {lifted}",
@@ -72,6 +72,16 @@ def test_an_alternative_lifts_the_limits_of_the_scale() -> None:
         assert found is not None
         assert found.alternatives == [proposed]
         assert found.larger_batch == ([proposed] if larger else [])
+
+
+def test_more_accumulation_keeps_the_micro_batch_of_the_scale() -> None:
+    """Without the limit of the scale, ddp/multi_gpu has a micro-batch of 512."""
+    limits = {"scale__micro_batch_size": 4, "scale__gradient_accumulation_steps": 2}
+    for settings, larger in (({}, "train.gradient_accumulation_steps=2"),
+                             ({"train__global_batch_size": 8}, "train.global_batch_size=16")):  # fmt: skip
+        run = profiled(COMMUNICATION_BOUND, train__micro_batch_size=4, **settings, **limits, **GPU)
+        lifted = "scale.micro_batch_size=null scale.gradient_accumulation_steps=null"
+        assert f"{larger} train.micro_batch_size=4 {lifted}" in explanation(run).alternatives
 
 
 @pytest.mark.parametrize("steps", [None, 1, 2])
