@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from distexp.exceptions import run_until_pipe_closes
@@ -29,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parse(arguments)
     kinds = [kind for kind in (GPU, CPU) if kind != options.excluded]
-    labels, traces = _labels(options.files), dict[str, MemoryTrace]()
+    labels, traces = _labels(options.files), list[tuple[str, MemoryTrace]]()
     for path, label in labels.items():
         trace = _read(path, kinds)
         if trace is not None:
-            traces[label] = trace
+            traces.append((label, trace))
     sections = [_gpu_lines(traces)] if GPU in kinds else []
     sections += [_cpu_lines(traces)] if CPU in kinds else []
     if not traces:
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _labels(files: Sequence[Path]) -> dict[Path, str]:
-    """Return the name of each log in the summary: that of its file, or its path if several have that name."""
+    """Return the name of each log in the summary: the name of its file, or its path if several have that name."""
     counts = Counter(path.stem for path in dict.fromkeys(files))
-    return {path: path.stem if counts[path.stem] == 1 else str(path.with_suffix("")) for path in files}
+    return {path: path.stem if counts[path.stem] == 1 else str(path) for path in files}
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -83,9 +83,9 @@ def _read(path: Path, kinds: Sequence[str]) -> MemoryTrace | None:
     return trace
 
 
-def _gpu_lines(traces: Mapping[str, MemoryTrace]) -> list[str]:
+def _gpu_lines(traces: Sequence[tuple[str, MemoryTrace]]) -> list[str]:
     lines = []
-    for label, trace in traces.items():
+    for label, trace in traces:
         for index in sorted({sample.index for sample in trace.samples if sample.kind == GPU}):
             found = _statistics(trace.samples, GPU, index)
             if found is not None:
@@ -96,12 +96,12 @@ def _gpu_lines(traces: Mapping[str, MemoryTrace]) -> list[str]:
     return ["GPU Memory Usage", *lines] if lines else []
 
 
-def _cpu_lines(traces: Mapping[str, MemoryTrace]) -> list[str]:
-    found = {label: _statistics(trace.samples, CPU, 0) for label, trace in traces.items()}
-    blocks = {name: statistics for name, statistics in found.items() if statistics is not None}
+def _cpu_lines(traces: Sequence[tuple[str, MemoryTrace]]) -> list[str]:
+    found = [(label, _statistics(trace.samples, CPU, 0)) for label, trace in traces]
+    blocks = [(label, statistics) for label, statistics in found if statistics is not None]
     lines = []
-    for name, statistics in blocks.items():
-        lines += [f"[{name}]"] if len(blocks) > 1 else []
+    for label, statistics in blocks:
+        lines += [f"[{label}]"] if len(blocks) > 1 else []
         lines += [
             f"   Peak =    {statistics.peak:.0f} MB",
             f"   Average = {statistics.average:.2f} MB",

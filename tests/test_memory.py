@@ -80,7 +80,15 @@ def test_logs_of_several_runs_with_one_name_have_their_paths(
     other.write_text(cpu_log.read_text())
     assert main([str(cpu_log), str(other), str(other)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (lines[1], lines[5]) == (f"[{cpu_log.with_suffix('')}]", f"[{other.with_suffix('')}]")
+    assert (lines[1], lines[5]) == (f"[{cpu_log}]", f"[{other}]")
+
+
+def test_logs_whose_names_differ_in_the_suffix_are_all_printed(
+    gpu_log: Path, cpu_log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu, cpu = gpu_log.rename(gpu_log.with_name("ddp.csv")), cpu_log.rename(cpu_log.with_name("ddp.txt"))
+    assert main([str(gpu), str(cpu)]) == 0
+    assert capsys.readouterr().out == WORKSHOP_OUTPUT.replace("gpu_memory_log", str(gpu))
 
 
 def test_unreadable_files_are_reported_and_others_printed(
