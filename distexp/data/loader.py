@@ -118,6 +118,8 @@ class ShardedLoader:
         self.stop_requested = lambda: False
         self.on_batch = lambda: None
         self._prefetched: _Prefetched | None = None
+        # One flag for all epochs: the first step of an epoch reads what the last one of the previous epoch recorded.
+        self._stop = StopFlag(device)
         # DataLoader draws the seeds of its workers from this generator, so the global RNG state is untouched.
         self._generator = torch.Generator()
         self.sampler = ShardedBatchSampler(len(samples), sharding, seed=seed, shuffle=shuffle, lengths=lengths)
@@ -160,7 +162,6 @@ class ShardedLoader:
         wanted = range(self.steps_per_epoch) if steps is None else steps
         batches = self._take_prefetched(epoch, wanted)
         num_samples = iter(self._count_samples(epoch, wanted))
-        stop = StopFlag(self.device)
         micro_batches: list[Batch] = []
         for batch in annotate_items(DATA, batches):
             self.on_batch()
@@ -170,9 +171,9 @@ class ShardedLoader:
                 with annotate(DATA):
                     placed = [to_device(self.samples, batch, self.device) for batch in micro_batches]
                 wait_s = time.perf_counter() - started
-                stop.check()  # waits until the device has finished the step before the previous one
+                self._stop.check()  # waits until the device has finished the step before the previous one
                 normalizer, requests = self._sum_counts(micro_batches)
-                stop.record(requests)
+                self._stop.record(requests)
                 workload = measure_workload(micro_batches)
                 yield StepData(placed, normalizer, next(num_samples), wait_s, workload)
                 micro_batches, started = [], time.perf_counter()

@@ -16,7 +16,7 @@ from distexp.config import TrainConfig
 from distexp.data import loader
 from distexp.data.base import IGNORE, Batch, Sample, TaskData
 from distexp.data.images import collate_images
-from distexp.data.loader import ShardedLoader
+from distexp.data.loader import ShardedLoader, StopRequestedError
 from distexp.data.sampler import BatchSharding, PaddedDataset, ShardedBatchSampler
 from distexp.training.inputs import TrainingInputs
 from distexp.training.loop import end_epoch
@@ -127,6 +127,21 @@ def test_the_next_epoch_is_prefetched_during_evaluation(monkeypatch: pytest.Monk
         end_epoch(WaitingModel(), inputs)  # type: ignore[arg-type]
         assert (seen, prefetch.called) == ([prefetches] * 6, prefetches), "nothing is prefetched after the last epoch"
         read_labels(training, 1)
+
+
+@pytest.mark.parametrize("steps_per_epoch", [1, 2, 3])
+def test_a_stop_request_is_read_before_the_next_step(steps_per_epoch: int) -> None:
+    loader, done = make_loader(CountingSamples(), 0), list[Batch]()
+    loader.stop_requested = lambda: len(done) == 2
+
+    def train() -> None:
+        for epoch in range(6):
+            for step in loader.iter_steps(epoch, range(steps_per_epoch)):
+                done.extend(step.micro_batches)
+
+    with pytest.raises(StopRequestedError):
+        train()
+    assert len(done) == 3, "the third step exchanges the request of a rank"
 
 
 def test_a_padding_sample_has_the_inputs_of_its_sample_and_no_labels() -> None:
