@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distexp.runs.disturbance import describe_disturbance, starved_share
+from distexp.runs.disturbance import describe_disturbance, starved_share, threads_per_worker
 from distexp.runs.record import RunRecord
 
 
@@ -23,7 +23,7 @@ def _share_of_time(share: float) -> str:
 
 def _advice(record: RunRecord) -> str:
     """Return what to do. Threads wait for each other after each operator, so one busy core stops all of them."""
-    threads = record.config["cluster"].get("cpus_per_worker") or 1
+    threads = threads_per_worker(record)
     if threads == 1:
         return "Its speed is too low. Repeat it when they are done"
     return (

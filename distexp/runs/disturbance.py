@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from distexp.runs.entry_values import number_of
 from distexp.runs.record import RunRecord
 
@@ -43,15 +45,21 @@ def describe_disturbance(record: RunRecord) -> str | None:
 
 def starved_share(record: RunRecord) -> float | None:
     """Return the share of its CPU cores that a run got, if other programs probably used them; else None."""
-    cluster, runtime = record.config["cluster"], record.metrics.train_runtime
-    threads, share = cluster.get("cpus_per_worker") or 1, _share_of_cores(record)
-    if cluster["device"] != "cpu" or share is None or runtime is None or runtime < SHORT_S:
+    if _cluster(record).get("device") != "cpu":
+        return None
+    threads, share, runtime = threads_per_worker(record), _share_of_cores(record), record.metrics.train_runtime
+    if share is None or runtime is None or runtime < SHORT_S:
         return None
     if _waits_for_data(record) or (threads == 1 and _uses_network(record)):
         return None
     if threads > 1 and _wait_policy(record) == PASSIVE:
         return None
     return share if share < (LOW_SHARE if threads > 1 else LOW_SHARE_OF_ONE_THREAD) else None
+
+
+def threads_per_worker(record: RunRecord) -> int:
+    """Return the CPU threads of a worker; 1 if they were not set."""
+    return int(number_of(_cluster(record), "cpus_per_worker") or 1)
 
 
 def _mean_in_medians(record: RunRecord) -> float | None:
@@ -62,26 +70,44 @@ def _mean_in_medians(record: RunRecord) -> float | None:
 
 def _share_of_cores(record: RunRecord) -> float | None:
     """Return the CPU time of the training relative to that of the cores that its threads can use; None if unknown."""
-    environment, cluster = record.environment, record.config["cluster"]
-    used = [number_of(entry.get("phases") or {}, "train") for entry in record.utilization["cpu"]]
-    known = [percent for percent in used if percent is not None]
-    if not known or environment is None or not environment.cpu_count:
+    environment, built = record.environment, record.built
+    percents = _percents_of_nodes(record)
+    if not percents or environment is None or not environment.cpu_count or built is None or not built.world_size:
         return None
-    nodes_here = cluster["nodes"] if cluster["launcher"] == "local" else 1  # Simulated nodes share the cores.
-    threads = (cluster.get("cpus_per_worker") or 1) * cluster["workers_per_node"] * nodes_here
+    nodes = _num_nodes(record)
+    simulated = nodes if _is_local(record) else 1  # Nodes on this machine share its cores.
+    threads = threads_per_worker(record) * built.world_size * simulated / nodes
     cores = min(threads, environment.cpu_count, environment.cpu_limit or threads)
-    total = sum(known) if nodes_here > 1 else max(known)
-    return float(total / 100 * environment.cpu_count / cores)
+    used = sum(percents) * simulated / len(percents) if simulated > 1 else max(percents)
+    return used / 100 * max(1, environment.cpu_count // simulated) / cores
+
+
+def _percents_of_nodes(record: RunRecord) -> list[float]:
+    """Return how much of its cores each node used in the training. Simulated nodes have equal parts of the cores."""
+    phases = (entry.get("phases") for entry in record.utilization.get("cpu") or ())
+    used = [number_of(known, "train") for known in phases if isinstance(known, dict)]
+    return [percent for percent in used if percent is not None]
+
+
+def _cluster(record: RunRecord) -> dict[str, Any]:
+    return record.config.get("cluster") or {}
+
+
+def _num_nodes(record: RunRecord) -> int:
+    return int(number_of(_cluster(record), "nodes") or 1)
+
+
+def _is_local(record: RunRecord) -> bool:
+    return bool(_cluster(record).get("launcher", "local") == "local")
 
 
 def _uses_network(record: RunRecord) -> bool:
     """Return whether workers wait for messages of other machines, which leaves their cores unused."""
-    cluster = record.config["cluster"]
-    return bool(cluster["launcher"] != "local" and cluster["nodes"] > 1)
+    return not _is_local(record) and _num_nodes(record) > 1
 
 
 def _wait_policy(record: RunRecord) -> str:
-    variables = record.config["cluster"].get("environment") or {}
+    variables = _cluster(record).get("environment") or {}
     return str(variables.get("OMP_WAIT_POLICY", "")).lower()
 
 

@@ -1,0 +1,73 @@
+"""Whether other programs slowed a run down, from its record, which may be old or damaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distexp.runs.disturbance import describe_disturbance, starved_share
+from distexp.runs.record import RunRecord
+from tests.helpers.records import record
+
+
+def on_cores(used: list[float], cpu_count: int = 8, **settings: Any) -> RunRecord:
+    """Return the record of a run on CPUs.
+
+    Args:
+        used: CPU time of each node in the training, in percent of its cores.
+        cpu_count: Cores of the machine.
+        settings: Keys such as ``cluster__nodes``.
+    """
+    run = record(0, **settings)
+    assert run.environment is not None
+    run.environment.cpu_count, run.metrics.train_runtime = cpu_count, 400.0
+    run.utilization["cpu"] = [{"node": node, "phases": {"train": percent}} for node, percent in enumerate(used)]
+    return run
+
+
+def test_simulated_nodes_have_equal_parts_of_the_cores() -> None:
+    """Each of two nodes has 4 of the 8 cores, and 2 workers with 2 threads each."""
+    two_nodes = {"cluster__nodes": 2, "cluster__cpus_per_worker": 2}
+    assert starved_share(on_cores([60.0, 60.0], **two_nodes)) == pytest.approx(0.6)
+    assert starved_share(on_cores([90.0, 90.0], **two_nodes)) is None
+    assert starved_share(on_cores([60.0], **two_nodes)) == pytest.approx(0.6), "the trace of a node is missing"
+    assert starved_share(on_cores([60.0, 50.0], cluster__launcher="slurm", **two_nodes)) is None, "4 of 8 cores"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "share"),
+    [
+        ("nodes", None, 0.3),
+        ("launcher", None, 0.3),
+        ("workers_per_node", None, 0.3),
+        ("cpus_per_worker", "auto", None),
+        ("device", None, None),
+    ],
+)
+def test_records_may_lack_keys_of_the_cluster(key: str, value: Any, share: float | None) -> None:
+    run = on_cores([30.0], cpu_count=2, cluster__cpus_per_worker=2, cluster__workers_per_node=1)
+    if value is None:
+        del run.config["cluster"][key]
+    run.config["cluster"] |= {} if value is None else {key: value}
+    found = starved_share(run)
+    assert found == (None if share is None else pytest.approx(share))
+
+
+@pytest.mark.parametrize("utilization", [{}, {"cpu": []}, {"cpu": [{}]}, {"cpu": [{"phases": [1]}]}])
+def test_the_share_is_unknown_without_a_trace(utilization: dict[str, Any]) -> None:
+    run = on_cores([15.0])
+    run.utilization = utilization
+    assert describe_disturbance(run) is None
+    run.config["cluster"] = {"device": "cuda"}
+    assert describe_disturbance(run) is None
+
+
+def test_the_share_is_unknown_without_workers_or_cores() -> None:
+    run = on_cores([5.0])
+    assert starved_share(run) is not None
+    run.built = None
+    assert starved_share(run) is None
+    run = on_cores([5.0])
+    run.environment = None
+    assert starved_share(run) is None
