@@ -25,7 +25,7 @@ their speed.
 """
 
 SHORT_S = 3.0
-"""Duration of a training below which its share of the cores is not known, because load is sampled twice a second."""
+"""Duration of the phase ``train`` below which its share of the cores is not known. Load is sampled twice a second."""
 
 LARGE_DATA_WAIT = 0.2
 """Share of the training that waits for its data, from which steps may be uneven and cores unused for this reason."""
@@ -47,8 +47,8 @@ def starved_share(record: RunRecord) -> float | None:
     """Return the share of its CPU cores that a run got, if other programs probably used them; else None."""
     if _cluster(record).get("device") != "cpu":
         return None
-    threads, share, runtime = threads_per_worker(record), _share_of_cores(record), record.metrics.train_runtime
-    if share is None or runtime is None or runtime < SHORT_S:
+    threads, share, duration = threads_per_worker(record), _share_of_cores(record), _train_phase_s(record)
+    if share is None or duration is None or duration < SHORT_S:
         return None
     if _waits_for_data(record) or (threads == 1 and _uses_network(record)):
         return None
@@ -66,6 +66,28 @@ def _mean_in_medians(record: RunRecord) -> float | None:
     """Return the mean step divided by the median one; None if one is unknown."""
     median_s, rate = number_of(record.metrics.step_time_s or {}, "p50"), record.metrics.train_steps_per_second
     return 1 / (rate * median_s) if median_s and rate else None
+
+
+def _train_phase_s(record: RunRecord) -> float | None:
+    """Return the duration of the measured steps of the latest attempt; None if it is unknown."""
+    steps, rate, runtime = _measured_steps(record), record.metrics.train_steps_per_second, record.metrics.train_runtime
+    return min(steps / rate, runtime) if steps and rate and runtime else None
+
+
+def _measured_steps(record: RunRecord) -> float | None:
+    """Return the number of steps of the latest attempt that count for the speed; None if it is unknown."""
+    metrics, attempts = record.metrics, record.run.attempts
+    first_profiled = number_of(metrics.communication or {}, "first_step")
+    last = first_profiled - 1 if first_profiled else metrics.total_steps
+    if last is None:
+        return None
+    resumed = number_of(attempts[-1], "resumed_from_step") if attempts else None
+    return max(0.0, last - (resumed or 0.0) - _warmup_steps(record))
+
+
+def _warmup_steps(record: RunRecord) -> float:
+    """Return the number of steps that do not count for the speed, because they may contain compilations."""
+    return number_of(record.config.get("train") or {}, "measure_after_step") or 0.0
 
 
 def _share_of_cores(record: RunRecord) -> float | None:

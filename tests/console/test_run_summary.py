@@ -112,6 +112,7 @@ def test_threads_on_busy_cores_have_a_hint(
     assert run.environment is not None
     run.environment.cpu_count, run.environment.cpu_limit = 2, None
     run.metrics.train_runtime, run.metrics.data_wait_s = 10.0, wait_s
+    run.metrics.total_steps, run.metrics.train_steps_per_second = 25, 2.0
     run.utilization["cpu"] = [{"node": 0, "average_pct": used, "phases": {} if used is None else {"train": used}}]
     text = dict(summary_lines(run)).get("busy cores", "")
     assert text.startswith(f"this run got {share} of the time of its CPU cores") == (share is not None)

@@ -22,6 +22,7 @@ def on_cores(used: list[float], cpu_count: int = 8, **settings: Any) -> RunRecor
     run = record(0, **settings)
     assert run.environment is not None
     run.environment.cpu_count, run.metrics.train_runtime = cpu_count, 400.0
+    run.metrics.total_steps, run.metrics.train_steps_per_second = 105, 1.0
     run.utilization["cpu"] = [{"node": node, "phases": {"train": percent}} for node, percent in enumerate(used)]
     return run
 
@@ -52,6 +53,21 @@ def test_records_may_lack_keys_of_the_cluster(key: str, value: Any, share: float
     run.config["cluster"] |= {} if value is None else {key: value}
     found = starved_share(run)
     assert found == (None if share is None else pytest.approx(share))
+
+
+def test_the_share_of_a_short_training_is_unknown() -> None:
+    """The runtime has evaluations and earlier attempts. The 100 measured steps of this attempt take 2 s or 10 s."""
+    run = on_cores([5.0])
+    run.metrics.train_steps_per_second = 50.0
+    assert starved_share(run) is None
+    run.metrics.train_steps_per_second = 10.0
+    assert starved_share(run) is not None
+    run.run.attempts = [{"resumed_from_step": None}, {"resumed_from_step": 80}]
+    assert starved_share(run) is None, "20 steps"
+    run.run.attempts, run.metrics.communication = [], {"first_step": 21}
+    assert starved_share(run) is None, "15 steps before the profiler"
+    run.metrics.communication, run.metrics.total_steps = None, None
+    assert starved_share(run) is None
 
 
 @pytest.mark.parametrize("utilization", [{}, {"cpu": []}, {"cpu": [{}]}, {"cpu": [{"phases": [1]}]}])

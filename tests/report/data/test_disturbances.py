@@ -19,6 +19,7 @@ def starved(run: RunRecord, used: float = 15.0) -> RunRecord:
     """Return the record of a run that got a share of its cores, in percent."""
     assert run.environment is not None
     run.environment.cpu_count, run.metrics.train_runtime = 2, 400.0
+    run.metrics.total_steps, run.metrics.train_steps_per_second = 205, 0.5
     run.utilization["cpu"] = [{"node": 0, "average_pct": used, "phases": {"train": used}}]
     return run
 
