@@ -134,8 +134,21 @@ def _wait_policy(record: RunRecord) -> str:
 
 
 def _has_uneven_work(record: RunRecord) -> bool:
-    """Return whether steps differ without a disturbance: some wait for data, or have longer samples."""
-    return _waits_for_data(record) or bool((record.config.get("dataset") or {}).get("bucketing"))
+    """Return whether steps differ without a disturbance: some wait for data, have longer samples, or are compiled."""
+    is_bucketed = bool((record.config.get("dataset") or {}).get("bucketing"))
+    return is_bucketed or _waits_for_data(record) or _are_steps_compiled(record)
+
+
+def _are_steps_compiled(record: RunRecord) -> bool:
+    """Return whether the measured steps are even without the time of compilations."""
+    steps, ratio, compiled = _measured_steps(record), _mean_in_medians(record), record.metrics.compile or {}
+    median_s, seconds = number_of(record.metrics.step_time_s or {}, "p50"), number_of(compiled, "seconds")
+    if not (steps and ratio and median_s and seconds):
+        return False
+    of_evaluation = 1 if record.metrics.eval_losses else 0  # It compiles the model again, without gradients.
+    if _warmup_steps(record) and (number_of(compiled, "recompilations") or 0.0) <= of_evaluation:
+        return False
+    return ratio - seconds / (steps * median_s) < UNEVEN
 
 
 def _waits_for_data(record: RunRecord) -> bool:

@@ -79,6 +79,28 @@ def test_the_share_is_unknown_without_a_trace(utilization: dict[str, Any]) -> No
     assert describe_disturbance(run) is None
 
 
+@pytest.mark.parametrize(
+    ("compiled", "is_evaluated", "warmup", "is_disturbed"),
+    [
+        ({"seconds": 60.0, "recompilations": 3}, True, 5, False),
+        ({"seconds": 20.0, "recompilations": 3}, True, 5, True),
+        ({"seconds": 60.0, "recompilations": 1}, True, 5, True),
+        ({"seconds": 60.0, "recompilations": 1}, False, 5, False),
+        ({"seconds": 60.0, "recompilations": 0}, False, 0, False),
+        (None, True, 5, True),
+    ],
+    ids=["recompiled", "longer", "by the evaluation", "not evaluated", "no warmup", "not compiled"],
+)
+def test_steps_that_are_compiled_are_no_disturbance(
+    compiled: dict[str, Any] | None, is_evaluated: bool, warmup: int, is_disturbed: bool
+) -> None:
+    """The mean of 100 steps is twice the median of 0.5 s: 50 s more than 100 medians."""
+    run = on_cores([], train__measure_after_step=warmup)
+    run.metrics.total_steps, run.metrics.step_time_s = 100 + warmup, {"p50": 0.5}
+    run.metrics.compile, run.metrics.eval_losses = compiled, [2.0] if is_evaluated else []
+    assert (describe_disturbance(run) is not None) == is_disturbed
+
+
 def test_the_share_is_unknown_without_workers_or_cores() -> None:
     run = on_cores([5.0])
     assert starved_share(run) is not None
