@@ -129,7 +129,9 @@ def _uses_network(record: RunRecord) -> bool:
 
 
 def _wait_policy(record: RunRecord) -> str:
-    variables = _cluster(record).get("environment") or {}
+    """Return the value of OMP_WAIT_POLICY in lowercase; empty if the run does not set it and its shell did not."""
+    inherited = record.environment.variables if record.environment else {}
+    variables = {**inherited, **(_cluster(record).get("environment") or {})}
     return str(variables.get("OMP_WAIT_POLICY", "")).lower()
 
 

@@ -111,7 +111,7 @@ class Environment:
     cpu_count: int | None = key(None, "Number of usable CPU cores.")
     cpu_limit: float | None = key(None, "Limit of the CPU time by control groups, in cores. Null: none.")
     hostname: str | None = key(None, "Host name.")
-    variables: dict[str, str] = key({}, "Environment variables of NCCL, Gloo, CUDA and PyTorch.")
+    variables: dict[str, str] = key({}, "Environment variables of NCCL, Gloo, CUDA and PyTorch, and OMP_WAIT_POLICY.")
 
 
 @dataclass

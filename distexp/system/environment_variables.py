@@ -12,6 +12,7 @@ from distexp.system.secrets import looks_secret
 CAPTURED_PREFIXES = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"),  # communication
     *("PYTORCH_", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_", "NVIDIA_TF32_OVERRIDE"),
+    "OMP_WAIT_POLICY",  # whether threads use their cores while they wait
 )
 """Prefixes of the variables that a record contains."""
 

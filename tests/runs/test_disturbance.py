@@ -70,6 +70,16 @@ def test_the_share_of_a_short_training_is_unknown() -> None:
     assert starved_share(run) is None
 
 
+def test_threads_that_sleep_while_they_wait_leave_their_cores_unused() -> None:
+    run = on_cores([15.0], cluster__cpus_per_worker=2)
+    assert run.environment is not None
+    assert starved_share(run) is not None
+    run.environment.variables = {"OMP_WAIT_POLICY": "PASSIVE"}
+    assert starved_share(run) is None, "of the shell"
+    run.config["cluster"]["environment"] = {"OMP_WAIT_POLICY": "active"}
+    assert starved_share(run) is not None, "the setting of the run replaces it"
+
+
 @pytest.mark.parametrize("utilization", [{}, {"cpu": []}, {"cpu": [{}]}, {"cpu": [{"phases": [1]}]}])
 def test_the_share_is_unknown_without_a_trace(utilization: dict[str, Any]) -> None:
     run = on_cores([15.0])

@@ -50,3 +50,9 @@ def test_only_the_default_value_of_torchrun_is_left_out() -> None:
     assert select_variables(TORCHRUN_DEFAULTS) == {}
     changed = dict.fromkeys(TORCHRUN_DEFAULTS, "other")
     assert select_variables({**changed, "HOME": "/root"}) == changed
+
+
+def test_of_openmp_the_wait_policy_is_recorded() -> None:
+    """The number of threads is a default of torchrun."""
+    variables = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    assert select_variables(variables) == {"OMP_WAIT_POLICY": "PASSIVE"}
