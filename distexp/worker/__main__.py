@@ -14,11 +14,12 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from distexp.config import ConfigError
-from distexp.config.code_place import code_place
+from distexp.config.code_place import custom_code_place
 from distexp.runs.error_files import ERROR_HEADING, write_error
 from distexp.runs.events import Events
 from distexp.runs.full_disk import (
@@ -33,6 +34,7 @@ from distexp.runs.json_files import write_json
 from distexp.runs.rank_progress import ProgressWriter
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import allocator_path, error_path, log_path
+from distexp.runs.spec import RunSpec
 from distexp.system.environment_variables import captured_environment
 from distexp.system.processes import die_with_parent, end_at_once
 
@@ -121,8 +123,15 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
         return RunError(ERROR_TYPE, full_disk_message(error, run_dir, free), phase, rank)
     oom = sys.modules.get("distexp.measure.memory.oom")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
-    place = None if memory or isinstance(error, ConfigError) else code_place(error) or None
+    place = None if memory or isinstance(error, ConfigError) else _custom_code_place(error, run_dir)
     return RunError(type(error).__name__, str(error).strip() or repr(error), phase, rank, place=place, memory=memory)
+
+
+def _custom_code_place(error: BaseException, run_dir: Path) -> str | None:
+    """Return the line of custom code that raised an error; None if there is none, or if it cannot be determined."""
+    with suppress(Exception):  # The error must be written even if its place cannot be determined.
+        return custom_code_place(error, RunSpec.read(run_dir).config.trusted_packages) or None
+    return None
 
 
 def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from distexp.worker.__main__ import describe_error
+from tests.helpers.runs import make_spec
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 WRAPPED = RuntimeError("CheckpointException\nTraceback\nOSError: [Errno 28] No space left on device")
@@ -52,6 +53,16 @@ def test_another_error_is_kept(phase: str, free: int, tmp_path: Path, monkeypatc
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     found = describe_error(TORCH_ERROR, tmp_path, phase, rank=1)
     assert (found.type, found.message) == ("RuntimeError", str(TORCH_ERROR))
+
+
+def test_an_error_is_kept_if_its_place_cannot_be_determined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise OSError("the current folder was deleted")
+
+    make_spec().write(tmp_path)
+    monkeypatch.setattr("distexp.worker.__main__.custom_code_place", fail)
+    found = describe_error(TORCH_ERROR, tmp_path, "train", rank=1)
+    assert (found.type, found.place) == ("RuntimeError", None)
 
 
 def test_a_log_on_a_full_disk_does_not_fail_a_run() -> None:

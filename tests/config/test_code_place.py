@@ -1,0 +1,50 @@
+"""The line of code that a record names as the place of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from distexp.config.code_place import code_place, custom_code_place
+
+FAILING = "def read(*others):\n    raise ValueError('no image')\n"
+CALLING = "\ndef read(function, *others):\n    function(*others)\n"
+
+
+def load_function(path: str, text: str) -> Any:
+    names: dict[str, Any] = {}
+    exec(compile(text, path, "exec"), names)
+    return names["read"]
+
+
+def raised_by(*paths: str) -> ValueError:
+    """Return the error of the last file. Each of the others calls the file behind it."""
+    functions = [load_function(path, CALLING) for path in paths[:-1]] + [load_function(paths[-1], FAILING)]
+    with pytest.raises(ValueError, match="no image") as caught:
+        functions[0](*functions[1:])
+    error = caught.value
+    assert error.__traceback__ is not None
+    return error.with_traceback(error.__traceback__.tb_next)  # without the line of this file
+
+
+CUSTOM, INSTALLED = "/home/user/mine/dataset.py", "/env/lib/python3.11/site-packages/PIL/Image.py"
+PLACES: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
+    "custom": ([CUSTOM], [], "mine/dataset.py:2"),
+    "library that custom code calls": ([CUSTOM, INSTALLED], ["mine"], "mine/dataset.py:3"),
+    "library alone": ([INSTALLED], [], ""),
+    "installed custom package": ([CUSTOM, INSTALLED], ["PIL"], "PIL/Image.py:2"),
+    "code without a file": ([CUSTOM, ""], [], "mine/dataset.py:3"),
+    "code of exec": (["<string>"], [], ""),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_the_place_is_in_custom_code(case: str) -> None:
+    paths, trusted, expected = PLACES[case]
+    assert custom_code_place(raised_by(*paths), trusted) == expected
+
+
+def test_the_place_of_a_model_may_be_in_an_installed_package() -> None:
+    assert code_place(raised_by(CUSTOM, INSTALLED)) == "PIL/Image.py:2"
