@@ -9,6 +9,7 @@ from distexp.report.data.scaling_remarks import explain_slow_baseline
 from distexp.report.data.text import name_runs
 
 MAX_DISTURBED = 4
+MARK_NOTE = "This run, or the run it is compared with, was slowed down by another program. Such speeds are not ranked."
 
 
 def describe_disturbances(overview: Overview) -> Iterator[str]:
@@ -21,9 +22,10 @@ def describe_disturbances(overview: Overview) -> Iterator[str]:
         yield f"{len(found) - MAX_DISTURBED} more were disturbed."
     large = [group.label for group in overview.groups if overview.exceeds_workers(group)]
     if large and overview.baseline is not None and not overview.baseline.disturbance:
-        start = f"{DISTURBED_MARK}: more workers do not explain the speedup of {name_runs(large)}."
+        their = "its number" if len(large) == 1 else "their number"
+        start = f"{DISTURBED_MARK}: The speedup of {name_runs(large)} is larger than {their} of workers."
         yield f"{start} Do not trust the baseline, {overview.describe(overview.baseline)}."
         yield explain_slow_baseline(overview.baseline)
     if found:
-        yield f"{DISTURBED_MARK}: disturbed, or relative to a disturbed run. Such speeds are not ranked."
+        yield f"{DISTURBED_MARK}: {MARK_NOTE}"
         yield "Repeat these runs when no other program needs the machine."

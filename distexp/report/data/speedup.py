@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from distexp.report.data.metrics import SPEED, SPEEDUP
 from distexp.report.data.repeats import RunGroup, Spread, is_within_noise
-from distexp.report.data.scaling import MAX_TRUSTED_EFFICIENCY, THREADS, WORLD
+from distexp.report.data.scaling import MAX_TRUSTED_EFFICIENCY, THREADS, WORLD, threads_per_worker
 from distexp.report.data.scaling_work import world_of
 from distexp.report.data.setting_names import WORKERS, is_strategy_option
 
@@ -36,9 +36,10 @@ def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
 
 
 def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) -> bool:
-    """Return whether a speedup over a run of ``single`` is beyond the noise more than that of the number of workers.
+    """Return whether a speedup over a run of ``single`` is beyond the noise more than that of the workers.
 
-    Then something slowed ``single`` down, if all but the strategy and the workers is equal.
+    On CPU, more threads per worker explain a speedup too. If it is larger, and all but the strategy and the workers is
+    equal, something slowed ``single`` down.
 
     Args:
         varied: Names of the settings in which the runs differ.
@@ -52,9 +53,15 @@ def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) 
         return False
     if any(group.setting(name) != baseline.setting(name) for name in varied if not _is_of_strategy(name)):
         return False
-    ideal = world_of(group).workers / world_of(baseline).workers
+    ideal = _ideal_speedup(group, baseline)
     per_worker = Spread(speed.mean / ideal, None, None if speed.noise is None else speed.noise / ideal)
     return per_worker.mean > MAX_TRUSTED_EFFICIENCY * slow.mean and not is_within_noise(per_worker, slow)
+
+
+def _ideal_speedup(group: RunGroup, baseline: RunGroup) -> float:
+    """Return the speedup of the larger number of workers and, on CPU, of threads. Fewer threads are not slower."""
+    threads = (threads_per_worker(group) or 1) / (threads_per_worker(baseline) or 1)
+    return world_of(group).workers / world_of(baseline).workers * max(1.0, threads)
 
 
 def _is_of_strategy(name: str) -> bool:

@@ -38,7 +38,7 @@ def test_a_disturbed_run_is_marked_and_not_ranked() -> None:
     assert "58.0! " in text
     assert "6.63!" in text, "relative to a disturbed run"
     assert "384.3 " in text
-    assert "!: disturbed, or relative to a disturbed run." in text
+    assert "!: This run, or the run it is compared with, was slowed down by another program." in text
     assert "Fastest" not in text
     assert "!" not in printed([uneven(run, 1.4) for run in runs])
 
@@ -56,12 +56,25 @@ def test_starved_baselines_mark_the_speedups_of_the_others() -> None:
 def test_speedups_above_the_number_of_workers_are_marked() -> None:
     single = record(0, strategy="single", speed=50.0, cluster__workers_per_node=1, cluster__cpus_per_worker=2)
     text = unwrapped(printed([single, record(1, speed=400.0), record(2, strategy="fsdp", speed=130.0)]))
-    assert "!: more workers do not explain the speedup of run 1. Do not trust the baseline, run 0 (" in text
+    assert "!: The speedup of run 1 is larger than its number of workers. Do not trust the baseline, run 0 (" in text
     assert "Likely reason: its 2 threads per worker wait on busy cores. Set cluster.cpus_per_worker=1." in text
     assert "8.00!" in text
     assert "2.60 " in text, "within the noise"
     fast = record(1, speed=400.0, precision__name="bf16")
     assert "8.00!" not in unwrapped(printed([single, fast])), "the precision may explain it"
+
+
+def test_more_threads_explain_a_speedup() -> None:
+    workers = {"strategy": "single", "cluster__workers_per_node": 1}
+    runs = [
+        record(0, speed=100.0, overrides=("cluster.cpus_per_worker=1",), cluster__cpus_per_worker=1, **workers),
+        record(1, speed=330.0, overrides=("cluster.cpus_per_worker=4",), cluster__cpus_per_worker=4, **workers),
+    ]
+    text = unwrapped(printed(runs))
+    assert "3.30 " in text
+    assert "!" not in text
+    runs[1].metrics.train_samples_per_second = 800.0
+    assert "8.00!" in unwrapped(printed(runs))
 
 
 def test_the_page_and_the_files_know_disturbed_runs() -> None:
