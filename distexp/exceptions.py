@@ -14,11 +14,16 @@ class SweepFailedError(Exception):
 
 
 class InterruptedRunError(BaseException):
-    """Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 during a run. The record is written, and no other run is started."""
+    """Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 during a run. The record is written, and no other run is started.
+
+    Attributes:
+        number: The signal.
+        reason: Why the run was stopped, for its record. The message for the user has the consequence too.
+    """
 
     def __init__(self, number: int, consequence: str = "; no further run is started") -> None:
-        self.number = number
-        super().__init__(f"stopped by {signal.Signals(number).name}{consequence}")
+        self.number, self.reason = number, f"stopped by {signal.Signals(number).name}"
+        super().__init__(f"{self.reason}{consequence}")
 
 
 class SweepInterrupted(BaseException):

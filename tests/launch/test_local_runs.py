@@ -14,6 +14,7 @@ import pytest
 from distexp.config import DatasetConfig
 from distexp.console.screen import LiveRun, Screen
 from distexp.data.squad_json import MAX_CHECKED_BYTES
+from distexp.exceptions import InterruptedRunError
 from distexp.launch.local.interrupts import interrupts_collected
 from distexp.launch.local.run import run_locally
 from distexp.runs.events import last_value
@@ -304,17 +305,26 @@ def test_a_failed_run_reports_its_cause_and_exits_with_1(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-def test_a_closed_output_ends_a_run_and_is_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def print_to_nobody(live: LiveRun) -> None:
-        raise BrokenPipeError
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (BrokenPipeError(), "the program that read the output has ended, for example `head`"),
+        (InterruptedRunError(signal.SIGTERM), "stopped by SIGTERM"),
+    ],
+)
+def test_what_stops_a_run_is_the_cause_in_its_record(
+    error: BaseException, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(live: LiveRun) -> None:
+        raise error
 
-    monkeypatch.setattr(LiveRun, "refresh", print_to_nobody)
+    monkeypatch.setattr(LiveRun, "refresh", stop)
     spec = make_spec("strategy=single", "cluster.device=cpu", "measure.enabled=false")
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(type(error)):
         run_locally(spec, tmp_path, Screen(1, tmp_path))
     record = RunRecord.read(tmp_path / "record.json")
     assert record.error is not None
-    assert (record.status, record.error.message) == ("killed", "the output of the command was closed, as by head")
+    assert (record.status, record.error.message) == ("killed", cause)
 
 
 def test_ctrl_c_while_the_record_is_written_is_not_lost() -> None:

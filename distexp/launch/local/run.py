@@ -27,7 +27,7 @@ POLL_S = 0.1
 AGENT_GRACE_S = 7.0
 """Time between SIGTERM and SIGKILL for an agent, which ends its workers first."""
 
-OUTPUT_CLOSED = "the output of the command was closed, as by head"
+OUTPUT_CLOSED = "the program that read the output has ended, for example `head`"
 
 HANG_GRACE_S = 4.0
 """Time that the other agents get to detect a hang too, and to write the stacks of their workers."""
@@ -61,7 +61,7 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen, shared_start: Sh
             with screen.follow(spec, directory) as live:
                 _watch(agents, live.refresh)
         except InterruptedRunError as error:
-            interruption, stopped = error, str(error)
+            interruption, stopped = error, error.reason
         except (BrokenPipeError, SystemExit) as error:
             stopped = OUTPUT_CLOSED if is_closed_output(error) else None
             raise
