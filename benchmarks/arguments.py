@@ -16,7 +16,8 @@ def positive(text: str) -> int:
 
 def gpu_error(gpus: int) -> str | None:
     """Return an error if CUDA_VISIBLE_DEVICES has fewer GPUs than needed. Without this variable, all are visible."""
-    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    if not visible or gpus <= len(visible):
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [device for device in (value or "").split(",") if device]
+    if value is None or gpus <= len(visible):
         return None
-    return f"--gpus: {gpus} is more than the {len(visible)} of CUDA_VISIBLE_DEVICES={','.join(visible)}: lower it"
+    return f"--gpus={gpus}, but CUDA_VISIBLE_DEVICES={value} has {len(visible)}: lower it"

@@ -131,7 +131,9 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
         check = checker.check(candidate)
         if check.equal is not False:
             outcome.winner, outcome.check = candidate, check
-            _prefer_reference(outcome, trials, budget - trials.state.gpu_seconds)
+            # Not state.gpu_seconds: in a resumed search it has the repeats that this call decides on.
+            used = outcome.result.gpu_seconds + trials.state.check_gpu_seconds
+            _prefer_reference(outcome, trials, budget - used)
             return
         outcome.rejected.append(Rejected(candidate, check))
 
@@ -168,7 +170,7 @@ def _device_notes(make: MakeCell, settings: Settings) -> list[str]:
 def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) -> None:
     """Print the best configuration so far, and how to continue."""
     done = sum(trial.status is not None for trial in state.trials)
-    for best in ranked(outcome.candidates, outcome.settings.objective)[:1]:
+    for best in ranked(outcome.usable, outcome.settings.objective)[:1]:
         print(f"distexp: best so far: {label(best)}: {describe_values(mean_metrics(best))}", file=sys.stderr)
     print(
         f"distexp: the search was interrupted after {format_count(done, 'trial')}. They are kept. To continue: "

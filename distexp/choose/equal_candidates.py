@@ -27,6 +27,11 @@ def simplest(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda candidate: _complexity(candidate.config))
 
 
+def strategy_complexity(name: str) -> int:
+    """Return a number that is smaller for a simpler strategy. That of a custom strategy is the largest one."""
+    return STRATEGIES.index(name) if name in STRATEGIES else len(STRATEGIES)
+
+
 def _complexity(config: Config | None) -> tuple[int | bool, ...]:
     """Return a key that is smaller for a simpler configuration."""
     if config is None:
@@ -34,4 +39,4 @@ def _complexity(config: Config | None) -> tuple[int | bool, ...]:
     strategy = config.strategy.name
     stage = config.deepspeed.zero_stage if strategy == "deepspeed" else 0
     is_fast, is_checkpointed = config.kernels.name != "reference", config.train.activation_checkpointing
-    return STRATEGIES.index(strategy), config.offload.enabled, is_checkpointed, is_fast, stage or 0
+    return strategy_complexity(strategy), config.offload.enabled, is_checkpointed, is_fast, stage or 0

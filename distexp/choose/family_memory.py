@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from distexp.choose.candidate import Candidate, Status
 from distexp.config import Config
-from distexp.plan.cpu_memory import simulated_nodes
+from distexp.plan.cpu_memory import simulated_nodes, step_reserve
 from distexp.plan.estimate import Estimate
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, describe_verdict, memory_to_fit_mib, predict
 from distexp.resolve.parameter_count import parameter_count
@@ -54,6 +54,11 @@ class FamilyMemory:
     def workers_in_memory(self) -> int:
         """Return how many workers have their tensors in the memory that decides whether a member fits."""
         return self.workers_of_node * (simulated_nodes(self.config) if self.config.cluster.device == "cpu" else 1)
+
+    @property
+    def _reserve(self) -> float:
+        """Return the factor by which a tensor of a step counts in the memory that decides."""
+        return step_reserve(self.config) if self.config.cluster.device == "cpu" else 1.0
 
     @property
     def label(self) -> str:
@@ -132,7 +137,7 @@ class FamilyMemory:
                 self._verdicts.setdefault(other.micro_batch, DOES_NOT_FIT)
         if not needed or least is None or self.memory_mib is None:
             return
-        shrinking = self.workers_in_memory * _sum_of_parts(estimate, *PER_SAMPLE, "temporaries")
+        shrinking = self.workers_in_memory * self._reserve * _sum_of_parts(estimate, *PER_SAMPLE, "temporaries")
         for smaller in (other for other in self.members if other.micro_batch < member.micro_batch):
             saved = shrinking * (1 - smaller.micro_batch / member.micro_batch)
             if (_without_reserve(estimate, needed) - saved) * least / needed > self.memory_mib:
@@ -160,7 +165,7 @@ class FamilyMemory:
         nearest = self._nearest(member)
         if nearest is None or nearest.estimate is None or nearest.expected_mib is None:
             return None
-        shrunk = self.workers_of_node * _sum_of_parts(nearest.estimate, *PER_SAMPLE)
+        shrunk = self.workers_of_node * self._reserve * _sum_of_parts(nearest.estimate, *PER_SAMPLE)
         return nearest.expected_mib - shrunk * (1 - member.micro_batch / nearest.micro_batch)
 
     def _reason(self, member: Candidate) -> str:

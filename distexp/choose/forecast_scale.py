@@ -71,6 +71,20 @@ def useful_forecasts(
     ]
 
 
+def scaled_forecast(candidate: Candidate, candidates: Sequence[Candidate], objective: Objective) -> float | None:
+    """Return the score that is expected of a candidate; None if its forecast or every scale is unknown."""
+    forecast = candidate.forecast(objective)
+    scales = _own_scales(candidate, candidates, objective) or forecast_scales(candidates, objective, candidate)
+    return forecast * median(scales) if forecast is not None and scales else None
+
+
+def _own_scales(candidate: Candidate, candidates: Sequence[Candidate], objective: Objective) -> list[float]:
+    """Return the scales of the families that differ only in checkpointing. They have the same error."""
+    family = without_checkpointing(candidate)
+    same = [other for other in candidates if without_checkpointing(other) == family]
+    return forecast_scales(same, objective, candidate)
+
+
 def _may_be_best_of_all(
     candidate: Candidate, candidates: Sequence[Candidate], best: float, objective: Objective, rules: SearchRules
 ) -> bool:
@@ -87,22 +101,15 @@ def _may_be_best_of_all(
 def _may_be_best_of_kernels(
     candidate: Candidate, candidates: Sequence[Candidate], best: float, objective: Objective, rules: SearchRules
 ) -> bool:
-    """Return whether a candidate may be the best, by forecasts that are more certain than those of all families.
+    """Return whether a candidate may be the best, by the scales of families that differ only in checkpointing.
 
-    Two families that differ only in checkpointing have the same error. A candidate that may not fit must be forecast
-    to be clearly better.
+    A candidate that may not fit must be forecast to be clearly better.
     """
-    forecast = candidate.forecast(objective)
-    if forecast is None:
-        return True
-    family = without_checkpointing(candidate)
-    same_kernels = [other for other in candidates if without_checkpointing(other) == family]
-    own = forecast_scales(same_kernels, objective, candidate)
-    scales = own or forecast_scales(candidates, objective, candidate)
-    if not scales or not (own or candidate.too_close):
+    expected = scaled_forecast(candidate, candidates, objective)
+    if expected is None or not (candidate.too_close or _own_scales(candidate, candidates, objective)):
         return True
     allowed = 1 - rules.worthwhile if candidate.too_close else 1 + rules.same_kernels
-    return forecast * median(scales) < best * allowed
+    return expected < best * allowed
 
 
 def without_checkpointing(candidate: Candidate) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distexp.choose.candidate import COMPLETED, Candidate, Status, Trial
+from distexp.choose.equal_candidates import strategy_complexity
 from distexp.choose.labels import label
 from distexp.choose.loss_comparison import LossComparison, compare_losses, read_losses
 from distexp.choose.search_result import PlannedTrial
@@ -14,9 +15,6 @@ from distexp.choose.trials import Trials
 from distexp.config import Config
 from distexp.plan.verdict import FITS
 from distexp.resolve.run_id import run_id
-
-STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
-"""Strategies in the order of how much they change the arithmetic of a step."""
 
 NO_DROPOUT = "model.dropout=0"
 MAX_REFERENCES = 3
@@ -169,11 +167,9 @@ def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
     """Return a key that is smaller for a configuration that changes the arithmetic of a step less."""
     config = candidate.config
     assert config is not None
-    name = config.strategy.name
-    strategy = STRATEGIES.index(name) if name in STRATEGIES else len(STRATEGIES)
     train = config.train
     return (
-        strategy,
+        strategy_complexity(config.strategy.name),
         config.kernels.name != "reference",
         config.offload.enabled,
         train.activation_checkpointing,

@@ -8,6 +8,7 @@ from math import sqrt
 from operator import attrgetter
 
 from distexp.choose.candidate import Candidate, Objective, Status
+from distexp.choose.search_rules import DEFAULT_RULES, SearchRules
 from distexp.runs.noise import CPU_MEMORY_MIB, Deviation
 
 
@@ -54,7 +55,7 @@ def margin_between(
 ) -> Margin | None:
     """Return by how much another candidate is worse than the winner; None if one of both has no score.
 
-    The variance of a trial is taken to be in inverse proportion to its steps. It is estimated from all repeated trials.
+    The variance of a trial is taken to be in inverse proportion to its steps. It is that of ``deviation_of_a_step``.
     The memory of runs on CPUs has at least the noise that the report assumes, too.
 
     Args:
@@ -67,7 +68,8 @@ def margin_between(
     if not winner_score or other_score is None:
         return None
     value = other_score / winner_score - 1
-    step = _deviation_of_a_step(list(dict.fromkeys((winner, other, *candidates))), objective)
+    shown = list(dict.fromkeys((winner, other, *candidates)))
+    step = deviation_of_a_step(shown, objective) if squared_deviations(shown, objective)[1] else None
     least = CPU_MEMORY_MIB / winner_score if objective is Objective.MEMORY and _is_on_cpus(winner) else None
     if step is None:
         return Margin(value, least)
@@ -79,10 +81,19 @@ def _is_on_cpus(candidate: Candidate) -> bool:
     return candidate.config is not None and candidate.config.cluster.device == "cpu"
 
 
-def _deviation_of_a_step(candidates: Sequence[Candidate], objective: Objective) -> Deviation | None:
-    """Return the relative deviation of the score of a trial with one step; None without repeated trials."""
+def deviation_of_a_step(
+    candidates: Sequence[Candidate], objective: Objective, rules: SearchRules = DEFAULT_RULES
+) -> Deviation:
+    """Return the relative deviation of the score of a trial with one step.
+
+    It is that of the repeated trials, pooled with the usual one, because one or two repeats show little of the noise.
+    The memory of a GPU has no usual noise.
+    """
     squares, freedom = squared_deviations(candidates, objective)
-    return Deviation(sqrt(squares / freedom), freedom) if freedom else None
+    if objective is Objective.MEMORY:
+        return Deviation(sqrt(squares / max(1, freedom)), max(1, freedom))
+    usual = rules.usual_noise**2 * rules.steps * rules.usual_trials
+    return Deviation(sqrt((squares + usual) / (freedom + rules.usual_trials)), freedom + rules.usual_trials)
 
 
 def squared_deviations(candidates: Iterable[Candidate], objective: Objective) -> tuple[float, int]:

@@ -7,7 +7,7 @@ from math import exp, sqrt
 from operator import itemgetter
 
 from distexp.choose.candidate import Candidate, Objective
-from distexp.choose.ranking import by_score, squared_deviations
+from distexp.choose.ranking import by_score, deviation_of_a_step
 from distexp.choose.search_rules import SearchRules
 from distexp.runs.noise import Deviation
 
@@ -24,7 +24,7 @@ def candidates_to_repeat(candidates: Sequence[Candidate], objective: Objective, 
     best, others = tried[0], tried[1:]
     if len(best.completed) < 2:
         return [best]
-    noise = _deviation_of_a_step(candidates, objective, rules)
+    noise = deviation_of_a_step(candidates, objective, rules)
     rivals = [(_possible_gain(best, other, objective, noise), other) for other in others]
     gain, rival = max(rivals, key=itemgetter(0), default=(0.0, best))
     if gain <= rules.negligible:
@@ -41,13 +41,6 @@ def _possible_gain(best: Candidate, other: Candidate, objective: Objective, nois
     noise_of_ratio = noise.noise_of_mean(1) * sqrt(1 / _steps(best) + 1 / _steps(other))
     # The noise is that of the logarithm. So on a busy machine the worst candidates are not the strongest rivals.
     return 1 - other_score / score * exp(-noise_of_ratio)
-
-
-def _deviation_of_a_step(candidates: Sequence[Candidate], objective: Objective, rules: SearchRules) -> Deviation:
-    """Return the deviation of a trial with one step: that of the repeated trials, pooled with the usual one."""
-    squares, freedom = squared_deviations(candidates, objective)
-    usual = rules.usual_noise**2 * rules.steps * rules.usual_trials
-    return Deviation(sqrt((squares + usual) / (freedom + rules.usual_trials)), freedom + rules.usual_trials)
 
 
 def _steps(candidate: Candidate) -> int:

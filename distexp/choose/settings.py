@@ -70,14 +70,14 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
     cell = cells[0]
     section = OmegaConf.to_object(cell.composed.choose)
     assert isinstance(section, ChooseConfig)
+    config = cell.config or cell.decided
+    if section.objective == Objective.COST and config is not None and config.cluster.device == "cpu":
+        raise ConfigError("choose.objective=cost needs GPUs, because a run on CPUs has no price: use throughput")
     if errors := _errors(section, cell, master):
         raise ConfigError(errors)
     command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
     if section.dry_run and _names_gpu(cell):
         command.append(PREDICT_ONLY)
-    config = cell.config or cell.decided
-    if section.objective == Objective.COST and config is not None and config.cluster.device == "cpu":
-        raise ConfigError("choose.objective=cost: a run on CPUs has no price: use choose.objective=throughput")
     return Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
 
 

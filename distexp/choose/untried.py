@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from statistics import median
 
 from distexp.choose.candidate import Candidate, Objective, Status
-from distexp.choose.forecast_scale import best_score, forecast_scales
+from distexp.choose.forecast_scale import best_score, scaled_forecast
 from distexp.choose.ranking import by_score
 
 NOT_TRIED = "not tried"
 """Start of the reason of a candidate that fits, and that the search left out."""
+
+NEEDED = {
+    Objective.THROUGHPUT: "time",
+    Objective.ENERGY: "energy",
+    Objective.COST: "price",
+    Objective.MEMORY: "memory",
+}
+"""What an objective minimizes."""
 
 
 def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective, *, near: float, stopped: str) -> None:
@@ -24,40 +31,45 @@ def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective,
     """
     members_of_families = list(families)
     candidates = [member for members in members_of_families for member in members]
-    best, scales = best_score(candidates, objective), forecast_scales(candidates, objective)
-    scale = median(scales) if scales else 1.0
+    best = best_score(candidates, objective)
     for members in members_of_families:
         tried = by_score(members, objective)
         for waiting in (member for member in members if member.status is Status.WAITING):
             reason = ""
             if tried and best:
-                reason = _reason_of_family(tried[0], (tried[0].score(objective) or 0.0) / best, near, stopped)
-            forecast = waiting.forecast(objective)
-            ratio = None if best is None or forecast is None else forecast * scale / best
-            waiting.prune(f"{NOT_TRIED}: {reason or _reason_of_forecast(ratio, stopped)}")
+                ratio = (tried[0].score(objective) or 0.0) / best
+                reason = _reason_of_family(tried[0], ratio, NEEDED[objective], near=near, stopped=stopped)
+            if not reason:
+                expected = scaled_forecast(waiting, candidates, objective)
+                ratio_of_forecast = None if best is None or expected is None else expected / best
+                reason = _reason_of_forecast(ratio_of_forecast, NEEDED[objective], stopped)
+            waiting.prune(f"{NOT_TRIED}: {reason}")
 
 
-def _reason_of_family(best_member: Candidate, ratio: float, near: float, stopped: str) -> str:
+def _reason_of_family(best_member: Candidate, ratio: float, needed: str, *, near: float, stopped: str) -> str:
     """Return why the other members of a family were not tried; empty if only the early end is the reason.
 
     Args:
         best_member: The best member that was tried.
         ratio: Its score relative to the best one of all.
+        needed: What the objective minimizes.
         near: As for ``prune_untried``.
         stopped: As for ``prune_untried``.
     """
+    micro_batch = f"micro-batch {best_member.micro_batch} of this family"
     if ratio > 1 + near:
-        return f"micro-batch {best_member.micro_batch} of this family is {ratio:.1f} times worse than the best"
-    return "" if stopped else f"micro-batch {best_member.micro_batch} is measured or forecast to be better"
+        return f"{micro_batch} needs {ratio:.1f} times the {needed} of the best"
+    return "" if stopped else f"{micro_batch} is measured or forecast to be better"
 
 
-def _reason_of_forecast(ratio: float | None, stopped: str) -> str:
+def _reason_of_forecast(ratio: float | None, needed: str, stopped: str) -> str:
     """Return why no member of a family was tried.
 
     Args:
         ratio: Scaled forecast relative to the best score; None if one of both is unknown.
+        needed: What the objective minimizes.
         stopped: As for ``prune_untried``.
     """
     if stopped or ratio is None:
         return stopped or "the search ended"
-    return f"its forecast is {ratio:.1f} times worse than the best"
+    return f"its forecast is {ratio:.1f} times the {needed} of the best"

@@ -41,11 +41,20 @@ def node_peak_mib(
         tied_parameters: size of an output head that is tied to the embedding. transformers allocates it first.
     """
     workers = config.cluster.workers_per_node or 1
-    name = config.strategy.name if config.strategy.name in WORKER_MIB else "fsdp"
-    base = NODE_MIB + workers * (WORKER_MIB[name] + config.dataset.num_workers * LOADER_MIB)
+    base = NODE_MIB + workers * (WORKER_MIB[_known_strategy(config)] + config.dataset.num_workers * LOADER_MIB)
     saved = 4 * parameters / MIB if config.train.save_model else 0.0  # rank 0 collects the model
     whole = 4 * (parameters + tied_parameters) / MIB  # rank 0 builds the model before it is sharded
-    return round(base + max(workers * (states_mib + RESERVE[name] * step_mib) + saved, whole), 1)
+    return round(base + max(workers * (states_mib + step_reserve(config) * step_mib) + saved, whole), 1)
+
+
+def step_reserve(config: Config) -> float:
+    """Return the factor for tensors that are allocated in each step."""
+    return RESERVE[_known_strategy(config)]
+
+
+def _known_strategy(config: Config) -> str:
+    """Return the strategy, or for a custom one that with the largest reserve."""
+    return config.strategy.name if config.strategy.name in WORKER_MIB else "fsdp"
 
 
 def error_bound(config: Config, node_mib: float) -> float | None:

@@ -168,7 +168,7 @@ def change_lines(
         device: cuda or cpu.
         needed_mib: Memory that the training needs without a change.
     """
-    may_fit = any(verdict_of(change.estimate, memory_mib) == TOO_CLOSE for change in changes)
+    may_fit = any(verdict_of(change.estimate, memory_mib) in (TOO_CLOSE, None) for change in changes)
     less = [change for change in changes if (change.estimate.needed_mib or inf) < (needed_mib or inf)]
     best, verdicts = smallest_change(less, memory_mib), [verdict_of(change.estimate, memory_mib) for change in less]
     if best is not None:
@@ -176,7 +176,7 @@ def change_lines(
     else:
         makes = "is certain to make" if may_fit else "makes"
         yield f"no change {makes} it fit: {LARGER_MACHINE[device]}"
-    for wanted in (FITS, TOO_CLOSE, DOES_NOT_FIT):
+    for wanted in (FITS, TOO_CLOSE, None, DOES_NOT_FIT):
         for change, verdict in zip(less, verdicts, strict=True):
             if verdict == wanted:
                 yield f"  {describe_change(change, memory_mib)}"

@@ -48,7 +48,7 @@ def test_more_gpus_than_are_visible_are_refused(
     assert parse(["--gpus", "1"]).gpus == 1
     with pytest.raises(SystemExit):
         parse(["--gpus", "2"])
-    assert "--gpus: 2 is more than the 1 of CUDA_VISIBLE_DEVICES=3: lower it" in capsys.readouterr().err
+    assert "--gpus=2, but CUDA_VISIBLE_DEVICES=3 has 1: lower it" in capsys.readouterr().err
 
 
 def test_a_ratio_is_relative_to_the_reference_of_the_same_preset() -> None:

@@ -15,6 +15,7 @@ from distexp.choose.pruning import prune_by_plan
 from distexp.choose.rough_forecast import Work, rough_step_s, set_forecasts
 from distexp.choose.space import make_space
 from distexp.config import Config
+from distexp.plan.cpu_memory import node_peak_mib
 from distexp.plan.estimate import Estimate
 from tests.helpers.planning import composed
 from tests.helpers.runs import resolve_cell
@@ -125,24 +126,27 @@ def test_accumulated_gradients_are_in_the_expected_memory_of_members_that_are_no
 
 def on_cpus(config: Config) -> Estimate:
     """Return the memory of both workers of a node, each with states of 1 GB and 1 GB for each sample."""
-    worker_mib = (1 + config.train.micro_batch) * MIB_PER_GB
+    step_mib = config.train.micro_batch * MIB_PER_GB
+    node_mib = node_peak_mib(config, MIB_PER_GB, step_mib, parameters=0)
     return Estimate(
-        peak_allocated_mib=worker_mib,
-        required_mib=2 * worker_mib,
-        host_mib=2 * worker_mib,
-        parts={"parameters": MIB_PER_GB, "activations": worker_mib - MIB_PER_GB},
+        peak_allocated_mib=MIB_PER_GB + step_mib,
+        required_mib=node_mib,
+        host_mib=node_mib,
+        parts={"parameters": MIB_PER_GB, "activations": step_mib},
         error_bound=0.02,
         on_cpu=True,
     )
 
 
 def test_on_cpus_the_tensors_of_all_workers_of_a_node_count(space_of: SpaceOf) -> None:
-    cpus = [replace(candidate, config=on_a_node_of(candidate.config, memory_gb=5.0)) for candidate in space_of(80.0)]
+    cpus = [replace(candidate, config=on_a_node_of(candidate.config, memory_gb=6.0)) for candidate in space_of(80.0)]
     candidates = [candidate for candidate in cpus if candidate.family[0] == "strategy=ddp"]
     prune(candidates, Counted(on_cpus), Objective.MEMORY)
     waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
     assert {candidate.micro_batch for candidate in waiting} == {1}
-    assert {candidate.expected_mib for candidate in waiting} == {4.0 * MIB_PER_GB}
+    for candidate in waiting:
+        assert candidate.config is not None
+        assert candidate.expected_mib == pytest.approx(on_cpus(candidate.config).host_mib)
     large = [replace(candidate, config=on_a_node_of(candidate.config, memory_gb=80.0)) for candidate in space_of(80.0)]
     prune(large, Counted(on_cpus), Objective.MEMORY)
     assert any(candidate.estimate is None for candidate in large)

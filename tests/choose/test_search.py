@@ -117,6 +117,23 @@ def test_a_winner_with_other_losses_is_not_taken(tmp_path: Path, capsys: pytest.
     assert "or: ddp" not in out
 
 
+def test_an_interrupted_check_names_no_candidate_with_other_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C arrives in the check of the second best candidate, whose losses are compared without dropout."""
+
+    def loss(config: Config, step: int) -> float:
+        return usual_loss(config, step) * (1.001 if config.strategy.name == "ddp" else 1)
+
+    arguments = (*FEW, "model=gpt_tiny", "model.dropout=0.1")
+    complete = FakeLauncher(loss=loss)
+    run_search(tmp_path / "complete", complete, *arguments)
+    capsys.readouterr()
+    with pytest.raises(KeyboardInterrupt):
+        run_search(tmp_path / "cut", FakeLauncher(loss=loss, interrupt_after=len(complete.ran) - 1), *arguments)
+    assert "best so far: fsdp full_shard" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_there_is_no_winner_if_all_losses_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def loss(config: Config, step: int) -> float:
@@ -161,6 +178,27 @@ def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 3.9 GB, 67 % faster than ddp" in out
     assert "2 workers (noise unknown: no trial was repeated)" in out
+
+
+def test_a_finished_search_has_the_same_winner_if_it_is_started_again(tmp_path: Path) -> None:
+    """Its repeats of the reference are in the budget only once."""
+
+    def speed(config: Config) -> float:
+        return usual_speed(config) * (4 if config.strategy.name == "single" else 1)
+
+    def estimate(config: Config) -> Estimate:
+        flops = 1e9 if config.strategy.name == "single" else 1e6
+        return replace(linear_estimate(config), flops=flops, operations=100)
+
+    arguments = ("choose.gpus=[1,2]", "choose.budget_min=1.05", "cluster.device=cpu", "plan.host_memory_gb=100")
+    axes = "choose.space=['strategy=ddp,single','train.micro_batch_size=4']"
+    winners = []
+    for launcher in (FakeLauncher(speed=speed, seconds=20.0), FakeLauncher()):
+        run_search(tmp_path, launcher, axes, *FEW[1:], *arguments, planner=FormulaPlanner(estimate))
+        winners.append(document(tmp_path)["winner"]["overrides"])
+    assert launcher.ran == []
+    assert winners[0] == winners[1]
+    assert "strategy=single" in winners[0]
 
 
 def test_single_is_the_reference_if_it_is_no_candidate(tmp_path: Path) -> None:
@@ -247,8 +285,11 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["choose.objective=cost"], "choose.objective=cost needs a price: set cluster.price_per_gpu_hour"),
-        (["choose.objective=cost", "cluster.device=cpu", "cluster.price_per_gpu_hour=2"], "a run on CPUs has no price"),
+        (
+            ["choose.objective=cost", "cluster=slurm"],
+            "choose.objective=cost needs a price: set cluster.price_per_gpu_hour",
+        ),
+        (["choose.objective=cost"], "choose.objective=cost needs GPUs, because a run on CPUs has no price"),
         (["cluster.wait=false"], "choose decides by the results of its trials, so it waits"),
         (["choose.space=[nothing]"], "choose.space"),
     ],

@@ -25,11 +25,11 @@ def pruned(micro_batch: int, reason: str) -> Candidate:
 
 
 def test_reasons_of_candidates_without_a_trial_are_not_repeated() -> None:
-    waiting = pruned(2, "not tried: micro-batch 4 is measured or forecast to be better")
+    waiting = pruned(2, "not tried: micro-batch 4 of this family is measured or forecast to be better")
     text = printed([waiting])
     assert "Not tried: 1 configuration\n" in text
     assert text.count("not tried") == 1, "the title of the column"
-    assert "micro-batch 4 is measured or forecast to be better" in text
+    assert "micro-batch 4 of this family is measured or forecast to be better" in text
 
 
 def test_reasons_with_different_names_are_counted_apart() -> None:
@@ -46,7 +46,7 @@ def test_reasons_with_different_names_are_counted_apart() -> None:
 
 
 def test_many_candidates_without_a_trial_are_counted_by_reason() -> None:
-    ratios = [pruned(size, f"not tried: its forecast is 1.{size} times worse than the best") for size in range(1, 5)]
+    ratios = [pruned(size, f"not tried: its forecast is 1.{size} times the time of the best") for size in range(1, 5)]
     others = [
         pruned(5, "invalid: no multiple"),
         *(
@@ -57,7 +57,7 @@ def test_many_candidates_without_a_trial_are_counted_by_reason() -> None:
     lines = printed([*others, *ratios]).splitlines()
     assert [line.split() for line in lines[-4:]] == [
         ["Not", "tried:", "7", "configurations"],
-        ["4", *["its", "forecast", "is", "N", "times", "worse", "than", "the", "best"]],
+        ["4", *["its", "forecast", "is", "N", "times", "the", "time", "of", "the", "best"]],
         ["2", *["the", "budget", "of", "240", "GPU-seconds", "is", "used", "up"]],
         ["1", "invalid"],
     ]

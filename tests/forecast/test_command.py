@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -221,11 +222,14 @@ def test_runs_that_cannot_be_forecast_are_explained(tmp_path: Path, capsys: pyte
 
 
 def test_without_a_run_the_newest_sweep_is_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        write_profiled(tmp_path / "multirun_outputs" / "distexp" / name, profiled_record())
+    for name, age_s in {"a": 0, "b": 3600, "c": 7200}.items():
+        sweep = write_profiled(tmp_path / "multirun_outputs" / "distexp" / name, profiled_record())
+        for path in sweep.rglob("*"):
+            changed_at = path.stat().st_mtime - age_s
+            os.utime(path, (changed_at, changed_at))
     assert main(["cluster.nodes=1", "forecast.memory=off"]) == 0
     printed = capsys.readouterr()
-    assert printed.err.startswith("newest sweep: multirun_outputs/distexp/")
+    assert printed.err.startswith("newest sweep: multirun_outputs/distexp/a\n")
     assert printed.out.startswith("2 workers: 100% efficiency")
 
 

@@ -312,6 +312,20 @@ def test_changes_that_may_fit_are_not_ruled_out(capsys: pytest.CaptureFixture[st
     assert "\nno change is certain to make it fit: use more GPUs" in text
 
 
+def test_changes_whose_error_is_unknown_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    def large(config: Config) -> Estimate:
+        is_sharded = config.deepspeed.zero_stage == 3
+        needed, bound = (5_000.0, None) if is_sharded else (20_000.0, 0.15)
+        return Estimate(peak_allocated_mib=needed, required_mib=needed, host_mib=needed, on_cpu=True, error_bound=bound)
+
+    arguments = ("zero_stage=2", "cluster.device=cpu", "cluster.workers_per_node=2", "plan.host_memory_gb=10")
+    with composed([*PLAN, *arguments]) as (found, make):
+        run_plan(found, make, FormulaPlanner(large))
+    text = capsys.readouterr().out
+    assert "no change is certain to make it fit" in text
+    assert "  zero_stage=3: needs 4.88 GB" in text
+
+
 def test_if_nothing_fits_on_cpus_no_gpus_are_proposed(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, ("strategy=single", "cluster.device=cpu", "plan.host_memory_gb=1"))
     assert "\nno change makes it fit: use fewer workers, or a machine with more memory\n" in text
