@@ -14,10 +14,8 @@ MARK_NOTE = "This run, or the run it is compared with, was slowed down by anothe
 
 def describe_disturbances(overview: Overview) -> Iterator[str]:
     """Yield each such run with what shows it, and what the report does not conclude from it."""
-    found = [(group, reason) for group in overview.groups if (reason := group.disturbance)]
-    for group, reason in found[:MAX_DISTURBED]:
-        label = overview.describe(group)
-        yield f"{label[0].upper()}{label[1:]} was disturbed: {reason}."
+    found = list(_disturbed_runs(overview))
+    yield from found[:MAX_DISTURBED]
     if len(found) > MAX_DISTURBED:
         yield f"{len(found) - MAX_DISTURBED} more were disturbed."
     large = [group.label for group in overview.groups if overview.exceeds_workers(group)]
@@ -26,6 +24,22 @@ def describe_disturbances(overview: Overview) -> Iterator[str]:
         start = f"{DISTURBED_MARK}: The speedup of {name_runs(large)} is larger than {their} of workers."
         yield f"{start} Do not trust the baseline, {overview.describe(overview.baseline)}."
         yield explain_slow_baseline(overview.baseline)
-    if found:
+    if any(group.disturbance for group in overview.groups):
         yield f"{DISTURBED_MARK}: {MARK_NOTE}"
         yield "Repeat these runs when no other program needs the machine."
+
+
+def _disturbed_runs(overview: Overview) -> Iterator[str]:
+    """Yield a sentence for each disturbed training, and for each disturbed run whose repeats were not."""
+    for group in overview.groups:
+        if reason := group.disturbance:
+            yield f"{_capitalize(overview.describe(group))} was disturbed: {reason}."
+            continue
+        for row in group.counted_rows:
+            if row.disturbance:
+                label = _capitalize(overview.describe(group, row.label))
+                yield f"{label} was disturbed: {row.disturbance}. Its speed does not count, that of its repeats does."
+
+
+def _capitalize(text: str) -> str:
+    return text[0].upper() + text[1:]

@@ -53,6 +53,11 @@ MEMORIES = {
 }
 """Metrics of memory, by preference: a run is compared by the first that was measured."""
 
+SPEEDS = frozenset(
+    {SPEED, STEP_NOISE, SPEEDUP, EFFICIENCY, "tokens_per_second", "mfu_pct", "mfu_of_ceiling_pct", "hfu_pct"}
+)
+"""Metrics in the tables that a disturbed run does not show."""
+
 PARTS_TOTAL = "parts_mib"
 NOT_OFFLOADED = "parts_not_offloaded_mib"
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distexp.report.data.environment_settings import is_environment_setting, is_hardware, knows_hardware
-from distexp.report.data.metrics import CPU_PEAK, METRICS_BY_NAME, SPEED, STEP_NOISE, Metric
+from distexp.report.data.metrics import CPU_PEAK, METRICS_BY_NAME, SPEED, SPEEDS, STEP_NOISE, Metric
 from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import SEED, short_name
 from distexp.report.data.settings import format_setting, task_name, training_key
 from distexp.report.data.varying import varying_settings
-from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.noise import CPU_MEMORY_MIB, Deviation, pool_deviations, speed_noise
 
 
@@ -83,9 +82,13 @@ class RunGroup:
 
     @property
     def disturbance(self) -> str | None:
-        """Return what shows that something else slowed a counted run down; None if nothing does."""
-        found = (describe_disturbance(row.record) for row in self.counted_rows)
-        return next(filter(None, found), None) if self.completed else None
+        """Return what shows that something else slowed all counted runs down; None if a speed of them counts."""
+        return None if self.undisturbed_rows else self.counted_rows[0].disturbance
+
+    @property
+    def undisturbed_rows(self) -> tuple[Row, ...]:
+        """Counted runs that nothing else slowed down."""
+        return tuple(row for row in self.counted_rows if row.disturbance is None)
 
     @property
     def task(self) -> str:
@@ -118,8 +121,9 @@ class RunGroup:
         return Spread(mean, deviation, None if noise is None else abs(mean) * noise)
 
     def values(self, name: str) -> list[float]:
-        """Return the values of a metric of the counted runs."""
-        return [value for row in self.counted_rows if (value := row.metrics[name]) is not None]
+        """Return the values of a metric of the counted runs; of a speed, those of the undisturbed ones if any are."""
+        rows = (self.undisturbed_rows if name in SPEEDS else ()) or self.counted_rows
+        return [value for row in rows if (value := row.metrics[name]) is not None]
 
     def _relative_noise(self, name: str, count: int) -> float | None:
         """Return the noise of a metric's mean over some runs, relative to the mean; None if unknown."""

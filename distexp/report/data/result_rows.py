@@ -9,8 +9,6 @@ from typing import Any
 from distexp.config.flatten import flatten
 from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import WORKERS
-from distexp.runs.disturbance import describe_disturbance
-from distexp.runs.record import RunRecord
 
 ResultRow = dict[str, Any]
 
@@ -20,7 +18,7 @@ def result_row(row: Row) -> ResultRow:
     record = row.record
     found: ResultRow = {
         "run": row.label,
-        **_run_values(record),
+        **_run_values(row),
         "world_size": row.settings[WORKERS],
         **row.metrics,
         **{f"config.{key}": value for key, value in flatten(record.config)},
@@ -31,16 +29,16 @@ def result_row(row: Row) -> ResultRow:
     return {name: json.dumps(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-def _run_values(record: RunRecord) -> ResultRow:
+def _run_values(row: Row) -> ResultRow:
     """Return what identifies a run, and how it ended."""
-    run, error = record.run, record.error
+    record, run, error = row.record, row.record.run, row.record.error
     return {
         "run_id": run.id,
         "name": run.name,
         "number": run.number,
         "overrides": " ".join(run.overrides),
         "status": record.status,
-        "disturbance": describe_disturbance(record) if record.status == "completed" else None,
+        "disturbance": row.disturbance,
         **{f"error_{key}": getattr(error, key, None) for key in ("type", "message", "phase", "rank")},
         "started_at": run.started_at,
         "hosts": " ".join(run.hosts),

@@ -11,6 +11,7 @@ from typing import Any
 
 from distexp.report.data.metrics import read_metrics
 from distexp.report.data.settings import read_settings
+from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.printable import printable
 from distexp.runs.record import RunRecord
 from distexp.runs.record_search import find_records
@@ -37,6 +38,11 @@ class Row:
     def completed(self) -> bool:
         """Return whether the training finished."""
         return self.record.status == "completed"
+
+    @property
+    def disturbance(self) -> str | None:
+        """Return what shows that something else slowed the completed run down; None if nothing does."""
+        return describe_disturbance(self.record) if self.completed else None
 
 
 def row_from_record(record: RunRecord, label: str, path: Path | None = None) -> Row:

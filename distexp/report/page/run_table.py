@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import quote
 
 from distexp.report.data.failures import failure_reason
-from distexp.report.data.metrics import Metric
-from distexp.report.data.overview import Overview
+from distexp.report.data.metrics import EFFICIENCY, SPEED, SPEEDUP, Metric
+from distexp.report.data.overview import DISTURBED_MARK, Overview
 from distexp.report.data.rows import Row
 from distexp.report.data.settings import format_setting
 from distexp.runs.run_dir import LOGS, MEMORY, METRICS, PROFILE, RECORD
@@ -70,7 +70,13 @@ def _metric_column(overview: Overview, metric: Metric) -> dict[str, Any]:
 def _marks(overview: Overview, metric: Metric) -> list[str]:
     """Return the mark behind a metric of each run."""
     marks = {id(row): overview.mark(metric.name, group) for group in overview.groups for row in group.rows}
-    return [marks[id(row)] for row in overview.rows]
+    return [DISTURBED_MARK if _is_disturbed(row, metric) else marks[id(row)] for row in overview.rows]
+
+
+def _is_disturbed(row: Row, metric: Metric) -> bool:
+    """Return whether a metric is the speed of a disturbed run, whose repeats may be undisturbed."""
+    is_speed = metric.name in (SPEED, SPEEDUP, EFFICIENCY) and row.metrics[metric.name] is not None
+    return is_speed and row.disturbance is not None
 
 
 def _digits(metric: Metric) -> int:

@@ -94,3 +94,19 @@ def test_the_table_of_the_page_has_the_marks(tmp_path: Path) -> None:
     assert columns["samples/s"]["marks"] == ["!", ""]
     assert columns["speedup"]["marks"] == ["!", "!"]
     assert "marks" not in columns["train loss"]
+
+
+def test_one_disturbed_repeat_does_not_disqualify_the_others(tmp_path: Path) -> None:
+    repeats = [record(n, run_id="a", speed=speed, loss=2.0 + n) for n, speed in enumerate((100.0, 102.0, 20.0))]
+    runs = [*repeats[:2], uneven(repeats[2], 5.0), record(3, strategy="fsdp", speed=50.0)]
+    text = unwrapped(printed(runs))
+    assert "101.0 ± 1.4 " in text
+    assert "3.0000 ± 1.0000" in text, "the losses of all repeats"
+    assert "Run 2 (strategy=ddp) was disturbed: its mean step took 5.0 times as long as its median step." in text
+    assert "Fastest: run 0 +2" in text
+    assert "!" not in text
+    overview = Overview.from_records(runs)
+    columns = {column["title"]: column for column in run_table(overview, tmp_path)["columns"]}
+    assert columns["samples/s"]["marks"] == ["", "", "!", ""]
+    repeats[:2] = [uneven(run, 2.0) for run in repeats[:2]]
+    assert "Run 0 +2 (strategy=ddp) was disturbed" in unwrapped(printed(runs)), "all are"
