@@ -189,20 +189,27 @@ class MetricsLogger:
         self.clock.restart()
         self.waits.start_step(measured=False)
 
-    def end_epoch(self, evaluation: Evaluation | None) -> None:
-        """Record the mean loss of an epoch, and the evaluation after it; None if there was none."""
+    def end_epoch(self, evaluation: Evaluation | None, *, has_accuracy: bool) -> None:
+        """Record the training of an epoch, and the evaluation after it.
+
+        Args:
+            evaluation: The evaluation; None if there was none.
+            has_accuracy: Whether the task has an accuracy, as image classification has.
+        """
         self.history.reduce()
         metrics = self.metrics
         starts_at = len(metrics.train_losses) * self.plan.steps_per_epoch
-        epoch_losses = self.history.losses[starts_at:]
-        metrics.train_losses.append(sum(epoch_losses) / len(epoch_losses))
+        losses, accuracies = self.history.losses[starts_at:], self.history.accuracies[starts_at:]
+        metrics.train_losses.append(sum(losses) / len(losses))
+        if has_accuracy:
+            metrics.train_accuracies.append(sum(accuracies) / len(accuracies))
         if evaluation is None:
             self.events.emit(epoch=len(metrics.train_losses), train_loss=metrics.train_losses[-1])
             return
-        self._record_evaluation(evaluation, starts_at)
+        self._record_evaluation(evaluation)
 
-    def _record_evaluation(self, evaluation: Evaluation, starts_at: int) -> None:
-        """Record the evaluation after an epoch that started at a step."""
+    def _record_evaluation(self, evaluation: Evaluation) -> None:
+        """Record the evaluation after an epoch."""
         metrics = self.metrics
         metrics.eval_losses.append(evaluation.loss)
         metrics.eval_loss = evaluation.loss
@@ -210,8 +217,6 @@ class MetricsLogger:
         metrics.eval_samples_per_second = evaluation.samples / evaluation.seconds
         accuracy, top5_accuracy = evaluation.accuracies or (None, None)
         if accuracy is not None and top5_accuracy is not None:
-            epoch_accuracies = self.history.accuracies[starts_at:]
-            metrics.train_accuracies.append(sum(epoch_accuracies) / len(epoch_accuracies))
             metrics.eval_accuracies.append(accuracy)
             metrics.eval_top5_accuracies.append(top5_accuracy)
         self.events.emit(

@@ -13,6 +13,8 @@ from distexp.runs.record import RunRecord
 from distexp.worker import rank
 from tests.helpers.runs import make_spec
 
+IMAGES = ("model=resnet_tiny", "dataset.num_classes=10", "dataset.eval_size=8")
+
 SMALL = (
     "model=gpt_tiny", "strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu",
     "dataset=synthetic", "dataset.train_size=16", "dataset.eval_size=4", "dataset.max_length=16",
@@ -37,3 +39,10 @@ def test_a_training_without_evaluation_has_the_same_losses(one_rank_group: None,
     assert "eval" not in {event.get("phase") for event in events}
     assert [event["epoch"] for event in events if "epoch" in event] == [1, 2]
     assert shorter.run.id != usual.run.id
+
+
+def test_a_training_without_evaluation_has_the_same_accuracies(one_rank_group: None, tmp_path: Path) -> None:
+    usual, shorter = run(tmp_path / "a", *IMAGES), run(tmp_path / "b", *IMAGES, "train.evaluate=false")
+    assert len(usual.metrics.train_accuracies) == 2
+    assert shorter.metrics.train_accuracies == usual.metrics.train_accuracies
+    assert shorter.metrics.eval_accuracies == []

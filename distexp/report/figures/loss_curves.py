@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from distexp.report.traces import RunTrace
+from distexp.runs.record import RunRecord
 
 SAME_LOSS = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
 """Largest relative difference of the same training: strategies sum in different orders."""
@@ -49,9 +50,17 @@ def _evaluation_losses(trace: RunTrace) -> Losses:
     metrics = trace.row.record.metrics
     if not metrics.steps_per_epoch:
         return {}
-    steps = (epoch * metrics.steps_per_epoch for epoch in range(1, len(metrics.eval_losses) + 1))
+    first = _first_evaluated_epoch(trace.row.record)
+    steps = (epoch * metrics.steps_per_epoch for epoch in range(first, first + len(metrics.eval_losses)))
     last = metrics.total_steps
     return {min(step, last or step): loss for step, loss in zip(steps, metrics.eval_losses, strict=True)}
+
+
+def _first_evaluated_epoch(record: RunRecord) -> int:
+    """Return the first epoch with an evaluation, from 1. A resumed training may have changed ``train.evaluate``."""
+    if not (record.config.get("train") or {}).get("evaluate", True):
+        return 1
+    return max(len(record.metrics.train_losses) - len(record.metrics.eval_losses), 0) + 1
 
 
 def relative_differences(losses: Losses, baseline: Losses) -> Losses:

@@ -296,6 +296,15 @@ def losses_of(path: Path, gaps: Sequence[float]) -> Figure:
     return figures(path)["losses"]
 
 
+@pytest.mark.parametrize(("evaluates", "step"), [(True, 60), (False, 20)])
+def test_an_evaluation_is_drawn_after_its_epoch(evaluates: bool, step: int, tmp_path: Path) -> None:
+    """One of three epochs was evaluated: the last one, or the first one if evaluations were switched off later."""
+    run = enrich(record(0, train__evaluate=evaluates))
+    run.metrics.total_steps, run.metrics.train_losses, run.metrics.eval_losses = 60, [2.5, 2.2, 2.0], [2.1]
+    _, rings = layers_of(figures(with_traces(tmp_path, [run]))["losses"].panels[0])
+    assert values_of(rings, "step") == [step]
+
+
 def values_of(layer: dict[str, Any], name: str) -> list[Any]:
     return [row[name] for row in layer["data"]["values"]]
 
