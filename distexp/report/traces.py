@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ class MemoryCurve:
 
     Attributes:
         kind: ``gpu`` or ``cpu``.
-        points: Seconds since the first sample, and MiB. Each is the peak of an interval, so that peaks are kept.
+        points: Seconds since the first sample, and MiB. Each is the peak of an interval within a phase.
     """
 
     node: int
@@ -167,8 +168,9 @@ def read_memory(directory: Path) -> MemoryTrace:
     if not nodes:
         return MemoryTrace()
     start = min(samples[0].unix_time_s for samples in nodes.values())
-    curves = [curve for node, samples in nodes.items() for curve in _memory_curves(node, samples, start)]
-    return MemoryTrace(tuple(curves), tuple(_phase_intervals(nodes[min(nodes)], start)))
+    phases = tuple(_phase_intervals(nodes[min(nodes)], start))
+    curves = [curve for node, samples in nodes.items() for curve in _memory_curves(node, samples, start, phases)]
+    return MemoryTrace(tuple(curves), phases)
 
 
 def _read_nodes(directory: Path) -> dict[int, list[MemorySample]]:
@@ -186,7 +188,9 @@ def _read_samples(path: Path) -> list[MemorySample]:
     return [sample for sample in samples if sample.used_mib is not None]
 
 
-def _memory_curves(node: int, samples: Sequence[MemorySample], start: float) -> Iterator[MemoryCurve]:
+def _memory_curves(
+    node: int, samples: Sequence[MemorySample], start: float, phases: Sequence[PhaseInterval]
+) -> Iterator[MemoryCurve]:
     for kind in (GPU, CPU):
         peaks: dict[float, float] = {}
         for sample in samples:
@@ -194,19 +198,23 @@ def _memory_curves(node: int, samples: Sequence[MemorySample], start: float) -> 
                 second = sample.unix_time_s - start
                 peaks[second] = max(peaks.get(second, 0.0), sample.used_mib)
         if peaks:
-            points = tuple((round(second, 2), round(mib, 1)) for second, mib in _thin(sorted(peaks.items())))
-            yield MemoryCurve(node, kind, points)
+            points = [(round(second, 2), round(mib, 1)) for second, mib in sorted(peaks.items())]
+            yield MemoryCurve(node, kind, tuple(_thin(points, [phase.begin_s for phase in phases])))
 
 
-def _thin(points: Points) -> Points:
-    """Return the peaks of MAX_POINTS intervals, at the first time of each."""
+def _thin(points: Points, phases: Sequence[float]) -> Points:
+    """Return the peaks of MAX_POINTS intervals, at the first time of each.
+
+    An interval ends at the start of a phase, so that each peak is in its own phase.
+    """
     width = (points[-1][0] - points[0][0]) / MAX_POINTS
     if len(points) <= MAX_POINTS or not width:
         return points
-    intervals: dict[float, tuple[float, float]] = {}
+    intervals: dict[tuple[int, float], tuple[float, float]] = {}
     for second, mib in points:
-        first, peak = intervals.get(second // width, (second, mib))
-        intervals[second // width] = (first, max(peak, mib))
+        key = bisect_right(phases, second), second // width
+        first, peak = intervals.get(key, (second, mib))
+        intervals[key] = (first, max(peak, mib))
     return list(intervals.values())
 
 

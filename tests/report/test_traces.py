@@ -15,11 +15,24 @@ def test_thinned_curves_keep_the_peaks_of_the_gpu_that_uses_most(tmp_path: Path)
     curves = read_memory(tmp_path / "memory").curves
     assert [(curve.node, curve.kind) for curve in curves] == [(0, "gpu"), (0, "cpu"), (1, "gpu"), (1, "cpu")]
     for curve in curves:
-        assert len(curve.points) <= MAX_POINTS + 1
+        assert len(curve.points) <= MAX_POINTS + 4, "at most one more for each phase"
         seconds = [second for second, _ in curve.points]
         assert seconds == sorted(seconds)
         assert seconds[0] == 0
     assert max(mib for _, mib in curves[0].points) == 1000.0
+
+
+def test_a_thinned_peak_stays_in_its_phase(tmp_path: Path) -> None:
+    """The profiler starts between two samples of one interval, and needs more memory than the training."""
+    (tmp_path / "memory").mkdir()
+    lines = ["unix_time_s,phase,kind,index,used_mib,total_mib,utilization_pct,power_w"]
+    for n in range(1000):
+        phase, mib = ("train", 5000.0) if n < 602 else ("profile", 9000.0)
+        lines.append(f"{1000 + n / 10:.1f},{phase},gpu,0,{mib},143771,90,500")
+    (tmp_path / "memory" / "node0.csv").write_text("\n".join(lines) + "\n")
+    trace = read_memory(tmp_path / "memory")
+    assert len(trace.curves[0].points) < 1000
+    assert {mib for second, mib in trace.curves[0].points if second < trace.phases[1].begin_s} == {5000.0}
 
 
 def test_short_curves_are_not_thinned(tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ def _highest_peak(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
     yield f"Highest peak: {highest.mib:,.0f} MiB{during}, {highest.trace.name}."
     left_out = {interval.phase for trace in traces for interval in trace.phases} & {SEARCH, PROFILE}
     if left_out:
-        yield f"Not counted, as in the table: {' and '.join(sorted(left_out))}."
+        phases, are = ("phases", "are") if len(left_out) > 1 else ("phase", "is")
+        yield f"As in the table, the {phases} {' and '.join(sorted(left_out))} {are} not counted."
 
 
 def _uneven_nodes(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:

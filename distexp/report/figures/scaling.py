@@ -40,7 +40,8 @@ def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | No
         panel for title in titles for panel in _panels([series for series in ordered if series.title == title], curves)
     )
     built = (build_scaling_table(overview), build_nodes_table(overview), build_forecast_table(overview, forecasts))
-    sentences = [text for series in overview.series if series.has_several_sizes for text in _describe(series)]
+    known = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
+    sentences = [text for series in known for text in _describe(series)]
     caption = _caption(overview, has_forecasts=bool(curves)) if panels else ""
     tables = tuple(table for table in built if table)
     return Figure("scaling", "Scaling", panels, caption, tuple(sentences[:MAX_SENTENCES]), tables)

@@ -43,6 +43,7 @@ def sentence_words(path: Path) -> list[int]:
     return [len(text.split()) for figure in figures(path).values() for text in figure.sentences]
 
 
+LEFT_OUT = "As in the table, the phase profile is not counted."
 OFFLOAD = "bloom_560m  1  true  false  {0}x"
 STRONG = "Strong scaling, 1 to 8 workers: {0}x as fast (ideal: 8x), efficiency {1}."
 
@@ -116,6 +117,14 @@ def test_energy_has_a_front_of_its_own(tmp_path: Path) -> None:
     line, points = layers_of(figure.panels[0])[:2]
     assert (values_of(line, "run"), values_of(points, "cost")) == (["1", "0"], [0.5, 0.25])
     assert "Pareto front: no other run is both more economical and faster." in figure.caption
+
+
+def test_disturbed_runs_have_no_sentence_about_scaling(tmp_path: Path) -> None:
+    path = growing_sweep(tmp_path)
+    runs = [row.record for row in load_rows([path])[0]]
+    runs[0].metrics.step_time_s, runs[0].metrics.train_steps_per_second = {"p50": 0.1}, 5.0
+    figure = build_figures(Overview.from_records(runs), [])
+    assert [one.sentences for one in figure if one.name == "scaling"] == [()]
 
 
 def test_weak_scaling_compares_the_work_per_second(tmp_path: Path) -> None:
@@ -405,10 +414,8 @@ def test_the_highest_peak_is_that_of_the_table(tmp_path: Path) -> None:
     later = "1040.0,profile,{0},0,9000.0,143771,90,500\n1041.0,eval,{0},0,{1},143771,90,500\n"
     trace.write_text(trace.read_text() + later.format("gpu", 8000.0) + later.format("cpu", 7000.0))
     text = text_of(path, "gpu_memory")
-    assert "Highest peak: 5,000 MiB in phase train, run 0.\nNot counted, as in the table: profile." in text
-    assert "Highest peak: 7,000 MiB in phase eval, run 0.\nNot counted, as in the table: profile." in text_of(
-        path, "cpu_memory"
-    )
+    assert f"Highest peak: 5,000 MiB in phase train, run 0.\n{LEFT_OUT}" in text
+    assert f"Highest peak: 7,000 MiB in phase eval, run 0.\n{LEFT_OUT}" in text_of(path, "cpu_memory")
 
 
 def test_the_step_times_of_lines_with_warm_up_or_profiled_steps_are_not_drawn(tmp_path: Path) -> None:
