@@ -37,7 +37,7 @@ def training_micro_batches(config: Config, samples: Samples, *, epochs: int) -> 
 def max_targets(config: Config, data: TaskData) -> dict[int, int]:
     """Return the largest number of targets of a micro-batch, by its number of samples.
 
-    Both kinds of micro-batches are included, those of the training and those of the evaluation.
+    The micro-batches are those of the training, and those of the evaluation if the run evaluates.
 
     Returns:
         Without a kind whose targets are not known before the samples are read.
@@ -56,7 +56,7 @@ def _micro_batch_targets(config: Config, data: TaskData) -> Iterator[tuple[Tenso
     if targets is not None and _has_prompts(data.train):
         yield training_micro_batches(config, data.train, epochs=MAX_EPOCHS), targets
     _, targets = token_counts(data.evaluation)
-    if targets is not None and _has_prompts(data.evaluation):
+    if train.evaluate and targets is not None and _has_prompts(data.evaluation):
         size = train.eval_batch_size or train.micro_batch
         sharding = BatchSharding(0, config.cluster.world_size, size)
         sampler = ShardedBatchSampler(len(data.evaluation), sharding, seed=train.seed, shuffle=False)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from distexp.data.base import TARGET_POSITIONS, Batch, TaskData
 from distexp.data.loader import ShardedLoader
 from distexp.data.sampler import PaddedDataset
+from distexp.data.text import TextCollate, TokenSamples
 from distexp.distributed.context import Context
 from distexp.worker.build import load_data, make_loaders
+from distexp.worker.target_counts import max_targets
 from tests.helpers.generated_data import write_squad
 from tests.helpers.runs import resolve_cell
 
@@ -75,3 +78,11 @@ def test_batches_without_compilation_keep_few_tokens(tmp_path: Path) -> None:
     batches, _ = load_batches(0, tmp_path, "train.micro_batch_size=24")
     assert len(kept(batches)) > 1
     assert all(len(batch.inputs[TARGET_POSITIONS]) <= batch.num_targets + 8 for batch in batches)
+
+
+def test_an_evaluation_set_that_is_not_used_may_be_empty() -> None:
+    """A custom dataset may have none."""
+    some = TokenSamples(np.arange(8, dtype=np.int32), np.array([4, 8]), np.array([2, 1], dtype=np.int32))
+    none = TokenSamples(some.tokens[:0], some.ends[:0], some.prompt_lengths[:0])
+    config = resolve_cell(*RUN, "dataset=squad_sample", "train.micro_batch_size=1", "train.evaluate=false")
+    assert max_targets(config, TaskData("causal_lm", some, none, TextCollate(0, 8))) == {1: 3}
