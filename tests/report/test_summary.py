@@ -85,10 +85,11 @@ def test_a_price_and_a_co2e_that_are_missing_have_a_reason() -> None:
     asked = {"cluster__price_per_gpu_hour": 2.5, "cluster__gco2_per_kwh": 380.0}
     text = unwrapped(printed([record(n, **asked, train__seed=n) for n in range(2)]))
     assert text.count("No price: cluster.price_per_gpu_hour is for GPUs, and the run used CPUs.") == 1
-    assert (
-        text.count("No CO2e: the energy of the CPUs (RAPL, which most kernels allow only root to read) is unknown.")
-        == 1
-    )
+    unknown = "No CO2e: the energy of the CPUs (RAPL; on most systems only root can read it) is unknown."
+    assert text.count(unknown) == 1
+    unmeasured = unwrapped(printed([record(0, **asked, measure__enabled=False)]))
+    assert "No CO2e: measure.enabled=false." in unmeasured
+    assert "RAPL" not in unmeasured
     measured = record(0, **asked, peak=1000.0)
     measured.metrics.energy = {"kwh": 1.0, "co2e_g": 380.0, "price": 2.5}
     for run in (record(0), measured, record(0, status="invalid", **asked)):
