@@ -85,4 +85,4 @@ def test_an_evaluation_set_that_is_not_used_may_be_empty() -> None:
     some = TokenSamples(np.arange(8, dtype=np.int32), np.array([4, 8]), np.array([2, 1], dtype=np.int32))
     none = TokenSamples(some.tokens[:0], some.ends[:0], some.prompt_lengths[:0])
     config = resolve_cell(*RUN, "dataset=squad_sample", "train.micro_batch_size=1", "train.evaluate=false")
-    assert max_targets(config, TaskData("causal_lm", some, none, TextCollate(0, 8))) == {1: 3}
+    assert max_targets(config, TaskData("causal_lm", some, none, TextCollate(0, 8), 9)) == {1: 3}
