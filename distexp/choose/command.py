@@ -95,18 +95,7 @@ def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> lis
     """Return all candidates with their predictions and forecasts. Those that do not fit are pruned."""
     command = settings.command
     candidates = make_space(make, command, settings.section.gpus, read_axes(settings.section.space, command))
-    waiting = sum(candidate.status is Status.WAITING for candidate in candidates)
-    trials = (
-        ""
-        if settings.section.dry_run
-        else (
-            f", which can take minutes. The trials then take about {settings.section.budget_min:g} min at most "
-            "(choose.budget_min)"
-        )
-    )
-    print(
-        f"distexp: predicting the memory of some of {format_count(waiting, 'configuration')}{trials}", file=sys.stderr
-    )
+    _announce(candidates, settings)
     prune_by_plan(
         candidates,
         planner.estimate,
@@ -116,6 +105,21 @@ def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> lis
     )
     set_forecasts(candidates)
     return candidates
+
+
+def _announce(candidates: Sequence[Candidate], settings: Settings) -> None:
+    """Print how many configurations may be predicted, and how long the trials may take."""
+    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
+    if not waiting:
+        return
+    text = f"predicting the memory of up to {format_count(len(waiting), 'configuration')}"
+    if not settings.section.dry_run:
+        most, minutes = max(candidate.workers for candidate in waiting), settings.section.budget_min
+        text += (
+            f", which can take minutes. The trials then use at most {minutes * most:g} GPU-minutes "
+            f"(choose.budget_min={minutes:g} x {format_count(most, 'worker')})"
+        )
+    print(f"distexp: {text}", file=sys.stderr)
 
 
 def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> None:
@@ -172,8 +176,9 @@ def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) ->
     done = sum(trial.status is not None for trial in state.trials)
     for best in ranked(outcome.usable, outcome.settings.objective)[:1]:
         print(f"distexp: best so far: {label(best)}: {describe_values(mean_metrics(best))}", file=sys.stderr)
+    kept = " They are kept." if done else ""
     print(
-        f"distexp: the search was interrupted after {format_count(done, 'trial')}. They are kept. To continue: "
+        f"distexp: the search was interrupted after {format_count(done, 'trial')}.{kept} To continue: "
         f"{suggest_command('resume', sweep_dir)}",
         file=sys.stderr,
     )

@@ -87,8 +87,8 @@ def _print_tables(
 The search would start with these trials: one micro-batch of each strategy and its settings. It skips those that
 cannot win any more. All of them cost {sum(costs):,.0f} GPU-seconds, with {STARTUP_S:.0f} s for each start-up.
 It also tries other micro-batches of the best ones, and repeats the best configurations with more steps.
-It ends at {budget:,.0f} GPU-seconds (choose.budget_min={budget_min:g} on all workers). A part of them is left for the
-trials that compare the losses. Nothing was started."""
+It ends at {budget:,.0f} GPU-seconds (choose.budget_min={budget_min:g} on all workers). A part of this time is left for
+the trials that compare the losses. Nothing was started."""
     )
     if hint := other_sizes_hint(outcome.candidates, outcome.settings):
         line(hint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import log1p, sqrt
 from operator import attrgetter
 
 from distexp.choose.candidate import Candidate, Objective, Status
@@ -37,17 +37,23 @@ class Margin:
     """How much worse one candidate is than another.
 
     Attributes:
-        value: Difference of the scores, relative to the score of the better one.
-        error: Half of the 95 % confidence interval of ``value``; None if it is unknown, as no trial was repeated.
+        value: Difference of the scores, relative to the score of the winner.
+        noise: Half of the 95 % confidence interval of the logarithm of their ratio; None if no trial was repeated. With
+            the logarithm, a candidate that is several times slower is not equal because of a large noise.
     """
 
     value: float
-    error: float | None
+    noise: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Return half of the 95 % confidence interval of ``value``, for a small noise; None if it is unknown."""
+        return None if self.noise is None else (1 + self.value) * self.noise
 
     @property
     def is_noise(self) -> bool:
         """Return whether the difference is within the noise. If the noise is unknown, it is not."""
-        return self.error is not None and abs(self.value) <= self.error
+        return self.noise is not None and abs(log1p(self.value)) <= self.noise
 
 
 def margin_between(
@@ -70,11 +76,12 @@ def margin_between(
     value = other_score / winner_score - 1
     shown = list(dict.fromkeys((winner, other, *candidates)))
     step = deviation_of_a_step(shown, objective) if squared_deviations(shown, objective)[1] else None
-    least = CPU_MEMORY_MIB / winner_score if objective is Objective.MEMORY and _is_on_cpus(winner) else None
+    is_host_memory = objective is Objective.MEMORY and _is_on_cpus(winner)
+    least = log1p(CPU_MEMORY_MIB / winner_score) if is_host_memory else None
     if step is None:
         return Margin(value, least)
     root = sqrt(sum(1 / sum(trial.steps for trial in candidate.completed) for candidate in (winner, other)))
-    return Margin(value, max((1 + value) * root * step.noise_of_mean(1), least or 0.0))
+    return Margin(value, max(root * step.noise_of_mean(1), least or 0.0))
 
 
 def _is_on_cpus(candidate: Candidate) -> bool:

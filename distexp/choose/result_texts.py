@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import expm1
 
 from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.equal_candidates import simplest
@@ -13,7 +14,6 @@ from distexp.choose.ranking import Margin, margin_between, ranked
 from distexp.choose.settings import Settings
 from distexp.plan.cells import replace_overrides
 from distexp.runs.copyable_command import copyable_override, shell_quote
-from distexp.runs.listing import format_count
 
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
@@ -54,13 +54,18 @@ def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
     share, error = margin.value, margin.error
     if objective is not Objective.THROUGHPUT:  # A saving is a share of what the second best needs.
         share, error = share / (1 + share), None if error is None else error / (1 + share) ** 2
-    if error is not None and margin.is_noise:
-        return f"equal within the noise of ±{format_share(error)} to {second}"
+    if margin.is_noise:
+        return f"equal within the noise of ±{format_noise(margin)} to {second}"
     if share < 0:  # The budget ended before the second best was repeated.
         return f"but a shorter trial of {second} was {format_share(-share)} better"
     if error is None:
         return f"{format_share(share)} {BETTER[objective]} {second} (noise unknown: no trial was repeated)"
     return f"{format_share(share)} (±{format_share(error)}) {BETTER[objective]} {second}"
+
+
+def format_noise(margin: Margin) -> str:
+    """Return the largest relative difference that may be noise."""
+    return format_share(expm1(margin.noise or 0.0))
 
 
 def equals_sentence(winner: Candidate, equal: Sequence[Candidate]) -> str:
@@ -73,8 +78,8 @@ def equals_sentence(winner: Candidate, equal: Sequence[Candidate]) -> str:
     simple = simplest([winner, *equal])
     name = "the winner" if simple is winner else label(simple)
     count = len(equal)
-    others = f"{format_count(count, 'configuration')} {'is' if count == 1 else 'are'} equal to it within the noise"
-    return f"not decided: {others} (= in the table). The simplest of all is {name}"
+    others = f"{count} other configuration{'' if count == 1 else 's'} may be as good as the winner (= in the table)"
+    return f"not decided: {others}, because the differences are within the noise. The simplest of them is {name}"
 
 
 def command_line(command: Sequence[str], candidate: Candidate) -> str:

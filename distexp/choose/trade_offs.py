@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from distexp.choose.candidate import Candidate, Objective
-from distexp.choose.labels import format_share, label
+from distexp.choose.labels import label
 from distexp.choose.mean_metrics import MeanMetrics, mean_metrics
 from distexp.choose.ranking import margin_between
+from distexp.choose.result_texts import format_noise
 
 SAME = 0.02
 """Relative difference from which a change is worth a mention."""
@@ -46,8 +47,8 @@ def _changes(candidate: Candidate, winner: Candidate, candidates: Sequence[Candi
             continue
         if not margin.is_noise:
             yield f"{100 * abs(change):.0f} % {more if change > 0 else less}"
-        elif objective is Objective.THROUGHPUT and margin.error is not None:
-            yield f"equal speed within the noise of ±{format_share(margin.error)}"
+        elif objective is Objective.THROUGHPUT:
+            yield f"equal speed within the noise of ±{format_noise(margin)}"
 
 
 def _relative_change(own: MeanMetrics, other: MeanMetrics, objective: Objective) -> float | None:

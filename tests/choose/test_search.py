@@ -92,14 +92,15 @@ def test_differences_within_the_noise_are_no_claims(tmp_path: Path, capsys: pyte
     assert len(steps) > 2
     assert "equal within the noise of ±" in found["sentence"]
     count = len(found["equal"])
-    assert count > 1
-    assert f"not decided: {count} configurations are equal to it within the noise (= in the table)" in out
+    assert count >= 1
+    others = "1 other configuration" if count == 1 else f"{count} other configurations"
+    assert f"not decided: {others} may be as good as the winner (= in the table)" in out
     assert sum(line.startswith("= ") for line in out.splitlines()) == count
     assert "strategy=ddp" in found["simplest"]
     assert ("or with the simplest of the equal" in out) == (found["simplest"] != found["winner"]["overrides"])
     alternatives = [line for line in out.splitlines() if line.startswith("or: ")]
     assert alternatives
-    assert all("equal speed within the noise of ±" in line and "50 % less memory" in line for line in alternatives)
+    assert all("50 % less memory" in line for line in alternatives)
 
 
 def test_a_winner_with_other_losses_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +227,8 @@ def test_an_interrupted_search_repeats_no_trial(tmp_path: Path, capsys: pytest.C
     with pytest.raises(KeyboardInterrupt):
         run_search(tmp_path, first, *FEW)
     err = capsys.readouterr().err
-    assert "4 configurations, which can take minutes. The trials then take about 10 min at most" in err
+    assert "predicting the memory of up to 4 configurations, which can take minutes" in err
+    assert "The trials then use at most 20 GPU-minutes (choose.budget_min=10 x 2 workers)" in err
     assert "best so far: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 3.9 GB" in err
     assert "interrupted after 3 trials. They are kept. To continue: distexp resume" in err
     assert document(tmp_path)["finished"] is False
