@@ -90,9 +90,7 @@ def _explain_value(error: Exception) -> str:
     file = IN_FILE.match(text)
     origin = f"{file[1]}.yaml: " if file else ""
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key in config_groups():
-        return (
-            f"{origin}{key} is a group and not a section: write '# @package _global_' into the first line of the file"
-        )
+        return f"{origin}{_explain_group(key, is_section=bool(file) and file[1].startswith(f'{key}/'))}"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         return f"{origin}{key} is not a key{suggest_key(key, known_keys()) or ': --cfg job prints all keys'}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
@@ -102,6 +100,18 @@ def _explain_value(error: Exception) -> str:
             given = f"{origin}{key}={cause.value}"
         return f"{given} must be {accepted}{_explain_other_unit(key, str(cause.value))}"
     return text if cause is error else f"{text.rstrip('.:')}: {_first_line(cause)}"
+
+
+def _explain_group(group: str, *, is_section: bool) -> str:
+    """Return the message for a group without keys, which got one.
+
+    Args:
+        group: The group.
+        is_section: A file of the group got it as its section, because it does not set its package.
+    """
+    if is_section:
+        return f"{group} is a group and not a section: write '# @package _global_' into the first line of the file"
+    return f"{group} has no keys: write {group}=OPTION"
 
 
 def _explain_other_unit(key: str, value: str) -> str:

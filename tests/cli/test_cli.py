@@ -137,6 +137,7 @@ WRONG = {  # command lines, with a part of their message
     "dataset=squad dataset.train_path=/nowhere.json dataset.eval_path=/nowhere.json": "/nowhere.json",
     "dataset=squad dataset.train_path=/etc/hostname": "dataset.eval_path",
     "model=resnet_tiny dataset=tinyimagenet": "dataset.root",
+    "sharding.x=1": "distexp: sharding has no keys: write sharding=OPTION\n",
     "+nonsense=1": "nonsense is not a key of the configuration",
     "+model.nonsense=1": "model.nonsense is not a key",
     "model.task=text": "model.task=text is not one of causal_lm, image_classification",
@@ -233,6 +234,7 @@ FILES = {  # presets, with the message about each
     "train: [\n": "mine.yaml is not valid YAML in line 2: expected the node content",
     "# @package _global_\ntrain: {sed: 1}\n": "distexp: experiment/mine.yaml: train.sed is not a key. Did you mean",
     "train: {seed: 1}\n": "distexp: experiment/mine.yaml: experiment is a group and not a section: write '# @packa",
+    "# @package _global_\nsharding: {x: 1}\n": "distexp: experiment/mine.yaml: sharding has no keys: write sharding=",
 }
 
 
