@@ -11,12 +11,12 @@ from distexp.config import ConfigError
 from distexp.exceptions import run_until_pipe_closes
 from distexp.explain.output import print_comparison, print_explanations
 from distexp.explain.profiled_runs import read_profiled_run, read_profiled_runs
-from distexp.runs.sweep_dirs import choose_newest_sweep
+from distexp.runs.sweep_dirs import CHOOSE, PREFLIGHT, choose_newest_sweep
 
 DESCRIPTION = """Show what the steps of a profiled run spend their time on, and what would
 make them faster. With two runs: why B is slower than A, part by part.
 Profile a run, or all runs of a sweep, with profile=true.
-A number is that run of the newest sweep: distexp explain 0 1"""
+A number chooses a run of the newest sweep: distexp explain 0 1"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def choose_directories(given: Sequence[Path]) -> list[Path]:
     numbers = {path for path in given if str(path).isdecimal() and not path.is_dir()}
     if given and not numbers:
         return list(given)
-    newest = choose_newest_sweep()
+    newest = choose_newest_sweep(leave_out=(PREFLIGHT, CHOOSE))
     return [newest / path if path in numbers else path for path in given] or [newest]
 
 

@@ -41,8 +41,8 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
         yield CPU_NOTE
         if abs(profile.overhead_ms) > LARGE_OVERHEAD * profile.step_ms:
             yield (
-                f"The profiled step took {profile.profiled_ms:,.1f} ms. The parts have its shares, and add up to the "
-                "median of the other steps."
+                f"The profiled step took {profile.profiled_ms:,.1f} ms. The percentages are those of the profiled "
+                "step. The times are scaled to the median of the other steps."
             )
 
 

@@ -18,6 +18,7 @@ from distexp.runs.printable import printable
 from distexp.runs.record import RunRecord
 from distexp.runs.record_search import read_records
 from distexp.runs.run_dir import COMMAND
+from distexp.runs.sweep_dirs import describe_no_training
 
 REPLACED = ("profile=", "train.profile_steps=", "hydra.sweep.", "sweep.resume=")
 """Overrides that a command with a profile has not, or has with other values."""
@@ -92,6 +93,8 @@ def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
     record = next((record for record in records if record.status == "completed"), None)
     if record is None:
         return f"{directory} has no profile, because the run is {records[0].status}: give a completed run"
+    if other := describe_no_training(record):
+        return f"{directory} {other}"
     if note := (record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile: {note}"
     sweep = _sweep_command(directory)

@@ -88,8 +88,8 @@ def describe_missing_cores(profile: StepProfile) -> str:
     if share is None or share < MISSING_CORES:
         return ""
     return (
-        f"For {share:.0%} of the step the ranks were ready to run, but other programs or threads had their cores. All "
-        "parts contain this time, and may differ in another run."
+        f"For {share:.0%} of the step the ranks had to wait for a free CPU core. This waiting is part of every time in "
+        "the table."
     )
 
 
@@ -139,8 +139,9 @@ def _waiting(share: float, profile: StepProfile) -> str:
         return f"ranks wait for each other for {share:.0%} of the step, and no single rank is the cause"
     if had_no_core(profile):
         return (
-            f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it had no core for "
-            f"{without_core_excess_ms(profile):,.1f} ms longer than the others: other programs may have used it"
+            f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it waited "
+            f"{without_core_excess_ms(profile):,.1f} ms longer for a free CPU core than the others: other programs may "
+            "have used it"
         )
     return (
         f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it spends "

@@ -15,7 +15,7 @@ from distexp.runs.step_parts import HIDDEN, PARTS
 BAR_WIDTH = 24
 BAR, HALF = "█", "▌"
 HIDDEN_TITLE = "hidden communication"
-WITHOUT_CORE_TITLE = "without a core"
+WITHOUT_CORE_TITLE = "waiting for a CPU core"
 """Time inside the parts."""
 
 

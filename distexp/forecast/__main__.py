@@ -17,7 +17,7 @@ from distexp.exceptions import run_until_pipe_closes
 from distexp.forecast.arguments import forecast_arguments
 from distexp.forecast.profiled_run import ProfiledRun, find_profiled_run
 from distexp.runs.json_files import read_json
-from distexp.runs.sweep_dirs import choose_newest_sweep
+from distexp.runs.sweep_dirs import CHOOSE, PREFLIGHT, choose_newest_sweep
 
 USAGE = """usage: distexp forecast [RUN] [KEY=VALUE ...] [--json]
 
@@ -77,7 +77,7 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:
             f"{len(directories)} directories ({' '.join(directories)}): give the directory of one profiled run, as in "
             "distexp forecast RUN cluster.nodes=2"
         )
-    directory = Path(directories[0]) if directories else choose_newest_sweep()
+    directory = Path(directories[0]) if directories else choose_newest_sweep(leave_out=(PREFLIGHT, CHOOSE))
     return find_profiled_run(directory.absolute()), overrides
 
 

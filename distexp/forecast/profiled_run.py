@@ -17,7 +17,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.record_search import read_records
 from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
 from distexp.runs.step_model import read_step_model
-from distexp.runs.sweep_dirs import not_a_sweep
+from distexp.runs.sweep_dirs import describe_no_training, not_a_sweep
 
 MAX_LISTED_RUNS = 5
 """Most runs that a message lists."""
@@ -121,6 +121,8 @@ def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
     if run is None:
         status = runs[0].record.status
         return f"{directory} has no profile, because the run is {status}: give a completed run with profile=true"
+    if other := describe_no_training(run.record):
+        return f"{directory} {other}"
     if note := (run.record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile for a forecast: {note}"
     options = [text for text in run.record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]

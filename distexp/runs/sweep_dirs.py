@@ -4,25 +4,55 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from distexp.config import ConfigError
-from distexp.runs.run_dir import COMMAND, OUTPUTS
+from distexp.runs.json_files import read_json
+from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import CHOICE, COMMAND, OUTPUTS
+
+PREFLIGHT, CHOOSE = "preflight.only=true", "choose.only=true"
+"""Arguments by which the launcher knows that it runs these commands."""
 
 
-def choose_newest_sweep() -> Path:
+def choose_newest_sweep(*, leave_out: Collection[str] = ()) -> Path:
     """Return the newest sweep below ``multirun_outputs/``, and print which one it is to stderr.
+
+    Args:
+        leave_out: Commands whose directories are no sweeps here, ``PREFLIGHT`` or ``CHOOSE``.
 
     Raises:
         ConfigError: if there is none.
     """
-    newest = max(_command_files(Path(OUTPUTS)), key=_modified, default=None)
+    files = sorted(_command_files(Path(OUTPUTS)), key=_modified, reverse=True)
+    newest = next((file for file in files if not _is_of(file, leave_out)), None)
     if newest is None:
         raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
     sweep_dir = newest.parent
-    print(f"newest sweep: {sweep_dir}", file=sys.stderr)
+    skipped = "" if newest is files[0] else " (later directories of preflight or choose do not count)"
+    print(f"newest sweep: {sweep_dir}{skipped}", file=sys.stderr)
     return sweep_dir
+
+
+def _is_of(command_file: Path, commands: Collection[str]) -> bool:
+    """Return whether a sweep was started by one of these commands. A damaged file is of none."""
+    try:
+        content = read_json(command_file)
+    except (OSError, ValueError):
+        return False
+    arguments = content.get("words") if isinstance(content, dict) else None
+    return any(command in (arguments or ()) for command in commands)
+
+
+def describe_no_training(record: RunRecord) -> str:
+    """Return what a run is that trains nothing for the user, and what to give instead; empty if it is a training."""
+    sections = {name: record.config.get(name) or {} for name in ("choose", "preflight")}
+    if sections["choose"].get("only"):
+        return f"is a search of distexp choose: run the command of its winner ({CHOICE}) with profile=true"
+    if sections["preflight"].get("only"):
+        return "is a preflight: give the directory of a training with profile=true"
+    return ""
 
 
 def _command_files(folder: Path) -> Iterator[Path]:
