@@ -21,7 +21,8 @@ def build_message(entry: dict[str, Any]) -> str | None:
     if "compiled_s" in entry:
         return f"DeepSpeed's operators were compiled in {entry['compiled_s']} s"
     if "waited_s" in entry:
-        return f"DeepSpeed's operators are compiled: this run waited {entry['waited_s']} s"
+        waited = f"this run waited {entry['waited_s']} s for another run that compiled them"
+        return f"DeepSpeed's operators are ready: {waited}"
     if "step" in entry:
         return f"compiling: step {entry['step']} of {entry['steps']}, {entry['elapsed_s']} s"
     return None

@@ -231,8 +231,8 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "throughput", f"{metrics.train_samples_per_second:,.1f} samples/s"
     elif record.built is not None:
         first = (record.config.get("train") or {}).get("measure_after_step")
-        needs = f"needs more than {first} steps" if first else "no step was timed"
-        yield "throughput", f"not measured: {needs} (train.measure_after_step)"
+        warmup = f"the first {first} steps do not count (train.measure_after_step), and " if first else ""
+        yield "throughput", f"not measured: {warmup}no {'later ' if first else ''}step was timed"
     if metrics.step_time_s is not None:
         yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"
     if metrics.tflops_per_device and metrics.executed_tflops_per_device and (metrics.mfu or metrics.mfu_of_ceiling):
@@ -264,8 +264,8 @@ def _share_of_ceiling(tflops: float, ceiling: float) -> str:
     if tflops <= ceiling:
         return f"{tflops / ceiling:.1%} of the matrix ceiling ({format_tflops(ceiling)})"
     return (
-        f"more than the matrix ceiling ({format_tflops(ceiling)}), which was measured on a busy machine: type distexp "
-        "preflight again"
+        f"more than the matrix ceiling ({format_tflops(ceiling)}), so the ceiling was probably measured on a busy "
+        "machine: type distexp preflight again"
     )
 
 
@@ -293,15 +293,16 @@ def _interconnect(preflight: dict[str, Any]) -> str:
 def _communication(measured: dict[str, Any]) -> str:
     """Return the fraction of the profiled steps in which a collective transfers data or waits for other ranks.
 
-    For example: ``9% of 3 profiled steps, with waiting for other ranks (profile/rank0.json.gz)``. It is more than the
-    exposed communication of ``distexp explain``, which has the waiting as another part.
+    For example: ``9% of the time of 3 profiled steps, including waiting for other ranks (profile/rank0.json.gz)``.
+    It is more than the exposed communication of ``distexp explain``, which has the waiting as another part.
     """
     if measured["share"] is None:
         return f"not measured: {measured['note']}"
     exposed = measured["exposed_share"]
     overlap = "" if exposed is None else f" ({exposed:.0%} not overlapped with compute)"
     steps = format_count(measured["profiled_steps"], "profiled step")
-    return f"{measured['share']:.0%} of {steps}, with waiting for other ranks{overlap} (profile/rank0.json.gz)"
+    share = f"{measured['share']:.0%} of the time of {steps}, including waiting for other ranks"
+    return f"{share}{overlap} (profile/rank0.json.gz)"
 
 
 def _peak_parts(peak: Mapping[str, Any]) -> str:

@@ -47,7 +47,9 @@ def test_the_panel_of_a_run_that_was_too_short_names_the_steps_that_it_needs() -
     run.run.duration_s, run.metrics.train_samples_per_second = 4.0, None
     run.config.setdefault("train", {})["measure_after_step"] = 5
     text = dict(summary_lines(run))["throughput"]
-    assert text == "not measured: needs more than 5 steps (train.measure_after_step)"
+    assert (
+        text == "not measured: the first 5 steps do not count (train.measure_after_step), and no later step was timed"
+    )
 
 
 def test_a_resumed_run_has_the_duration_of_its_latest_attempt() -> None:
@@ -84,7 +86,7 @@ def test_the_panel_defines_its_share_of_communication() -> None:
     run = record(0)
     run.run.duration_s = 4.0
     run.metrics.communication = {"share": 0.09, "exposed_share": None, "profiled_steps": 3}
-    expected = "9% of 3 profiled steps, with waiting for other ranks"
+    expected = "9% of the time of 3 profiled steps, including waiting for other ranks"
     assert dict(summary_lines(run))["communication"] == f"{expected} (profile/rank0.json.gz)"
     run.metrics.communication["exposed_share"] = 0.04
     hidden = " (4% not overlapped with compute)"
@@ -188,7 +190,9 @@ def test_the_panel_has_the_utilization_by_the_peak_and_by_the_ceiling() -> None:
     metrics.matrix_ceiling_tflops = 500.0
     lines = dict(summary_lines(run))
     assert lines["model FLOPs"].endswith("80.0% of the matrix ceiling (500 TFLOP/s)")
-    assert lines["executed FLOPs"].endswith("which was measured on a busy machine: type distexp preflight again")
+    assert lines["executed FLOPs"].endswith(
+        "so the ceiling was probably measured on a busy machine: type distexp preflight again"
+    )
 
 
 def test_the_panel_has_the_prediction_and_its_error() -> None:

@@ -165,6 +165,6 @@ def test_a_note_states_how_long_the_profiled_step_of_a_cpu_was(
     run.metrics.step_breakdown[0] |= {"profiled_step_ms": 150.0, "includes_overhead": True}
     assert main([str(write(tmp_path, run))]) == 0
     out = capsys.readouterr().out
-    assert "The profiled step took 150.0 ms. The parts have its shares, and add up to the median of the other" in out
+    assert "The profiled step took 150.0 ms. The percentages are those of the profiled step. The times are" in out
     assert "The profiler made the step" not in out
     assert "The parts add up to" not in out

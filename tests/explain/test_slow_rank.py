@@ -75,7 +75,7 @@ def test_a_rank_is_slow_only_if_its_cpu_is(
 @pytest.mark.parametrize(
     ("without_core_ms", "cause"),
     [
-        ((2.0, 27.0), "it had no core for 25.0 ms longer than the others: other programs may have used it"),
+        ((2.0, 27.0), "it waited 25.0 ms longer for a free CPU core than the others: other programs may have used it"),
         ((2.0, 3.0), "it spends 40.0 ms more than the others on waiting for its data"),
         ((None, 27.0), "it spends 40.0 ms more than the others on waiting for its data"),
     ],
@@ -92,18 +92,17 @@ def test_a_rank_whose_core_other_programs_use_is_not_called_slow(
         entry["without_core_ms"] = time
     found = explanation(run)
     assert f"ranks wait for rank 1 for 20% of the step, because {cause}" in found.sentence
-    assert found.alternatives == ([] if "no core" in cause else ["dataset.num_workers=2"])
+    assert found.alternatives == ([] if "CPU core" in cause else ["dataset.num_workers=2"])
 
 
 def test_busy_cores_are_reported_with_any_bottleneck() -> None:
     run = profiled({"matmul": 80.0, "other_kernels": 20.0}, peak=None)
     assert run.metrics.step_breakdown is not None
-    assert "had their cores" not in explanation(run).sentence, "older records do not know it"
+    assert "free CPU core" not in explanation(run).sentence, "older records do not know it"
     run.metrics.step_breakdown[0]["without_core_ms"] = 9.0
-    assert "had their cores" not in explanation(run).sentence
+    assert "free CPU core" not in explanation(run).sentence
     run.metrics.step_breakdown[0]["without_core_ms"] = 45.0
     assert explanation(run).sentence == (
-        "Compute-bound: matrix kernels take 80% and other kernels 20% of the step. For 45% of the step the ranks were "
-        "ready to run, but other programs or threads had their cores. All parts contain this time, and may differ in "
-        "another run."
+        "Compute-bound: matrix kernels take 80% and other kernels 20% of the step. For 45% of the step the ranks had "
+        "to wait for a free CPU core. This waiting is part of every time in the table."
     )

@@ -20,7 +20,9 @@ STEP_PARTS = {f"{name}_ms": title for name, title in PARTS.items()}
 
 TITLE = "Parts of the median profiled step (%)"
 NOTE = "Hidden communication runs behind computation. It is not part of the sum."
-SLOWEST_NOTE = "Rank: the slowest one, if waiting for others does not count. Bottleneck: the mean of all ranks."
+SLOWEST_NOTE = (
+    "Each row shows the slowest rank (without its waiting). The column bottleneck uses the mean of all ranks."
+)
 MAX_ROWS = 32
 DIFFERENT = 0.05
 """Relative difference from which a profiled step differs from the median of the other steps."""

@@ -60,12 +60,13 @@ def _describe(runs: Sequence[ProfiledRun], count: int) -> Iterator[str]:
         yield "Times are per sample, because the global batch sizes differ."
     yield "The parts add up to the step. Communication that runs behind computation is not drawn."
     if any(run.is_scaled for run in runs):
-        yield "On a CPU a bar has the length of the median of the other steps, and the shares of the profiled step."
+        yield "On a CPU a bar has the length of the median of the other steps."
+        yield "Its percentages are those of the profiled step."
     if different := [run for run in runs if run.differs]:
         bars = f"Some profiled steps ({len(different)} of {len(runs)} runs)"
         yield f"{bars} are shorter or longer than the median of the other steps by more than 5%."
         if unit.of_median:
-            yield "So each bar has the length of that median, and the shares of the profiled step."
+            yield "So each bar has the length of that median. Its percentages are those of the profiled step."
         else:
             yield "Compare the shares of the bars, not their times."
     if count > MAX_BARS:

@@ -37,7 +37,7 @@ def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
 def _describe_marks(traces: Sequence[RunTrace]) -> str:
     counts = sorted({trace.row.settings.get("log_every") or 1 for trace in traces})
     thin = "one step" if counts == [1] else f"mean of {join_first(map(str, counts))} steps (train.log_every)"
-    return f"Dot: median. Bar: up to the 90th percentile. Thin line: {thin}, without the first steps."
+    return f"Dot: median. Bar: up to the 90th percentile. Each thin line: {thin}. The first steps are left out."
 
 
 def _measured(trace: RunTrace) -> list[dict[str, Any]]:
