@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hydra.core.override_parser.types import Glob, Override
@@ -41,32 +41,59 @@ class _ImplyingOption:
         return STRATEGY_WITH_DEFAULT.get(self.text) == self.strategy
 
 
-def strategy_sweep_warnings(overrides: Sequence[Override]) -> Iterator[str]:
-    """Yield a warning for what makes cells of a sweep over strategies invalid, with the sweep to type."""
+@dataclass(frozen=True)
+class _WorkerCount:
+    """A key of the number of workers, with values other than 1.
+
+    Attributes:
+        key: The key.
+        text: The override as it is typed, such as ``cluster.nodes=1,2``.
+        several: The override without the value 1.
+    """
+
+    key: str
+    text: str
+    several: str
+
+
+def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
+    """Return a warning about invalid cells of a sweep over strategies, with the sweep to type; None without any."""
     by_key = {override.get_key_element(): override for override in overrides}
     swept = by_key.get("strategy")
     if swept is None or not swept.is_sweep_override() or isinstance(swept.value(), Glob):
-        return
+        return None
     options, strategies = _implying_options(by_key), _values(swept)
+    workers = _worker_counts(by_key) if ONE_WORKER in strategies and set(strategies) != {ONE_WORKER} else []
     valid = set(strategies).intersection(*({option.strategy} for option in options))
-    if options and (invalid := [strategy for strategy in strategies if strategy not in valid]):
-        yield _warning(options, strategies, invalid)
-    yield from _warn_about_workers(by_key, strategies)
+    if invalid := [strategy for strategy in strategies if strategy not in valid]:
+        return _warning(options, strategies, workers, invalid)
+    return _warning_about_workers(strategies, workers) if workers else None
 
 
-def _warn_about_workers(by_key: Mapping[str, Override], strategies: Sequence[str]) -> Iterator[str]:
-    """Yield a warning if the sweep has ``single`` and others, all with the same numbers of workers."""
-    typed = [by_key[key] for key in WORKER_KEYS if key in by_key and set(_values(by_key[key])) - {"1"}]
-    others = [strategy for strategy in strategies if strategy != ONE_WORKER]
-    if not typed or not others or ONE_WORKER not in strategies:
-        return
-    workers = [str(override.input_line) for override in typed]
-    one = [f"{override.get_key_element()}=1" for override in typed]
-    listed = ",".join(map(_cell, ([f"strategy={ONE_WORKER}", *one], [f"strategy={','.join(others)}", *workers])))
-    yield (
-        f"strategy={ONE_WORKER} trains on one worker, so it is invalid with {' '.join(workers)}: "
-        f"to compare it with the others, write 'sweep.cells=[{listed}]' instead"
+def _warning_about_workers(strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
+    """Return the warning about a sweep of ``single`` and others, all with the same numbers of workers."""
+    several = " or ".join(count.several for count in workers)
+    return (
+        f"strategy={ONE_WORKER} trains on one worker, so it is invalid with {several}: "
+        f"to compare it with the others, write {_cells((), strategies, workers)} instead"
     )
+
+
+def _cells(options: Sequence[_ImplyingOption], strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
+    """Return the sweep that has each option and each number of workers with its strategies only.
+
+    Args:
+        options: The options of one strategy.
+        strategies: All strategies of the sweep.
+        workers: The numbers of workers, if ``single`` is among the strategies.
+    """
+    implied, typed = {option.strategy for option in options}, [count.text for count in workers]
+    alone = [ONE_WORKER] if workers else []
+    rest = [strategy for strategy in strategies if strategy not in {*implied, *alone}]
+    cells = [[f"strategy={name}", *(f"{count.key}=1" for count in workers)] for name in alone]
+    cells += [[f"strategy={','.join(rest)}", *typed]] * bool(rest)
+    cells += [[option.text, *typed] for option in options]
+    return f"'sweep.cells=[{','.join(map(_cell, cells))}]'"
 
 
 def _cell(overrides: Sequence[str]) -> str:
@@ -85,6 +112,15 @@ def _implying_options(by_key: Mapping[str, Override]) -> list[_ImplyingOption]:
     return found
 
 
+def _worker_counts(by_key: Mapping[str, Override]) -> list[_WorkerCount]:
+    """Return the keys of the number of workers that have values other than 1."""
+    found = []
+    for key in (key for key in WORKER_KEYS if key in by_key):
+        if several := [value for value in _values(by_key[key]) if value != "1"]:
+            found.append(_WorkerCount(key, str(by_key[key].input_line), f"{key}={','.join(several)}"))
+    return found
+
+
 def _values(override: Override) -> list[str]:
     if isinstance(override.value(), Glob):
         return []
@@ -92,23 +128,28 @@ def _values(override: Override) -> list[str]:
     return [str(plain_value(value)) for value in values]
 
 
-def _warning(options: Sequence[_ImplyingOption], strategies: Sequence[str], invalid: Sequence[str]) -> str:
-    """Return the warning, with a sweep that has each strategy, and each option with its strategy only."""
-    reasons = " and ".join(f"{option.text} is for strategy={option.strategy}" for option in options)
+def _warning(
+    options: Sequence[_ImplyingOption],
+    strategies: Sequence[str],
+    workers: Sequence[_WorkerCount],
+    invalid: Sequence[str],
+) -> str:
+    """Return the warning about options of one strategy in cells of another one."""
+    reasons = [f"{option.text} is for strategy={option.strategy}" for option in options]
+    reasons += [f"strategy={ONE_WORKER} trains on one worker"] * bool(workers)
     which = "all cells" if len(invalid) == len(strategies) else f"the cells with strategy={','.join(invalid)}"
-    implied = [option.strategy for option in options]
-    rest = [strategy for strategy in strategies if strategy not in implied]
-    cells = [f"strategy={','.join(rest)}"] * bool(rest) + [option.text for option in options]
-    listed = ",".join(_cell([cell]) for cell in cells)
+    shorter = "" if workers else _shorter(options, strategies)
     return (
-        f"{reasons}, so {which} are invalid: to compare them, write {_shorter(options, rest)}'sweep.cells=[{listed}]'"
+        f"{' and '.join(reasons)}, so {which} are invalid: to compare them, write {shorter}"
+        f"{_cells(options, strategies, workers)}"
     )
 
 
-def _shorter(options: Sequence[_ImplyingOption], rest: Sequence[str]) -> str:
+def _shorter(options: Sequence[_ImplyingOption], strategies: Sequence[str]) -> str:
     """Return the shorter sweep, if all options are defaults; else an empty text."""
     if not all(option.is_default for option in options):
         return ""
     texts, default = " and ".join(option.text for option in options), "defaults" if len(options) > 1 else "default"
-    strategies = ",".join([*rest, *(option.strategy for option in options)])
-    return f"strategy={strategies} without {texts} (the {default}), or "
+    implied = [option.strategy for option in options]
+    listed = ",".join([*(strategy for strategy in strategies if strategy not in implied), *implied])
+    return f"strategy={listed} without {texts} (the {default}), or "

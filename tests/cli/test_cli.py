@@ -307,10 +307,30 @@ def test_a_key_of_another_command_is_accepted_with_its_default() -> None:
         ),
         (
             "strategy=single,ddp cluster.nodes=2 cluster.workers_per_node=2,4",
-            "strategy=single trains on one worker, so it is invalid with cluster.nodes=2 "
+            "strategy=single trains on one worker, so it is invalid with cluster.nodes=2 or "
             "cluster.workers_per_node=2,4: to compare it with the others, write "
             """'sweep.cells=[["strategy=single","cluster.nodes=1","cluster.workers_per_node=1"],"""
             """["strategy=ddp","cluster.nodes=2","cluster.workers_per_node=2,4"]]' instead""",
+        ),
+        (
+            "strategy=single,ddp cluster.workers_per_node=1,2",
+            "strategy=single trains on one worker, so it is invalid with cluster.workers_per_node=2: to compare it "
+            """with the others, write 'sweep.cells=[["strategy=single","cluster.workers_per_node=1"],"""
+            """["strategy=ddp","cluster.workers_per_node=1,2"]]' instead""",
+        ),
+        (
+            "strategy=single,deepspeed zero_stage=1,2 cluster.workers_per_node=2",
+            "zero_stage=1,2 is for strategy=deepspeed and strategy=single trains on one worker, so the cells with "
+            "strategy=single are invalid: to compare them, write "
+            """'sweep.cells=[["strategy=single","cluster.workers_per_node=1"],"""
+            """["zero_stage=1,2","cluster.workers_per_node=2"]]'""",
+        ),
+        (
+            "strategy=single,ddp zero_stage=2 cluster.workers_per_node=2",
+            "zero_stage=2 is for strategy=deepspeed and strategy=single trains on one worker, so all cells are "
+            "invalid: to compare them, write "
+            """'sweep.cells=[["strategy=single","cluster.workers_per_node=1"],"""
+            """["strategy=ddp","cluster.workers_per_node=2"],["zero_stage=2","cluster.workers_per_node=2"]]'""",
         ),
     ],
 )
