@@ -10,7 +10,7 @@ UNITS = {"_min": ("minutes", 60), "_s": ("seconds", 1)}
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 """Length of the units that users type, by their first letter."""
 
-PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(d|h|m|s)[a-z]*\s*")
+PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(d|days?|h|hrs?|hours?|m|mins?|minutes?|s|secs?|seconds?)(?![a-z])\s*")
 """A number with a unit, as in ``30m`` or ``30 minutes``."""
 
 CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
@@ -46,4 +46,4 @@ def _seconds(text: str) -> float | None:
     parts = PARTS.findall(text)
     if not parts or PARTS.sub("", text):
         return None
-    return sum(float(number) * SECONDS[letter] for number, letter in parts)
+    return sum(float(number) * SECONDS[unit[0]] for number, unit in parts)
