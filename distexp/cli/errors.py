@@ -90,7 +90,7 @@ def _explain_value(error: Exception) -> str:
     file = IN_FILE.match(text)
     origin = f"{file[1]}.yaml: " if file else ""
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key in config_groups():
-        return f"{origin}{_explain_group(key, is_section=bool(file) and file[1].startswith(f'{key}/'))}"
+        return f"{origin}{_explain_group(key, is_section=file is not None and file[1].startswith(f'{key}/'))}"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         return f"{origin}{key} is not a key{suggest_key(key, known_keys()) or ': --cfg job prints all keys'}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
@@ -129,6 +129,9 @@ def _explain_syntax(override: str, reason: str) -> str:
             f"{override} is not KEY=VALUE: write for example strategy=fsdp. Separate several values with commas alone, "
             "as in zero_stage=1,2, and quote a value with spaces"
         )
+    if value.startswith("="):
+        single = f"{key}={value.lstrip('=') or 'VALUE'}"
+        return f"{override} has more than one =: write {shell_quote(single)}"
     if key == "sweep.cells" and (quoted := _quote_cells(override)):
         return f"{override} needs quotes: write '{quoted}'"
     if value == "~" or value.startswith("~/"):
@@ -136,9 +139,9 @@ def _explain_syntax(override: str, reason: str) -> str:
     if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
         quoted = f"{key}='{value}'"
         return f"{override} needs quotes: write {shell_quote(quoted)}"
-    if unclosed := _unclosed(value):
-        return f"{override} cannot be parsed, because {unclosed} is not closed: quote it for the shell: '{key}=...'"
-    return f"{override} cannot be parsed: {reason}"
+    unclosed = _unclosed(value)
+    cause = f", because {unclosed} is not closed: quote it for the shell: '{key}=...'" if unclosed else f": {reason}"
+    return f"{override} cannot be parsed{cause}"
 
 
 def _unclosed(value: str) -> str:

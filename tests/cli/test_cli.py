@@ -179,6 +179,7 @@ WRONG = {  # command lines, with a part of their message
     "--multirun zero_stage=null,2": "zero_stage=null,2 chooses no option of zero_stage",
     "train.betas=0.9,0.95": "write 'train.betas=[0.9,0.95]' for a list, or add --multirun\n",
     "train.betas=[0.9": "cannot be parsed, because [ is not closed: quote it for the shell: 'train.betas=...'\n",
+    "strategy==fsdp": "distexp: strategy==fsdp has more than one =: write strategy=fsdp\n",
     "strategy='ddp": "strategy='ddp cannot be parsed, because ' is not closed",
     "--multirun zero_stage=1 2": "2 is not KEY=VALUE: write for example strategy=fsdp. Separate several values",
     "--config-name foo": "Cannot find primary config 'foo': leave --config-name out\n",
