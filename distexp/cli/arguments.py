@@ -127,13 +127,13 @@ def _sweep_hint(swept: Sequence[str], by_key: Mapping[str, Override]) -> str:
 
 
 def _output_dir_errors(by_key: Mapping[str, Override]) -> list[str]:
-    """Return an error for each output directory that is empty, as after an unset variable, or starts with ``~``."""
+    """Return an error for each output directory that is empty, as after an unset variable, or in ``~``."""
     errors = []
     for key in (key for key in OUTPUT_DIRS if key in by_key and not by_key[key].is_sweep_override()):
         value = plain_value(by_key[key].value())
         if value in ("", None):
             errors.append(f"{by_key[key].input_line} names no directory: write {key}=DIR, or leave it out")
-        elif str(value).startswith("~"):
+        elif str(value) == "~" or str(value).startswith("~/"):
             errors.append(home_message(key, str(value)))
     return errors
 

@@ -267,6 +267,10 @@ def test_the_help_of_hydra_is_printed(tmp_path: Path) -> None:
     assert "== Flags ==" in run_forked("--hydra-help", cwd=tmp_path).stdout
 
 
+def test_an_output_folder_may_start_with_a_tilde() -> None:
+    assert "hydra.sweep.dir='~tmp'" in normalize_arguments(["hydra.sweep.dir='~tmp'"])
+
+
 def test_a_key_of_another_command_is_accepted_with_its_default() -> None:
     defaults = ["choose.budget_min=10", "choose.objective='throughput'", "forecast.network=null", "plan.output=table"]
     assert normalize_arguments(defaults)[1:] == defaults
