@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import cast
 
 from omegaconf import OmegaConf
@@ -27,9 +28,13 @@ from distexp.forecast.what_if import what_if
 from distexp.launch.cell import Cell
 from distexp.plan.planner import Planner
 from distexp.runs.disturbance import describe_disturbance
+from distexp.runs.entry_values import number_of
 from distexp.runs.forecast import StoredForecast, write_forecasts
 from distexp.runs.forecast_errors import largest_expected, machine_name, read_errors, running_error
 from distexp.runs.json_files import nan_to_none
+
+LARGE_SHARE_WITHOUT_CORE = 0.2
+"""Share of the profiled step without a CPU core from which a forecast has a warning."""
 
 
 def run_forecast(cells: Sequence[Cell]) -> None:
@@ -90,12 +95,21 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
 
 
 def _disturbed(run: ProfiledRun) -> Iterator[str]:
-    """Yield a warning if other programs slowed the profiled run down."""
+    """Yield a warning if other programs slowed the profiled run or its profiled step down."""
+    again = "so the forecast may be wrong. Profile it again when no other program runs."
+    share = _share_without_core(run)
     if disturbance := describe_disturbance(run.record):
-        yield (
-            f"The profiled run was disturbed ({disturbance}), so the forecast may be wrong. Profile it again when no "
-            "other program runs."
-        )
+        yield f"The profiled run was disturbed ({disturbance}), {again}"
+    elif share > LARGE_SHARE_WITHOUT_CORE:
+        yield f"The workers waited for a free CPU core for {share:.0%} of the profiled step, {again}"
+
+
+def _share_without_core(run: ProfiledRun) -> float:
+    """Return the mean share of the profiled step in which a worker had no core; 0 on GPUs, or if it is unknown."""
+    ranks = run.record.metrics.step_breakdown or []
+    known = [(number_of(rank, "without_core_ms"), number_of(rank, "step_ms")) for rank in ranks]
+    shares = [waited / step for waited, step in known if waited is not None and step]
+    return fmean(shares) if shares else 0.0
 
 
 def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
@@ -103,7 +117,7 @@ def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
     if errors := read_errors(machine_name(run.record)):
         least = 1 + largest_expected(errors)
         widened = f"An interval reaches at least from the forecast / {least:.2f} to the forecast x {least:.2f}."
-        yield f"{running_error(errors)} {widened if least > 1 else 'They widen no interval.'}"
+        yield f"{running_error(errors)} {widened if least > 1 else 'Their errors do not widen the intervals.'}"
 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:

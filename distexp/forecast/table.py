@@ -13,6 +13,7 @@ from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hid
 from distexp.runs.listing import format_count
 from distexp.runs.record_sections import Predicted
 from distexp.runs.step_parts import PARTS
+from distexp.system.hardware import cpu_count
 from distexp.system.units import format_memory
 
 EXPOSED = "exposed_communication"
@@ -75,7 +76,7 @@ def _limit(row: SizeRow) -> str:
     if row.forecast is not None and row.forecast.limit:
         return f"limited by {row.forecast.limit}"
     if row.largest_loss is None:
-        return "limited by nothing"
+        return "nothing but computation limits it"
     name, share = row.largest_loss
     return f"the bottleneck is {LONG_TITLES.get(name) or part_title(name)} with {share:.0%} of the step"
 
@@ -107,6 +108,7 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         column("workers\nper node", lambda row: str(row.size[1]), 90),
         column(workers, lambda row: str(row.workers), 85),
         column("times the\nmeasured", _times, 55),
+        *_global_batch(rows),
         column("ms/step", lambda row: _ms(row.forecast.step_time_s if row.forecast else None), ALWAYS),
         column("interval", _interval, 95),
         column("samples/s", lambda row: f"{row.samples_per_second or 0:,.1f}", ALWAYS),
@@ -120,6 +122,12 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         column("measured\nms/step", lambda row: _ms(row.measured.measured_s if row.measured else None), 98),
         column("error", lambda row: f"{row.measured.relative:+.1%}" if row.measured else "-", 97),
     ]
+
+
+def _global_batch(rows: Sequence[SizeRow]) -> list[Column]:
+    """Return the column of the global batch, if it is not the same at all sizes."""
+    cells = tuple(f"{row.forecast.target.samples_per_step:,.0f}" if row.forecast else "-" for row in rows)
+    return [Column("global\nbatch", cells, 92, True)] if len(set(cells)) > 1 else []
 
 
 def _known(columns: Sequence[Column]) -> list[Column]:
@@ -192,6 +200,7 @@ def notes(rows: Sequence[SizeRow], workers: str, profiled_threads: int | None = 
     yield from _fixed_batch(rows)
     yield from _shared_memory(rows)
     yield from _threads(rows, profiled_threads)
+    yield from _cores(rows)
 
 
 def _sentence(text: str) -> str:
@@ -226,3 +235,15 @@ def _threads(rows: Sequence[SizeRow], profiled_threads: int | None) -> Iterator[
     threads = {config.cluster.cpus_per_worker for config in configs if config.cluster.device == "cpu"}
     if threads and len(threads | ({profiled_threads} - {None})) > 1:
         yield "On CPUs a worker has another number of threads at some sizes. A forecast assumes that of the profile."
+
+
+def _cores(rows: Sequence[SizeRow]) -> Iterator[str]:
+    """Yield a warning if this machine has fewer CPU cores than a size has local workers."""
+    configs = [row.cell.config for row in rows if row.forecast and row.cell.config is not None]
+    local = [config for config in configs if config.cluster.device == "cpu" and config.cluster.launcher == "local"]
+    most, cores = max((config.cluster.world_size for config in local), default=0), cpu_count()
+    if most > cores:
+        yield (
+            f"This machine has {format_count(cores, 'CPU core')}. A forecast assumes that each worker has its own. So a "
+            f"run with {most} workers is slower here."
+        )

@@ -10,6 +10,7 @@ from distexp.forecast.measured_step import MeasuredStep
 from distexp.forecast.simulate import SimulatedStep
 from distexp.forecast.target import Target
 from distexp.runs.entry_values import number_of
+from distexp.runs.noise import SINGLE_CPU_RUN
 
 UNCERTAINTY = {MEASURED: 0.15, SCALED: 0.3, MODEL: 0.6}
 """Relative error of the exposed communication that the interval assumes, by the source of its duration."""
@@ -41,6 +42,7 @@ def interval_of(
         2 * speed_error * seconds,
         worst * step.exposed_s,
         (run.waiting_s(target.workers) - run.own_waiting_s) / 2,
+        0.0 if run.model.on_gpu else SINGLE_CPU_RUN * seconds,  # As in the report: other programs share the cores.
     )
     combined = math.hypot(*errors)
     return max(seconds - combined, 0.0), seconds + math.hypot(combined, HIDDEN_UNCERTAINTY * step.hidden_s)
@@ -68,7 +70,7 @@ def describe_limit(parts: dict[str, float], largest: str) -> str:
         largest: The largest collective.
     """
     names = {
-        "exposed_communication": f"communication, as the {largest}" if largest else "communication",
+        "exposed_communication": f"communication, mainly the {largest}" if largest else "communication",
         "launch": "the launches of the CPU",
         "waiting": "the wait for the slowest worker",
     }

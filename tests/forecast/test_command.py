@@ -107,8 +107,8 @@ def test_the_answer_comes_first_and_each_size_has_a_row(
     # 100 ms with 2 workers and 160 ms with 8: efficiency 100 / 160, and 10 % either way.
     assert lines[0] == "8 workers: 62% efficiency (57% to 69%), 400.0 samples/s; limited by the all-reduce."
     rows = [line.split() for line in lines if line.startswith("    ") and " to " in line]
-    assert [(row[0], row[2], row[4], row[8]) for row in rows] == [
-        ("1", "2", "100.0", "160.0"), ("2", "4", "120.0", "266.7"), ("4", "8", "160.0", "400.0"),
+    assert [(row[0], row[2], row[4], row[5], row[9]) for row in rows] == [
+        ("1", "2", "16", "100.0", "160.0"), ("2", "4", "32", "120.0", "266.7"), ("4", "8", "64", "160.0", "400.0"),
     ]  # fmt: skip
     assert "Efficiency: ideal time / real time, relative to 1 x 2 workers." in lines
     assert "Beyond the measured range, 4 x 2 workers: 4 x the workers of the profiled run (2)." in lines
@@ -261,6 +261,26 @@ def test_a_disturbed_profile_is_a_warning(
     assert warning in printed.err
 
 
+@pytest.mark.parametrize(("without_core_ms", "warns"), [(10.0, False), (50.0, True)])
+def test_workers_that_waited_for_a_core_are_a_warning(
+    without_core_ms: float, warns: bool, tmp_path: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = profiled_record()
+    run.metrics.step_breakdown = [{"rank": 0, "step_ms": 100.0, "without_core_ms": without_core_ms}]
+    sweep = write_profiled(tmp_path / "waiting", run)
+    warning = "The workers waited for a free CPU core for 50% of the profiled step, so the forecast may be wrong."
+    assert (warning in forecast(sweep, cells, capsys)) == warns
+
+
+def test_more_workers_than_cores_are_named(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "This machine has 4 CPU cores. A forecast assumes that each worker has its own"
+    for cores, is_named in ((4, True), (8, False)):
+        monkeypatch.setattr("distexp.forecast.table.cpu_count", lambda cores=cores: cores)
+        assert (text in forecast(sweep, cells, capsys)) == is_named
+
+
 def test_another_users_run_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = write_profiled(tmp_path / "foreign", profiled_record(0, "trusted_packages=[evil]"))
     (sweep / "command.json").write_text('{"words": [], "directory": "/", "cells": 1, "changed": true}')
@@ -314,7 +334,7 @@ def test_a_measured_run_counts_once(sweep: Path, cells: Sequence[Cell], capsys: 
         text = forecast(sweep, cells, capsys)
         assert "-20.0%" in text
         assert "Median error of 1 forecast on this kind of machine: 20.0%. In the interval: 0 of 1." in text
-        assert "They widen no interval." in text
+        assert "Their errors do not widen the intervals." in text
     assert len(read_errors("cpu of unknown")) == 1
     found = as_json(sweep, cells, capsys)
     assert (found[1]["measured_step_time_s"], found[1]["error"]) == (0.15, pytest.approx(-0.2))

@@ -103,7 +103,7 @@ def test_the_last_bucket_is_exposed_on_two_workers(tmp_path: Path) -> None:
     assert found.parts["exposed_communication"] == pytest.approx(0.004, rel=0.001)
     assert found.hidden_communication_s == pytest.approx(0.004, rel=0.001)
     assert found.beyond == "2 x the workers of the profiled run (1)"
-    assert found.limit == "communication, as the all_reduce of 100.0 MB"
+    assert found.limit == "communication, mainly the all_reduce of 100.0 MB"
     assert found.samples_per_second == pytest.approx(16 / 0.034, rel=0.001)
     assert found.low_s < found.step_time_s < found.high_s
 
@@ -113,7 +113,7 @@ def test_a_small_collective_is_in_kb(tmp_path: Path) -> None:
     run = write_run(tmp_path, [reduce if isinstance(item, Collective) else item for item in ddp_items()], 0.030)
     slow = replace(MACHINE, points=(CurvePoint("all_reduce", 2, 1, 20_500, 0.02),))
     (found,) = forecast_steps(run, [target(2)], slow)
-    assert found.limit == "communication, as the all_reduce of 20.5 kB"
+    assert found.limit == "communication, mainly the all_reduce of 20.5 kB"
 
 
 def test_observed_collectives_are_scaled_to_another_number_of_workers(tmp_path: Path) -> None:
@@ -208,6 +208,10 @@ def test_a_run_on_cpus_waits_for_its_collectives(tmp_path: Path) -> None:
     own, single = forecast_steps(run, [target(2), target(1)], MACHINE)
     assert own.parts["exposed_communication"] == pytest.approx(0.004, rel=0.001)
     assert single.step_time_s == pytest.approx(0.030, rel=0.001)
+    for found in (own, single):
+        assert (found.low_s, found.high_s) == pytest.approx(
+            (0.6 * found.step_time_s, 1.4 * found.step_time_s), rel=0.05
+        )
 
 
 def test_a_run_without_a_profile_is_refused_with_a_hint(tmp_path: Path) -> None:
