@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from itertools import dropwhile
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -24,6 +25,16 @@ RUN_OPTIONS = ("--multirun", "--config-dir", "--help", "--version", "--cfg", "--
 
 RUN_NAMES = ("train", "start", "launch", "fit", "benchmark")
 """Commands of other programs that start a training."""
+
+ADDED = (
+    ("plan.only=true", "plan.output=json"),
+    ("choose.only=true", "choose.output=json", "name=choose"),
+    ("preflight.enabled=true", "preflight.only=true", "name=preflight", "measure.enabled=false"),
+)
+"""Overrides that the commands plan, choose and preflight put in front of those that the user has typed."""
+
+VALUE_OPTIONS = ("-c", "--config")
+"""Start of the options of Hydra whose value may be a name of a user."""
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -139,8 +150,25 @@ def _raise_error(message: str) -> NoReturn:
 
 def _explain_position(command: str, arguments: Sequence[str]) -> str:
     """Return the error for a command that is not the first argument, as in ``distexp strategy=ddp plan``."""
-    rest = [argument for argument in arguments if argument != command]
-    return f"{command} is a command, which must come first: type {shlex.join(['distexp', command, *rest])}"
+    typed = _without_added(arguments)
+    del typed[_position_of(command, typed)]
+    return f"{command} is a command, which must come first: type {shlex.join(['distexp', command, *typed])}"
+
+
+def _without_added(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that the user has typed, without those that a command has put in front of them."""
+    added = next((added for added in ADDED if added[0] == arguments[0]), ())
+    return list(dropwhile(added.__contains__, arguments))
+
+
+def _position_of(command: str, arguments: Sequence[str]) -> int:
+    """Return the last position of a command, which may also be the name of a folder behind ``--config-dir``."""
+    previous = ["", *arguments]
+    return max(
+        position
+        for position, argument in enumerate(arguments)
+        if argument == command and not previous[position].startswith(VALUE_OPTIONS)
+    )
 
 
 def _explain_command(argument: str) -> str:
