@@ -33,8 +33,8 @@ ADDED = (
 )
 """Overrides that the commands plan, choose and preflight put in front of those that the user has typed."""
 
-VALUE_OPTIONS = ("-c", "--config")
-"""Start of the options of Hydra whose value may be a name of a user."""
+VALUE_OPTIONS = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
+"""Options of Hydra whose value may have the name of a command."""
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -167,7 +167,7 @@ def _position_of(command: str, arguments: Sequence[str]) -> int:
     return max(
         position
         for position, argument in enumerate(arguments)
-        if argument == command and not previous[position].startswith(VALUE_OPTIONS)
+        if argument == command and previous[position] not in VALUE_OPTIONS
     )
 
 

@@ -82,6 +82,7 @@ WRONG = {  # command lines, with a part of their message
     "strategy=ddp plan -m": "plan is a command, which must come first: type distexp plan strategy=ddp -m\n",
     "--config-dir plan strategy=ddp plan": "first: type distexp plan --config-dir plan strategy=ddp\n",
     "strategy=ddp plan --config-dir plan": "first: type distexp plan strategy=ddp --config-dir plan\n",
+    "--config-dir=/tmp plan": "first: type distexp plan --config-dir=/tmp\n",
     "plan --json strategy=ddp plan": "plan is a command, which must come first: type distexp plan strategy=ddp\n",
     "preflight measure.enabled=true preflight": "first: type distexp preflight measure.enabled=true\n",
     "run status": "status is a command, which must come first: type distexp status\n",
