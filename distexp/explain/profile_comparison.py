@@ -76,22 +76,23 @@ class ProfileComparison:
     def sentence(self) -> str:
         """Return why B is slower or faster than A. The parts may include the profiler, so the medians decide."""
         a, b = self.medians.a, self.medians.b
-        times = f"{b:,.3f} ms instead of {a:,.3f} ms per sample"
+        times = f"A needs {a:,.3f} ms per sample, and B {b:,.3f} ms"
         if self.is_noise:
             return (
-                f"A and B are equal within the noise (±{self.noise:.0%}): {times}. The parts below may differ only by "
-                "chance, too. For a smaller noise, repeat both runs, and compare them with distexp report."
+                f"A and B are equal within the noise (±{self.noise:.0%} of the higher speed): {times}. The parts below "
+                "may differ only by noise, too. For a smaller noise, repeat both runs, and compare them with distexp "
+                "report."
             )
         if abs(b - a) <= SAME * a:
             return f"A and B are equally fast: {times}."
         ratio = f"{b / a:.2f} times slower" if b > a else f"{a / b:.2f} times faster"
         if (self.totals.change > 0) != (b > a):
             return (
-                f"B is {ratio} than A, {times}. The profiled steps do not show this: they take {self.totals.b:,.3f} ms "
+                f"B is {ratio} than A: {times}. The profiled steps do not show this: they take {self.totals.b:,.3f} ms "
                 f"instead of {self.totals.a:,.3f} ms per sample. Profile more steps, for example with "
                 "train.profile_steps=10."
             )
-        return f"B is {ratio} than A, {times}. Largest changes: {', '.join(self._changes())}."
+        return f"B is {ratio} than A: {times}. Largest changes: {', '.join(self._changes())}."
 
     def _changes(self) -> Iterator[str]:
         """Yield the parts that changed most, the largest change first."""

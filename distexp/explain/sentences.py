@@ -89,7 +89,7 @@ def describe_missing_cores(profile: StepProfile) -> str:
         return ""
     return (
         f"For {share:.0%} of the step the ranks had to wait for a free CPU core. This waiting is part of every time in "
-        "the table."
+        "the table. Profile again when no other program runs."
     )
 
 

@@ -243,7 +243,5 @@ def _cores(rows: Sequence[SizeRow]) -> Iterator[str]:
     local = [config for config in configs if config.cluster.device == "cpu" and config.cluster.launcher == "local"]
     most, cores = max((config.cluster.world_size for config in local), default=0), cpu_count()
     if most > cores:
-        yield (
-            f"This machine has {format_count(cores, 'CPU core')}. A forecast assumes that each worker has its own. So a "
-            f"run with {most} workers is slower here."
-        )
+        machine = f"This machine has {format_count(cores, 'CPU core')}."
+        yield f"{machine} A forecast assumes a core for each worker. So a run with {most} workers is slower here."

@@ -26,7 +26,7 @@ def test_comparison_is_per_sample() -> None:
     assert comparison.totals == PerSample(100 / 16, 100 / 8)
     assert comparison.per_sample("launch_idle") == PerSample(5 / 16, 55 / 8)
     sentence = comparison.sentence()
-    assert sentence.startswith("B is 2.00 times slower than A, 12.500 ms instead of 6.250 ms per sample.")
+    assert sentence.startswith("B is 2.00 times slower than A: A needs 6.250 ms per sample, and B 12.500 ms.")
     changes = "GPU idle: slow launches +6.562 ms, matrix kernels -1.875 ms."
     assert sentence.endswith(f"Largest changes: {changes}")
     assert ProfileComparison(profiles[1], profiles[0]).sentence().startswith("B is 2.00 times faster than A")
@@ -57,7 +57,7 @@ def test_runs_that_are_equal_within_the_noise_are_not_ranked(
     out = capsys.readouterr().out
     assert ("B is 1.25 times slower than A" in out) == (noise is None)
     if noise is not None:
-        assert f"A and B are equal within the noise ({noise})" in out.split("matrix kernels")[0], "above the table"
+        assert f"A and B are equal within the noise ({noise} of the higher speed)" in out.split("matrix kernels")[0], "above the table"
     assert main([str(folder / "0"), str(folder / "1"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["equal_within_noise"] == (noise is not None)
 

@@ -104,5 +104,6 @@ def test_busy_cores_are_reported_with_any_bottleneck() -> None:
     run.metrics.step_breakdown[0]["without_core_ms"] = 45.0
     assert explanation(run).sentence == (
         "Compute-bound: matrix kernels take 80% and other kernels 20% of the step. For 45% of the step the ranks had "
-        "to wait for a free CPU core. This waiting is part of every time in the table."
+        "to wait for a free CPU core. This waiting is part of every time in the table. Profile again when no other "
+        "program runs."
     )

@@ -275,7 +275,7 @@ def test_workers_that_waited_for_a_core_are_a_warning(
 def test_more_workers_than_cores_are_named(
     sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "This machine has 4 CPU cores. A forecast assumes that each worker has its own"
+    text = "This machine has 4 CPU cores. A forecast assumes a core for each worker"
     for cores, is_named in ((4, True), (8, False)):
         monkeypatch.setattr("distexp.forecast.table.cpu_count", lambda cores=cores: cores)
         assert (text in forecast(sweep, cells, capsys)) == is_named
