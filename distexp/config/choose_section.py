@@ -20,7 +20,10 @@ class ChooseConfig:
         choices=OBJECTIVES,
     )
     budget_min: float = key(
-        10.0, "Time for the trials. GPU time = minutes x most GPUs of a trial.", unit="minutes", above=0
+        10.0,
+        "Time for the trials. GPU time = minutes x the largest number of GPUs of a trial.",
+        unit="minutes",
+        above=0,
     )
     gpus: list[int] = key([], "Numbers of workers to try, over all nodes. Empty: that of the command.", at_least=1)
     space: list[str] = key(
