@@ -264,7 +264,7 @@ def test_a_preset_that_is_not_in_utf_8_is_an_error(tmp_path: Path) -> None:
     preset.write_bytes("# @package _global_\n# Réglages\n".encode("latin-1"))
     done = run_forked("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("distexp: a file of --config-dir is not in UTF-8 ('utf-8' codec can't decode byte")
+    assert done.stderr.startswith("distexp: experiment/mine.yaml is not in UTF-8 ('utf-8' codec can't decode byte")
     assert done.stderr.endswith(": save it in UTF-8\n")
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import hydra._internal.hydra as hydra_app
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,11 +33,28 @@ SEARCH_PATH = "hydra.searchpath"
 OWN_PACKAGES = ("distexp", "hydra")
 
 
+class _CheckedRepository(ConfigRepository):
+    """The YAML files of all sources. It names a file that is not in UTF-8."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Load a file.
+
+        Raises:
+            ConfigError: the file is not in UTF-8.
+        """
+        try:
+            return super().load_config(config_path)
+        except UnicodeDecodeError as error:
+            file = f"{config_path.removesuffix('.yaml')}.yaml"
+            raise ConfigError(f"{file} is not in UTF-8 ({error}): save it in UTF-8") from error
+
+
 class CheckedConfigLoader(ConfigLoaderImpl):
     """Loader that refuses a foreign file with values that could run code."""
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path)
+        self.repository = _CheckedRepository(config_search_path)
         self._foreign = False
 
     def load_configuration(
@@ -52,11 +71,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
             ConfigError: a file contains values that could run code, or the configuration contains a secret, or a file
                 is not in UTF-8.
         """
-        arguments = (config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
-        try:
-            composed = super().load_configuration(*arguments)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"a file of --config-dir is not in UTF-8 ({error}): save it in UTF-8") from error
+        composed = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
         if config_name is not None:  # --hydra-help has only Hydra's own configuration.
             self.check(composed)
         return composed
