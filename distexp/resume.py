@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_stored_command(sweep_dir / COMMAND, original, new)
             check_working_directory(sweep_dir / COMMAND, directory)
             check_files(sweep_dir)
-        _check_directory_unchanged(new)
+        _check_directory_unchanged(new, sweep_dir)
         merged = merge(original, new)
     except (ConfigError, HydraException) as error:
         for message in explain(error):
@@ -82,14 +82,14 @@ def read_command(sweep_dir: Path) -> tuple[list[str], str]:
     return words, directory
 
 
-def _check_directory_unchanged(new: Sequence[str]) -> None:
-    """Check that no new override names another directory, in which nothing could be resumed.
+def _check_directory_unchanged(new: Sequence[str], sweep_dir: Path) -> None:
+    """Check that no new override names another directory than that of the sweep, where nothing could be resumed.
 
     Raises:
         ConfigError: with an error for each one that does.
     """
     errors = [
-        f"{argument} has no effect in distexp resume, which continues in DIR: leave it out"
+        f"{argument} has no effect in distexp resume, which continues in {sweep_dir}: leave it out"
         for argument in new
         if _key(argument) in OUTPUT_DIRS
     ]

@@ -148,7 +148,7 @@ def test_another_directory_cannot_be_resumed_into(tmp_path: Path, capsys: pytest
     remember_file(tmp_path / "command.json")
     assert cli(["resume", str(tmp_path), "hydra.sweep.dir=other"]) == 2
     assert capsys.readouterr().err == (
-        "distexp: hydra.sweep.dir=other has no effect in distexp resume, which continues in DIR: leave it out\n"
+        f"distexp: hydra.sweep.dir=other has no effect in distexp resume, which continues in {tmp_path}: leave it out\n"
     )
 
 
