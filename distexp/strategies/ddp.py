@@ -110,5 +110,5 @@ def _static_graph_errors(config: Config) -> list[str]:
     setting = "micro_batch_size=auto" if searches_micro_batch(config) else f"gradient_accumulation_steps={steps}"
     return [
         "ddp.static_graph=true fails in torch if the first backward pass reduces no gradients, as with "
-        f"train.{setting}: leave it out"
+        f"train.{setting}: leave ddp.static_graph out"
     ]

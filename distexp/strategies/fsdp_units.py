@@ -117,8 +117,8 @@ def _check_shared_weights(model: nn.Module, blocks: NamedModules, wrap: str) -> 
             for other, module in owners[parameter]:
                 if module not in inside:
                     raise ConfigError(
-                        f"fsdp.wrap={wrap} makes {name} a unit, but it shares a weight with {other}, which is not in "
-                        "it: set fsdp.wrap to other classes"
+                        f"fsdp.wrap={wrap} makes {name} a unit, but {name} shares a weight with {other}, which is "
+                        f"outside of {name}: set fsdp.wrap to other classes"
                     )
 
 
