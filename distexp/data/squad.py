@@ -18,13 +18,10 @@ from distexp.data.qa import (
     tokenize_examples,
     tokenizer_corpus,
 )
-from distexp.data.squad_json import find_format_error, format_error, load_json, no_examples
+from distexp.data.squad_json import START, find_format_error, format_error, load_json, no_examples
 from distexp.data.text import TextCollate, sequence_length
 from distexp.data.tokenization import Tokenizer, load_tokenizer
 from distexp.system.hub import offline_if_unreachable
-
-START = "answer_start"
-"""Key of the position of an answer in the context, in characters. Positions are optional, and checked if present."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ LAYOUT = (
 
 MAX_CHECKED_BYTES = 2_000_000
 """Largest file that is read before a run starts. The training set of SQuAD has 30 MB, which takes half a second."""
+
+START = "answer_start"
+"""Key of the position of an answer in the context, in characters. Positions are optional, and checked if present."""
+
+MISSPELLED = 0.8
+"""Similarity, from 0 to 1, from which a key is a misspelled one."""
 
 TYPE_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
 
@@ -118,6 +125,14 @@ def _check_question(question: Any, where: str) -> None:
     _member(question, "question", str, where)
     for place, answer in _entries(question, "answers", where):
         _member(answer, "text", str, place)
+        _check_optional(answer, START, place)
+
+
+def _check_optional(parent: Mapping[str, Any], key: str, where: str) -> None:
+    """Raise _FormatError if an optional key is misspelled. It would be ignored otherwise."""
+    near = [] if key in parent else get_close_matches(key, parent, n=1, cutoff=MISSPELLED)
+    if near:
+        raise _FormatError(f"{where} has the key {near[0]!r}, which is probably {key!r}")
 
 
 def _entries(parent: Any, key: str, where: str) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from distexp.config import ConfigError, DatasetConfig
 from distexp.data import qa, squad
 from distexp.data.base import IGNORE, TaskData
 from distexp.data.qa import Example, QASamples, normalize_whitespace
+from distexp.data.squad_json import find_small_file_error
 from tests.helpers.datasets import TEXT_MODEL
 from tests.helpers.datasets import dataset as dataset_config
 
@@ -307,6 +308,16 @@ def test_files_of_another_format_are_refused(tmp_path: Path, content: str | byte
     with pytest.raises(ConfigError, match=message) as caught:
         squad.load(config, TEXT_MODEL, 0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "error"), [("answer_strat", "answer_strat"), ("answer_start", ""), ("note", "")])
+def test_a_misspelled_position_is_an_error_before_a_run(key: str, error: str, tmp_path: Path) -> None:
+    path = tmp_path / "typed.json"
+    answers = f'"answers": [{{"text": "a", "{key}": 0}}]'
+    path.write_text(paragraph(f'"context": "a", "qas": [{{"id": 1, "question": "b", {answers}}}]'))
+    found = find_small_file_error(str(path)) or ""
+    assert (f"answers[0] has the key {error!r}, which is probably 'answer_start'" in found) == bool(error)
+    assert bool(found) == bool(error)
 
 
 def test_a_folder_that_is_not_a_data_set_is_refused(tmp_path: Path) -> None:
