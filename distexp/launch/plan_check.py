@@ -164,7 +164,7 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
     if left_out:
         return (
             f"no change found within plan.search_timeout_s={limit_s:g}, and {left_out} were not predicted: "
-            f"distexp plan predicts all, or {larger}"
+            f"run distexp plan, which predicts all, or {larger}"
         )
     if best is None:
         return larger

@@ -15,5 +15,5 @@ def test_more_workers_than_cores_get_one_warning(monkeypatch: pytest.MonkeyPatch
     nodes = [resolve_cell("strategy=ddp", "cluster.workers_per_node=3", f"cluster.nodes={count}") for count in (1, 2)]
     assert list(crowded_core_warnings(nodes[:1])) == []
     (warning,) = crowded_core_warnings(nodes)
-    assert warning.startswith("6 workers will share 4 CPU cores: ")
+    assert warning.startswith("6 workers will share 4 CPU cores, so speeds cannot be compared between ")
     assert "use at most 4" in warning

@@ -20,7 +20,7 @@ def crowded_core_warnings(configs: Iterable[Config]) -> Iterator[str]:
     workers = [config.cluster.world_size for config in configs if config.cluster.device == "cpu"]
     if (most := max(workers, default=0)) > cores:
         yield (
-            f"{most} workers will share {cores} CPU core{'s' if cores > 1 else ''}: their speed shows no scaling, and "
-            f"each is a process with its own memory. To measure speed, use at most {cores} "
-            "(cluster.nodes x cluster.workers_per_node)"
+            f"{most} workers will share {cores} CPU core{'s' if cores > 1 else ''}, so speeds cannot be compared "
+            f"between numbers of workers, and each worker needs its own memory. To measure speed, use at most "
+            f"{cores} workers (cluster.nodes x cluster.workers_per_node)"
         )
