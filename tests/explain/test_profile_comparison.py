@@ -57,7 +57,9 @@ def test_runs_that_are_equal_within_the_noise_are_not_ranked(
     out = capsys.readouterr().out
     assert ("B is 1.25 times slower than A" in out) == (noise is None)
     if noise is not None:
-        assert f"A and B are equal within the noise ({noise} of the higher speed)" in out.split("matrix kernels")[0], "above the table"
+        assert f"A and B are equal within the noise ({noise} of the higher speed)" in out.split("matrix kernels")[0], (
+            "above the table"
+        )
     assert main([str(folder / "0"), str(folder / "1"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["equal_within_noise"] == (noise is not None)
 
