@@ -138,6 +138,11 @@ class ShardedLoader:
         """Optimizer steps of an epoch."""
         return self.sampler.steps_per_epoch
 
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether the task has an accuracy."""
+        return self.task == "image_classification"
+
     def prefetch(self, epoch: int, steps: range) -> None:
         """Start loading the first batches of ``steps`` in the loader's workers.
 

@@ -16,9 +16,6 @@ from distexp.strategies.base import DistributedModel, EvaluableModel
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import Evaluation
 
-IMAGES = "image_classification"
-"""Task whose trainings and evaluations have an accuracy."""
-
 
 def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable[[], None] = lambda: None) -> None:
     """Train until ``plan.total_steps``. By default, evaluate after each epoch and the last step."""
@@ -58,7 +55,7 @@ def end_epoch(model: EvaluableModel, inputs: TrainingInputs) -> None:
         epoch = logger.steps // plan.steps_per_epoch
         inputs.training.prefetch(epoch, plan.steps_of(epoch, logger.steps))
     evaluation = evaluate(model, inputs) if plan.train.evaluate else None
-    logger.end_epoch(evaluation, has_accuracy=inputs.training.task == IMAGES)
+    logger.end_epoch(evaluation, has_accuracy=inputs.training.has_accuracy)
 
 
 def evaluate(model: EvaluableModel, inputs: TrainingInputs) -> Evaluation:
@@ -78,7 +75,7 @@ def evaluate(model: EvaluableModel, inputs: TrainingInputs) -> Evaluation:
     logger.history.check_targets(targets, "the evaluation set", "set train.evaluate=false")
     return Evaluation(
         loss=loss / targets,
-        accuracies=(top1 / targets, top5 / targets) if data.task == IMAGES else None,
+        accuracies=(top1 / targets, top5 / targets) if data.has_accuracy else None,
         samples=len(data.samples),
         seconds=time.perf_counter() - started,
     )
