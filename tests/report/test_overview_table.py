@@ -147,6 +147,16 @@ def test_parts_of_the_memory_have_a_table_if_the_processes_hide_them() -> None:
     assert "by part" not in printed(large), "the peak of a GPU shows them"
 
 
+@pytest.mark.parametrize(("stage", "is_explained"), [(0, False), (1, True), (3, True)])
+def test_the_gradients_of_zero_are_explained(stage: int, is_explained: bool) -> None:
+    run = add_parts(record(0, strategy="deepspeed", deepspeed__zero_stage=stage), parameters=0.1)
+    assert run.built
+    run.built.zero_stage = stage
+    run.memory["cpu"] = [{"node": 0, "peak_mib": 900.0, "average_mib": 900.0, "mode_mib": 900.0}]
+    text = unwrapped(printed([run], width=120))
+    assert ("ZeRO frees the other gradients before the update, also with stage 1." in text) == is_explained
+
+
 def test_many_settings_leave_room_for_the_parts_of_the_memory() -> None:
     varied = ("dataset__train_size", "dataset__eval_size", "train__measure_after_step", "train__log_every")
     runs = [add_parts(record(n, **dict.fromkeys(varied, 10 + n)), parameters=0.1) for n in range(2)]

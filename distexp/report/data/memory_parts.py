@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distexp.report.data.metric_readers import PARTS
 from distexp.report.data.metrics import METRICS_BY_NAME, NOT_OFFLOADED, PARTS_TOTAL
@@ -13,8 +13,12 @@ from distexp.report.data.text_table import TextTable
 
 TITLE = "Memory of one worker by part (MiB)"
 NOTE = (
-    "Measured on the tensors of the first step, on the worker with the most. Gradients: kept for the update. "
+    "Measured on the tensors of the first step, on the worker with the most. Gradients: in memory at the update. "
     "Activations: saved for the backward pass of a micro-batch."
+)
+ZERO_NOTE = (
+    "ZeRO frees the other gradients before the update, also with stage 1. Its optimizer states have a copy of the "
+    "parameters."
 )
 OFFLOAD_NOTE = (
     "Not offloaded: the sum without the parts that offloading moves to the host. It is what a GPU would hold."
@@ -54,8 +58,17 @@ def build_parts_table(overview: Overview) -> TextTable | None:
     labels = overview.label_columns([group.label for group in groups], groups)
     columns = [format_metric(groups, METRICS_BY_NAME[name]) for name in metrics.values()]
     rows = tuple(zip(*labels.values(), *columns, strict=True))
-    note = f"{NOTE} {OFFLOAD_NOTE}" if NOT_OFFLOADED in metrics.values() else NOTE
-    return TextTable(TITLE, (*labels, *metrics), rows, note, num_labels=len(labels))
+    return TextTable(TITLE, (*labels, *metrics), rows, _note(metrics, groups), num_labels=len(labels))
+
+
+def _note(metrics: Mapping[str, str], groups: Sequence[RunGroup]) -> str:
+    """Return what the columns mean."""
+    zero = ZERO_NOTE if any(map(_is_sharded_by_zero, groups)) else ""
+    return " ".join(filter(None, (NOTE, zero, OFFLOAD_NOTE if NOT_OFFLOADED in metrics.values() else "")))
+
+
+def _is_sharded_by_zero(group: RunGroup) -> bool:
+    return any(row.record.built and row.record.built.zero_stage for row in group.counted_rows)
 
 
 def _metrics_by_title(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, str]:
