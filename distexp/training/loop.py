@@ -50,12 +50,11 @@ def train_step(
 
 def end_epoch(model: EvaluableModel, inputs: TrainingInputs) -> None:
     """Evaluate if requested, while the loader processes already read the next epoch's first batches."""
-    plan, logger = inputs.plan, inputs.logger
+    plan, logger, training = inputs.plan, inputs.logger, inputs.training
     if logger.steps < plan.total_steps:
         epoch = logger.steps // plan.steps_per_epoch
-        inputs.training.prefetch(epoch, plan.steps_of(epoch, logger.steps))
-    evaluation = evaluate(model, inputs) if plan.train.evaluate else None
-    logger.end_epoch(evaluation, has_accuracy=inputs.training.has_accuracy)
+        training.prefetch(epoch, plan.steps_of(epoch, logger.steps))
+    logger.end_epoch(evaluate(model, inputs) if plan.train.evaluate else None, has_accuracy=training.has_accuracy)
 
 
 def evaluate(model: EvaluableModel, inputs: TrainingInputs) -> Evaluation:
