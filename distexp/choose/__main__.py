@@ -31,7 +31,8 @@ examples:
   distexp choose model=bloom_1b1 dataset=squad train.global_batch_size=64
   distexp choose model=gpt_tiny train.global_batch_size=16 choose.gpus=1,2
   distexp choose cluster=slurm cluster.workers_per_node=4 choose.dry_run=true
-  distexp choose cluster.workers_per_node=4 plan.gpu=a100-80gb choose.dry_run=true"""
+  distexp choose plan.gpu=a100-80gb cluster.workers_per_node=4 \\
+      choose.dry_run=true"""
 
 JSON = "--json"
 NAME = "name="
