@@ -186,7 +186,8 @@ def _explain_command(argument: str) -> str:
     elif groups:
         hint = f": write {' or '.join(f'{group}={argument}' for group in groups)}"
     else:
-        hint = suggest(argument, COMMANDS) or ": see distexp --help"
+        option = next((f": write {option}" for option in RUN_OPTIONS if option.lstrip("-") == argument), "")
+        hint = option or suggest(argument, COMMANDS) or ": see distexp --help"
     return f"{argument} is neither a command nor KEY=VALUE{hint}"
 
 

@@ -91,7 +91,7 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
     configs = [cell.cell.config for cell in planned if cell.predicted is not None]
     unknown = {config.cluster.device for config in configs if config is not None and memory_to_fit_mib(config) is None}
     yield from (hint for device, hint in UNKNOWN_MEMORY.items() if device in unknown)
-    if not visible_gpus() and any(config and _is_local_on_gpus(config) for config in configs):
+    if not visible_gpus() and any(config and _is_for_unnamed_gpus(config) for config in configs):
         yield "this is for GPUs, but a run on this machine would use its CPUs: set cluster.device=cpu to predict that"
     memories = {
         (kind, memory, cell.error_bound)
@@ -103,8 +103,10 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
         yield DECIDES[kind].format(memory=format_memory(memory), error=f"{100 * error:.0f} %")
 
 
-def _is_local_on_gpus(config: Config) -> bool:
-    return config.cluster.launcher == "local" and config.cluster.device == "cuda"
+def _is_for_unnamed_gpus(config: Config) -> bool:
+    """Return whether a prediction is for local GPUs, and the user has not named them."""
+    is_named = config.plan.gpu is not None or config.plan.gpu_memory_gb is not None
+    return config.cluster.launcher == "local" and config.cluster.device == "cuda" and not is_named
 
 
 def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, console: Console) -> None:

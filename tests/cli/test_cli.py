@@ -79,6 +79,7 @@ WRONG = {  # command lines, with a part of their message
     "deepspeed/zero_stages": "neither a command nor KEY=VALUE: write experiment=deepspeed/zero_stages\n",
     "foo": "distexp: foo is neither a command nor KEY=VALUE: see distexp --help\n",
     "statsu DIR": "distexp: statsu is neither a command nor KEY=VALUE. Did you mean status?\n",
+    "multirun strategy=ddp": "distexp: multirun is neither a command nor KEY=VALUE: write --multirun\n",
     "strategy=ddp plan -m": "plan is a command, which must come first: type distexp plan strategy=ddp -m\n",
     "--config-dir plan strategy=ddp plan": "first: type distexp plan --config-dir plan strategy=ddp\n",
     "strategy=ddp plan --config-dir plan": "first: type distexp plan strategy=ddp --config-dir plan\n",

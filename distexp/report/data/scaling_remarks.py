@@ -25,8 +25,10 @@ def remark_on_scaling(overview: Overview) -> Iterator[str]:
     if without := groups_without_baseline(overview.groups, overview.varied):
         threads = sorted({threads_per_worker(group) or 0 for group in without})
         labels = name_runs(group.label for group in without)
-        yield f"No efficiency for {labels}: their threads per worker differ ({', '.join(map(str, threads))})."
-        yield f"To compare them, set cluster.cpus_per_worker={threads[0]} for all runs."
+        yield (
+            f"No efficiency for {labels}: other runs have another number of threads per worker than here "
+            f"({', '.join(map(str, threads))}). To compare them, set cluster.cpus_per_worker={threads[0]} for all runs."
+        )
     yield from _more_workers_than_cores(overview.groups)
 
 

@@ -82,7 +82,7 @@ class Tradeoff:
             if any(speed.noise is not None for group in self.groups if (speed := group.metric(SPEED))):
                 yield "Differences within the noise do not count."
         if self.has_labels:
-            yield "Labels: runs of the table, if there is room."
+            yield "The numbers are those of the runs in the table. If there is no room, some are left out."
 
     def draw(self) -> alt.LayerChart | None:
         """Draw the chart; None if there are no points."""

@@ -55,7 +55,7 @@ def test_an_efficiency_above_ideal_means_a_slow_baseline() -> None:
 def test_baselines_have_the_same_threads_per_worker() -> None:
     text = unwrapped(printed(scaled(2, 1, speeds=(10.0, 91.8))))
     assert "effi-" not in text
-    assert "No efficiency for runs 0, 1: their threads per worker differ (1, 2)." in text
+    assert "No efficiency for runs 0, 1: other runs have another number of threads per worker than here (1, 2)." in text
     assert "set cluster.cpus_per_worker=1 for all runs." in text
     text = unwrapped(printed(scaled(2, 1, 1, speeds=(10.0, 100.0, 180.0), cores=4)))
     assert "No efficiency for run 0:" in text
