@@ -26,25 +26,26 @@ def forecast_scales(
         candidates: Any candidates.
         objective: The objective of the search.
         applied_to: Candidate that was not tried, for which the scales are needed. Then they are those that
-            ``launch_share`` allows for it.
+            ``fewer_launches_factor`` allows for it.
     """
     tried = [candidate for candidate in candidates if candidate.status is Status.TRIED]
     known = [(each, each.score(objective), each.forecast(objective)) for each in tried]
     return [
-        score / forecast * (1.0 if applied_to is None else launch_share(each, applied_to))
+        score / forecast * (1.0 if applied_to is None else fewer_launches_factor(each, applied_to, objective))
         for each, score, forecast in known
         if score and forecast
     ]
 
 
-def launch_share(known: Candidate, other: Candidate) -> float:
+def fewer_launches_factor(known: Candidate, other: Candidate, objective: Objective) -> float:
     """Return by which factor the scale of a measured candidate may be smaller for a larger micro-batch; at most 1.
 
     A small micro-batch may be slower than its forecast because the CPU launches its kernels too slowly. Such time is in
     proportion to the number of micro-batches. So as much of the time above the forecast as possible is taken for it.
     """
     measured, forecast = known.step_s, known.forecast_s
-    if not measured or not forecast or measured <= forecast or other.micro_batch <= known.micro_batch:
+    is_larger = other.micro_batch > known.micro_batch and objective is not Objective.MEMORY
+    if not is_larger or not measured or not forecast or measured <= forecast:
         return 1.0
     return (forecast + (measured - forecast) * known.micro_batch / other.micro_batch) / measured
 

@@ -8,7 +8,7 @@ from statistics import median
 
 from distexp.choose.axis_keys import KERNELS
 from distexp.choose.candidate import Candidate, Objective, Status
-from distexp.choose.forecast_scale import best_score, launch_share
+from distexp.choose.forecast_scale import best_score, fewer_launches_factor
 from distexp.choose.ranking import by_score
 from distexp.choose.search_rules import SearchRules
 
@@ -66,7 +66,8 @@ def _may_be_best(
     forecast, forecast_of_known = candidate.forecast(objective), known.forecast(objective)
     if measured is None and (forecast is None or not forecast_of_known):
         return own <= 1 + rules.near and not candidate.too_close
-    ratio = measured or (forecast or 0.0) / (forecast_of_known or 1.0) * launch_share(known, candidate)
+    fewer_launches = fewer_launches_factor(known, candidate, objective)
+    ratio = measured or (forecast or 0.0) / (forecast_of_known or 1.0) * fewer_launches
     if candidate.too_close:
         return ratio * own < 1 - rules.worthwhile
     # A smaller micro-batch launches more kernels and reads the weights more often. It is rarely better than forecast.

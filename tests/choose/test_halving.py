@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from distexp.choose.candidate import Candidate, Objective, Status, Trial
+from distexp.choose.forecast_scale import scaled_forecast
 from distexp.choose.halving import first_trials, search
 from distexp.choose.ranking import margin_between, ranked
 from distexp.choose.search_result import PlannedTrial, SearchResult
@@ -225,6 +226,14 @@ def test_the_time_of_launches_is_not_expected_of_larger_micro_batches() -> None:
 
     found = search(list(seconds), run, Objective.THROUGHPUT)
     assert found.winner is list(with_it)[1]
+
+
+def test_launches_do_not_change_the_expected_memory() -> None:
+    known = Candidate(("a=1",), ("a",), 4, expected_mib=100.0, forecast_s=1.0, status=Status.TRIED)
+    known.trials = (Trial(5, "completed", step_s=2.0, peak_allocated_mib=110.0, samples_per_second=32.0),)
+    other = Candidate(("a=2",), ("a",), 64, expected_mib=200.0, forecast_s=0.5)
+    assert scaled_forecast(other, [known, other], Objective.MEMORY) == pytest.approx(220.0)
+    assert scaled_forecast(other, [known, other], Objective.THROUGHPUT) == pytest.approx(0.5 / 32 * (1 + 4 / 64) / 2)
 
 
 def test_trials_of_a_batch_are_in_the_order_of_what_they_can_share() -> None:
