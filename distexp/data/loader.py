@@ -140,7 +140,7 @@ class ShardedLoader:
 
     @property
     def has_accuracy(self) -> bool:
-        """Whether the task has an accuracy."""
+        """Return whether the task has an accuracy."""
         return self.task == "image_classification"
 
     def prefetch(self, epoch: int, steps: range) -> None:
