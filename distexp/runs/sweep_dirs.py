@@ -30,7 +30,8 @@ def choose_newest_sweep(*, leave_out: Collection[str] = ()) -> Path:
     if newest is None:
         raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
     sweep_dir = newest.parent
-    skipped = "" if newest is files[0] else " (later directories of preflight or choose do not count)"
+    names = " and ".join(command.partition(".")[0] for command in leave_out)
+    skipped = "" if newest is files[0] else f" (later directories of {names} do not count)"
     print(f"newest sweep: {sweep_dir}{skipped}", file=sys.stderr)
     return sweep_dir
 

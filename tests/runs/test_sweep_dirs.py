@@ -34,9 +34,11 @@ def test_preflights_and_searches_are_left_out(
     left_out: list[tuple[str, ...]] = [(), (PREFLIGHT,), (PREFLIGHT, CHOOSE)]
     found = [choose_newest_sweep(leave_out=commands).parent.name for commands in left_out]
     assert found == ["preflight", "choose", "distexp"]
-    first, *others = capsys.readouterr().err.splitlines()
-    assert first == "newest sweep: multirun_outputs/preflight/c"
-    assert all(line.endswith(" (later directories of preflight or choose do not count)") for line in others)
+    assert capsys.readouterr().err.splitlines() == [
+        "newest sweep: multirun_outputs/preflight/c",
+        "newest sweep: multirun_outputs/choose/b (later directories of preflight do not count)",
+        "newest sweep: multirun_outputs/distexp/a (later directories of preflight and choose do not count)",
+    ]
 
 
 def test_without_a_training_there_is_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
