@@ -13,10 +13,6 @@ class SweepFailedError(Exception):
     """A finished sweep with a failed run. The command exits with code 1."""
 
 
-class NothingStartedError(Exception):
-    """A sweep whose cells are all invalid. Their errors are printed. The command exits with code 2."""
-
-
 class InterruptedRunError(BaseException):
     """Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 during a run. The record is written, and no other run is started.
 

@@ -25,7 +25,6 @@ from distexp.exceptions import (
     TRACE_VARIABLE,
     InterruptedRunError,
     MonitoringInterrupted,
-    NothingStartedError,
     SweepFailedError,
     SweepInterrupted,
 )
@@ -67,8 +66,6 @@ def _run_hydra(arguments: Sequence[str]) -> int:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_never_called)()
     except SweepFailedError:
         return 1
-    except NothingStartedError:
-        return 2
     except InterruptedRunError as interruption:
         print(f"distexp: {interruption}", file=sys.stderr)
         return 128 + interruption.number

@@ -11,7 +11,7 @@ from tests.helpers.runs import run_distexp
 def test_invalid_cells_show_the_values_that_their_runs_would_have_had(tmp_path: Path) -> None:
     words = ("strategy=single,fsdp", "offload=pinned", "train.micro_batch_size=1,2", "cluster.device=cpu")
     done = run_distexp("--multirun", *words, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[-1:] == ["invalid"]]
     assert rows == [
         ["0", "single", "1", "1", "invalid"],

@@ -12,7 +12,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from distexp.console.screen import Screen
-from distexp.exceptions import InterruptedRunError, NothingStartedError, SweepFailedError
+from distexp.exceptions import InterruptedRunError, SweepFailedError
 from distexp.launch.assigned_runs import ExistingRunRules, assign_run_dirs
 from distexp.launch.cell import Cell
 from distexp.launch.composition import cell_maker, compose_cells
@@ -32,7 +32,6 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
 
     Raises:
         SweepFailedError: at the end, if a run failed.
-        NothingStartedError: if all cells are invalid.
         InterruptedRunError: if a run was interrupted. The cells after it are not started.
     """
     cells, make = compose_cells(context, master, overrides), cell_maker(context, master)
@@ -63,8 +62,6 @@ def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell],
         screen.show_interrupted()
         raise
     screen.show_comparison()
-    if len(invalid) == len(cells):
-        raise NothingStartedError
     if any(record.status in FAILURES for record in screen.records):
         raise SweepFailedError
     return returns

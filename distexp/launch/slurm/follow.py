@@ -12,7 +12,7 @@ from rich.live import Live
 from distexp.console.plain_text import print_plain
 from distexp.console.screen import Screen
 from distexp.console.sweep_table import Row, describe_state, state_key, states_table
-from distexp.exceptions import MonitoringInterrupted, NothingStartedError, SweepFailedError
+from distexp.exceptions import MonitoringInterrupted, SweepFailedError
 from distexp.launch import ledger
 from distexp.launch.slurm.status import FinishedRuns, poll
 from distexp.runs.command_text import suggest_command
@@ -93,7 +93,6 @@ def print_summary(sweep_dir: Path) -> None:
 
     Raises:
         SweepFailedError: If a run failed.
-        NothingStartedError: If all cells are invalid.
     """
     found = read_records(sweep_dir)
     screen = Screen(total=len(found.stored), sweep_dir=sweep_dir)
@@ -102,7 +101,5 @@ def print_summary(sweep_dir: Path) -> None:
     else:
         screen.records.extend(found.records)
     screen.show_comparison()
-    if found.records and all(record.status == "invalid" for record in found.records):
-        raise NothingStartedError
     if any(record.status in FAILURES for record in found.records):
         raise SweepFailedError
