@@ -2,7 +2,7 @@
 
 1. *families*: the best forecast micro-batch of each family, in the order of the forecasts. After the first family, and
    then after each few, the forecasts are scaled to the measured scores. Families that cannot reach the best one any
-   more are not tried.
+   more are not tried. If the first one fails, the one that differs most is next. If all fail alike, the search ends.
 2. *neighbors*: the next smaller and larger micro-batches of the best families, until none is better. Those of the first
    family come before the other families. What they measure shows which micro-batches of the others can be better.
    A trial of both that is far slower than its forecast is repeated at once. If the repeat is far faster, other programs
@@ -24,6 +24,7 @@ from operator import attrgetter
 
 from distexp.choose.axis_keys import STAGE
 from distexp.choose.candidate import Candidate, Objective, Status
+from distexp.choose.common_error import most_different, prune_by_common_error
 from distexp.choose.doubtful import doubtful_candidates, mark_disturbed
 from distexp.choose.forecast_scale import useful_forecasts, without_checkpointing
 from distexp.choose.neighbors import neighbors_to_try
@@ -124,6 +125,9 @@ class _Search:
             useful = useful_forecasts(self.representatives(), self.candidates, self.objective, self.rules)
             if not useful:
                 return
+            if (different := most_different(useful, self.candidates)) is not None:
+                self._try("families", [different])
+                continue
             # One of two families that differ in checkpointing shows whether the other one may be better.
             first_of = {without_checkpointing(candidate): candidate for candidate in reversed(useful)}
             wave = [candidate for candidate in useful if first_of[without_checkpointing(candidate)] is candidate]
@@ -206,6 +210,7 @@ class _Search:
         for started, trial in zip(affordable, trials, strict=True):
             add_trial(started.candidate, trial, self.families[started.candidate.family], self.objective)
         prune_unmeasured(self.candidates, self.objective)
+        prune_by_common_error(self.candidates)
         self.rungs.append(Rung(name, tuple(affordable), sum(trial.gpu_seconds for trial in trials)))
 
 
