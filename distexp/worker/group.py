@@ -104,6 +104,8 @@ def preload(config: Config) -> None:
 
 def _declared(config: Config) -> Iterator[str]:
     """Yield the modules of the chosen options that belong to distexp, and what they declare to preload."""
+    if config.train.compiled != "none":
+        yield "distexp.worker.compiler_import"
     for target in (config.model._target_, config.dataset._target_, config.strategy._target_, config.engine._target_):
         module = target.rpartition(".")[0]
         if module.split(".")[0] != "distexp":

@@ -30,6 +30,18 @@ print(
 )
 """
 
+PRELOADS_COMPILER = """
+import os, sys, threading
+from pathlib import Path
+from tests.helpers.runs import resolve_cell
+from distexp.worker.group import preload
+preload(resolve_cell("strategy=single", "train.compile=blocks", "cluster.device=cpu"))
+import torch
+from torch._inductor.runtime.triton_compat import triton_key
+children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+print("torch._inductor.compile_fx" in sys.modules, triton_key.cache_info().currsize, threading.active_count(), children)
+"""
+
 GROUP = r"""
 import os, signal, sys, time
 from pathlib import Path
@@ -68,6 +80,12 @@ def start(program: str, *arguments: str) -> subprocess.Popen[str]:
 def test_the_libraries_are_imported_before_the_fork_and_cuda_is_not_initialized() -> None:
     output, _ = start(PRELOADS).communicate(timeout=600)
     assert output.splitlines()[-1] == "[] [] False []", "missing, needless, CUDA is initialized, variables left"
+
+
+def test_the_compiler_is_imported_before_the_fork_if_a_run_compiles() -> None:
+    """It starts no thread and no process, which a forked worker would not have."""
+    output, _ = start(PRELOADS_COMPILER).communicate(timeout=600)
+    assert output.split() == ["True", "1", "1"], "imported, hashes, threads, children"
 
 
 def test_a_worker_that_crashes_after_the_first_failure_was_not_stopped(tmp_path: Path) -> None:

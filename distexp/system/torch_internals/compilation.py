@@ -92,6 +92,23 @@ def compile_errors() -> tuple[type[Exception], ...]:
         return Unsupported, FailOnRecompileLimitHit
 
 
+def import_compiler() -> None:
+    """Import inductor, and compute the hashes of the sources of torch and triton, which the compiler keeps.
+
+    This starts no process and no thread, and does not initialize CUDA. So workers can be forked from this process.
+    """
+    with explained("torch._inductor"):
+        import torch._inductor.compile_fx  # noqa: F401
+        from torch._inductor.codecache import torch_key
+        from torch.utils._triton import has_triton_package
+
+        torch_key()
+        if has_triton_package():
+            from torch._inductor.runtime.triton_compat import triton_key
+
+            triton_key()
+
+
 def default_compile_cache() -> str:
     """Return the folder in which inductor keeps compiled code by default. Inductor writes it to the environment."""
     with explained("torch._inductor.runtime.cache_dir_utils.default_cache_dir"):
