@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -103,18 +103,23 @@ class FlopCounter:
 
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""
-        return self._rates(count_forward_flops, self._build()).scale(FORWARD_AND_BACKWARD)
+        return self._rates(count_forward_flops, self._model).scale(FORWARD_AND_BACKWARD)
 
     def executed_rates(self, model_rates: FlopRates) -> FlopRates:
         """Return the executed FLOPs of a forward and a backward pass."""
-        model, train = self._build(), self.config.train
-        trains_all = all(parameter.requires_grad for parameter in model.parameters())
+        train = self.config.train
+        trains_all = all(parameter.requires_grad for parameter in self._model.parameters())
         if model_rates.token and trains_all and not train.activation_checkpointing:
             return model_rates  # unlike that of a convolution, the input of an embedding has no gradient to skip
+        model = self._build()
         transform_blocks(model, replace(self.config, train=replace(train, compile=None)))
         # A compiled block is one operation, so it is recomputed to its end.
         with set_checkpoint_early_stop(train.compiled != "blocks"):
             return self._rates(count_training_flops, model)
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        return self._build()
 
     def _build(self) -> nn.Module:
         # Flex attention does not run without memory, and a chunked loss computes the same products as the full one.
