@@ -82,7 +82,8 @@ class MetricsLogger:
         self.ordinary_steps = OrdinarySteps()
         self.compilation = CompileWatch(enabled=bool(plan.train.compile))
         self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
-        self.profiler = StepProfiler(context, plan.train.profile_steps)
+        cuda_graphs = plan.train.compiled == "graphs"
+        self.profiler = StepProfiler(context, plan.train.profile_steps, cuda_graphs=cuda_graphs)
         self.profiler.micro_batches = plan.train.gradient_accumulation_steps
         unmeasured = plan.train.profile_steps > 0 and plan.train.measure_after_step > 1
         self.first_stacks = FirstStepStacks(context.device, enabled=unmeasured)

@@ -25,15 +25,24 @@ from distexp.measure.profiling.profile_window import WARMUP_STEPS, ProfileWindow
 from distexp.measure.profiling.step_analysis import ProfileResult, StepAnalysis, result_or_error
 from distexp.runs.run_dir import profile_trace_path
 
+DETACH = "TEARDOWN_CUPTI"
+"""Variable that makes the profiler detach CUPTI from the process when it stops. CUPTI slows down later launches."""
+
 LOG_LEVEL_SILENT = "100"
 """Log level above all messages of the profiler, which logs each start and warns that a CPU is not a GPU."""
 
 
 class StepProfiler:
-    """Profiler of one training on one rank; it does nothing if ``train.profile_steps`` is 0."""
+    """Profiler of one training on one rank; it does nothing if ``train.profile_steps`` is 0.
 
-    def __init__(self, context: Context, requested_steps: int) -> None:
-        self.context, self.requested_steps = context, requested_steps
+    Args:
+        context: Rank and device.
+        requested_steps: ``train.profile_steps``.
+        cuda_graphs: Whether the training runs CUDA graphs. Torch leaves CUPTI attached then, because of crashes.
+    """
+
+    def __init__(self, context: Context, requested_steps: int, *, cuda_graphs: bool = False) -> None:
+        self.context, self.requested_steps, self.cuda_graphs = context, requested_steps, cuda_graphs
         self.window: ProfileWindow | None = None
         self.done = 0  # steps since the profiler started, including its warm-up
         self.overhead_s = 0.0  # of starting and stopping the profiler; not part of the training time
@@ -60,6 +69,8 @@ class StepProfiler:
         on_gpu = self.context.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         os.environ.setdefault("KINETO_LOG_LEVEL", LOG_LEVEL_SILENT)
+        if not self.cuda_graphs:
+            os.environ.setdefault(DETACH, "1")
         synchronize(self.context.device)
         before = time.perf_counter()
         steps = schedule(wait=0, warmup=WARMUP_STEPS, active=self.window.steps, repeat=1)
