@@ -6,6 +6,7 @@
 
 The rows are added to the JSON file, so several commands with other ``--only`` extend it. ``table`` prints it.
 
+Each configuration runs on one GPU and then on two, so ``--budget-s 500`` leaves rows of those that are complete.
 Runs with kernels=fast compile, except with ZeRO-3. Each first runs for a few steps on one GPU, so that the profiled run
 finds the compiled code in the cache: a process that compiles is slower for some time afterwards.
 """
@@ -21,7 +22,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ STRATEGIES = ("strategy=ddp", "sharding=full_shard", "zero_stage=2", "zero_stage
 MICRO_BATCHES = (4, 16, 32)
 KERNELS = ("reference", "fast")
 PROFILED = "train.profile_steps=3"
+ONE, TWO = " on one", " on two"
+"""Ends of the names of runs on one GPU and on two."""
 MEDIAN_BOUND, WORST_BOUND, INSIDE_BOUND = 0.05, 0.15, 0.9
 """Bounds: of the median and the worst error, and of the share of runs inside of the interval."""
 
@@ -108,22 +111,33 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """Run what is chosen, add its rows to the JSON file, and print the table of the file."""
-    one, two = (select(list(runs(workers)), options.only) for workers in (1, 2))
-    if not one:
+    names = [run.name for run in select(list(runs(1)), options.only)]
+    if not names:
         sys.exit(f"--only {options.only!r} is in no name: use a part of {', '.join(run.name for run in runs(1))}")
     commands = Commands(options)
     path = Path(options.json) if options.json else commands.folder / "forecast.json"
     if path.exists():
         read_rows(path)  # An unreadable file must end the command before the runs, and not after them.
     commands.run_all("preflight", [preflight_run()])
-    name = sweep_name("runs", options.only)
-    if warm := select(list(warm_runs()), options.only):
-        commands.run_all(f"{name}_warm", warm)
-    commands.run_all(name, [*one, *two])
-    sweeps = [commands.folder / f"{name}_{workers}" for workers in (1, 2)]
-    rows = add_rows(path, compare(one, *sweeps, commands.folder / "preflight_2" / "0"))
+    records = commands.run_all(sweep_name("runs", options.only), in_turns(names))
+    rows = add_rows(path, compare(names, records, commands.folder / "preflight_2" / "0"))
     print(f"\n{table(rows, len(list(runs(1))))}\n{len(rows)} rows in {path}")
     return rows
+
+
+def in_turns(names: Sequence[str]) -> list[Run]:
+    """Return the runs of some configurations: each on one GPU and then on two, before the next configuration.
+
+    So each configuration that is complete when the time is over has a row. All are in the sweep of two GPUs.
+    """
+    warm, one, two = ({run.name: run for run in found} for found in (warm_runs(), runs(1), runs(2)))
+    kinds = {" warm": warm, ONE: one, TWO: two}
+    return [
+        Run(f"{name}{kind}", found[name].overrides, 2)
+        for name in names
+        for kind, found in kinds.items()
+        if name in found
+    ]
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -150,24 +164,18 @@ def preflight_run() -> Run:
     return Run("preflight", ("preflight.enabled=true", "preflight.only=true", "cluster.workers_per_node=2"), 2)
 
 
-def compare(planned: Sequence[Run], one: Path, two: Path, preflight: Path) -> Iterator[Row]:
+def compare(names: Sequence[str], records: Mapping[str, Record], preflight: Path) -> Iterator[Row]:
     """Yield the configurations that were run on one GPU and on two."""
-    for number, run in enumerate(planned):
-        single, pair = read_record(one / str(number)), read_record(two / str(number))
-        if single is None or pair is None:
+    for name in names:
+        pair = [records.get(f"{name}{kind}") for kind in (ONE, TWO)]
+        found = [record for record in pair if record is not None and record["status"] == "completed"]
+        if len(found) < len(pair):
             continue
-        forecast = forecast_of(one / str(number), preflight)
+        forecast = forecast_of(Path(found[0]["directory"]), preflight)
         if forecast is not None:
-            measured = [record["metrics"]["step_time_s"]["p50"] for record in (single, pair)]
-            expected = [forecast[name] for name in ("step_time_s", "low_s", "high_s")]
-            yield Row(run.name, *(round(1000 * seconds, 3) for seconds in (*measured, *expected)))
-
-
-def read_record(directory: Path) -> Record | None:
-    """Return the record of a completed run; None if there is none."""
-    path = directory / "record.json"
-    record: Record | None = json.loads(path.read_text()) if path.exists() else None
-    return record if record and record["status"] == "completed" else None
+            measured = [record["metrics"]["step_time_s"]["p50"] for record in found]
+            expected = [forecast[key] for key in ("step_time_s", "low_s", "high_s")]
+            yield Row(name, *(round(1000 * seconds, 3) for seconds in (*measured, *expected)))
 
 
 def forecast_of(directory: Path, preflight: Path) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.commands import select, sweep_name
-from benchmarks.forecast import Row, add_rows, main, runs, table, warm_runs
+from benchmarks.forecast import Row, add_rows, in_turns, main, runs, table, warm_runs
 from tests.helpers.runs import resolve_cell
 
 
@@ -23,6 +23,14 @@ def test_configurations_that_compile_run_once_before_they_are_profiled() -> None
     assert len(compiled) == 9
     for run in select(list(warm_runs()), "ddp fast 4"):
         assert resolve_cell(*run.overrides).train.profile_steps == 0
+
+
+def test_a_configuration_is_complete_before_the_next_one_starts() -> None:
+    names = [run.name for run in in_turns(["ddp reference 4", "zero_stage=2 fast 16"])]
+    assert names == [
+        *("ddp reference 4 on one", "ddp reference 4 on two"),
+        *("zero_stage=2 fast 16 warm", "zero_stage=2 fast 16 on one", "zero_stage=2 fast 16 on two"),
+    ]
 
 
 @pytest.mark.parametrize(
