@@ -146,8 +146,24 @@ class Forecaster:
             found.step.hidden_s,
             beyond=describe_distance(run, target, found.sources),
             limit=describe_limit(parts, found.largest),
-            notes=(*_notes(found.sources, self.machine, target), *self._notes_on_old_profile(target)),
+            notes=(*self._notes_on_collectives(found.sources, target), *self._notes_on_old_profile(target)),
         )
+
+    def _notes_on_collectives(self, sources: frozenset[str], target: Target) -> Iterator[str]:
+        """Yield whether the times of collectives are those of a preflight, or which link was assumed."""
+        across, machine = target.nodes > 1, self.machine
+        kind = "between nodes" if across else "in a node"
+        if MODEL not in sources:
+            if machine.points and target.workers not in (1, self.run.target.workers):
+                yield f"collectives {kind} take the times that a preflight measured"
+        elif any((point.nodes > 1) == across for point in machine.points):
+            yield "no preflight measured collectives of this kind: their times are those of the links"
+        elif across:
+            assumed = f"forecast.network={machine.network.name}"
+            yield f"collectives {kind} are not measured. Assumed: {assumed}. {_measure('cluster.nodes=2')}"
+        else:
+            workers = _measure(f"cluster.workers_per_node={target.workers_per_node}")
+            yield f"collectives {kind} are not measured. Assumed: {machine.intra.name}. {workers}"
 
     def _notes_on_old_profile(self, target: Target) -> Iterator[str]:
         """Yield what the forecast does not know, because an earlier version wrote the profile."""
@@ -198,20 +214,6 @@ def _name(longest: Item | None) -> str:
     if size < 1e3:
         return f"{longest.kind} of {size:.0f} bytes"
     return f"{longest.kind} of " + (f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:.3g} kB")
-
-
-def _notes(sources: frozenset[str], machine: MachineCurves, target: Target) -> tuple[str, ...]:
-    """Return which link was assumed, and how to measure it."""
-    if MODEL not in sources:
-        return ()
-    across = target.nodes > 1
-    if any((point.nodes > 1) == across for point in machine.points):
-        return ("no preflight measured collectives of this kind: their times are those of the links",)
-    if across:
-        assumed = f"forecast.network={machine.network.name}"
-        return (f"collectives between nodes are not measured. Assumed: {assumed}. {_measure('cluster.nodes=2')}",)
-    workers = f"cluster.workers_per_node={target.workers_per_node}"
-    return (f"collectives in a node are not measured. Assumed: {machine.intra.name}. {_measure(workers)}",)
 
 
 def _measure(override: str) -> str:
