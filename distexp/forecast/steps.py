@@ -154,7 +154,8 @@ class Forecaster:
         across, machine = target.nodes > 1, self.machine
         kind = "between nodes" if across else "in a node"
         if MODEL not in sources:
-            if machine.points and target.workers not in (1, self.run.target.workers):
+            is_measured = bool(machine.points) and SCALED not in sources
+            if is_measured and target.workers not in (1, self.run.target.workers):
                 yield f"collectives {kind} take the times that a preflight measured"
         elif any((point.nodes > 1) == across for point in machine.points):
             yield "no preflight measured collectives of this kind: their times are those of the links"

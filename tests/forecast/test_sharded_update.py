@@ -72,6 +72,9 @@ def test_zero_2_updates_a_share(tmp_path: Path) -> None:
     assert two.step_time_s == pytest.approx(0.020 + 0.002 + 0.010 + 0.004, rel=0.002)
     assert four.step_time_s == pytest.approx(0.020 + 0.002 + 0.005 + 0.004, rel=0.002)
     assert one.notes == ()
+    (eight,) = forecast(run, (1, 8))
+    assert "scaled" in eight.beyond
+    assert eight.notes == ()
     assert two.notes == four.notes == ("collectives in a node take the times that a preflight measured",)
 
 
