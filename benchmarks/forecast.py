@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     if path.exists():
         read_rows(path)  # An unreadable file must end the command before the runs, and not after them.
     commands.run_all("preflight", [preflight_run()])
-    records = commands.run_all(sweep_name("runs", options.only), in_turns(names))
+    records = commands.run_all(sweep_name("turns", options.only), in_turns(names))
     rows = add_rows(path, compare(names, records, commands.folder / "preflight_2" / "0"))
     print(f"\n{table(rows, len(list(runs(1))))}\n{len(rows)} rows in {path}")
     return rows
