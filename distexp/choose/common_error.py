@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from distexp.choose.axis_keys import SHARDING, STAGE, STRATEGY
+from distexp.choose.axis_keys import STRATEGY
 from distexp.choose.candidate import Candidate, Status
+from distexp.choose.strategy_choices import VARIANTS
 
 UNSUCCESSFUL = ("failed", "invalid")
 """Statuses of trials whose error may concern all candidates. Too little memory, or too little time, does not."""
 
-
-STRATEGY_OF = {SHARDING: "fsdp", STAGE: "deepspeed"}
+STRATEGY_OF = {axis: name for name, axis in VARIANTS.items()}
 """Strategies of the axes that choose one."""
 
 
@@ -23,42 +23,41 @@ def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
     Args:
         candidates: All candidates of the search.
     """
-    error, failed = _usual_error(candidates)
-    if len(failed) < 2 or any(candidate.completed for candidate in candidates):
+    failed = _failed_alike(candidates)
+    if len(failed) < 2:
         return
     waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
     common = _common_settings(failed, waiting)
     if all(common <= _settings(candidate, dict(common)) for candidate in waiting):
         for candidate in waiting:
-            candidate.prune(f"{len(failed)} trials with other settings failed: {error}")
+            candidate.prune(f"{len(failed)} trials with other settings failed: {failed[0].trials[-1].error}")
 
 
 def most_different(waiting: Sequence[Candidate], candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the candidate to try if no trial completed: the one with the fewest settings that all failed ones have.
+    """Return the candidate with the fewest settings that all failed ones have.
 
     Args:
         waiting: Candidates that may be tried, the best forecast first.
         candidates: All candidates of the search.
 
     Returns:
-        None if a trial completed, or none failed.
+        None if a trial completed, none failed, or the errors differ.
     """
-    candidates = list(candidates)
-    _, failed = _usual_error(candidates)
-    if not failed or any(candidate.completed for candidate in candidates):
+    failed = _failed_alike(candidates)
+    if not failed:
         return None
     common = _common_settings(failed, waiting)
     return min(waiting, key=lambda candidate: len(common & _settings(candidate, dict(common))), default=None)
 
 
-def _usual_error(candidates: Iterable[Candidate]) -> tuple[str, list[Candidate]]:
-    """Return the error that most candidates have, and these candidates."""
-    by_error: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        last = candidate.trials[-1] if candidate.trials else None
-        if last is not None and last.status in UNSUCCESSFUL and last.error:
-            by_error.setdefault(last.error, []).append(candidate)
-    return max(by_error.items(), key=lambda entry: len(entry[1]), default=("", []))
+def _failed_alike(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the candidates that failed, if no trial completed and all have the same error; else none."""
+    tried = [candidate for candidate in candidates if candidate.trials]
+    failed = [candidate for candidate in tried if candidate.trials[-1].status in UNSUCCESSFUL]
+    errors = {candidate.trials[-1].error for candidate in failed}
+    if len(errors) != 1 or "" in errors or any(candidate.completed for candidate in tried):
+        return []
+    return failed
 
 
 def _common_settings(failed: Sequence[Candidate], waiting: Sequence[Candidate]) -> set[tuple[str, str]]:

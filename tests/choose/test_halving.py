@@ -302,6 +302,20 @@ def test_an_error_of_all_candidates_ends_the_search_after_few_trials(seed: int) 
     assert {candidate.status for candidate in machine.runnable()} == {Status.FAILED, Status.PRUNED}
 
 
+def test_different_errors_do_not_end_the_search() -> None:
+    """Each batch but the second one has several trials, which a cluster runs at the same time."""
+    machine, batches = Landscape(2), []
+
+    def run(batch: Sequence[PlannedTrial]) -> list[Trial]:
+        batches.append(len(batch))
+        return [Trial(each.steps, "failed", error=f"no record in {id(each)}", gpu_seconds=2.0) for each in batch]
+
+    found = search(machine.candidates, run, Objective.THROUGHPUT)
+    assert batches[:3] == [1, 1, 4]
+    tried = {candidate.family for candidate in found.candidates if candidate.trials}
+    assert tried == {candidate.family for candidate in machine.runnable()}
+
+
 @pytest.mark.parametrize("broken", ["kernels=fast", "workers=2", "strategy=single", "zero_stage", "sharding"])
 def test_an_error_of_one_setting_does_not_end_the_search(broken: str) -> None:
     machine = Landscape(3)
