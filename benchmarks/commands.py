@@ -1,4 +1,4 @@
-"""Runs of distexp for a benchmark: one sweep for each number of workers, whose runs share one start-up."""
+"""Runs of distexp for a benchmark: one sweep for each number of GPUs, whose runs share a start-up if they can."""
 
 from __future__ import annotations
 

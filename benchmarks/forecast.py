@@ -33,6 +33,7 @@ from benchmarks.commands import PACKAGES, Commands, Record, Run, select, sweep_n
 from benchmarks.measurement import REPOSITORY
 from benchmarks.tables import markdown
 from distexp.runs.json_files import read_json, write_json
+from distexp.system.hardware import cpu_count
 
 TEXT = ("model=bloom_560m", "model.init=random", "dataset=squad", "dataset.padding=max_length", "precision=bf16")
 WARM = ("train.max_steps=4", "train.measure_after_step=2", "train.gradient_accumulation_steps=1", "profile=false")
@@ -92,7 +93,9 @@ def warm_runs() -> Iterator[Run]:
 
 
 def _run(strategy: str, kernels: str, size: int, workers: int, steps: Sequence[str]) -> Run:
-    place = (f"cluster.workers_per_node={workers}", f"kernels={kernels}", f"train.micro_batch_size={size}")
+    # Equal threads, because runs with other variables of OpenMP would not share the start-up.
+    threads = f"cluster.cpus_per_worker={max(1, cpu_count() // 2)}"
+    place = (f"cluster.workers_per_node={workers}", threads, f"kernels={kernels}", f"train.micro_batch_size={size}")
     name = strategy if "zero" in strategy else strategy.partition("=")[2]
     return Run(f"{name} {kernels} {size}", (*TEXT, *steps, strategy, *place), workers)
 
