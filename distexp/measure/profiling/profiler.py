@@ -38,7 +38,7 @@ class StepProfiler:
     Args:
         context: Rank and device.
         requested_steps: ``train.profile_steps``.
-        cuda_graphs: Whether the training runs CUDA graphs. Torch leaves CUPTI attached then, because of crashes.
+        cuda_graphs: Whether the training runs CUDA graphs. Then CUPTI stays attached, because detaching it may crash.
     """
 
     def __init__(self, context: Context, requested_steps: int, *, cuda_graphs: bool = False) -> None:

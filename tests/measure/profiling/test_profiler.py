@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 from distexp.distributed.context import Context
 from distexp.measure.profiling import step_analysis
 from distexp.measure.profiling.core_waits import CoreWaits
-from distexp.measure.profiling.profile_window import ProfileWindow
-from distexp.measure.profiling.profiler import StepProfiler
+from distexp.measure.profiling.profile_window import WARMUP_STEPS, ProfileWindow
+from distexp.measure.profiling.profiler import DETACH, StepProfiler
 from distexp.measure.profiling.rank_summary import RankSummary
 from distexp.measure.profiling.step_analysis import ProfileResult
 from distexp.runs.run_dir import profile_summary_path
@@ -50,6 +51,21 @@ def finish(folder: Path, monkeypatch: pytest.MonkeyPatch, events: Any, exchange:
     result = found.finish()
     assert result is not None
     return result
+
+
+@pytest.mark.parametrize(("cuda_graphs", "expected"), [(False, "1"), (True, None)])
+def test_the_profiler_detaches_cupti_except_with_cuda_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool, expected: str | None
+) -> None:
+    monkeypatch.setenv(DETACH, "")  # so that the value of this test is removed after it
+    monkeypatch.delenv(DETACH)
+    profiler = StepProfiler(Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path), 1, cuda_graphs=cuda_graphs)
+    profiler.window = ProfileWindow(0, 1)
+    profiler.start()
+    assert os.environ.get(DETACH) == expected
+    for _ in range(WARMUP_STEPS + 1):
+        profiler.step()
+    assert not profiler.running
 
 
 def test_the_parts_are_those_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
