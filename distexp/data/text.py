@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.config.custom_code import check_returned, describe_type
@@ -90,20 +90,25 @@ class TextCollate:
         length = self.length or self._padded_length(max(len(sample["input_ids"]) for sample in samples))
         if POSITIONS in samples[0]:
             return self._collate_rows(samples, length)
-        input_ids = _pad_and_stack([sample["input_ids"] for sample in samples], length, self.pad_id)
         labels = _pad_and_stack([sample["labels"] for sample in samples], length, IGNORE)
-        mask = _pad_and_stack([torch.ones_like(sample["input_ids"]) for sample in samples], length, 0)
+        mask = _mask([len(sample["input_ids"]) for sample in samples], length)
         is_target = labels[:, 1:] != IGNORE
-        has_target = is_target.any(dim=1)
-        lengths = mask.sum(dim=1)[has_target]
+        has_target = is_target.any(axis=1)
+        lengths = mask.sum(axis=1)[has_target]
         return Batch(
-            inputs={"input_ids": input_ids, "attention_mask": mask},
-            labels=labels,
+            inputs={
+                "input_ids": torch.from_numpy(self._input_ids(samples, length)),
+                "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+            },
+            labels=torch.from_numpy(labels),
             num_samples=int(has_target.sum()),
             num_targets=int(is_target.sum()),
             num_tokens=int(lengths.sum()),
-            num_token_pairs=int(lengths.square().sum()),
+            num_token_pairs=int(np.square(lengths).sum()),
         )
+
+    def _input_ids(self, samples: Sequence[Sample], length: int) -> NDArray[Any]:
+        return _pad_and_stack([sample["input_ids"] for sample in samples], length, self.pad_id)
 
     def _padded_length(self, longest: int) -> int:
         padded = -(-longest // self.multiple) * self.multiple
@@ -112,24 +117,23 @@ class TextCollate:
     def _collate_rows(self, rows: Sequence[Sample], length: int) -> Batch:
         """Pad and stack packed rows."""
         labels = _pad_and_stack([row["labels"] for row in rows], length, IGNORE)
-        positions = torch.stack(
-            [torch.cat([row[POSITIONS], torch.arange(length - len(row[POSITIONS]))]) for row in rows]
-        )
+        padding = np.arange(length)
+        positions = np.stack([np.append(row[POSITIONS], padding[: length - len(row[POSITIONS])]) for row in rows])
         is_target = labels != IGNORE
         is_target[:, 0] = False
-        samples = (positions == 0).flatten().cumsum(0) - 1  # the sample at each position of the batch
-        has_target = torch.bincount(samples, weights=is_target.flatten()) > 0  # padding has none
-        lengths = torch.bincount(samples)[has_target]
+        samples = np.cumsum(positions == 0) - 1  # the sample at each position of the batch
+        has_target = np.bincount(samples, weights=is_target.ravel()) > 0  # padding has none
+        lengths = np.bincount(samples)[has_target]
         return Batch(
             inputs={
-                "input_ids": _pad_and_stack([row["input_ids"] for row in rows], length, self.pad_id),
-                POSITIONS: positions,
+                "input_ids": torch.from_numpy(self._input_ids(rows, length)),
+                POSITIONS: torch.from_numpy(positions),
             },
-            labels=labels,
+            labels=torch.from_numpy(labels),
             num_samples=int(has_target.sum()),
             num_targets=int(is_target.sum()),
             num_tokens=int(lengths.sum()),
-            num_token_pairs=int(lengths.square().sum()),
+            num_token_pairs=int(np.square(lengths).sum()),
         )
 
 
@@ -181,9 +185,22 @@ def pad_to_batch(data: TaskData, limit: int) -> TaskData:
     return replace(data, collate=replace(collate, length=None, multiple=BUCKET_MULTIPLE, limit=limit))
 
 
-def _pad_and_stack(rows: Sequence[Tensor], length: int, value: int) -> Tensor:
-    """Pad rows on the right and stack them; shape (rows, length)."""
-    return torch.stack([pad(row, (0, length - len(row)), value=value) for row in rows])
+def _pad_and_stack(rows: Sequence[Tensor], length: int, value: int) -> NDArray[Any]:
+    """Pad rows on the right and stack them; shape (rows, length).
+
+    A longer row is cut. This uses NumPy, because PyTorch starts threads for many operations of this size. On a busy
+    machine, their start takes most of the time.
+    """
+    arrays = [row.numpy()[:length] for row in rows]
+    padded = np.full((len(rows), length), value, dtype=np.result_type(*{array.dtype for array in arrays}))
+    for target, array in zip(padded, arrays, strict=True):
+        target[: len(array)] = array
+    return padded
+
+
+def _mask(lengths: Sequence[int], length: int) -> NDArray[np.bool_]:
+    """Return which positions are no padding, shape (rows, length)."""
+    return np.arange(length) < np.asarray(lengths)[:, np.newaxis]
 
 
 def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
