@@ -68,6 +68,12 @@ class DeepSpeedConfig:
     check_overflow: bool | None = key(
         None, "Skip steps with infinite gradients. bf16 needs no such check.", reference=True, id_if_changed=True
     )
+    async_update: bool | None = key(
+        None,
+        "Clip and update without waiting for the GPU. Needs `check_overflow=false`.",
+        reference=False,
+        id_if_changed=True,
+    )
     cpu_optimizer: str = key(
         "auto",
         "Optimizer of offloaded states. DeepSpeed compiles its own. `auto`: deepspeed on GPUs, else torch.",

@@ -49,17 +49,20 @@ class DeepSpeed(Strategy):
             options.cpu_optimizer = "deepspeed" if config.cluster.device == "cuda" else "torch"
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
-        """Compile the blocks, except at stage 3. Leave out the check for infinite gradients, if bf16 allows it."""
+        """Compile the blocks, except at stage 3. With bf16, leave out what makes the CPU wait for the GPU."""
         compiled = {} if config.deepspeed.zero_stage == 3 else block_values(config)
-        unchecked = config.precision.name == "bf16" and config.deepspeed.zero_stage in CHECK_STAGES
-        return {**compiled, **({"deepspeed.check_overflow": False} if unchecked else {})}
+        if config.precision.name != "bf16" or config.deepspeed.zero_stage not in CHECK_STAGES:
+            return compiled
+        unchecked = {"deepspeed.check_overflow": False}
+        waits = config.deepspeed.check_overflow is True or _async_update_error(config) is not None
+        return {**compiled, **unchecked, **({} if waits else {"deepspeed.async_update": True})}
 
     def validate(self, config: Config) -> list[str]:
         """Check the stage, offload and the ds_config.json of the user."""
         stage = config.deepspeed.zero_stage
         if stage not in STAGES:
             return [f"deepspeed.zero_stage={stage} is not one of 0, 1, 2, 3"]
-        errors = [*_offload_errors(config), *_overflow_errors(config)]
+        errors = [*_offload_errors(config), *_overflow_errors(config), *_async_errors(config)]
         if config.train.compiled == "blocks" and stage == 3:
             errors.append(
                 "train.compile=true does not work with zero_stage=3, which gathers parameters in module hooks: "
@@ -124,3 +127,24 @@ def _overflow_errors(config: Config) -> Iterator[str]:
             f"deepspeed.check_overflow=false is for precision=bf16 with zero_stage=1,2, but this run has "
             f"precision={config.precision.name} and zero_stage={config.deepspeed.zero_stage}: leave it out"
         )
+
+
+def _async_errors(config: Config) -> Iterator[str]:
+    if not config.deepspeed.async_update:
+        return
+    if config.deepspeed.check_overflow is not False:
+        yield (
+            "deepspeed.async_update=true needs deepspeed.check_overflow=false, because the check waits for the GPU: "
+            "set it, or leave deepspeed.async_update out"
+        )
+    elif error := _async_update_error(config):
+        yield f"deepspeed.async_update=true {error}"
+
+
+def _async_update_error(config: Config) -> str | None:
+    """Return why the trainer or the offload does not support an asynchronous update; None if they do."""
+    if config.engine.name != "native":
+        return f"is not supported by engine={config.engine.name}: use engine=native, or leave it out"
+    if config.offload.enabled:
+        return "is not supported with offload=true, whose update is on the CPU: leave one of them out"
+    return None

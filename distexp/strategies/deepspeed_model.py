@@ -18,6 +18,7 @@ from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record_sections import Built
 from distexp.strategies import ds_model
+from distexp.strategies.ds_async_update import avoid_waits
 from distexp.strategies.ds_built import describe
 from distexp.strategies.optimizer import keep_hyperparameters
 
@@ -38,6 +39,8 @@ class DeepSpeedModel:
             config=settings,
             dist_init_required=False,
         )
+        if config.deepspeed.async_update:
+            avoid_waits(self.module.optimizer)
         if ds_model.in_16_bits(config):
             ds_model.restore_masters(self.module, blueprint)
 

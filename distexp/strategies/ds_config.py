@@ -65,6 +65,8 @@ def values_set_by_distexp(config: Config, world_size: int) -> Values:
     yield from _precision(config)
     yield from _optimizer(config)
     yield from _zero(config)
+    if config.deepspeed.async_update:  # DeepSpeed's timer waits for the GPU twice in each step.
+        yield ("timers", "throughput", "synchronized"), False
 
 
 def _batch_sizes(config: Config, world_size: int) -> Values:

@@ -33,6 +33,7 @@ def changed(*overrides: str) -> dict[str, Any]:
 FUSED = {"train.fused_update": True}
 WHOLE = {"train.compile": "model", "train.logits": "targets", **FUSED}
 BLOCKS = {"train.compile": "blocks", "train.logits": "targets"}
+UNCHECKED = {"deepspeed.check_overflow": False}
 
 
 RESNET = {"train.compile": "model", "train.channels_last": True}
@@ -54,7 +55,9 @@ IMAGES = {"train.compile": "blocks", "dataset.cache": "gpu"}
         ),
         (("sharding=hybrid_shard", GPU, BF16), {**BLOCKS, "fsdp.blocks_per_unit": "auto"}),
         (("strategy=fsdp", GPU, "engine=hf_trainer", "cluster.workers_per_node=2"), BLOCKS),
-        (("zero_stage=2", GPU, BF16), {**BLOCKS, "deepspeed.check_overflow": False}),
+        (("zero_stage=2", GPU, BF16), {**BLOCKS, **UNCHECKED, "deepspeed.async_update": True}),
+        (("zero_stage=1", GPU, BF16, "offload=true"), {**BLOCKS, **UNCHECKED}),
+        (("zero_stage=2", GPU, BF16, "engine=hf_trainer"), {**BLOCKS, **UNCHECKED}),
         (("zero_stage=2", GPU), BLOCKS),
         (("zero_stage=3", GPU), {"train.logits": "targets"}),
         (("strategy=ddp", CPU), {"train.logits": "targets"}),

@@ -11,6 +11,8 @@ from tests.helpers.runs import resolve_cell
 SINGLE = ("strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu")
 IMAGES = ("model=resnet_tiny", "dataset=tinyimagenet_sample")
 STEPS, AUTO = "train.gradient_accumulation_steps=2", ("train.micro_batch_size=auto", "train.global_batch_size=16")
+UNCHECKED = ("precision=bf16", "deepspeed.check_overflow=false")
+ASYNC = "deepspeed.async_update=true"
 BF16_STEP = ("precision=bf16", "train.compute_weights=step")
 
 
@@ -64,6 +66,9 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
         ),
         (("zero_stage=2", "deepspeed.check_overflow=false"), r"for precision=bf16 with zero_stage=1,2, but .*=fp32"),
         (("zero_stage=3", "precision=bf16", "deepspeed.check_overflow=false"), r"and zero_stage=3: leave it out"),
+        (("zero_stage=2", "precision=bf16", ASYNC), r"needs deepspeed\.check_overflow=false, because the check"),
+        (("zero_stage=2", *UNCHECKED, ASYNC, "offload=true"), r"async_update=true is not supported with offload=true"),
+        (("zero_stage=2", *UNCHECKED, ASYNC, "engine=hf_trainer"), r"async_update=true is not supported by engine="),
         (("strategy=ddp", "ddp.communication=fp8"), r"ddp\.communication=fp8 is not one of fp32, bf16"),
         (
             (*SINGLE, "train.channels_last=true"),

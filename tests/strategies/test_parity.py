@@ -51,6 +51,7 @@ PACKED = (SDPA, "dataset.packing=true", "dataset.max_length=128")
 BUCKETED = ("dataset.bucketing=true",)
 STEP = "train.compute_weights=step"
 UNITS = "fsdp.blocks_per_unit=2"
+ASYNC = ("deepspeed.check_overflow=false", "deepspeed.async_update=true")
 SEARCHED = ("train.micro_batch_size=auto", "train.global_batch_size=24")
 FROZEN = ("model=gpt_tiny", "model._target_=frozen_gpt.build", "trusted_packages=[frozen_gpt]")
 HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
@@ -152,6 +153,8 @@ CELLS: dict[
         "zero1_sgd": ("zero_stage=1", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
         "gpt_zero3": ("zero_stage=3", "model=gpt_tiny"),
         "bf16_zero2": ("zero_stage=2", "precision=bf16"),
+        "bf16_zero1_async": ("zero_stage=1", "precision=bf16", *ASYNC),
+        "bf16_zero2_async": ("zero_stage=2", "precision=bf16", *ASYNC),
         "bf16_zero3": ("zero_stage=3", "precision=bf16"),
         "targets_zero3": (TARGETS, "zero_stage=3"),
         "chunked_zero0": (*CHUNKED, "zero_stage=0"),
