@@ -19,7 +19,7 @@ from distexp.forecast.settings import CommunicationSettings
 from distexp.forecast.sharded_update import shard_update, update_share
 from distexp.forecast.simulate import Scales, SimulatedStep, extrapolate, simulate
 from distexp.forecast.target import TO_MEASURE, Forecast, Target
-from distexp.forecast.uncertainty import describe_distance, describe_limit, interval_of
+from distexp.forecast.uncertainty import HOST_SPREAD, HostChange, describe_distance, describe_limit, interval_of
 from distexp.runs.step_model import Collective, Item
 
 MAX_MICRO_BATCHES = 6
@@ -136,7 +136,8 @@ class Forecaster:
             "other": calibration.other_s * more,
         }
         seconds = max(sum(parts.values()), 1e-9)
-        low, high = interval_of(seconds, found.step, found.sources, run, target)
+        host = self._change_with_host(target, calibration.scales, found.step)
+        low, high = interval_of(seconds, found.step, found.sources, run, target, host=host)
         return Forecast(
             target,
             seconds,
@@ -148,6 +149,16 @@ class Forecaster:
             limit=describe_limit(parts, found.largest),
             notes=(*self._notes_on_collectives(found.sources, target), *self._notes_on_old_profile(target)),
         )
+
+    def _change_with_host(self, target: Target, scales: Scales, step: SimulatedStep) -> HostChange:
+        """Return how a step changes with a faster and a slower CPU. On CPUs, the noise of a run already has this."""
+        if not self.run.model.on_gpu:
+            return HostChange()
+        faster, slower = (
+            self.simulate(target, replace(scales, host=scales.host * factor)).step
+            for factor in (1 / HOST_SPREAD, HOST_SPREAD)
+        )
+        return HostChange(step.step_s - faster.step_s, slower.step_s - step.step_s)
 
     def _notes_on_collectives(self, sources: frozenset[str], target: Target) -> Iterator[str]:
         """Yield whether the times of collectives are those of a preflight, or which link was assumed."""

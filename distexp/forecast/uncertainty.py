@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
+from dataclasses import dataclass
 
 from distexp.forecast.collectives import MEASURED, MODEL, SCALED
 from distexp.forecast.measured_step import MeasuredStep
@@ -20,10 +21,20 @@ BASE_UNCERTAINTY = 0.03
 """Relative error of the interval at the profiled size, from run to run."""
 DOUBLING_UNCERTAINTY = 0.01
 """Relative error that each doubling of the workers adds."""
+HOST_SPREAD = 4 / 3
+"""Factor by which the CPU of a GPU may launch more slowly, or faster, in another run (docs/results/forecast.md)."""
+
+
+@dataclass(frozen=True)
+class HostChange:
+    """Seconds by which a step is shorter, or longer, if the CPU is faster, or slower, by HOST_SPREAD."""
+
+    shorter_s: float = 0.0
+    longer_s: float = 0.0
 
 
 def interval_of(
-    seconds: float, step: SimulatedStep, sources: Set[str], run: MeasuredStep, target: Target
+    seconds: float, step: SimulatedStep, sources: Set[str], run: MeasuredStep, target: Target, *, host: HostChange
 ) -> tuple[float, float]:
     """Return the ends of the interval. The errors are independent, so their squares are added.
 
@@ -33,6 +44,7 @@ def interval_of(
         sources: Sources of the durations of its collectives.
         run: The profiled run.
         target: What was forecast.
+        host: How the step changes with the speed of the CPU.
     """
     worst = max((UNCERTAINTY[source] for source in sources), default=0.0)
     speed_error = number_of(run.record.metrics.speed_error or {}, "relative") or 0.0
@@ -45,7 +57,9 @@ def interval_of(
         0.0 if run.model.on_gpu else SINGLE_CPU_RUN * seconds,  # As in the report: other programs share the cores.
     )
     combined = math.hypot(*errors)
-    return max(seconds - combined, 0.0), seconds + math.hypot(combined, HIDDEN_UNCERTAINTY * step.hidden_s)
+    below = math.hypot(combined, host.shorter_s)
+    above = math.hypot(combined, host.longer_s, HIDDEN_UNCERTAINTY * step.hidden_s)
+    return max(seconds - below, 0.0), seconds + above
 
 
 def describe_distance(run: MeasuredStep, target: Target, sources: Set[str]) -> str:
