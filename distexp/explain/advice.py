@@ -15,6 +15,9 @@ OLD_GPUS = ("V100", "T4", "P100", "RTX 20", "TITAN", "Quadro RTX")
 MANY_OTHER_KERNELS = 0.3
 """Share of kernels other than matrix products from which fusing them is worth the compilation."""
 
+ASYNC_STAGES = (1, 2)
+"""ZeRO stages with ``deepspeed.async_update``."""
+
 FP32_WEIGHTS = 4
 """Bytes of a parameter."""
 FP32_WEIGHTS_AND_GRADIENTS = 8
@@ -37,7 +40,7 @@ def _faster_launches(profile: StepProfile, idle_share: float) -> Overrides:
     """Yield what hides or shortens the launches, if the GPU is idle for a fraction of the step."""
     needed = 1 / max(0.05, 1 - idle_share)
     yield from larger_micro_batch(profile, needed)
-    yield from _fused_kernels(profile)
+    yield from list(_fused_kernels(profile)) or _async_update(profile)
     if _may_use_graphs(profile):
         yield "train.compile=graphs"
 
@@ -72,6 +75,7 @@ def _against_waiting(profile: StepProfile) -> Overrides:
 
 
 def _against_data_wait(profile: StepProfile) -> Overrides:
+    yield from _async_update(profile)
     loaders = profile.number("dataset.num_workers", 0)
     wanted = min(max(2, 2 * loaders), free_cores(profile))
     if wanted > loaders:
@@ -87,6 +91,7 @@ def _against_optimizer(profile: StepProfile) -> Overrides:
         yield "offload=false"
     elif offload and profile.setting("deepspeed.cpu_optimizer") == "torch" and profile.on_gpu:
         yield "deepspeed.cpu_optimizer=deepspeed"
+    yield from _async_update(profile)
     yield from more_accumulation(profile)
 
 
@@ -126,6 +131,25 @@ def _fused_kernels(profile: StepProfile) -> Overrides:
     compiles = strategy in ("single", "ddp", "fsdp") or (strategy == "deepspeed" and stage != 3)
     if profile.on_gpu and compiles and not profile.setting("train.compile") and not _is_fast(profile):
         yield "kernels=fast"
+
+
+def _async_update(profile: StepProfile) -> Overrides:
+    """Yield an update that lets the CPU work ahead, if the run supports it.
+
+    Without it, the CPU waits for the GPU at the end of the step. Then the GPU waits for the update, the next batch and
+    the first launches.
+    """
+    supported = (
+        profile.on_gpu
+        and profile.setting("engine.name") == "native"
+        and profile.setting("strategy.name") == "deepspeed"
+        and profile.setting("deepspeed.zero_stage") in ASYNC_STAGES
+        and profile.setting("precision.name") == "bf16"
+        and not profile.setting("offload.enabled")
+    )
+    if supported and not profile.setting("deepspeed.async_update"):
+        checked = profile.setting("deepspeed.check_overflow", default=True)
+        yield "deepspeed.check_overflow=false deepspeed.async_update=true" if checked else "deepspeed.async_update=true"
 
 
 def _may_use_graphs(profile: StepProfile) -> bool:

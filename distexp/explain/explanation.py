@@ -8,13 +8,15 @@ from typing import Any
 from distexp.explain.advice import advise
 from distexp.explain.batch_advice import larger_global_batches
 from distexp.explain.sentences import (
+    NAMED_SHARE,
     describe_bottleneck,
     describe_compute,
     describe_missing_cores,
     describe_ranks_ahead,
+    largest_overhead,
 )
 from distexp.explain.slow_rank import are_others_ahead
-from distexp.explain.step_profile import COMPUTE, OVERHEADS, StepProfile
+from distexp.explain.step_profile import COMPUTE, StepProfile
 from distexp.runs.record import RunRecord
 
 MIN_SHARE = 0.1
@@ -59,13 +61,13 @@ def explain(record: RunRecord) -> Explanation | None:
 def explain_profile(profile: StepProfile) -> Explanation:
     """Return the bottleneck of a profile."""
     shares = profile.shares()
-    bottleneck = max(OVERHEADS, key=lambda name: shares[name])
-    share = shares[bottleneck]
+    bottleneck, share = largest_overhead(shares)
     if share < MIN_SHARE:
         bottleneck, share = "compute", sum(shares[name] for name in COMPUTE)
     alternatives = advise(bottleneck, profile)
     if bottleneck == "compute":
         sentence = describe_compute(share, shares)
+        alternatives += _advice_on_largest_overhead(profile)
     elif bottleneck == "waiting" and are_others_ahead(profile):
         bottleneck, share = "launch_idle", profile.slowest.time_ms("launch_idle") / profile.slowest.step_ms
         sentence = describe_ranks_ahead(share, profile)
@@ -73,3 +75,9 @@ def explain_profile(profile: StepProfile) -> Explanation:
         sentence = describe_bottleneck(bottleneck, share, profile)
     text = f"{sentence} {describe_missing_cores(profile)}".rstrip()
     return Explanation(bottleneck, share, text, alternatives, larger_global_batches(profile, alternatives))
+
+
+def _advice_on_largest_overhead(profile: StepProfile) -> list[str]:
+    """Return what would reduce the largest part other than the kernels, if it is large enough to be named."""
+    name, share = largest_overhead(profile.shares())
+    return advise(name, profile) if share >= NAMED_SHARE else []

@@ -21,6 +21,9 @@ BOUND_SHARE = 0.3
 COMPUTE_BOUND_SHARE = 0.7
 """Share of kernels from which a run without a bottleneck is compute-bound."""
 
+NAMED_SHARE = 0.05
+"""Share from which the largest part other than the kernels is named in a compute-bound run."""
+
 MISSING_CORES = 0.1
 """Share of a step without cores from which the parts of a CPU are not those of the training alone."""
 
@@ -45,8 +48,14 @@ WORK_OF_PART = {
 """What a slow rank spends its time on."""
 
 
+def largest_overhead(shares: Mapping[str, float]) -> tuple[str, float]:
+    """Return the largest part other than the kernels, and its share."""
+    name = max(OVERHEADS, key=lambda name: shares[name])
+    return name, shares[name]
+
+
 def describe_compute(share: float, shares: Mapping[str, float]) -> str:
-    """Return what the kernels take and, if this is not most of the step, the two largest other parts.
+    """Return what the kernels take, and the largest other parts: one if the run is compute-bound, else two.
 
     Args:
         share: Share of the kernels.
@@ -54,7 +63,9 @@ def describe_compute(share: float, shares: Mapping[str, float]) -> str:
     """
     kernels = f"matrix kernels take {shares['matmul']:.0%} and other kernels {shares['other_kernels']:.0%} of the step"
     if share >= COMPUTE_BOUND_SHARE:
-        return f"Compute-bound: {kernels}."
+        largest, lost = largest_overhead(shares)
+        named = f" The largest other part is {_part_share(largest, shares)}." if lost >= NAMED_SHARE else ""
+        return f"Compute-bound: {kernels}.{named}"
     first, second = sorted(OVERHEADS, key=lambda name: -shares[name])[:2]
     return f"No bottleneck: {kernels}, {_part_share(first, shares)} and {_part_share(second, shares)}."
 

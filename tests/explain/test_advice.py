@@ -96,13 +96,48 @@ def test_decoded_images_are_kept_only_if_they_fit(dataset: dict[str, Any], propo
 
 @pytest.mark.parametrize(
     ("settings", "proposed"),
-    [({}, []), ({"precision__name": "fp32"}, ["precision=bf16"]), ({"precision__name": "fp32", "peak": None}, [])],
+    [
+        ({}, ["kernels=fast"]),  # against the launch idle, which has 5 %
+        ({"precision__name": "fp32"}, ["precision=bf16", "kernels=fast"]),
+        ({"precision__name": "fp32", "peak": None}, []),
+    ],
 )
 def test_a_compute_bound_run_should_use_bf16_on_gpus_that_have_it(
     settings: dict[str, Any], proposed: list[str]
 ) -> None:
     device = {} if "peak" in settings else GPU
     assert explanation(profiled(COMPUTE_BOUND, **settings, **device)).alternatives == proposed
+
+
+ASYNC = "deepspeed.async_update=true"
+FAST_ZERO = {"strategy": "deepspeed", "kernels__name": "fast", "train__compile": "blocks"}
+UNCHECKED = {"deepspeed__check_overflow": False}
+
+
+@pytest.mark.parametrize("part", ["data_wait", "optimizer", "launch_idle"])
+@pytest.mark.parametrize(
+    ("settings", "proposed"),
+    [
+        (UNCHECKED, [ASYNC]),
+        ({"deepspeed__check_overflow": True}, [f"deepspeed.check_overflow=false {ASYNC}"]),
+        ({"deepspeed__zero_stage": 1, **UNCHECKED}, [ASYNC]),
+        ({"deepspeed__zero_stage": 3}, []),
+        ({**UNCHECKED, "deepspeed__async_update": True}, []),
+        ({**UNCHECKED, "offload__enabled": True}, []),
+        ({"precision__name": "fp16"}, []),
+        ({**UNCHECKED, "engine__name": "hf_trainer"}, []),
+        ({"strategy": "ddp"}, []),
+    ],
+)
+def test_an_update_without_waits_is_proposed_where_it_is_possible(
+    settings: dict[str, Any], proposed: list[str], part: str
+) -> None:
+    run = profiled({"matmul": 90.0, part: 10.0}, **FAST_ZERO | settings, **GPU)
+    run.metrics.steps_per_epoch = 1  # No accumulation is proposed.
+    found = [text for text in explanation(run).alternatives if "async" in text]
+    assert found == proposed
+    compiles_less = explanation(profiled({"matmul": 60.0, "launch_idle": 40.0}, strategy="deepspeed", **GPU))
+    assert compiles_less.alternatives == ["kernels=fast"], "it includes the update"
 
 
 @pytest.mark.parametrize(("settings", "advice"), [(GPU, ["train.log_every=10"]), ({"peak": None}, [])])

@@ -64,6 +64,16 @@ def test_the_bottleneck_has_its_name(parts: dict[str, float], bottleneck: str, s
     assert found.sentence.endswith(".")
 
 
+@pytest.mark.parametrize(("wait", "end"), [(4.0, "of the step."), (9.0, "The largest other part is data wait 9.0%.")])
+def test_a_compute_bound_run_names_its_largest_other_part(wait: float, end: str) -> None:
+    settings = {"dataset__keys": ["cache"], "dataset__train_size": 10, "dataset__eval_size": 1}
+    found = explanation(profiled({"matmul": 100.0 - wait, "data_wait": wait}, **settings, **GPU))
+    assert found.bottleneck == "compute"
+    assert found.sentence.startswith("Compute-bound: ")
+    assert found.sentence.endswith(end)
+    assert found.alternatives == ["dataset.cache=cpu"] * (wait > 5)
+
+
 def test_a_run_on_cpus_is_not_called_bound_by_the_cpu() -> None:
     parts = {"matmul": 60.0, "host": 40.0}
     found = explanation(profiled(parts, parts, peak=None))
