@@ -17,6 +17,7 @@ from distexp.console.progress import show_progress
 from distexp.exceptions import SweepInterrupted
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.cell_composer import CellComposer
+from distexp.launch.lowered_values import lowered_values
 from distexp.launch.parallel_composition import compose_all
 from distexp.launch.plan_keys import ignored_plan_keys
 from distexp.launch.trust.config_loader import CheckedConfigLoader
@@ -44,7 +45,14 @@ def compose_cells(
         cell.varied = [text for text in cell.overrides if text not in shared]
     if errors := _command_errors(cells, master):
         raise ConfigError(errors)
+    for warning in lowered_values(cells, _keys_of_command(master)):
+        print(f"distexp: warning: {warning}", file=sys.stderr)
     return cells
+
+
+def _keys_of_command(master: DictConfig) -> set[str]:
+    """Return the keys that the command itself sets, without those of a preset."""
+    return {text.lstrip("+").partition("=")[0] for text in master.hydra.overrides.task}
 
 
 def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -> list[Cell]:

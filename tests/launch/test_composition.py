@@ -94,6 +94,41 @@ def test_processes_return_the_cells_in_order(
     assert [cell.config and cell.config.train.seed for cell in parallel] == list(range(60))
 
 
+MICRO, TRAIN = "train.micro_batch_size", "dataset.train_size"
+
+
+@pytest.mark.parametrize(
+    ("command", "cells", "warnings"),
+    [
+        (
+            [MICRO],
+            [[f"{MICRO}={size}", "scale=tiny"] for size in (2, 4, 8, 8)],
+            [f"scale=tiny lowers {MICRO}=8 to 4: to keep 8, add scale.micro_batch_size=null"],
+        ),
+        (
+            ["train.global_batch_size"],
+            [["train.global_batch_size=64", "scale=tiny", "strategy=ddp", "cluster.workers_per_node=2"]],
+            [
+                "scale=tiny lowers train.global_batch_size=64 to 16: to keep 64, "
+                "add scale.micro_batch_size=null scale.gradient_accumulation_steps=null"
+            ],
+        ),
+        ([TRAIN], [[f"{TRAIN}=500", "scale=tiny", "scale.train_size=null"]], []),
+        ([TRAIN], [[f"{TRAIN}=500"]], []),
+        ([], [[f"{TRAIN}=500", "scale=tiny"]], []),
+    ],
+    ids=["micro-batch", "global batch", "limit removed", "full scale", "value of a preset"],
+)
+def test_a_value_that_the_scale_lowers_gets_one_warning(
+    command: list[str], cells: list[list[str]], warnings: list[str],
+    hydra: tuple[HydraContext, DictConfig], capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    context, master = hydra
+    master.hydra.overrides.task = [f"{key}=1" for key in command]
+    compose_cells(context, master, cells)
+    assert capsys.readouterr().err.splitlines() == [f"distexp: warning: {text}" for text in warnings]
+
+
 def test_an_error_in_a_process_keeps_its_cause(
     hydra: tuple[HydraContext, DictConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
