@@ -51,8 +51,9 @@ def compose_cells(
 
 
 def _keys_of_command(master: DictConfig) -> set[str]:
-    """Return the keys that the command itself sets, without those of a preset."""
-    return {text.lstrip("+").partition("=")[0] for text in master.hydra.overrides.task}
+    """Return the keys that the command itself sets, without those of a preset and those that a search sets."""
+    keys = {text.lstrip("+").partition("=")[0] for text in master.hydra.overrides.task}
+    return {key for key in keys if not (master.choose.only and key.startswith("train."))}
 
 
 def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -> list[Cell]:

@@ -129,6 +129,15 @@ def test_a_value_that_the_scale_lowers_gets_one_warning(
     assert capsys.readouterr().err.splitlines() == [f"distexp: warning: {text}" for text in warnings]
 
 
+def test_a_search_keeps_the_global_batch(
+    hydra: tuple[HydraContext, DictConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    context, master = hydra
+    master.choose.only, master.hydra.overrides.task = True, ["train.global_batch_size=64"]
+    compose_cells(context, master, [["train.global_batch_size=64", "scale=tiny", "choose.only=true"]])
+    assert capsys.readouterr().err == "", "its candidates are not limited by the scale"
+
+
 def test_an_error_in_a_process_keeps_its_cause(
     hydra: tuple[HydraContext, DictConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
