@@ -70,7 +70,7 @@ class DeepSpeedConfig:
     )
     async_update: bool | None = key(
         None,
-        "Clip and update without waiting for the GPU. Needs `check_overflow=false`.",
+        "Clip and update without waiting for the GPU: with bf16 at stages 1, 2, native trainer, no offload.",
         reference=False,
         id_if_changed=True,
     )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch.nn.functional import pad
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from distexp.config.custom_code import check_returned
 from distexp.data.base import COLLATE, IGNORE, TARGET_LABELS, TARGET_POSITIONS, Batch, Sample
@@ -39,16 +42,26 @@ class TargetTokens:
         """Collate samples, and select their targets."""
         batch = self.collate(samples)
         check_returned(batch, Batch, COLLATE)
-        next_labels = pad(batch.labels[:, 1:], (0, 1), value=IGNORE).flatten()
-        positions = (next_labels != IGNORE).nonzero().flatten()
-        targets = len(positions)
-        most = max(targets, self.max_targets.get(len(samples), 0))
+        next_labels = _next_labels(batch.labels.numpy())
+        (found,) = (next_labels != IGNORE).nonzero()
+        most = max(len(found), self.max_targets.get(len(samples), 0))
         kept = kept_tokens(most, len(next_labels), compiled=self.compiled)
+        positions = np.zeros(kept, dtype=np.int64)
+        positions[: len(found)] = found
+        labels = np.full((1, kept), IGNORE, dtype=next_labels.dtype)
+        labels[0, 1 : len(found) + 1] = next_labels[found[: kept - 1]]
         return replace(
             batch,
-            inputs={**batch.inputs, TARGET_POSITIONS: pad(positions, (0, kept - targets))},
-            labels=pad(next_labels[positions], (1, kept - targets - 1), value=IGNORE)[None],
+            inputs={**batch.inputs, TARGET_POSITIONS: torch.from_numpy(positions)},
+            labels=torch.from_numpy(labels),
         )
+
+
+def _next_labels(labels: NDArray[Any]) -> NDArray[Any]:
+    """Return the label that each token predicts, shape (tokens,); the last one of a row predicts nothing."""
+    following = np.full_like(labels, IGNORE)
+    following[:, :-1] = labels[:, 1:]
+    return following.ravel()
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class TextCollate:
         length = self.length or self._padded_length(max(len(sample["input_ids"]) for sample in samples))
         if POSITIONS in samples[0]:
             return self._collate_rows(samples, length)
+        input_ids = self._input_ids(samples, length)
         labels = _pad_and_stack([sample["labels"] for sample in samples], length, IGNORE)
         mask = _mask([len(sample["input_ids"]) for sample in samples], length)
         is_target = labels[:, 1:] != IGNORE
@@ -97,8 +98,8 @@ class TextCollate:
         lengths = mask.sum(axis=1)[has_target]
         return Batch(
             inputs={
-                "input_ids": torch.from_numpy(self._input_ids(samples, length)),
-                "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+                "input_ids": torch.from_numpy(input_ids),
+                "attention_mask": torch.from_numpy(mask.astype(input_ids.dtype)),
             },
             labels=torch.from_numpy(labels),
             num_samples=int(has_target.sum()),
@@ -117,8 +118,8 @@ class TextCollate:
     def _collate_rows(self, rows: Sequence[Sample], length: int) -> Batch:
         """Pad and stack packed rows."""
         labels = _pad_and_stack([row["labels"] for row in rows], length, IGNORE)
-        padding = np.arange(length)
-        positions = np.stack([np.append(row[POSITIONS], padding[: length - len(row[POSITIONS])]) for row in rows])
+        padding = np.arange(length)  # The padding is one more sample, so its positions start at 0.
+        positions = np.stack([np.append(row[POSITIONS], padding)[:length] for row in rows])
         is_target = labels != IGNORE
         is_target[:, 0] = False
         samples = np.cumsum(positions == 0) - 1  # the sample at each position of the batch
@@ -152,12 +153,16 @@ class RightPadding:
         batch = self.collate(samples)
         check_returned(batch, Batch, COLLATE)
         mask = batch.inputs.get("attention_mask")
-        if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        if mask is not None and _pads_before_tokens(mask.numpy()):
             raise ConfigError(
                 "the dataset pads on the left, but model.attention=sdpa and flex expect padding on the right: change "
                 "its collate, or use model.attention=auto"
             )
         return batch
+
+
+def _pads_before_tokens(mask: NDArray[Any]) -> bool:
+    return bool((mask[:, 1:] > mask[:, :-1]).any())
 
 
 def check_text_collate(data: TaskData, key: str) -> TextCollate:

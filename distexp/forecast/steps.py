@@ -151,7 +151,7 @@ class Forecaster:
         )
 
     def _change_with_host(self, target: Target, scales: Scales, step: SimulatedStep) -> HostChange:
-        """Return how a step changes with a faster and a slower CPU. On CPUs, the noise of a run already has this."""
+        """Return how a step changes with a faster and a slower CPU. On CPUs, the noise of a run includes this."""
         if not self.run.model.on_gpu:
             return HostChange()
         faster, slower = (

@@ -22,7 +22,7 @@ BASE_UNCERTAINTY = 0.03
 DOUBLING_UNCERTAINTY = 0.01
 """Relative error that each doubling of the workers adds."""
 HOST_SPREAD = 4 / 3
-"""Factor by which the CPU of a GPU may launch more slowly, or faster, in another run (docs/results/forecast.md)."""
+"""Factor by which launches on GPUs may be slower, or faster, in another run (docs/results/forecast.md)."""
 
 
 @dataclass(frozen=True)

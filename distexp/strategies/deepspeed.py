@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy
+from distexp.strategies.ds_config import CHECKED_GRADIENTS
 from distexp.strategies.ds_config_file import get_nested, read_or_empty
 from distexp.strategies.ds_conflicts import conflicts
 from distexp.strategies.ds_operators import needed_operators
@@ -51,11 +52,10 @@ class DeepSpeed(Strategy):
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the blocks, except at stage 3. With bf16, leave out what makes the CPU wait for the GPU."""
         compiled = {} if config.deepspeed.zero_stage == 3 else block_values(config)
-        if config.precision.name != "bf16" or config.deepspeed.zero_stage not in CHECK_STAGES:
+        if _unchecked_error(config) or _is_checked(config):
             return compiled
-        unchecked = {"deepspeed.check_overflow": False}
-        waits = config.deepspeed.check_overflow is True or _async_update_error(config) is not None
-        return {**compiled, **unchecked, **({} if waits else {"deepspeed.async_update": True})}
+        async_update = {} if _async_update_error(config) else {"deepspeed.async_update": True}
+        return {**compiled, "deepspeed.check_overflow": False, **async_update}
 
     def validate(self, config: Config) -> list[str]:
         """Check the stage, offload and the ds_config.json of the user."""
@@ -120,25 +120,36 @@ def _offload_errors(config: Config) -> Iterator[str]:
 
 
 def _overflow_errors(config: Config) -> Iterator[str]:
-    if config.deepspeed.check_overflow is not False:
-        return
-    if config.precision.name != "bf16" or config.deepspeed.zero_stage not in CHECK_STAGES:
-        yield (
-            f"deepspeed.check_overflow=false is for precision=bf16 with zero_stage=1,2, but this run has "
-            f"precision={config.precision.name} and zero_stage={config.deepspeed.zero_stage}: leave it out"
-        )
+    if config.deepspeed.check_overflow is False and (error := _unchecked_error(config)):
+        yield f"deepspeed.check_overflow=false {error}"
 
 
 def _async_errors(config: Config) -> Iterator[str]:
     if not config.deepspeed.async_update:
         return
-    if config.deepspeed.check_overflow is not False:
+    if error := _unchecked_error(config) or _async_update_error(config):
+        yield f"deepspeed.async_update=true {error}"
+    elif config.deepspeed.check_overflow is not False:
         yield (
             "deepspeed.async_update=true needs deepspeed.check_overflow=false, because the check waits for the GPU: "
             "set it, or leave deepspeed.async_update out"
         )
-    elif error := _async_update_error(config):
-        yield f"deepspeed.async_update=true {error}"
+
+
+def _is_checked(config: Config) -> bool:
+    """Return whether the user wants the check for infinite gradients, by the key or by the file."""
+    in_file = get_nested(read_or_empty(config.deepspeed.config_file), CHECKED_GRADIENTS)
+    return config.deepspeed.check_overflow is True or in_file is True
+
+
+def _unchecked_error(config: Config) -> str | None:
+    """Return why the check for infinite gradients is needed; None if bf16 does not need it."""
+    if config.precision.name == "bf16" and config.deepspeed.zero_stage in CHECK_STAGES:
+        return None
+    return (
+        f"is for precision=bf16 with zero_stage=1,2, but this run has precision={config.precision.name} and "
+        f"zero_stage={config.deepspeed.zero_stage}: leave it out"
+    )
 
 
 def _async_update_error(config: Config) -> str | None:

@@ -2,17 +2,19 @@
 
 DeepSpeed computes the norm of the gradients with two kernels for each parameter, and reads it twice for each group of
 parameters. So the CPU starts the kernels of an update after the GPU has finished the backward pass, and the GPU waits
-for them. Here one kernel computes the norms of all parameters, and the CPU reads nothing.
+for them. Here a few kernels compute the norm of a group, and the CPU reads nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed import comm
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 EPSILON = 1e-6
@@ -20,15 +22,26 @@ EPSILON = 1e-6
 
 
 def avoid_waits(optimizer: Any) -> None:
-    """Replace the clipping of a DeepSpeedZeroOptimizer without offload and without a loss scale."""
-    optimizer.get_grad_norm_direct = MethodType(gradient_norm, optimizer)
-    optimizer.unscale_and_clip_grads = MethodType(clip, optimizer)
+    """Replace the clipping of a DeepSpeedZeroOptimizer without offload and without a loss scale.
+
+    Raises:
+        RuntimeError: the optimizer is another one, or this version of DeepSpeed does not clip with these methods.
+    """
+    replaced: dict[str, Callable[..., Any]] = {"get_grad_norm_direct": gradient_norm, "unscale_and_clip_grads": clip}
+    known = isinstance(optimizer, DeepSpeedZeroOptimizer) and all(hasattr(optimizer, name) for name in replaced)
+    if not known:
+        raise RuntimeError(
+            f"deepspeed.async_update=true does not support {type(optimizer).__name__} of DeepSpeed "
+            f"{deepspeed.__version__}: set deepspeed.async_update=false"
+        )
+    for name, function in replaced.items():
+        setattr(optimizer, name, MethodType(function, optimizer))
 
 
 def gradient_norm(optimizer: Any, gradients: Iterable[Tensor], parameters: object, norm_type: float = 2) -> Tensor:
     """Return the L2 norm of the gradients of a group over all ranks; a collective.
 
-    DeepSpeed replaces an infinite norm by -1 here, and by infinity again when it combines the groups.
+    DeepSpeed replaces a norm that is infinite or no number by -1 here. This does not.
 
     Args:
         optimizer: a DeepSpeedZeroOptimizer.
@@ -39,10 +52,14 @@ def gradient_norm(optimizer: Any, gradients: Iterable[Tensor], parameters: objec
     Returns:
         A scalar in fp32.
     """
-    norms = torch._foreach_norm(list(gradients), norm_type, dtype=torch.float32)
-    total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)
+    tensors = list(gradients)
+    total = _sum_of_squares(tensors, norm_type) if tensors else torch.zeros((), device=optimizer.device)
     comm.all_reduce(total, group=optimizer.dp_process_group)
     return total.sqrt()
+
+
+def _sum_of_squares(tensors: list[Tensor], norm_type: float) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors, norm_type, dtype=torch.float32)).square().sum()
 
 
 def clip(optimizer: Any, gradients: Iterable[Tensor], norm: Tensor) -> None:

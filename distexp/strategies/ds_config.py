@@ -19,6 +19,9 @@ BUCKETS = (
 """Keys of the section ``deepspeed`` that have the same name in ``zero_optimization``."""
 
 
+SYNCHRONIZED_TIMER = "timers", "throughput", "synchronized"
+CHECKED_GRADIENTS = "bf16", "check_grad_overflow"
+
 Values = Iterator[tuple[tuple[str, ...], Any]]
 """Values for a ds_config, each with the keys that lead to it, such as ``("bf16", "enabled")``."""
 
@@ -65,8 +68,7 @@ def values_set_by_distexp(config: Config, world_size: int) -> Values:
     yield from _precision(config)
     yield from _optimizer(config)
     yield from _zero(config)
-    if config.deepspeed.async_update:  # DeepSpeed's timer waits for the GPU twice in each step.
-        yield ("timers", "throughput", "synchronized"), False
+    yield from _timers(config)
 
 
 def _batch_sizes(config: Config, world_size: int) -> Values:
@@ -84,7 +86,7 @@ def _precision(config: Config) -> Values:
     autocast = uses_autocast(config)
     yield ("bf16", "enabled"), config.precision.name == "bf16" and not autocast
     if config.deepspeed.check_overflow is False:
-        yield ("bf16", "check_grad_overflow"), False
+        yield CHECKED_GRADIENTS, False
     yield ("fp16", "enabled"), config.precision.name == "fp16"
     if autocast:
         yield ("torch_autocast",), {"enabled": True, "dtype": "bfloat16"}
@@ -110,3 +112,10 @@ def _zero(config: Config) -> Values:
     for key in BUCKETS:
         if (value := getattr(options, key)) is not None:
             yield ("zero_optimization", key), value
+
+
+def _timers(config: Config) -> Values:
+    """Let DeepSpeed's timer not wait for the GPU twice in each step, unless the user's file sets it."""
+    in_file = get_nested(read_or_empty(config.deepspeed.config_file), SYNCHRONIZED_TIMER)
+    if config.deepspeed.async_update and in_file in (None, "auto"):
+        yield SYNCHRONIZED_TIMER, False

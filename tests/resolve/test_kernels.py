@@ -56,6 +56,8 @@ IMAGES = {"train.compile": "blocks", "dataset.cache": "gpu"}
         (("sharding=hybrid_shard", GPU, BF16), {**BLOCKS, "fsdp.blocks_per_unit": "auto"}),
         (("strategy=fsdp", GPU, "engine=hf_trainer", "cluster.workers_per_node=2"), BLOCKS),
         (("zero_stage=2", GPU, BF16), {**BLOCKS, **UNCHECKED, "deepspeed.async_update": True}),
+        (("zero_stage=2", GPU, BF16, "deepspeed.check_overflow=true"), BLOCKS),
+        (("zero_stage=2", GPU, BF16, "deepspeed.async_update=false"), {**BLOCKS, **UNCHECKED}),
         (("zero_stage=1", GPU, BF16, "offload=true"), {**BLOCKS, **UNCHECKED}),
         (("zero_stage=2", GPU, BF16, "engine=hf_trainer"), {**BLOCKS, **UNCHECKED}),
         (("zero_stage=2", GPU), BLOCKS),

@@ -67,6 +67,8 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
         (("zero_stage=2", "deepspeed.check_overflow=false"), r"for precision=bf16 with zero_stage=1,2, but .*=fp32"),
         (("zero_stage=3", "precision=bf16", "deepspeed.check_overflow=false"), r"and zero_stage=3: leave it out"),
         (("zero_stage=2", "precision=bf16", ASYNC), r"needs deepspeed\.check_overflow=false, because the check"),
+        (("zero_stage=2", ASYNC), r"async_update=true is for precision=bf16 with zero_stage=1,2, but .*=fp32"),
+        (("zero_stage=3", "precision=bf16", ASYNC), r"async_update=true is for .* and zero_stage=3: leave it out"),
         (("zero_stage=2", *UNCHECKED, ASYNC, "offload=true"), r"async_update=true is not supported with offload=true"),
         (("zero_stage=2", *UNCHECKED, ASYNC, "engine=hf_trainer"), r"async_update=true is not supported by engine="),
         (("strategy=ddp", "ddp.communication=fp8"), r"ddp\.communication=fp8 is not one of fp32, bf16"),

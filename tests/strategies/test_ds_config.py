@@ -49,6 +49,29 @@ def test_conflicts_with_a_custom_ds_config_are_refused_together(tmp_path: Path) 
     assert len(caught.value.errors) == 3
 
 
+FAST = ("kernels=fast", "precision=bf16", "zero_stage=2", "cluster=slurm", "cluster.workers_per_node=2")
+
+
+@pytest.mark.parametrize(
+    ("content", "synchronized", "is_async", "is_checked"),
+    [
+        ({}, False, True, False),
+        ({"timers": {"throughput": {"synchronized": "auto"}}}, False, True, False),
+        ({"timers": {"throughput": {"synchronized": True}}}, True, True, False),
+        ({"bf16": {"check_grad_overflow": True}}, None, False, True),
+    ],
+)
+def test_fast_kernels_keep_what_the_file_sets(
+    content: dict[str, object], synchronized: bool | None, is_async: bool, is_checked: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    config = resolve_cell(*FAST, f"deepspeed.config_file={path}")
+    assert (config.deepspeed.async_update, config.deepspeed.check_overflow) == (is_async, is_checked)
+    timers = effective_config(config, world_size=2).get("timers", {"throughput": {"synchronized": None}})
+    assert timers == {"throughput": {"synchronized": synchronized}}
+
+
 def test_deepspeed_gets_the_sizes_of_the_trial() -> None:
     config = resolve_cell(*SEARCHED)
     found = effective_config(with_micro_batch(config, 6, accumulation=2), world_size=2)

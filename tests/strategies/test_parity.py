@@ -8,6 +8,7 @@ workers divides. No number of workers divides the evaluation sets either.
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -196,10 +197,18 @@ NORMALIZED = {
     }
 }
 """Cells with batch norms. Their statistics are those of a micro-batch, so there is no reference with one worker."""
+SGD = ("train.optimizer=sgd", "train.schedule=step", "train.step_size=1")
+WAITING = {
+    ("deepspeed_options", 2): {
+        name: ("zero_stage=2", "precision=bf16", "train.save_model=false", *SGD, *overrides)
+        for name, overrides in {"waiting": ASYNC[:1], "not_waiting": ASYNC}.items()
+    }
+}
+"""Cells with SGD, whose updates depend on the clipping. Those of Adam hardly do."""
 REFERENCES = {
     "bloom": (),
     "gpt": ("model=gpt_tiny",),
-    "sgd": ("train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
+    "sgd": SGD,
     "bf16": ("precision=bf16",),
     "hf": (HF,),
     "frozen": FROZEN,
@@ -259,7 +268,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     def run(folder: Path, library: str, workers: int) -> None:
         key = library, workers
-        run_cells(folder, workers, CELLS[key] | EVALUATED.get(key, {}) | NORMALIZED.get(key, {}))
+        others = [cells.get(key, {}) for cells in (EVALUATED, NORMALIZED, WAITING)]
+        run_cells(folder, workers, dict(ChainMap(CELLS[key], *others)))
 
     return run_once(tmp_path_factory, run)
 
@@ -288,6 +298,16 @@ def test_losses_and_norms_equal_those_of_single(
     metrics = RunRecord.read(runs(library, workers) / name / "record.json").metrics
     assert metrics.eval_losses == pytest.approx(single.eval_losses, rel=tolerance)
     assert metrics.train_losses == pytest.approx(single.train_losses, rel=tolerance)
+
+
+@pytest.mark.slow
+def test_an_update_without_waits_clips_as_deepspeed_does(runs: Runs) -> None:
+    folder = runs("deepspeed_options", 2)
+    expected, actual = (read_steps(folder / name) for name in ("waiting", "not_waiting"))
+    assert len(expected) == len(actual) == 12
+    assert min(step["grad_norm"] for step in expected) > 0.5, "every step is clipped"
+    for key in ("loss", "grad_norm"):
+        assert [step[key] for step in actual] == pytest.approx([step[key] for step in expected], rel=1e-3)
 
 
 @pytest.mark.parametrize(("library", "workers", "name"), NAMES)
