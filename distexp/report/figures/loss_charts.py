@@ -8,8 +8,8 @@ from typing import Any
 import altair as alt
 
 from distexp.report.figures.base import LegendEntry, Panel
-from distexp.report.figures.loss_curves import LossCurve, Losses, largest_difference, loss_range, relative_differences
 from distexp.report.figures.theme import color, inline_data
+from distexp.report.loss_curves import LossCurve, Losses, largest_difference, loss_range, relative_differences
 
 TRAINING, OTHERS, EVALUATION = "training loss", "training loss of the other runs", "evaluation loss"
 ONE, BOTH = (TRAINING,), (TRAINING, OTHERS)

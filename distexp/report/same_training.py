@@ -1,0 +1,55 @@
+"""Whether runs trained the same model: their losses agree at each logged step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from distexp.report.data.environment_settings import is_environment_setting
+from distexp.report.data.setting_names import is_strategy_option
+from distexp.report.data.settings import global_batch, task_name
+from distexp.report.loss_curves import LossCurve, largest_difference
+from distexp.report.traces import RunTrace
+
+NOT_THE_MODEL = frozenset(
+    {"strategy", "offload", "engine", "device", "nodes", "workers"}
+    | {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "eval_batch_size"}
+    | {"log_every", "measure_after_step"}
+)
+"""Settings that distribute a training and should not change its losses, if the global batch is the same."""
+
+
+def compare_losses(curves: Sequence[LossCurve]) -> Iterator[str]:
+    """Report which runs trained the same model: at each logged step their losses agree."""
+    trainings: dict[str, list[LossCurve]] = {}
+    for curve in curves:
+        trainings.setdefault(_training_key(curve.trace), []).append(curve)
+    several_tasks = len({task_name(curve.trace.row.settings) for curve in curves}) > 1
+    for alike in trainings.values():
+        if len(alike) > 1:
+            yield _compare(alike, task_name(alike[0].trace.row.settings) if several_tasks else "")
+
+
+def _training_key(trace: RunTrace) -> str:
+    """Return a key that is equal for runs whose losses should agree."""
+    settings = {
+        name: value for name, value in trace.row.settings.items()
+        if name not in NOT_THE_MODEL and not is_strategy_option(name)
+        and not is_environment_setting(name)
+    }  # fmt: skip
+    return json.dumps([settings, global_batch(trace.row.settings)], sort_keys=True, default=str)
+
+
+def _compare(curves: Sequence[LossCurve], task: str) -> str:
+    """Describe the largest difference of any two runs at a step that both logged."""
+    differences = ((*largest_difference(one, other), one, other) for one, other in combinations(curves, 2))
+    largest, step, one, other = max(differences, key=lambda difference: difference[0])
+    batch = global_batch(curves[0].trace.row.settings)
+    details = ", ".join(filter(None, [task, f"global batch {batch}" if batch else ""]))
+    runs = f"{len(curves)} runs" + (f" ({details})" if details else "")
+    if largest > curves[0].tolerance:
+        pair = f"{one.name} and {other.name}"
+        return f"Different losses: {runs} differ by up to {100 * largest:.2g}%, at step {step} of {pair}."
+    gap = f"agree within {100 * largest:.2g}%" if largest else "are equal"
+    return f"Same training: losses of {runs} {gap} at every logged step."
