@@ -29,11 +29,13 @@ class LossCheck:
         reference: Label of the configuration that the losses are compared with; empty if there is none.
         comparison: The differences; None if nothing could be compared.
         reason: Why nothing could be compared, or why the reference is not ``single``.
+        outside_speed: Samples/s of the reference, if it is no candidate of the search.
     """
 
     reference: str = ""
     comparison: LossComparison | None = None
     reason: str = ""
+    outside_speed: float | None = None
 
     @property
     def equal(self) -> bool | None:
@@ -75,6 +77,7 @@ class LossChecker:
 
     def __post_init__(self) -> None:
         self._errors: dict[Candidate, str] = {}
+        self._outside_speeds: dict[Candidate, float | None] = {}
 
     def check(self, winner: Candidate) -> LossCheck:
         """Compare the losses of a candidate with those of the reference, and run the trials that are missing."""
@@ -90,7 +93,9 @@ class LossChecker:
         for reference in references[:MAX_REFERENCES]:
             found = self._compare(own, reference, steps, without_dropout, winner.config.precision.name)
             if found is not None:
-                return LossCheck(label(reference), found, _why_not_single(reference))
+                return LossCheck(
+                    label(reference), found, _why_not_single(reference), self._outside_speeds.get(reference)
+                )
         failed = [f"{label(failure)}: {self._errors[failure]}" for failure in references if failure in self._errors]
         reason = f"no reference completed: {'; '.join(failed)}" if failed else "no trial has equal steps"
         return LossCheck(label(references[0]), reason=reason)
@@ -111,7 +116,9 @@ class LossChecker:
         completed = _only_completed(trials)
         if not completed:
             self._errors[reference] = trials[0].error or trials[0].status
-        elif not further and reference in self.candidates:
+        elif reference not in self.candidates:
+            self._outside_speeds[reference] = completed[0].samples_per_second
+        elif not further:
             reference.trials, reference.status, reference.reason = (*reference.trials, *completed), Status.TRIED, ""
         return completed
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from distexp.choose.equal_candidates import simplest
 from distexp.choose.labels import label
 from distexp.choose.outcome import Outcome
-from distexp.choose.result_texts import command_line, equals_sentence, loss_sentence, other_sizes_hint
+from distexp.choose.result_texts import command_line, equals_sentence, faster_reference, loss_sentence, other_sizes_hint
 from distexp.choose.state import SearchState
 from distexp.choose.table import result_table
 from distexp.choose.trade_offs import trade_offs
@@ -44,7 +44,8 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
             line(loss_sentence(outcome.check))
         for text in list(trade_offs(outcome.usable, outcome.winner))[:MAX_TRADE_OFFS]:
             line(f"or: {text}")
-        if hint := other_sizes_hint(outcome.candidates, outcome.settings):
+        faster = faster_reference(outcome.check, outcome.winner, outcome.candidates)
+        if hint := faster or other_sizes_hint(outcome.candidates, outcome.settings):
             line(hint)
     line(describe_cost(state), "dim")
     line(f"trials: {folder}; to look at them: {suggest_command('report', folder)}", "dim")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import log1p, sqrt
+from math import log, log1p, sqrt
 from operator import attrgetter
 
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.search_rules import DEFAULT_RULES, SearchRules
-from distexp.runs.noise import CPU_MEMORY_MIB, Deviation
+from distexp.runs.noise import CPU_MEMORY_MIB, SINGLE_CPU_RUN, Deviation, distinct_ratio
 
 
 def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
@@ -62,7 +62,7 @@ def margin_between(
     """Return by how much another candidate is worse than the winner; None if one of both has no score.
 
     The variance of a trial is taken to be in inverse proportion to its steps. It is that of ``deviation_of_a_step``.
-    The memory of runs on CPUs has at least the noise that the report assumes, too.
+    Speed and memory on CPUs have at least the noise that the report assumes.
 
     Args:
         winner: The winner.
@@ -76,12 +76,22 @@ def margin_between(
     value = other_score / winner_score - 1
     shown = list(dict.fromkeys((winner, other, *candidates)))
     step = deviation_of_a_step(shown, objective) if squared_deviations(shown, objective)[1] else None
-    is_host_memory = objective is Objective.MEMORY and _is_on_cpus(winner)
-    least = log1p(CPU_MEMORY_MIB / winner_score) if is_host_memory else None
+    least = _least_noise_on_cpus(winner, other, objective) if _is_on_cpus(winner) else None
     if step is None:
         return Margin(value, least)
     root = sqrt(sum(1 / sum(trial.steps for trial in candidate.completed) for candidate in (winner, other)))
     return Margin(value, max(root * step.noise_of_mean(1), least or 0.0))
+
+
+def _least_noise_on_cpus(winner: Candidate, other: Candidate, objective: Objective) -> float | None:
+    """Return the smallest noise of a margin on CPUs, as Margin.noise; None if it has no smallest one.
+
+    Other programs share the cores, so a speed that was measured once has the noise of a run without repeats.
+    """
+    if objective is Objective.MEMORY:
+        return log1p(sqrt(2) * CPU_MEMORY_MIB / (winner.score(objective) or CPU_MEMORY_MIB))
+    is_single = min(len(winner.completed), len(other.completed)) < 2
+    return log(distinct_ratio(SINGLE_CPU_RUN)) if is_single and objective is Objective.THROUGHPUT else None
 
 
 def _is_on_cpus(candidate: Candidate) -> bool:

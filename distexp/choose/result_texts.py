@@ -102,6 +102,18 @@ def other_sizes_hint(candidates: Sequence[Candidate], settings: Settings) -> str
     return f"all configurations have {most} workers. One worker may be faster: to try it too, set choose.gpus=1,{most}"
 
 
+def faster_reference(check: LossCheck | None, winner: Candidate, candidates: Sequence[Candidate]) -> str:
+    """Return that the reference of the losses, which is no candidate, was faster than the winner; empty if not."""
+    speed, best = check.outside_speed if check else None, mean_metrics(winner).samples_per_second
+    if check is None or speed is None or best is None or speed <= best:
+        return ""
+    most = max(candidate.workers for candidate in candidates)
+    return (
+        f"one worker was faster: {check.reference} had {speed:,.1f} samples/s in one trial, for the losses. "
+        f"To let it take part, set choose.gpus=1,{most}"
+    )
+
+
 def loss_sentence(check: LossCheck) -> str:
     """Return what the check of the losses found."""
     if check.comparison is None:

@@ -256,7 +256,7 @@ class Screen:
             if self.records[0].config.get("exercise"):
                 self.console.print(build_exercise_tables(self.records))
             return
-        self.console.print(build_overview_table(self.records))
+        self.console.print(build_overview_table(self.records, self.sweep_dir))
         self.print(f"records: {self.sweep_dir}")
         self.print(f"to draw the report: {suggest_command('report', self.sweep_dir)}")
 

@@ -12,6 +12,9 @@ from distexp.explain.step_profile import StepProfile
 
 OLD_GPUS = ("V100", "T4", "P100", "RTX 20", "TITAN", "Quadro RTX")
 """GPUs without fast bf16."""
+MISSING_CORES = 0.5
+"""Fraction of the host work that ranks may wait for a core, so that the work itself is the cause."""
+
 MANY_OTHER_KERNELS = 0.3
 """Share of kernels other than matrix products from which fusing them is worth the compilation."""
 
@@ -100,6 +103,8 @@ def _against_host(profile: StepProfile) -> Overrides:
     if profile.on_gpu:
         if profile.number("train.log_every", 10) == 1:
             yield "train.log_every=10"
+        return
+    if (profile.without_core_share or 0.0) >= MISSING_CORES * profile.shares()["host"]:
         return
     # Python takes as long for a small micro-batch as for a large one.
     yield from larger_micro_batch(profile, 1 / max(0.05, 1 - profile.shares()["host"]))

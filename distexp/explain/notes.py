@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from distexp.explain.profile_comparison import ProfileComparison
+from distexp.explain.sentences import describe_missing_cores
 from distexp.explain.step_profile import StepProfile
 
 LARGE_OVERHEAD = 0.05
@@ -48,7 +49,21 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
 
 def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     """Yield what limits the meaning of two profiles: first what is about one of them."""
-    of_a, of_b = list(profile_notes(comparison.a)), list(profile_notes(comparison.b))
+    of_a, of_b = (list(_notes_in_comparison(profile)) for profile in (comparison.a, comparison.b))
+    yield from _global_batches(comparison)
     yield from (f"A: {note}" for note in of_a if note not in of_b)
     yield from (f"B: {note}" for note in of_b if note not in of_a)
     yield from (note for note in of_a if note in of_b)
+
+
+def _notes_in_comparison(profile: StepProfile) -> Iterator[str]:
+    """Yield the notes on a run, with the wait for CPU cores, which its own explanation has in the sentence."""
+    if waiting := describe_missing_cores(profile):
+        yield waiting
+    yield from profile_notes(profile)
+
+
+def _global_batches(comparison: ProfileComparison) -> Iterator[str]:
+    a, b = (round(profile.samples_per_step) for profile in (comparison.a, comparison.b))
+    if a != b:
+        yield f"A step has {a:,} samples in A and {b:,} in B, so these are different trainings."

@@ -53,12 +53,13 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
     console = make_console()
     _print(console, f"A: {a.title}")
     _print(console, f"B: {b.title}")
-    if comparison.is_noise:  # The parts of equal runs explain nothing, so this comes before them.
+    is_undecided = comparison.is_noise or bool(comparison.disturbances)
+    if is_undecided:  # The parts explain nothing then, so this comes before them.
         _print(console, f"\n{comparison.sentence()}")
     console.print()
     console.print(comparison_table(comparison, console.width))
     console.print()
-    if not comparison.is_noise:
+    if not is_undecided:
         _print(console, comparison.sentence())
     for note in comparison_notes(comparison):
         _print(console, note, style="dim")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distexp.explain.step_profile import StepProfile
+from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.step_parts import PARTS
 
 SAME = 0.02
@@ -73,10 +74,21 @@ class ProfileComparison:
         times = self.medians.a, self.medians.b
         return self.noise is not None and 1 - min(times) / max(times) <= self.noise
 
+    @property
+    def disturbances(self) -> list[str]:
+        """Return what shows that something else slowed a run down."""
+        reasons = ((name, describe_disturbance(profile.record)) for name, profile in (("A", self.a), ("B", self.b)))
+        return [f"{name} was disturbed: {reason}" for name, reason in reasons if reason]
+
     def sentence(self) -> str:
         """Return why B is slower or faster than A. The parts may include the profiler, so the medians decide."""
         a, b = self.medians.a, self.medians.b
         times = f"A needs {a:,.3f} ms per sample, and B {b:,.3f} ms"
+        if self.disturbances:
+            return (
+                f"It is not decided which run is faster: {times}. {'. '.join(self.disturbances)}. Repeat this when no "
+                "other program needs the machine."
+            )
         if self.is_noise:
             return (
                 f"A and B are equal within the noise (±{self.noise:.0%} of the higher speed): {times}. The parts below "

@@ -22,9 +22,11 @@ from distexp.report.columns import (
 from distexp.report.data.memory_parts import build_parts_table, has_small_parts
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
+from distexp.report.data.rows import rows_from_records
 from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.report.exercise_tables import ExerciseTables, render_text_table, without_wide_labels
 from distexp.report.exercises import quiz_columns
+from distexp.report.same_training import describe_same_training
 from distexp.report.summary import summarize
 from distexp.runs.record import FAILURES, RunRecord
 
@@ -58,6 +60,7 @@ class OverviewTable:
         if hidden:
             yield hidden_columns_note(hidden, f"All columns are in {self.results}." if self.results else "")
         yield from _notes(overview)
+        yield from map(Text, describe_same_training(overview))
         for sentence in summarize(overview, hidden={column.title for column in hidden}):
             yield Text(sentence)
         yield ExerciseTables(overview)
@@ -70,9 +73,14 @@ class OverviewTable:
         return f"in {self.results}" if self.results else "not shown"
 
 
-def build_overview_table(records: Sequence[RunRecord]) -> OverviewTable:
-    """Return the table of some runs, as printed after a sweep."""
-    return OverviewTable(Overview.from_records(records))
+def build_overview_table(records: Sequence[RunRecord], sweep_dir: Path | None = None) -> OverviewTable:
+    """Return the table of some runs, as printed after a sweep.
+
+    Args:
+        records: The records of the runs.
+        sweep_dir: Directory of the sweep. Without it, the losses are not compared.
+    """
+    return OverviewTable(Overview.from_rows(rows_from_records(records, sweep_dir)))
 
 
 def overview_columns(overview: Overview) -> Iterator[Column]:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from distexp.report.data.environment_settings import is_environment_setting
+from distexp.report.data.overview import Overview
 from distexp.report.data.setting_names import is_strategy_option
 from distexp.report.data.settings import global_batch, task_name
 from distexp.report.loss_curves import LossCurve, largest_difference
-from distexp.report.traces import RunTrace
+from distexp.report.traces import RunTrace, load_traces
 
 NOT_THE_MODEL = frozenset(
     {"strategy", "offload", "engine", "device", "nodes", "workers"}
@@ -18,6 +19,12 @@ NOT_THE_MODEL = frozenset(
     | {"log_every", "measure_after_step"}
 )
 """Settings that distribute a training and should not change its losses, if the global batch is the same."""
+
+
+def describe_same_training(overview: Overview) -> Iterator[str]:
+    """Yield which runs trained the same model. Of many runs, only the most informative ones are compared."""
+    curves = [LossCurve.of(trace) for trace in load_traces(overview)]
+    yield from compare_losses([curve for curve in curves if curve.training])
 
 
 def compare_losses(curves: Sequence[LossCurve]) -> Iterator[str]:

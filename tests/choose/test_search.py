@@ -53,9 +53,10 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert again.ran == []
     out = capsys.readouterr().out
     assert "best throughput: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 3.9 GB" in out
-    assert "faster than fsdp full_shard, micro-batch 4 x 1, 2 workers" in out
+    # Without repeats of both, speeds on CPUs differ by noise up to a ratio of 1.8.
+    assert "equal within the noise of ±84 % to fsdp full_shard, micro-batch 4 x 1, 2 workers" in out
     assert "the losses equal those of single" in out
-    assert "or: ddp, micro-batch 2 x 2, 2 workers: 14 % slower, 50 % less memory" in out
+    assert "or: ddp, micro-batch 2 x 2, 2 workers: equal speed within the noise of ±84 %, 50 % less memory" in out
     assert "GPU-seconds, of which" in out
     assert f"distexp report {tmp_path}" in out
     assert "all configurations have 2 workers." in out
@@ -177,8 +178,7 @@ def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: p
     assert {candidate["status"] for candidate in found["candidates"]} == {"tried"}
     assert (found["losses"]["equal"], found["losses"]["reference"]) == (True, "ddp, micro-batch 4 x 1, 2 workers")
     out = capsys.readouterr().out
-    assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 3.9 GB, 67 % faster than ddp" in out
-    assert "2 workers (noise unknown: no trial was repeated)" in out
+    assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 3.9 GB, equal within the noise of ±" in out
 
 
 def test_a_finished_search_has_the_same_winner_if_it_is_started_again(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
-from distexp.choose.candidate import Candidate, Objective, Trial
+from distexp.choose.candidate import Candidate, Objective, Status, Trial
+from distexp.choose.loss_check import LossCheck
 from distexp.choose.ranking import margin_between
+from distexp.choose.result_texts import faster_reference
 from distexp.choose.table import result_table
 from tests.helpers.planning import composed
 
@@ -72,3 +75,36 @@ def test_memory_on_cpus_has_the_noise_of_the_report() -> None:
     )
     margins = [margin_between(first, other, Objective.MEMORY) for other in (near, far)]
     assert [margin is not None and margin.is_noise for margin in margins] == [True, False]
+
+
+def candidate_on_cpus(*speeds: float) -> Candidate:
+    """Return a candidate with a trial of each speed."""
+    with composed(["cluster.device=cpu"]) as (cells, _):
+        config = cells[0].config
+    trials = tuple(Trial(5, "completed", samples_per_second=speed) for speed in speeds)
+    return Candidate((), (), 8, 2, config, status=Status.TRIED, trials=trials)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "others", "is_noise"),
+    [
+        ((100.0,), (60.0,), True),
+        ((100.0,), (50.0,), False),
+        ((100.0, 101.0), (60.0,), True),
+        ((100.0, 101.0), (60.0, 61.0), False),
+    ],
+)
+def test_a_speed_on_cpus_that_was_measured_once_has_the_noise_of_the_report(
+    speeds: tuple[float, ...], others: tuple[float, ...], is_noise: bool
+) -> None:
+    margin = margin_between(candidate_on_cpus(*speeds), candidate_on_cpus(*others), Objective.THROUGHPUT)
+    assert margin is not None
+    assert margin.is_noise == is_noise
+
+
+@pytest.mark.parametrize(("speed", "is_named"), [(None, False), (90.0, False), (120.0, True)])
+def test_a_reference_outside_of_the_search_that_was_faster_is_named(speed: float | None, is_named: bool) -> None:
+    winner = candidate_on_cpus(100.0)
+    hint = faster_reference(LossCheck("single, micro-batch 8 x 2", outside_speed=speed), winner, [winner])
+    expected = "one worker was faster: single, micro-batch 8 x 2 had 120.0 samples/s in one trial, for the losses."
+    assert hint == (f"{expected} To let it take part, set choose.gpus=1,2" if is_named else "")

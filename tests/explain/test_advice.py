@@ -169,3 +169,8 @@ def test_a_cpu_that_is_busy_with_python_should_train_larger_micro_batches(
     run.memory["cpu"] = [{"node": 0, "peak_mib": 1000.0}]
     run.memory["parts"] = [{"rank": 0, "activations_mib": activations_mib}]
     assert explanation(run).alternatives == advice
+    assert run.metrics.step_breakdown
+    run.metrics.step_breakdown[0]["without_core_ms"] = 20.0
+    assert explanation(run).alternatives == advice
+    run.metrics.step_breakdown[0]["without_core_ms"] = 30.0
+    assert explanation(run).alternatives == [], "other programs had the cores for most of the host work"

@@ -64,6 +64,30 @@ def test_runs_that_are_equal_within_the_noise_are_not_ranked(
     assert json.loads(capsys.readouterr().out)["equal_within_noise"] == (noise is not None)
 
 
+def test_disturbed_runs_are_not_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [profiled({"matmul": length}, number=n, **GPU) for n, length in enumerate((100.0, 500.0))]
+    runs[1].metrics.step_time_s = {"p50": 0.5}
+    runs[1].metrics.train_steps_per_second = 1.0  # so the mean step takes 1 s
+    folder = write(tmp_path, *runs)
+    assert main([str(folder / "0"), str(folder / "1")]) == 0
+    above, below = capsys.readouterr().out.split("matrix kernels", 1)
+    assert "It is not decided which run is faster" in above
+    assert "B was disturbed: its mean step took 2.0 times as long as its median step. Repeat this" in above
+    assert "slower than" not in above + below
+
+
+def test_waits_for_cores_and_other_global_batches_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [profiled({"matmul": 100.0}, number=n, peak=None, train__micro_batch_size=4 * (n + 1)) for n in range(2)]
+    assert runs[1].metrics.step_breakdown
+    runs[1].metrics.step_breakdown[0]["without_core_ms"] = 62.0
+    folder = write(tmp_path, *runs)
+    assert main([str(folder / "0"), str(folder / "1")]) == 0
+    out = capsys.readouterr().out
+    assert "A step has 8 samples in A and 16 in B, so these are different trainings." in out
+    assert "B: For 62% of the step the ranks had to wait for a free CPU core." in out
+    assert "A: For" not in out
+
+
 def test_comparison_uses_the_steps_that_were_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The profiler makes a step of B five times longer. But without it B is only twice as slow."""
     before, after = (profiled({"matmul": length}, number=n, peak=None) for n, length in enumerate((100.0, 1000.0)))

@@ -15,6 +15,7 @@ from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.printable import printable
 from distexp.runs.record import RunRecord
 from distexp.runs.record_search import find_records
+from distexp.runs.run_dir import RECORD
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,17 @@ def row_from_record(record: RunRecord, label: str, path: Path | None = None) -> 
     return Row(label, record, read_settings(record), read_metrics(record), path)
 
 
-def rows_from_records(records: Sequence[RunRecord]) -> list[Row]:
-    """Return the rows of records in memory; their labels are their run numbers."""
-    return [row_from_record(record, str(record.run.number)) for record in records]
+def rows_from_records(records: Sequence[RunRecord], sweep_dir: Path | None = None) -> list[Row]:
+    """Return the rows of records in memory; their labels are their run numbers.
+
+    Args:
+        records: The records.
+        sweep_dir: Directory of their sweep; None: the rows have no path.
+    """
+    return [
+        row_from_record(record, number := str(record.run.number), sweep_dir and sweep_dir / number / RECORD)
+        for record in records
+    ]
 
 
 def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from distexp.report.data.metrics import COMMUNICATION
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures import build_figures
 from distexp.report.figures.base import Figure, Panel, render_files
+from distexp.report.overview_table import build_overview_table
 from distexp.report.traces import load_traces
 from distexp.runs.record import RunRecord
 from tests.helpers.records import add_parts, record, write
@@ -287,6 +289,16 @@ def test_equal_and_different_losses_are_reported(tmp_path: Path) -> None:
     text = text_of(other, "losses")
     assert "Different losses: 2 runs (global batch 8) differ by up to 2.9%, at step " in text
     assert "of run 0 (strategy=ddp) and run 1 (strategy=fsdp)." in text
+
+
+def test_the_terminal_shows_whether_runs_are_the_same_training(tmp_path: Path) -> None:
+    runs = [enrich(record(n, strategy=name, peak=1000.0)) for n, name in enumerate(("ddp", "fsdp"))]
+    path, console = with_traces(tmp_path, runs), Console(width=200)
+    for table in (build_overview_table(runs, path), build_overview_table(runs)):
+        with console.capture() as capture:
+            console.print(table)
+        is_compared = "Same training: losses of 2 runs (global batch 8) are equal at every" in capture.get()
+        assert is_compared == (table.overview.rows[0].path is not None)
 
 
 def test_losses_of_different_global_batches_are_not_compared(tmp_path: Path) -> None:
