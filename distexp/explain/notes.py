@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from distexp.explain.profile_comparison import ProfileComparison
 from distexp.explain.sentences import describe_missing_cores
 from distexp.explain.step_profile import StepProfile
+from distexp.runs.listing import format_count
 
 LARGE_OVERHEAD = 0.05
 """Difference of the profiled step from the median one, as a share of it, that is worth a note."""
@@ -66,4 +67,4 @@ def _notes_in_comparison(profile: StepProfile) -> Iterator[str]:
 def _global_batches(comparison: ProfileComparison) -> Iterator[str]:
     a, b = (round(profile.samples_per_step) for profile in (comparison.a, comparison.b))
     if a != b:
-        yield f"A step has {a:,} samples in A and {b:,} in B, so these are different trainings."
+        yield f"A step has {format_count(a, 'sample')} in A and {b:,} in B, so these are different trainings."

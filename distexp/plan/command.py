@@ -25,7 +25,7 @@ from distexp.plan.table import (
     parts_table,
     parts_title,
 )
-from distexp.plan.training_lines import full_data_override, sample_notes, training_lines
+from distexp.plan.training_lines import full_data_override, sample_notes, sharding_notes, training_lines
 from distexp.plan.verdict import FITS, memory_to_fit_mib, verdict_of
 from distexp.runs.json_files import nan_to_none
 from distexp.system.hardware import visible_gpus
@@ -72,7 +72,7 @@ def _run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
         _print(console, line)
     for part in cells_table(planned, console.width):
         console.print(part, soft_wrap=True)
-    for line in (*sample_notes(planned), *_assumptions(planned), *notes(planned)):
+    for line in (*sample_notes(planned), *sharding_notes(planned), *_assumptions(planned), *notes(planned)):
         console.print(line, style="dim", highlight=False, markup=False, emoji=False, soft_wrap=True)
     if len(planned) == 1:
         _print_details(planned[0], make, planner, console)

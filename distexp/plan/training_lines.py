@@ -31,7 +31,7 @@ FULL_DATA = {
 
 
 def training_lines(cells: Sequence[PlannedCell]) -> list[str]:
-    """Return a line for each training, such as ``gpt on squad: 512 tokens, micro-batch 4 x 2 accumulation``.
+    """Return a line for each training, such as ``gpt on squad: 512 tokens, bf16, micro-batch 4 x 2 accumulation``.
 
     The micro-batch is that of a single cell. The table has those of several.
     """
@@ -40,10 +40,9 @@ def training_lines(cells: Sequence[PlannedCell]) -> list[str]:
 
 
 def _training_line(config: Config, *, with_micro_batch: bool) -> str:
-    sizes = [_data_size(config), _micro_batch(config) if with_micro_batch else ""]
-    details = ", ".join(filter(None, sizes))
-    title = f"{model_label(config.model.name, config.scale.name)} on {config.dataset.name}"
-    return f"{title}: {details}" if details else title
+    sizes = [_data_size(config), config.precision.name, _micro_batch(config) if with_micro_batch else ""]
+    model = model_label(config.model.name, config.scale.name)
+    return f"{model} on {config.dataset.name}: {', '.join(filter(None, sizes))}"
 
 
 def _data_size(config: Config) -> str:
@@ -74,6 +73,21 @@ def _sample_note(cell: PlannedCell) -> Iterator[str]:
             f"note: {config.dataset.name} has {full.key}={getattr(config.dataset, full.key)}, so it needs less memory "
             f"than {full.name}: type {override}"
         )
+
+
+def sharding_notes(cells: Sequence[PlannedCell]) -> list[str]:
+    """Return a note if the only worker of a training has all that its strategy would shard."""
+    configs = [cell.cell.config for cell in cells if cell.cell.config is not None]
+    if not any(config.cluster.world_size == 1 and _shards(config) for config in configs):
+        return []
+    return ["note: with one worker nothing is sharded: type, for example, cluster.workers_per_node=4"]
+
+
+def _shards(config: Config) -> bool:
+    """Return whether a strategy shards something over several workers."""
+    if config.strategy.name == "deepspeed":
+        return config.deepspeed.zero_stage != 0
+    return config.strategy.name == "fsdp" and config.fsdp.sharding != "no_shard"
 
 
 def full_data_override(cell: PlannedCell) -> str | None:

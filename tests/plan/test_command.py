@@ -359,15 +359,33 @@ def test_on_cpus_the_memory_of_all_processes_decides(capsys: pytest.CaptureFixtu
     assert "verdict: needs (all processes, error up to 15 %) is compared with the memory of 16.0 GB" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (("zero_stage=2", "cluster.workers_per_node=1"), True),
+        (("sharding=full_shard", "cluster.workers_per_node=1"), True),
+        (("zero_stage=2", "cluster.workers_per_node=2"), False),
+        (("zero_stage=0", "cluster.workers_per_node=1"), False),
+        (("sharding=no_shard", "cluster.workers_per_node=1"), False),
+        (("strategy=ddp", "cluster.workers_per_node=1"), False),
+    ],
+)
+def test_one_worker_shards_nothing_which_is_noted(
+    words: tuple[str, ...], noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, (*words, "plan.gpu_memory_gb=80"))
+    assert ("note: with one worker nothing is sharded: type, for example, cluster.workers_per_node=4" in text) == noted
+
+
 def test_the_first_line_has_the_model_the_data_and_its_size(capsys: pytest.CaptureFixture[str]) -> None:
     shared = ("strategy=single", "plan.gpu_memory_gb=80")
     text = printed(capsys, (*shared, "model=bloom_3b", "dataset=squad_sample"))
-    assert text.startswith("bloom_3b on squad_sample: 64 tokens, micro-batch 4 x 4 accumulation\n")
+    assert text.startswith("bloom_3b on squad_sample: 64 tokens, fp32, micro-batch 4 x 4 accumulation\n")
     images = printed(capsys, (*shared, "model=resnet50", "dataset=tinyimagenet_sample", "train.micro_batch_size=8"))
-    assert images.startswith("resnet50 on tinyimagenet_sample: images of 32 x 32, micro-batch 8\n")
+    assert images.startswith("resnet50 on tinyimagenet_sample: images of 32 x 32, fp32, micro-batch 8\n")
     sizes = (("train.micro_batch_size=2",), ("train.micro_batch_size=3",))
     sweep = printed(capsys, (*shared, "model=gpt", "dataset.padding=longest"), *sizes)
-    assert sweep.startswith("gpt on squad: up to 512 tokens\n")
+    assert sweep.startswith("gpt on squad: up to 512 tokens, fp32\n")
 
 
 @pytest.mark.parametrize(
