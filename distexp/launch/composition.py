@@ -10,7 +10,7 @@ from functools import partial
 from typing import cast
 
 from hydra.types import HydraContext
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import ConfigError
 from distexp.console.progress import show_progress
@@ -52,7 +52,8 @@ def compose_cells(
 
 def _keys_of_command(master: DictConfig) -> set[str]:
     """Return the keys that the command itself sets, without those of a preset and those that a search sets."""
-    keys = {text.lstrip("+").partition("=")[0] for text in master.hydra.overrides.task}
+    overrides = cast(list[str], OmegaConf.to_container(master.hydra.overrides.task))  # does not resolve ${...}
+    keys = {text.lstrip("+").partition("=")[0] for text in overrides}
     return {key for key in keys if not (master.choose.only and key.startswith("train."))}
 
 
