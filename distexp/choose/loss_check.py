@@ -116,9 +116,11 @@ class LossChecker:
         completed = _only_completed(trials)
         if not completed:
             self._errors[reference] = trials[0].error or trials[0].status
+        elif further:
+            pass  # These trials are of another training, for example without dropout.
         elif reference not in self.candidates:
             self._outside_speeds[reference] = completed[0].samples_per_second
-        elif not further:
+        else:
             reference.trials, reference.status, reference.reason = (*reference.trials, *completed), Status.TRIED, ""
         return completed
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from distexp.choose.candidate import Objective
 from distexp.choose.equal_candidates import simplest
 from distexp.choose.labels import label
 from distexp.choose.outcome import Outcome
@@ -44,7 +45,8 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
             line(loss_sentence(outcome.check))
         for text in list(trade_offs(outcome.usable, outcome.winner))[:MAX_TRADE_OFFS]:
             line(f"or: {text}")
-        faster = faster_reference(outcome.check, outcome.winner, outcome.candidates)
+        is_for_speed = objective is Objective.THROUGHPUT and not outcome.settings.section.gpus
+        faster = is_for_speed and faster_reference(outcome.check, outcome.winner, outcome.candidates)
         if hint := faster or other_sizes_hint(outcome.candidates, outcome.settings):
             line(hint)
     line(describe_cost(state), "dim")

@@ -14,6 +14,7 @@ from distexp.choose.ranking import Margin, margin_between, ranked
 from distexp.choose.settings import Settings
 from distexp.plan.cells import replace_overrides
 from distexp.runs.copyable_command import copyable_override, shell_quote
+from distexp.runs.noise import SINGLE_CPU_RUN, distinct_ratio
 
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
@@ -103,9 +104,14 @@ def other_sizes_hint(candidates: Sequence[Candidate], settings: Settings) -> str
 
 
 def faster_reference(check: LossCheck | None, winner: Candidate, candidates: Sequence[Candidate]) -> str:
-    """Return that the reference of the losses, which is no candidate, was faster than the winner; empty if not."""
+    """Return that the reference of the losses, which is no candidate, was faster than the winner; empty if not.
+
+    Its speed was measured once, so on CPUs it must be larger by more than the noise.
+    """
     speed, best = check.outside_speed if check else None, mean_metrics(winner).samples_per_second
-    if check is None or speed is None or best is None or speed <= best:
+    is_on_cpus = winner.config is not None and winner.config.cluster.device == "cpu"
+    least = distinct_ratio(SINGLE_CPU_RUN) if is_on_cpus else 1.0
+    if check is None or speed is None or best is None or speed <= least * best:
         return ""
     most = max(candidate.workers for candidate in candidates)
     return (

@@ -151,6 +151,7 @@ def _async_update(profile: StepProfile) -> Overrides:
         and profile.setting("deepspeed.zero_stage") in ASYNC_STAGES
         and profile.setting("precision.name") == "bf16"
         and not profile.setting("offload.enabled")
+        and not profile.setting("deepspeed.config_file")  # It may need the check, or another optimizer.
     )
     if supported and not profile.setting("deepspeed.async_update"):
         checked = profile.setting("deepspeed.check_overflow", default=True)

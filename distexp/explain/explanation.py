@@ -67,7 +67,7 @@ def explain_profile(profile: StepProfile) -> Explanation:
     alternatives = advise(bottleneck, profile)
     if bottleneck == "compute":
         sentence = describe_compute(share, shares)
-        alternatives += _advice_on_largest_overhead(profile)
+        alternatives = list(dict.fromkeys([*alternatives, *_advice_on_largest_overhead(profile)]))
     elif bottleneck == "waiting" and are_others_ahead(profile):
         bottleneck, share = "launch_idle", profile.slowest.time_ms("launch_idle") / profile.slowest.step_ms
         sentence = describe_ranks_ahead(share, profile)

@@ -121,6 +121,7 @@ class ProfileComparison:
             "median_ms_per_sample": self.medians.to_json(),
             "noise": self.noise,
             "equal_within_noise": self.is_noise,
+            "disturbances": self.disturbances,
             "parts_ms_per_sample": {name: self.per_sample(name).to_json() for name in PARTS},
             "sentence": self.sentence(),
         }

@@ -78,7 +78,8 @@ def _sample_note(cell: PlannedCell) -> Iterator[str]:
 def sharding_notes(cells: Sequence[PlannedCell]) -> list[str]:
     """Return a note if the only worker of a training has all that its strategy would shard."""
     configs = [cell.cell.config for cell in cells if cell.cell.config is not None]
-    if not any(config.cluster.world_size == 1 and _shards(config) for config in configs):
+    sharding = [config for config in configs if _shards(config)]
+    if not sharding or any(config.cluster.world_size > 1 for config in sharding):
         return []
     return ["note: with one worker nothing is sharded: type, for example, cluster.workers_per_node=4"]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from distexp.report.traces import RunTrace
+from distexp.runs.entry_values import number_of
 from distexp.runs.record import RunRecord
 
 SAME_LOSS = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
@@ -22,17 +23,28 @@ Losses = dict[int, float]
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Training and evaluation losses of a run."""
+    """Training and evaluation losses of a run.
+
+    Attributes:
+        invalid: Steps whose training loss is no finite number.
+    """
 
     trace: RunTrace
     training: Losses
     evaluation: Losses
+    invalid: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, trace: RunTrace) -> LossCurve:
         """Return the losses of a trace."""
-        training = {entry["step"]: entry["loss"] for entry in trace.steps if entry.get("loss") is not None}
-        return cls(trace, training, _evaluation_losses(trace))
+        losses = {entry["step"]: number_of(entry, "loss") for entry in trace.steps}
+        training = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+        return cls(trace, training, _evaluation_losses(trace), frozenset(losses.keys() - training.keys()))
+
+    @property
+    def steps(self) -> set[int]:
+        """Steps that the run logged."""
+        return self.training.keys() | self.invalid
 
     @property
     def name(self) -> str:
@@ -42,7 +54,7 @@ class LossCurve:
     @property
     def tolerance(self) -> float:
         """Largest relative difference to a run of the same training."""
-        return SAME_LOSS[self.trace.row.settings["precision"]]
+        return SAME_LOSS.get(self.trace.row.settings["precision"], max(SAME_LOSS.values()))
 
 
 def _evaluation_losses(trace: RunTrace) -> Losses:

@@ -26,6 +26,9 @@ PRELOAD_ON_CPU = ("torch.utils.cpp_extension",)
 STAGES = (0, 1, 2, 3)
 DEFAULT_STAGE = 2
 
+GRADIENT_TYPE = "data_types", "grad_accum_dtype"
+"""Key of a ds_config. With fp32, DeepSpeed uses its BF16_Optimizer at stage 1."""
+
 CHECK_STAGES = (1, 2)
 """Stages at which DeepSpeed can leave out the check for infinite gradients.
 
@@ -158,4 +161,10 @@ def _async_update_error(config: Config) -> str | None:
         return f"is not supported by engine={config.engine.name}: use engine=native, or leave it out"
     if config.offload.enabled:
         return "is not supported with offload=true, whose update is on the CPU: leave one of them out"
+    in_file = get_nested(read_or_empty(config.deepspeed.config_file), GRADIENT_TYPE)
+    if config.deepspeed.zero_stage == 1 and in_file in ("fp32", "float32"):
+        return (
+            f"is not supported with {'.'.join(GRADIENT_TYPE)}={in_file} of deepspeed.config_file at zero_stage=1, for "
+            "which DeepSpeed has another optimizer: leave one of them out"
+        )
     return None

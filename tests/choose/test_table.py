@@ -102,9 +102,9 @@ def test_a_speed_on_cpus_that_was_measured_once_has_the_noise_of_the_report(
     assert margin.is_noise == is_noise
 
 
-@pytest.mark.parametrize(("speed", "is_named"), [(None, False), (90.0, False), (120.0, True)])
+@pytest.mark.parametrize(("speed", "is_named"), [(None, False), (120.0, False), (200.0, True)])
 def test_a_reference_outside_of_the_search_that_was_faster_is_named(speed: float | None, is_named: bool) -> None:
     winner = candidate_on_cpus(100.0)
     hint = faster_reference(LossCheck("single, micro-batch 8 x 2", outside_speed=speed), winner, [winner])
-    expected = "one worker was faster: single, micro-batch 8 x 2 had 120.0 samples/s in one trial, for the losses."
+    expected = "one worker was faster: single, micro-batch 8 x 2 had 200.0 samples/s in one trial, for the losses."
     assert hint == (f"{expected} To let it take part, set choose.gpus=1,2" if is_named else "")

@@ -109,6 +109,12 @@ def test_a_compute_bound_run_should_use_bf16_on_gpus_that_have_it(
     assert explanation(profiled(COMPUTE_BOUND, **settings, **device)).alternatives == proposed
 
 
+def test_no_alternative_is_proposed_twice() -> None:
+    """kernels=fast is against the many other kernels, and against the launch idle."""
+    run = profiled({"matmul": 50.0, "other_kernels": 40.0, "launch_idle": 9.0, "host": 1.0}, **GPU)
+    assert explanation(run).alternatives == ["kernels=fast"]
+
+
 ASYNC = "deepspeed.async_update=true"
 FAST_ZERO = {"strategy": "deepspeed", "kernels__name": "fast", "train__compile": "blocks"}
 UNCHECKED = {"deepspeed__check_overflow": False}

@@ -72,6 +72,16 @@ def test_fast_kernels_keep_what_the_file_sets(
     assert timers == {"throughput": {"synchronized": synchronized}}
 
 
+def test_fast_kernels_leave_the_other_optimizer_of_stage_1_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"data_types": {"grad_accum_dtype": "fp32"}}))
+    file = f"deepspeed.config_file={path}"
+    for stage, expected in ((1, False), (2, True)):
+        assert resolve_cell(*FAST, file, f"zero_stage={stage}").deepspeed.async_update == expected
+    with pytest.raises(ConfigError, match=r"async_update=true is not supported with data_types.grad_accum_dtype=fp32"):
+        resolve_cell(*FAST, file, "zero_stage=1", "deepspeed.async_update=true")
+
+
 def test_deepspeed_gets_the_sizes_of_the_trial() -> None:
     config = resolve_cell(*SEARCHED)
     found = effective_config(with_micro_batch(config, 6, accumulation=2), world_size=2)

@@ -17,6 +17,7 @@ from distexp.report.data.rows import load_rows
 from distexp.report.figures import build_figures
 from distexp.report.figures.base import Figure, Panel, render_files
 from distexp.report.overview_table import build_overview_table
+from distexp.report.same_training import describe_same_training
 from distexp.report.traces import load_traces
 from distexp.runs.record import RunRecord
 from tests.helpers.records import add_parts, record, write
@@ -299,6 +300,30 @@ def test_the_terminal_shows_whether_runs_are_the_same_training(tmp_path: Path) -
             console.print(table)
         is_compared = "Same training: losses of 2 runs (global batch 8) are equal at every" in capture.get()
         assert is_compared == (table.overview.rows[0].path is not None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "start"),
+    [
+        ([{"step": 901, "loss": 9.0}], ""),
+        ([{"step": 901, "loss": "x"}], ""),
+        ([None], "Same training: losses of 2 runs (global batch 8) are equal at every logged step."),
+        ([None, {"step": 1, "loss": None}], "Different losses: 2 runs (global batch 8). At step 1 one of run 0"),
+        ([None, {"step": 901, "loss": 1.0}], "Same training: losses of 2 runs (global batch 8) are equal at every com"),
+    ],
+    ids=["no common steps", "damaged", "equal", "not finite", "more steps"],
+)
+def test_losses_are_compared_only_at_common_steps(
+    lines: list[dict[str, Any] | None], start: str, tmp_path: Path
+) -> None:
+    """The second run has other lines than the first one; None stands for those of the first one."""
+    runs = [enrich(record(n, strategy=name, peak=1000.0)) for n, name in enumerate(("ddp", "fsdp"))]
+    path = with_traces(tmp_path, runs)
+    first = (path / "0" / "metrics.jsonl").read_text()
+    other = "".join(first if line is None else f"{json.dumps(line)}\n" for line in lines)
+    (path / "1" / "metrics.jsonl").write_text(other)
+    found = list(describe_same_training(overview(path)))
+    assert [text[: len(start)] for text in found] == [start] * bool(start)
 
 
 def test_losses_of_different_global_batches_are_not_compared(tmp_path: Path) -> None:
