@@ -153,7 +153,7 @@ class RightPadding:
         batch = self.collate(samples)
         check_returned(batch, Batch, COLLATE)
         mask = batch.inputs.get("attention_mask")
-        if mask is not None and _pads_before_tokens(mask.numpy()):
+        if mask is not None and _pads_before_tokens(mask):
             raise ConfigError(
                 "the dataset pads on the left, but model.attention=sdpa and flex expect padding on the right: change "
                 "its collate, or use model.attention=auto"
@@ -161,8 +161,9 @@ class RightPadding:
         return batch
 
 
-def _pads_before_tokens(mask: NDArray[Any]) -> bool:
-    return bool((mask[:, 1:] > mask[:, :-1]).any())
+def _pads_before_tokens(mask: Tensor) -> bool:
+    values = (mask.float() if mask.dtype == torch.bfloat16 else mask).numpy()  # NumPy has no bf16.
+    return bool((values[:, 1:] > values[:, :-1]).any())
 
 
 def check_text_collate(data: TaskData, key: str) -> TextCollate:

@@ -13,7 +13,7 @@ from distexp.explain.step_profile import StepProfile
 OLD_GPUS = ("V100", "T4", "P100", "RTX 20", "TITAN", "Quadro RTX")
 """GPUs without fast bf16."""
 MISSING_CORES = 0.5
-"""Fraction of the host work that ranks may wait for a core, so that the work itself is the cause."""
+"""Fraction of the host work from which the wait for a CPU core is its cause, and not the work itself."""
 
 MANY_OTHER_KERNELS = 0.3
 """Share of kernels other than matrix products from which fusing them is worth the compilation."""
