@@ -73,7 +73,7 @@ def check_port() -> CheckResult:
 
 
 COLLECTIVE_PROBE = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from datetime import timedelta
 backend, rank, address = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
@@ -84,6 +84,7 @@ value = torch.full((1024,), rank + 1.0, device=device)
 dist.all_reduce(value)
 assert value.sum().item() == 3 * 1024, value
 dist.destroy_process_group()
+os._exit(0)  # threads of gloo may abort an orderly exit
 """
 
 

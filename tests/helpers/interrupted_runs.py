@@ -21,6 +21,7 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import join
 from distexp.runs.events import Events
 from distexp.runs.spec import RunSpec
+from distexp.system.processes import end_at_once
 from distexp.worker.rank import train
 
 
@@ -42,6 +43,7 @@ def main() -> None:
         dist.barrier()
         train_cell(cell, context)
     dist.destroy_process_group()
+    end_at_once(0)  # as a worker does: threads of gloo may abort an orderly exit
 
 
 def train_cell(cell: Path, context: Context) -> None:

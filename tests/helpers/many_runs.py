@@ -23,6 +23,7 @@ from distexp.distributed.process_group import join
 from distexp.models import transforms
 from distexp.runs.events import Events
 from distexp.runs.spec import RunSpec
+from distexp.system.processes import end_at_once
 from distexp.worker.build import build_model, load_data
 from distexp.worker.micro_batch.processes import ModelParts
 from distexp.worker.micro_batch.search import find_micro_batch
@@ -50,6 +51,7 @@ def main() -> None:
             (cell / "calls.json").write_text(json.dumps(calls))
         gc.collect()
     dist.destroy_process_group()
+    end_at_once(0)  # as a worker does: threads of gloo may abort an orderly exit
 
 
 def count_calls(calls: Counter[str]) -> Any:
