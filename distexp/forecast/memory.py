@@ -9,6 +9,8 @@ from distexp.forecast.size_row import SizeRow
 from distexp.plan.cells import PlannedCell, plan_cells
 from distexp.plan.planner import Planner, with_gpu
 from distexp.plan.progress import show_predictions
+from distexp.plan.verdict import memory_to_fit_mib, predict
+from distexp.runs.record_sections import Predicted
 
 CACHED, OFF = "cached", "off"
 
@@ -48,4 +50,12 @@ def _reason(row: SizeRow, mode: str, planner: Planner) -> str:
 
 
 def _with_memory(row: SizeRow, planned: PlannedCell) -> SizeRow:
-    return replace(row, memory=planned.predicted, memory_error=planned.error)
+    return replace(row, memory=_of_one_node(planned), memory_error=planned.error)
+
+
+def _of_one_node(planned: PlannedCell) -> Predicted | None:
+    """Return the prediction for a node with the memory of this machine, although a local run would simulate nodes."""
+    estimate, config = planned.estimate, planned.cell.config
+    if estimate is None or config is None or not estimate.on_cpu:
+        return planned.predicted
+    return predict(replace(estimate, required_mib=estimate.host_mib), memory_to_fit_mib(config))

@@ -198,7 +198,7 @@ def notes(rows: Sequence[SizeRow], workers: str, profiled_threads: int | None = 
         yield "Energy: the idle power of each GPU, and the measured energy of a micro-batch above it."
     yield from dict.fromkeys(_sentence(row.memory_error) for row in rows if row.memory_error and not row.error)
     yield from _fixed_batch(rows)
-    yield from _shared_memory(rows)
+    yield from _node_memory(rows)
     yield from _threads(rows, profiled_threads)
     yield from _cores(rows)
 
@@ -220,12 +220,12 @@ def _fixed_batch(rows: Sequence[SizeRow]) -> Iterator[str]:
         yield "To let the global batch grow with the workers: train.global_batch_size=null."
 
 
-def _shared_memory(rows: Sequence[SizeRow]) -> Iterator[str]:
-    """Yield what the verdict of several simulated nodes on CPUs compares."""
+def _node_memory(rows: Sequence[SizeRow]) -> Iterator[str]:
+    """Yield which memory the verdict of several nodes on CPUs is about."""
     for row in rows:
         limit = row.memory.host_memory_mib if row.memory else None
-        if limit and row.size[0] > 1 and row.cell.config and row.cell.config.cluster.launcher == "local":
-            yield f"Memory: of one node. Verdict: whether all nodes together fit into {format_memory(limit)}."
+        if limit and row.size[0] > 1:
+            yield f"Memory and verdict: of one node. Assumed: each node has {format_memory(limit)}."
             return
 
 

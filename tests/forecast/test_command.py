@@ -22,6 +22,7 @@ from distexp.forecast.sizes import default_sizes
 from distexp.forecast.target import Forecast, Target
 from distexp.forecast.what_if import what_if
 from distexp.launch.cell import Cell
+from distexp.plan.estimate import Estimate
 from distexp.runs.forecast import read_forecasts
 from distexp.runs.forecast_errors import read_errors
 from distexp.runs.record import RunRecord
@@ -314,6 +315,22 @@ def test_memory_is_that_of_the_planner(sweep: Path, cells: Sequence[Cell], capsy
     text = forecast(sweep, cells, capsys, memory="predict")
     assert text.count(" GB  ") == 3
     assert "Memory was not predicted before" in forecast(sweep, cells, capsys, memory="cached")
+
+
+def test_a_verdict_on_several_nodes_is_about_one_node(
+    sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def on_cpus(config: Config) -> Estimate:  # A node needs 3 GB, so all simulated nodes of a local run need more.
+        host_mib = 3_000.0
+        needed = host_mib * config.cluster.nodes
+        return Estimate(required_mib=needed, host_mib=host_mib, error_bound=0.0, on_cpu=True)
+
+    nodes_of_4_gb = changed(cells, lambda config: setattr(config.plan, "host_memory_gb", 4.0))
+    arguments = (read_profiled_run(sweep / "0"), nodes_of_4_gb)
+    print_forecast(*arguments, ForecastConfig(memory="predict", output="json"), FormulaPlanner(on_cpus))
+    assert [row["memory"]["verdict"] for row in json.loads(capsys.readouterr().out)] == ["fits"] * 3
+    print_forecast(*arguments, ForecastConfig(memory="predict"), FormulaPlanner(on_cpus))
+    assert "Memory and verdict: of one node. Assumed: each node has 4.0 GB." in capsys.readouterr().out
 
 
 def test_forecasts_are_kept_and_repeated_ones_replaced(
