@@ -86,12 +86,13 @@ def margin_between(
 def _least_noise_on_cpus(winner: Candidate, other: Candidate, objective: Objective) -> float | None:
     """Return the smallest noise of a margin on CPUs, as Margin.noise; None if it has no smallest one.
 
-    Other programs share the cores, so a speed that was measured once has the noise of a run without repeats.
+    Other programs share the cores. So a time that was measured once, or an energy or cost of that time, has the noise of
+    a run without repeats.
     """
     if objective is Objective.MEMORY:
         return log1p(sqrt(2) * CPU_MEMORY_MIB / (winner.score(objective) or CPU_MEMORY_MIB))
     is_single = min(len(winner.completed), len(other.completed)) < 2
-    return log(distinct_ratio(SINGLE_CPU_RUN)) if is_single and objective is Objective.THROUGHPUT else None
+    return log(distinct_ratio(SINGLE_CPU_RUN)) if is_single else None
 
 
 def _is_on_cpus(candidate: Candidate) -> bool:

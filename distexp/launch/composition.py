@@ -45,7 +45,8 @@ def compose_cells(
         cell.varied = [text for text in cell.overrides if text not in shared]
     if errors := _command_errors(cells, master):
         raise ConfigError(errors)
-    for warning in lowered_values(cells, _keys_of_command(master)):
+    warnings = () if master.sweep.resume else lowered_values(cells, _keys_of_command(master))
+    for warning in warnings:
         print(f"distexp: warning: {warning}", file=sys.stderr)
     return cells
 

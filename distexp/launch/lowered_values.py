@@ -44,5 +44,6 @@ def _lowered(overrides: Iterable[str], config: Config, given: Container[str]) ->
         section, name = key.split(".")
         used = getattr(getattr(config, section), name)
         if used is not None and used < int(value):
-            limits = " ".join(f"scale.{limit}=null" for limit in LIMITS[key])
-            yield f"scale={config.scale.name} lowers {key}={value} to {used}: to keep {value}, add {limits}"
+            limits = [f"scale.{limit}=null" for limit in LIMITS[key] if getattr(config.scale, limit) is not None]
+            hint = f": to keep {value}, add {' '.join(limits)}" if limits else ""
+            yield f"scale={config.scale.name} lowers {key}={value} to {used}{hint}"

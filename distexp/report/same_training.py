@@ -11,7 +11,7 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.setting_names import is_strategy_option
 from distexp.report.data.settings import global_batch, task_name
 from distexp.report.loss_curves import LossCurve, largest_difference
-from distexp.report.traces import RunTrace, load_traces
+from distexp.report.traces import RunTrace, load_losses
 
 NOT_THE_MODEL = frozenset(
     {"strategy", "offload", "engine", "device", "nodes", "workers"}
@@ -26,7 +26,7 @@ DROPOUT = "With dropout, strategies draw other random numbers. To compare them, 
 
 def describe_same_training(overview: Overview) -> Iterator[str]:
     """Yield which runs trained the same model. Of many runs, only the most informative ones are compared."""
-    curves = [LossCurve.of(trace) for trace in load_traces(overview)]
+    curves = [LossCurve.of(trace) for trace in load_losses(overview)]
     sentences = list(compare_losses([curve for curve in curves if curve.training]))
     yield from sentences
     if sentences and len(curves) < len(overview.groups):

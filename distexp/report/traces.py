@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,8 @@ class RunTrace:
     row: Row
     settings: str
     steps: tuple[dict[str, Any], ...]
-    memory: tuple[MemoryCurve, ...]
-    phases: tuple[PhaseInterval, ...]
+    memory: tuple[MemoryCurve, ...] = ()
+    phases: tuple[PhaseInterval, ...] = ()
     predicted: Curve = field(default_factory=dict)
     lanes: tuple[RankLanes, ...] = ()
     profiles: tuple[Path, ...] = ()
@@ -92,12 +92,17 @@ class RunTrace:
 
 def load_traces(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace]:
     """Read the traces of the chosen runs, or of the most informative trainings."""
+    return [_with_curves(trace) for trace in load_losses(overview, chosen)]
+
+
+def load_losses(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace]:
+    """Read the steps of the same runs as load_traces, and nothing else."""
     groups = [group for group in overview.groups if any(row.path for row in group.rows)]
     if chosen:
         groups = [group for group in groups if any(row.label in chosen for row in group.rows)]
     else:
         groups = most_informative(groups)
-    return [_read_trace(group, chosen, overview.format_settings(group)) for group in groups]
+    return [_read_losses(group, chosen, overview.format_settings(group)) for group in groups]
 
 
 def most_informative(groups: Sequence[RunGroup]) -> list[RunGroup]:
@@ -125,17 +130,21 @@ def _ranked(groups: Sequence[RunGroup], name: str, *, largest: bool) -> list[Run
     return [groups[n] for _, n in sorted(known, reverse=largest)]
 
 
-def _read_trace(group: RunGroup, chosen: Sequence[str], settings: str) -> RunTrace:
+def _read_losses(group: RunGroup, chosen: Sequence[str], settings: str) -> RunTrace:
+    """Return the trace of one of the runs of a training, with the steps only."""
     preferred = [row for row in group.rows if row.label in chosen] or list(group.counted_rows)
     row = next((row for row in preferred if row.path), group.rows[0])
     assert row.path is not None
-    directory = row.path.parent
+    return RunTrace(group, row, settings, tuple(read_steps(row.path.parent / METRICS)))
+
+
+def _with_curves(trace: RunTrace) -> RunTrace:
+    """Return a trace with everything that the figures draw."""
+    assert trace.row.path is not None
+    directory = trace.row.path.parent
     memory = read_memory(directory / MEMORY)
-    return RunTrace(
-        group=group,
-        row=row,
-        settings=settings,
-        steps=tuple(read_steps(directory / METRICS)),
+    return replace(
+        trace,
         memory=memory.curves,
         phases=memory.phases,
         predicted=read_curve(directory),

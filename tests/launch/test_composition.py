@@ -113,11 +113,16 @@ MICRO, TRAIN = "train.micro_batch_size", "dataset.train_size"
                 "add scale.micro_batch_size=null scale.gradient_accumulation_steps=null"
             ],
         ),
+        (
+            ["train.global_batch_size"],
+            [["train.global_batch_size=64", "scale=tiny", "scale.micro_batch_size=null", "strategy=single"]],
+            ["scale=tiny lowers train.global_batch_size=64 to 16: to keep 64, add scale.gradient_accumulation_steps=null"],
+        ),
         ([TRAIN], [[f"{TRAIN}=500", "scale=tiny", "scale.train_size=null"]], []),
         ([TRAIN], [[f"{TRAIN}=500"]], []),
         ([], [[f"{TRAIN}=500", "scale=tiny"]], []),
     ],
-    ids=["micro-batch", "global batch", "limit removed", "full scale", "value of a preset"],
+    ids=["micro-batch", "global batch", "one limit removed", "limit removed", "full scale", "value of a preset"],
 )
 def test_a_value_that_the_scale_lowers_gets_one_warning(
     command: list[str], cells: list[list[str]], warnings: list[str],
@@ -127,6 +132,15 @@ def test_a_value_that_the_scale_lowers_gets_one_warning(
     master.hydra.overrides.task = [f"{key}=1" for key in command]
     compose_cells(context, master, cells)
     assert capsys.readouterr().err.splitlines() == [f"distexp: warning: {text}" for text in warnings]
+
+
+def test_a_resumed_sweep_does_not_repeat_the_warnings(
+    hydra: tuple[HydraContext, DictConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    context, master = hydra
+    master.hydra.overrides.task, master.sweep.resume = [f"{TRAIN}=500"], True
+    compose_cells(context, master, [[f"{TRAIN}=500", "scale=tiny"]])
+    assert not capsys.readouterr().err
 
 
 def test_a_search_keeps_the_global_batch(
