@@ -104,6 +104,17 @@ def _trials(overview: Overview) -> Iterator[str]:
 
 def _fastest(overview: Overview) -> Iterator[str]:
     yield from _best(overview, SPEED, "Fastest", "{:,.1f} samples/s", largest=True)
+    yield from _not_ranked(overview)
+
+
+def _not_ranked(overview: Overview) -> Iterator[str]:
+    """Yield the tasks whose fastest run is not known, because at most one run was not disturbed."""
+    tasks = group_by_task([group for group in overview.groups if group.completed and group.metric(SPEED)])
+    for task, groups in list(tasks.items())[:MAX_TASKS]:
+        disturbed = [group.label for group in groups if group.disturbance is not None]
+        if len(groups) > 1 and len(groups) - len(disturbed) < 2:
+            start = f"Fastest ({task})" if len(tasks) > 1 else "Fastest"
+            yield f"{start}: not decided, because the speed of {name_runs(disturbed)} is not known."
 
 
 def _smallest(overview: Overview) -> Iterator[str]:
