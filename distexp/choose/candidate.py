@@ -112,6 +112,11 @@ class Candidate:
         self.status, self.reason = Status.PRUNED, reason
 
     @property
+    def on_cpus(self) -> bool:
+        """Return whether its workers have no GPUs."""
+        return self.config is not None and self.config.cluster.device == "cpu"
+
+    @property
     def completed(self) -> tuple[Trial, ...]:
         """Return the trials that completed, without disturbed ones."""
         return tuple(trial for trial in self.trials if trial.status == COMPLETED and not trial.disturbed)

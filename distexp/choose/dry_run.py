@@ -9,6 +9,7 @@ from rich.console import Console
 
 from distexp.choose.candidate import Status
 from distexp.choose.halving import first_trials
+from distexp.choose.labels import format_worker_time
 from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.outcome import Outcome, candidate_json, typed_overrides
 from distexp.choose.result_texts import other_sizes_hint
@@ -82,12 +83,13 @@ def _print_tables(
         line(describe_no_winner(outcome.candidates))
         return
     budget_min = outcome.settings.section.budget_min
+    cost, limit = (format_worker_time(seconds, waiting) for seconds in (sum(costs), budget))
     line(
         f"""
 The search would start with these trials: one micro-batch of each strategy and its settings. It skips those that
-cannot win any more. All of them cost {sum(costs):,.0f} GPU-seconds, with {STARTUP_S:.0f} s for each start-up.
+cannot win any more. All of them cost {cost}, with {STARTUP_S:.0f} s for each start-up.
 It also tries other micro-batches of the best ones, and repeats the best configurations with more steps.
-It ends at {budget:,.0f} GPU-seconds (choose.budget_min={budget_min:g} on all workers). A part of this time is left for
+It ends at {limit} (choose.budget_min={budget_min:g} on all workers). A part of this time is left for
 the trials that compare the losses. Nothing was started."""
     )
     if hint := other_sizes_hint(outcome.candidates, outcome.settings):

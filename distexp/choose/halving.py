@@ -27,6 +27,7 @@ from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.common_error import most_different, prune_by_common_error
 from distexp.choose.doubtful import doubtful_candidates, mark_disturbed
 from distexp.choose.forecast_scale import useful_forecasts, without_checkpointing
+from distexp.choose.labels import format_worker_time
 from distexp.choose.neighbors import neighbors_to_try
 from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.ranking import ranked
@@ -201,7 +202,7 @@ class _Search:
         affordable = affordable_trials(planned, self.candidates, self.rungs, self.budget_gpu_s - reserved)
         if len(affordable) < len(planned):
             check = f" (of which {reserved:,.0f} for the check of the losses)" if reserved else ""
-            self.stopped = f"the budget of {self.budget_gpu_s:,.0f} GPU-seconds{check} is used up"
+            self.stopped = f"the budget of {format_worker_time(self.budget_gpu_s, self.candidates)}{check} is used up"
         if not affordable:
             return
         if name != FINALISTS:  # Their order alternates. The others run so that few of them need another start-up.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from distexp.choose.axis_keys import AXES
 from distexp.choose.candidate import Candidate, Objective
 from distexp.config import Config
@@ -19,6 +21,12 @@ BETTER = {
 
 LABELED = (*AXES, "cluster.nodes", "cluster.workers_per_node")
 """Keys whose values the label of a configuration has. The other keys were added by ``choose.space``."""
+
+
+def format_worker_time(seconds: float, candidates: Iterable[Candidate]) -> str:
+    """Return a time summed over the workers: ``135 GPU-seconds``, or on CPUs ``135 worker-seconds``."""
+    on_cpus = any(candidate.on_cpus for candidate in candidates)
+    return f"{seconds:,.0f} {'worker' if on_cpus else 'GPU'}-seconds"
 
 
 def label(candidate: Candidate) -> str:

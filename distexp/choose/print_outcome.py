@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 
-from distexp.choose.candidate import Objective
+from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.equal_candidates import simplest
-from distexp.choose.labels import label
+from distexp.choose.labels import format_worker_time, label
 from distexp.choose.outcome import Outcome
 from distexp.choose.result_texts import command_line, equals_sentence, faster_reference, loss_sentence, other_sizes_hint
 from distexp.choose.state import SearchState
@@ -49,7 +50,7 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
         faster = is_for_speed and faster_reference(outcome.check, outcome.winner, outcome.candidates)
         if hint := faster or other_sizes_hint(outcome.candidates, outcome.settings):
             line(hint)
-    line(describe_cost(state), "dim")
+    line(describe_cost(state, outcome.candidates), "dim")
     line(f"trials: {folder}; to look at them: {suggest_command('report', folder)}", "dim")
     if outcome.winner is not None:
         line("\nto train with it:")
@@ -60,11 +61,11 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
             line(f"  {command_line(outcome.settings.command, simple)}")
 
 
-def describe_cost(state: SearchState) -> str:
+def describe_cost(state: SearchState, candidates: Iterable[Candidate]) -> str:
     """Return the cost of all trials, with the part that was start-up, and that of the check of the losses."""
     total, startup = state.gpu_seconds, state.startup_gpu_seconds
     trials = format_count(len(state.trials), "trial")
-    cost = f"cost of {trials}: {total:,.0f} GPU-seconds, of which {startup:,.0f} for starting them"
+    cost = f"cost of {trials}: {format_worker_time(total, candidates)}, of which {startup:,.0f} for starting them"
     checks = sum(trial.compares_losses for trial in state.trials)
     if not checks:
         return cost

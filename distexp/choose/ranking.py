@@ -76,7 +76,7 @@ def margin_between(
     value = other_score / winner_score - 1
     shown = list(dict.fromkeys((winner, other, *candidates)))
     step = deviation_of_a_step(shown, objective) if squared_deviations(shown, objective)[1] else None
-    least = _least_noise_on_cpus(winner, other, objective) if _is_on_cpus(winner) else None
+    least = _least_noise_on_cpus(winner, other, objective) if winner.on_cpus else None
     if step is None:
         return Margin(value, least)
     root = sqrt(sum(1 / sum(trial.steps for trial in candidate.completed) for candidate in (winner, other)))
@@ -86,17 +86,13 @@ def margin_between(
 def _least_noise_on_cpus(winner: Candidate, other: Candidate, objective: Objective) -> float | None:
     """Return the smallest noise of a margin on CPUs, as Margin.noise; None if it has no smallest one.
 
-    Other programs share the cores. So a time that was measured once, or an energy or cost of that time, has the noise of
-    a run without repeats.
+    Other programs share the cores. So a time that was measured once has the noise of a run without repeats. So has an
+    energy or a cost, which follows from the time.
     """
     if objective is Objective.MEMORY:
         return log1p(sqrt(2) * CPU_MEMORY_MIB / (winner.score(objective) or CPU_MEMORY_MIB))
     is_single = min(len(winner.completed), len(other.completed)) < 2
     return log(distinct_ratio(SINGLE_CPU_RUN)) if is_single else None
-
-
-def _is_on_cpus(candidate: Candidate) -> bool:
-    return candidate.config is not None and candidate.config.cluster.device == "cpu"
 
 
 def deviation_of_a_step(

@@ -31,7 +31,7 @@ BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
 RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured memory. predicted: before the trials. steps: of each trial."
 ORDER_LEGEND = " Repeated ones come first: the best of many single trials may only be lucky."
 DISTURBED_LEGEND = " (5): not counted, because the repeat was far faster."
-PLAN_LEGEND = f"{BATCH_LEGEND} steps: measured steps. s/step: forecast. GPU-s: cost with the start-up."
+PLAN_LEGEND = f"{BATCH_LEGEND} steps: measured steps. s/step: forecast. Cost: of all workers, with the start-up."
 
 
 def result_table(
@@ -120,9 +120,9 @@ def planned_table(planned: Sequence[PlannedTrial], costs: Sequence[float]) -> Ta
 
     Args:
         planned: The trials.
-        costs: Forecast cost of each trial in GPU-seconds.
+        costs: Forecast cost of each trial: seconds of all workers together.
     """
-    table = _table("planned trial", "workers", "steps", "predicted GB", "s/step", "GPU-s")
+    table = _table("planned trial", "workers", "steps", "predicted GB", "s/step", "cost (s)")
     for trial, cost in zip(planned, costs, strict=True):
         candidate = trial.candidate
         cells = (row_label(candidate), str(candidate.workers), str(trial.steps), _gb(candidate.expected_mib))

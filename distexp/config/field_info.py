@@ -58,6 +58,8 @@ class FieldInfo:
             return None
         if self.choices and not self._has_range:
             return f"is not one of {self.limits}"
+        if isinstance(value, str):
+            return f"must be a number ({self._range}) or {' or '.join(map(str, self.choices))}"
         return f"must be {self.limits}" + (f", or null ({self.null})" if self.null else "")
 
     @property

@@ -218,7 +218,7 @@ def _definitions(overview: Overview, hidden: Collection[str]) -> Iterator[str]:
         several = len(group_by_task([group for group in overview.groups if group.completed])) > 1
         only = f" Only runs of {overview.baseline.task} have one." if several else ""
         yield f"Speedup: samples/s relative to {overview.describe(overview.baseline)}.{only}"
-        if any(map(overview.equals_baseline, overview.groups)):
+        if any(overview.mark(SPEEDUP, group) == NOISE_MARK for group in overview.groups):
             yield f"{NOISE_MARK}: equal to this run within the noise."
     several_epochs = any(len(row.record.metrics.train_losses) > 1 for row in overview.rows)
     if several_epochs and METRICS_BY_NAME["train_loss"].title not in hidden:

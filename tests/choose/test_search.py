@@ -57,7 +57,7 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "equal within the noise of ±84 % to fsdp full_shard, micro-batch 4 x 1, 2 workers" in out
     assert "the losses equal those of single" in out
     assert "or: ddp, micro-batch 2 x 2, 2 workers: equal speed within the noise of ±84 %, 50 % less memory" in out
-    assert "GPU-seconds, of which" in out
+    assert "worker-seconds, of which" in out
     assert f"distexp report {tmp_path}" in out
     assert "all configurations have 2 workers." in out
     assert "set choose.gpus=1,2\n" in out
@@ -78,7 +78,7 @@ def test_the_check_of_the_losses_is_part_of_the_budget(
     assert purposes == ([False] * 4 + [True] * 2 if dropout else [False] * 5 + [True])
     assert found["losses"]["equal"] is True
     out = capsys.readouterr().out
-    assert "the budget of 240 GPU-seconds (of which " in out
+    assert "the budget of 240 worker-seconds (of which " in out
     assert ("and 60 for 2 trials that compared the losses" if dropout else "and 20 for 1 trial that compared") in out
 
 

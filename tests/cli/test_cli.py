@@ -50,7 +50,7 @@ WRONG = {  # command lines, with a part of their message
     "experiment=deepspeed/zero_stage": "deepspeed/zero_stages",
     "train.learning_rat=1": "Did you mean train.learning_rate?",
     "train.max_steps=abc": "train.max_steps=abc must be an integer or null",
-    "train.micro_batch_size=abc": "distexp: train.micro_batch_size=abc must be at least 1 or auto\n",
+    "train.micro_batch_size=abc": "distexp: train.micro_batch_size=abc must be a number (at least 1) or auto\n",
     "train.micro_batch_size=2.5": "train.micro_batch_size=2.5 must be an integer or auto\n",
     "train.learning_rate=abc": "train.learning_rate=abc must be a number",
     "train.seed=null": "train.seed=null must be an integer",

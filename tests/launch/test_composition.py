@@ -116,7 +116,10 @@ MICRO, TRAIN = "train.micro_batch_size", "dataset.train_size"
         (
             ["train.global_batch_size"],
             [["train.global_batch_size=64", "scale=tiny", "scale.micro_batch_size=null", "strategy=single"]],
-            ["scale=tiny lowers train.global_batch_size=64 to 16: to keep 64, add scale.gradient_accumulation_steps=null"],
+            [
+                "scale=tiny lowers train.global_batch_size=64 to 16: to keep 64, "
+                "add scale.gradient_accumulation_steps=null"
+            ],
         ),
         ([TRAIN], [[f"{TRAIN}=500", "scale=tiny", "scale.train_size=null"]], []),
         ([TRAIN], [[f"{TRAIN}=500"]], []),

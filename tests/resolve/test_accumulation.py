@@ -32,7 +32,7 @@ def sizes(config: Config) -> tuple[int | str, int]:
             r"global_batch_size=48 is no multiple of train.micro_batch_size=5 x 2 workers = 10: use 40 or 50, or",
         ),
         ((*AUTO, "engine=hf_trainer"), r"micro_batch_size=auto is not supported by engine=hf_trainer: use engine=nat"),
-        ((*TWO, "train.micro_batch_size=fast"), r"train.micro_batch_size=fast must be at least 1 or auto"),
+        ((*TWO, "train.micro_batch_size=fast"), r"train.micro_batch_size=fast must be a number \(at least 1\) or auto"),
     ],
 )
 def test_impossible_sizes_are_refused_with_a_hint(overrides: tuple[str, ...], message: str) -> None:
