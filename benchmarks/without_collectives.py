@@ -16,7 +16,7 @@ from torch.nn import parallel
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.strategies import ddp, fsdp
+from distexp.strategies import ddp, fsdp, fsdp_units
 from distexp.strategies.base import DistributedModel
 from distexp.strategies.ddp_reduction import GradBucket
 
@@ -52,7 +52,7 @@ class SilentFSDP(fsdp.FSDP):
         from torch.distributed.device_mesh import DeviceMesh
 
         mesh = DeviceMesh.from_group(_fake_group(context), context.device.type, mesh_dim_names=("shard",))
-        with patch.object(fsdp, "_build_mesh", lambda *_: mesh):
+        with patch.object(fsdp_units, "build_mesh", lambda *_: mesh):
             return super().setup(blueprint, config, context)
 
 
