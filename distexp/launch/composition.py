@@ -20,6 +20,7 @@ from distexp.launch.cell_composer import CellComposer
 from distexp.launch.lowered_values import lowered_values
 from distexp.launch.parallel_composition import compose_all
 from distexp.launch.plan_keys import ignored_plan_keys
+from distexp.launch.replaced_accumulation import replaced_accumulation
 from distexp.launch.trust.config_loader import CheckedConfigLoader
 from distexp.launch.trust.packages import check_trust, packages_trusted_by_user
 from distexp.resolve import resolve
@@ -82,7 +83,9 @@ def _command_errors(cells: Sequence[Cell], master: DictConfig) -> list[str]:
     prints_errors = master.plan.only and master.plan.output == "json"
     # A search changes strategy and sizes, so a candidate may be valid even if the cell is not.
     must_be_valid = len(cells) == 1 and not prints_errors and not master.choose.only
-    return [*(cells[0].errors if must_be_valid else []), *ignored]
+    keeps_stored = master.sweep.resume or master.forecast.only
+    replaced = [] if keeps_stored else replaced_accumulation(cells, _keys_of_command(master))
+    return [*(cells[0].errors if must_be_valid else []), *ignored, *replaced]
 
 
 def cell_maker(context: HydraContext, master: DictConfig, adjust: Adjust | None = None) -> MakeCell:

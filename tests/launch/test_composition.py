@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from distexp.config import register_schema
+from distexp.config import ConfigError, register_schema
 from distexp.config.paths import conf_dir
 from distexp.exceptions import SweepInterrupted
 from distexp.launch import parallel_composition
@@ -144,6 +144,24 @@ def test_a_resumed_sweep_does_not_repeat_the_warnings(
     master.hydra.overrides.task, master.sweep.resume = [f"{TRAIN}=500"], True
     compose_cells(context, master, [[f"{TRAIN}=500", "scale=tiny"]])
     assert not capsys.readouterr().err
+
+
+STEPS = "train.gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize(("steps", "error"), [(4, ""), (8, f"{STEPS}=8 has no effect: train.global_batch_size=32")])
+def test_an_accumulation_that_the_global_batch_replaces_is_an_error(
+    steps: int, error: str, hydra: tuple[HydraContext, DictConfig]
+) -> None:
+    context, master = hydra
+    cells = [["strategy=single", f"{STEPS}={steps}", "train.global_batch_size=32"]]
+    compose_cells(context, master, cells)  # A preset has the value.
+    master.hydra.overrides.task = [f"{STEPS}={steps}"]
+    if not error:
+        compose_cells(context, master, cells)
+        return
+    with pytest.raises(ConfigError, match=f"{error} sets the accumulation to 4. Leave one of the two out"):
+        compose_cells(context, master, cells)
 
 
 def test_a_search_keeps_the_global_batch(

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from distexp.launch import oom
-from distexp.launch.agent import NodeContext, StoppedError, raise_stopped, run_node
+from distexp.launch.agent import NodeContext, StoppedError, raise_stopped, run_node, write_start_error
 from distexp.launch.exit_codes import STOPPED_CODE
 from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.launch.slurm.client import minutes_left
@@ -158,6 +158,9 @@ class NodeTask:
             code = 1
             no_rendezvous = RunError("NoRendezvous", str(error), "setup")
             write_error(agent_error_path(self.run_dir, self.job.node), no_rendezvous)
+        except OSError as error:
+            code = 1
+            write_start_error(self.run_dir, self.job.node, error)
         self.peers.check_latest()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         write_exit_status(self.run_dir, self.job, code)
