@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ def conflicts(config: Config) -> Iterator[str]:
                 f"deepspeed.config_file sets {'.'.join(keys)}={json.dumps(in_file)}, but this run has "
                 f'{json.dumps(value)}: make them equal, or write "auto" in the file'
             )
+    yield from _unknown_optimizer_params(settings, config)
     if "scheduler" in settings:
         yield "deepspeed.config_file has a scheduler: remove it, and set train.schedule instead"
     for name in ("offload_optimizer", "offload_param"):
@@ -40,10 +41,18 @@ def conflicts(config: Config) -> Iterator[str]:
 
 def _expected_optimizer(config: Config) -> dict[tuple[str, ...], Any]:
     train = config.train
+    own = {"momentum": train.momentum} if train.optimizer == "sgd" else {"betas": list(train.betas), "eps": train.eps}
+    params = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **own}
     return {
         ("optimizer", "type"): {"adamw": "AdamW", "sgd": "SGD"}[train.optimizer],
-        ("optimizer", "params", "lr"): train.learning_rate,
-        ("optimizer", "params", "weight_decay"): train.weight_decay,
-        ("optimizer", "params", "betas"): list(train.betas),
-        ("optimizer", "params", "eps"): train.eps,
+        **{("optimizer", "params", name): value for name, value in params.items()},
     }
+
+
+def _unknown_optimizer_params(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield an error for each parameter of the optimizer that distexp would not pass on."""
+    params = get_nested(settings, ("optimizer", "params"))
+    known = {keys[-1] for keys in _expected_optimizer(config)}
+    for name in sorted(set(params) - known) if isinstance(params, Mapping) else ():
+        value = json.dumps(params[name])
+        yield f"deepspeed.config_file sets optimizer.params.{name}={value}, which this run does not use: remove it"

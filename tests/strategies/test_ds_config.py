@@ -49,6 +49,24 @@ def test_conflicts_with_a_custom_ds_config_are_refused_together(tmp_path: Path) 
     assert len(caught.value.errors) == 3
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "params", "message"),
+    [
+        ("sgd", {"momentum": 0.5}, r"sets optimizer\.params\.momentum=0\.5, but this run has 0\.9"),
+        ("sgd", {"eps": 1e-8}, r"sets optimizer\.params\.eps=1e-08, which this run does not use: remove it"),
+        ("adamw", {"adam_w_mode": False}, r"sets optimizer\.params\.adam_w_mode=false, which this run does not use"),
+    ],
+)
+def test_a_ds_config_changes_no_optimizer(
+    optimizer: str, params: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"optimizer": {"type": "auto", "params": params}}))
+    words = ("strategy=deepspeed", f"deepspeed.config_file={path}", f"train.optimizer={optimizer}")
+    with pytest.raises(ConfigError, match=message):
+        resolve_cell(*words, "cluster.device=cpu")
+
+
 FAST = ("kernels=fast", "precision=bf16", "zero_stage=2", "cluster=slurm", "cluster.workers_per_node=2")
 
 
