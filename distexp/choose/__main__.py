@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from distexp.cli.run import main as run
+from distexp.exceptions import run_until_pipe_closes
 
 USAGE = """usage: distexp choose [--json] [GROUP=OPTION ...] [KEY=VALUE ...]
 
@@ -67,4 +68,4 @@ def with_brackets(argument: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_pipe_closes(main))

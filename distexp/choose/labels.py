@@ -36,7 +36,7 @@ def label(candidate: Candidate) -> str:
 
 
 def row_label(candidate: Candidate) -> str:
-    """Return a candidate for a table: ``fsdp full_shard 16x2, fast, fsdp.prefetch=2``."""
+    """Return a candidate for a table: ``fsdp full_shard 16x2, fast, fsdp.backward_prefetch=2``."""
     config = candidate.config
     return " ".join(candidate.overrides) if config is None else ", ".join((short_label(config), *_added(candidate)))
 

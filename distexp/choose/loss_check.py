@@ -89,7 +89,11 @@ class LossChecker:
         own: Sequence[Trial] = winner.completed
         steps = min(trial.steps for trial in own)
         if without_dropout:  # Each strategy draws other random numbers.
-            own = _only_completed(self._try(winner, steps, without_dropout))
+            tried = self._try(winner, steps, without_dropout)
+            own = _only_completed(tried)
+            if not own:
+                trial = f"the trial of {label(winner)} with {' '.join(without_dropout)}"
+                return LossCheck(reason=f"{trial} failed: {tried[0].error or tried[0].status}")
         for reference in references[:MAX_REFERENCES]:
             found = self._compare(own, reference, steps, without_dropout, winner.config.precision.name)
             if found is not None:

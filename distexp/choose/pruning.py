@@ -160,7 +160,10 @@ class _Pruning:
         for start in range(0, len(wanted), self.at_a_time):
             if self.clock() >= self.deadline:
                 if not self.late:
-                    self.report(f"time limit reached after {self.done} predictions: the other candidates stay")
+                    self.report(
+                        f"time limit of the predictions reached after {format_count(self.done, 'configuration')}: the "
+                        "memory of the others is not predicted, so their trials may run out of memory"
+                    )
                 self.late = True
                 return False
             batch = wanted[start : start + self.at_a_time]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from distexp.choose.candidate import Candidate, Trial
+from distexp.choose.candidate import COMPLETED, Candidate, Trial
 from distexp.choose.command_overrides import with_overrides, without_other_strategy
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.state import SearchState, StoredTrial
@@ -58,7 +58,8 @@ class _TrialRun:
         if record is not None:
             stored.status = record.status
             stored.gpu_seconds = gpu_seconds(record, self.directory, self.config)
-            stored.startup_gpu_seconds = max(0.0, stored.gpu_seconds - training_gpu_seconds(record, self.config))
+            if record.status == COMPLETED:  # A run that failed does not know how long it trained.
+                stored.startup_gpu_seconds = max(0.0, stored.gpu_seconds - training_gpu_seconds(record, self.config))
 
     def result(self) -> Trial:
         """Return the trial of the run, which has ended."""

@@ -87,8 +87,9 @@ def _enter_directory_of(run: ProfiledRun) -> None:
         return
     try:
         os.chdir(str(read_json(run.command_path)["directory"]))
-    except (OSError, ValueError, KeyError, TypeError):  # The folder is gone. Absolute paths need none.
-        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        note = f"relative paths of the run are read from the current folder, because its own is not known: {error}"
+        print(f"distexp: note: {note}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import replace
 from distexp.config.sharding import Sharding
 from distexp.forecast.insertion import LAUNCH_S, add_norm, insert, insert_buckets
 from distexp.forecast.micro_batches import REDUCTIONS
-from distexp.forecast.settings import DDP_FIRST_BUCKET, CommunicationSettings
+from distexp.forecast.settings import CommunicationSettings
 from distexp.forecast.target import Target
 from distexp.forecast.zero_communication import plan_zero
 from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Parameters, StepModel
@@ -30,9 +30,10 @@ def plan_communication(
     """
     if model.on_gpu:
         items = [_with_launch(item) for item in items]
-    planners = {"ddp": _plan_ddp, "fsdp": _plan_fsdp, "deepspeed": plan_zero}
-    planner = planners.get(settings.strategy)
-    return tuple(items) if planner is None else tuple(planner(list(items), model, settings, micro_batches))
+    if settings.strategy == "single":
+        return tuple(items)
+    planner = {"ddp": _plan_ddp, "fsdp": _plan_fsdp, "deepspeed": plan_zero}[settings.strategy]
+    return tuple(planner(list(items), model, settings, micro_batches))
 
 
 def _with_launch(item: Item) -> Item:
@@ -45,13 +46,12 @@ def ddp_buckets(model: StepModel, settings: CommunicationSettings) -> list[int]:
     """Return the bytes of the buckets of DDP, in the order in which they are reduced.
 
     They are those of the profiled run, if it used DDP. Otherwise gradients are ready in the reverse order of the
-    parameters. The first bucket is closed at 1 MiB, later ones at ``bucket_cap_mb``. A bucket may be larger, because
-    parameters are not divided.
+    parameters. A bucket may be larger than its limit, because parameters are not divided.
     """
     if model.bucket_elements:
         return [elements * settings.gradient_bytes for elements in model.bucket_elements]
     sizes = [elements * settings.gradient_bytes for unit in model.units for elements in unit.elements]
-    buckets, open_bucket, limit = [], 0, min(DDP_FIRST_BUCKET, settings.bucket_bytes)
+    buckets, open_bucket, limit = [], 0, settings.first_bucket_bytes
     for size in reversed(sizes):
         open_bucket += size
         if open_bucket >= limit:

@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 from distexp.config import ConfigError
 from distexp.forecast.observed import assign_waits, fill_sizes
-from distexp.forecast.settings import CommunicationSettings, read_zero_options
+from distexp.forecast.settings import KNOWN_STRATEGIES, CommunicationSettings, read_zero_options
 from distexp.forecast.target import Target
 from distexp.runs.entry_values import number_of
 from distexp.runs.record import RunRecord
@@ -62,7 +62,7 @@ def read_measured_step(run_dir: Path) -> MeasuredStep:
     """Return what a forecast needs of a run.
 
     Raises:
-        ConfigError: The run was not profiled, or its record cannot be read.
+        ConfigError: The run was not profiled, its record cannot be read, or its collectives are not known.
     """
     try:
         record = RunRecord.read(run_dir / RECORD)
@@ -76,6 +76,11 @@ def read_measured_step(run_dir: Path) -> MeasuredStep:
     stage = record.built.zero_stage if record.built else None
     deviation = max(0.0, (p90_s or median_s) - median_s) / P90
     settings = CommunicationSettings.of(record.config, stage)
+    if model.workers == 1 and settings.strategy not in KNOWN_STRATEGIES:
+        raise ConfigError(
+            f"{run_dir} was profiled on one worker, so the collectives of strategy={settings.strategy} are not known: "
+            "profile it on two workers"
+        )
     if settings.strategy == "deepspeed":
         settings = replace(settings, zero=read_zero_options(run_dir))
     items = assign_waits(fill_sizes(model.items, model, settings), settings, on_gpu=model.on_gpu)

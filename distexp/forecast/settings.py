@@ -14,8 +14,10 @@ from distexp.forecast.target import Target
 from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import DS_CONFIG
 
+KNOWN_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
+"""Strategies whose collectives are known before they are profiled on several workers."""
 MIB = 2**20
-DDP_BUCKET_MB, DDP_FIRST_BUCKET = 25, MIB
+DDP_BUCKET_MB, DDP_FIRST_BUCKET_MB = 25, 1
 """Defaults of torch: a bucket is closed when it has at least so much."""
 
 
@@ -73,6 +75,7 @@ class CommunicationSettings:
         zero_stage: Stage of DeepSpeed.
         zero: Further options of DeepSpeed.
         bucket_bytes: Size from which DDP closes a bucket.
+        first_bucket_bytes: The same for the first bucket, which is smaller unless ``ddp.bucket_cap_mb`` is set.
         weight_bytes: Bytes per element of a gathered weight.
         gradient_bytes: Bytes per element of a reduced gradient.
         offloads: Whether the optimizer states are in CPU memory, so that the CPU updates the weights.
@@ -85,6 +88,7 @@ class CommunicationSettings:
     zero_stage: int = 0
     zero: ZeroOptions = ZeroOptions()
     bucket_bytes: float = DDP_BUCKET_MB * MIB
+    first_bucket_bytes: float = DDP_FIRST_BUCKET_MB * MIB
     weight_bytes: int = 4
     gradient_bytes: int = 4
     offloads: bool = False
@@ -108,6 +112,7 @@ class CommunicationSettings:
             backward_prefetch=int(fsdp.get("backward_prefetch", 1)),
             zero_stage=stage,
             bucket_bytes=(ddp.get("bucket_cap_mb") or DDP_BUCKET_MB) * MIB,
+            first_bucket_bytes=(ddp.get("bucket_cap_mb") or DDP_FIRST_BUCKET_MB) * MIB,
             weight_bytes=2 if half else 4,
             gradient_bytes=_gradient_bytes(strategy, str(ddp.get("communication")), stage, half=half),
             offloads=bool(_section(config, "offload").get("enabled")),

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from distexp.cli.run import main as run
+from distexp.exceptions import run_until_pipe_closes
 
 USAGE = """usage: distexp preflight [KEY=VALUE ...]
 
@@ -27,4 +28,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_pipe_closes(main))

@@ -157,6 +157,20 @@ def test_dropout_is_off_in_the_check_of_the_losses(tmp_path: Path) -> None:
     assert document(tmp_path)["losses"]["equal"] is True
 
 
+@pytest.mark.slow
+def test_a_winner_that_fails_without_dropout_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(config: Config) -> str:
+        return "failed" if config.model.dropout == 0.0 else ""
+
+    launcher = FakeLauncher(fails=fails)
+    run_search(tmp_path, launcher, *FEW, "model=gpt_tiny", "model.dropout=0.1")
+    assert [config.strategy.name for config in launcher.ran if config.model.dropout == 0.0] == ["ddp"]
+    reason = "the trial of ddp, micro-batch 4 x 1, 2 workers with model.dropout=0 failed: SomeError: it is failed"
+    assert reason in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The budget ends before ``single`` is tried. It runs as the reference, and is the fastest."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,6 +41,18 @@ def test_an_output_without_a_reader_ends_a_command(
     with os.fdopen(writer, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         assert main([command, *([str(tmp_path)] if command == "status" else [])]) == 141
+
+
+@pytest.mark.parametrize("module", ["plan", "choose", "preflight"])
+def test_a_module_without_a_reader_ends_like_its_command(module: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", f"distexp.{module}", "--help"]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_an_output_without_unicode_gets_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,13 @@ def test_ddp_reduces_its_buckets_in_the_last_backward_pass() -> None:
     assert {item.awaited for item in found if isinstance(item, Collective)} == {OPTIMIZER}
 
 
+def test_a_set_bucket_size_is_also_that_of_the_first_bucket() -> None:
+    chosen = CommunicationSettings.of({"strategy": {"name": "ddp"}, "ddp": {"bucket_cap_mb": 16}})
+    assert ddp_buckets(model(step()), chosen) == [16 * MIB, 16 * MIB]
+    default = CommunicationSettings.of({"strategy": {"name": "ddp"}})
+    assert ddp_buckets(model(step()), default) == [8 * MIB, 24 * MIB]
+
+
 def test_ddp_uses_the_buckets_and_the_places_of_the_profiled_run() -> None:
     items = list(step())
     for position in (28, 30):  # both are in the last backward pass
@@ -134,7 +141,7 @@ def test_hybrid_shard_reduces_its_share_between_replicas() -> None:
     assert add_replication(plan(settings), settings, Target(1, 4, 2, 1)) == plan(settings)
 
 
-def test_a_single_worker_and_a_custom_strategy_have_no_plan() -> None:
+def test_a_single_worker_has_no_plan() -> None:
     assert plan(CommunicationSettings("single")) == step()
 
 
