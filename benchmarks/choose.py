@@ -31,7 +31,7 @@ from typing import Any
 
 from distexp.choose.axis_keys import CHECKPOINTING, MICRO_BATCH
 from distexp.choose.candidate import Candidate, Objective, Status, Trial
-from distexp.choose.halving import search
+from distexp.choose.search import search
 from distexp.choose.search_result import PlannedTrial, SearchResult
 from distexp.choose.trial_metrics import peak_mib
 from distexp.choose.trial_overrides import EXCLUDED_STEPS

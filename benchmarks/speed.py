@@ -27,7 +27,7 @@ from benchmarks.measurement import PEERS, Measurement, measure
 from benchmarks.peers.settings import OURS, Settings
 from benchmarks.tables import all_rows, best_rows
 from distexp.config.paths import conf_dir
-from distexp.data.squad import read_json
+from distexp.data.squad import read_file
 
 LIBRARIES = ("distexp", "torch", "transformers", "accelerate", "deepspeed", "triton")
 STRATEGIES = ("single", "ddp", "fsdp", "zero2")
@@ -175,7 +175,7 @@ def with_enough_examples(planned: list[list[Settings]], folder: Path) -> list[li
         check_images(max(settings.rows for settings in itertools.chain(*planned)), Path(planned[0][0].data_root))
         return planned
     given = Path(planned[0][0].train_path)
-    examples = len(read_json(given))
+    examples = len(read_file(given))
     copies = math.ceil(max(settings.wanted_examples for settings in itertools.chain(*planned)) / examples)
     if copies == 1:
         return planned

@@ -15,7 +15,6 @@ from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status
 from distexp.choose.check_cost import check_gpu_seconds
 from distexp.choose.dry_run import print_plan
-from distexp.choose.halving import search
 from distexp.choose.labels import label
 from distexp.choose.loss_check import LossChecker
 from distexp.choose.mean_metrics import mean_metrics
@@ -25,6 +24,7 @@ from distexp.choose.pruning import prune_by_plan
 from distexp.choose.ranking import by_score, ranked
 from distexp.choose.result_texts import describe_values
 from distexp.choose.rough_forecast import set_forecasts
+from distexp.choose.search import search
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles

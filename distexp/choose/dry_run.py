@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from distexp.choose.candidate import Status
-from distexp.choose.halving import first_trials
 from distexp.choose.labels import format_worker_time
 from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.outcome import Outcome, candidate_json, typed_overrides
 from distexp.choose.result_texts import other_sizes_hint
+from distexp.choose.search import first_trials
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.table import PLAN_LEGEND, others_table, planned_table
 from distexp.choose.trial_budget import STARTUP_S

@@ -155,14 +155,14 @@ class FamilyMemory:
             if verdict == DOES_NOT_FIT:
                 member.prune(self._reason(member))
 
-    def _nearest(self, member: Candidate) -> Candidate | None:
-        """Return the predicted member with the nearest micro-batch that is larger; None if there is none."""
+    def _nearest_predicted(self, member: Candidate) -> Candidate | None:
+        """Return a member if it is predicted, else the next larger one that is predicted; None if there is none."""
         larger = (larger_member for larger_member in self.members if larger_member.micro_batch >= member.micro_batch)
         return next((other for other in larger if other.estimate is not None and other.predicted is not None), None)
 
     def _expected_mib(self, member: Candidate) -> float | None:
         """Return the peak that follows from a larger member."""
-        nearest = self._nearest(member)
+        nearest = self._nearest_predicted(member)
         if nearest is None or nearest.estimate is None or nearest.expected_mib is None:
             return None
         shrunk = self.workers_of_node * self._reserve * _sum_of_parts(nearest.estimate, *PER_SAMPLE)
@@ -170,7 +170,7 @@ class FamilyMemory:
 
     def _reason(self, member: Candidate) -> str:
         """Return why a member does not fit."""
-        nearest = self._nearest(member)
+        nearest = self._nearest_predicted(member)
         assert nearest is not None, "its verdict follows from a prediction"
         assert nearest.predicted is not None
         text = describe_verdict(nearest.predicted)

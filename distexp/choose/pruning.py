@@ -28,7 +28,7 @@ LIGHTER = {
     "zero_stage=1": "zero_stage=2",
     "zero_stage=2": "zero_stage=3",
 }
-"""The strategy that needs less memory for the same micro-batch. Then a smaller one that does not fit decides."""
+"""A strategy that needs less memory, for each strategy. If that one does not fit, neither does the first."""
 
 STAGES = ((False, False), (False, True), (True, False), (True, True))
 """Offloading and activation checkpointing of each stage."""

@@ -113,7 +113,7 @@ def global_batch(config: Config) -> int:
 
 
 def _errors(section: ChooseConfig, cell: Cell, master: DictConfig) -> list[str]:
-    """Return what is wrong with a command, apart from sizes that no configuration could have."""
+    """Return the errors of the section ``choose``, and of settings that a search does not support."""
     # A search ignores other errors, because a candidate may be valid.
     found = [error for error in cell.errors if error.startswith("choose.")]
     if found:

@@ -71,7 +71,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 def read_examples(dataset: DatasetConfig) -> tuple[list[Example], list[Example]]:
     """Read the training and evaluation examples from the source in ``dataset``."""
     if dataset.train_path is not None and dataset.eval_path is not None:
-        return read_json(Path(dataset.train_path)), read_json(Path(dataset.eval_path))
+        return read_file(Path(dataset.train_path)), read_file(Path(dataset.eval_path))
     if dataset.train_path is not None or dataset.eval_path is not None:
         given, absent = ("train_path", "eval_path") if dataset.train_path else ("eval_path", "train_path")
         raise ConfigError(
@@ -86,7 +86,7 @@ def read_examples(dataset: DatasetConfig) -> tuple[list[Example], list[Example]]
     return _from_rows(splits["train"]), _from_rows(splits["validation"])
 
 
-def read_json(path: Path) -> list[Example]:
+def read_file(path: Path) -> list[Example]:
     """Read the questions of an official SQuAD v1.1 file, in the order of the file.
 
     Raises:

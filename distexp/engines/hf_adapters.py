@@ -22,7 +22,7 @@ from distexp.config.targets import locate
 from distexp.distributed.context import Context
 from distexp.models.blocks import find_blocks
 from distexp.models.blueprint import Blueprint
-from distexp.strategies import ds_model
+from distexp.strategies import ds_initialization
 from distexp.strategies.base import Strategy
 from distexp.strategies.ds_config import uses_autocast
 from distexp.strategies.fsdp_mesh import mesh_shape, sharding_of
@@ -155,11 +155,11 @@ class DeepSpeedAdapter(HFAdapter):
 
     def initialize(self, blueprint: Blueprint) -> None:
         """Build the ds_config and initialize the weights in DeepSpeed's precision."""
-        self.settings = ds_model.build_settings(blueprint, self.config, self.context)
+        self.settings = ds_initialization.build_settings(blueprint, self.config, self.context)
         # If this were true, accelerate would replace the optimizer by a CPU Adam without AdamW's weight decay.
         self.settings["zero_force_ds_cpu_optimizer"] = False
-        ds_model.initialize_weights(blueprint, self.config, self.settings)
-        self.masters = blueprint if ds_model.in_16_bits(self.config) else None
+        ds_initialization.initialize_weights(blueprint, self.config, self.settings)
+        self.masters = blueprint if ds_initialization.in_16_bits(self.config) else None
 
     @property
     def precision(self) -> str:
@@ -172,7 +172,7 @@ class DeepSpeedAdapter(HFAdapter):
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer, on the CPU if its states are offloaded."""
-        return ds_model.build_optimizer_for(model, self.config, self.context)
+        return ds_initialization.build_optimizer_for(model, self.config, self.context)
 
     def start(self, trainer: Any) -> None:
         """Restore the fp32 masters and observe DeepSpeed's step.
@@ -181,22 +181,22 @@ class DeepSpeedAdapter(HFAdapter):
         """
         engine = trainer.model_wrapped
         if self.masters is not None:
-            ds_model.restore_masters(engine, self.masters)
+            ds_initialization.restore_masters(engine, self.masters)
             self.masters = None
         step, logger = engine.step, trainer.inputs.logger
-        without_norm = ds_model.keeps_plain_gradients(self.config)
+        without_norm = ds_initialization.keeps_plain_gradients(self.config)
 
         def observed_step() -> None:
             logger.before_update()
             if without_norm:
-                engine._global_grad_norm = ds_model.unpartitioned_norm(engine)
+                engine._global_grad_norm = ds_initialization.unpartitioned_norm(engine)
             step()
 
         engine.step = observed_step
 
     def weights(self, wrapped: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and buffer in full; a collective."""
-        return ds_model.unpartitioned_weights(wrapped)
+        return ds_initialization.unpartitioned_weights(wrapped)
 
 
 def build_adapter(strategy: Strategy, blueprint: Blueprint, config: Config, context: Context) -> HFAdapter:

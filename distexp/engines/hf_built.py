@@ -33,7 +33,7 @@ def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.M
     """
     wrapped = trainer.model_wrapped
     if type(wrapped).__name__ == "DeepSpeedEngine":
-        return describe_deepspeed(wrapped, engine_name=ENGINE)
+        return describe_deepspeed(wrapped, trainer=ENGINE)
     distribution = _distribution(wrapped, model, units)
     # accelerate replaces ``forward`` if it casts, and keeps the original in this attribute.
     casts = "_original_forward" in vars(model)

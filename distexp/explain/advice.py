@@ -12,7 +12,7 @@ from distexp.explain.step_profile import StepProfile
 
 OLD_GPUS = ("V100", "T4", "P100", "RTX 20", "TITAN", "Quadro RTX")
 """GPUs without fast bf16."""
-MISSING_CORES = 0.5
+CORES_ARE_THE_CAUSE = 0.5
 """Fraction of the host work from which the wait for a CPU core is its cause, and not the work itself."""
 
 MANY_OTHER_KERNELS = 0.3
@@ -104,7 +104,7 @@ def _against_host(profile: StepProfile) -> Overrides:
         if profile.number("train.log_every", 10) == 1:
             yield "train.log_every=10"
         return
-    if (profile.without_core_share or 0.0) >= MISSING_CORES * profile.shares()["host"]:
+    if (profile.without_core_share or 0.0) >= CORES_ARE_THE_CAUSE * profile.shares()["host"]:
         return
     # Python takes as long for a small micro-batch as for a large one.
     yield from larger_micro_batch(profile, 1 / max(0.05, 1 - profile.shares()["host"]))

@@ -24,7 +24,7 @@ COMPUTE_BOUND_SHARE = 0.7
 NAMED_SHARE = 0.05
 """Share from which the largest part other than the kernels is named in a compute-bound run."""
 
-MISSING_CORES = 0.1
+NOTED_WAIT_FOR_CORES = 0.1
 """Share of a step without cores from which the parts of a CPU are not those of the training alone."""
 
 BOUND = {
@@ -96,7 +96,7 @@ def describe_ranks_ahead(share: float, profile: StepProfile) -> str:
 def describe_missing_cores(profile: StepProfile) -> str:
     """Return that other programs or threads used the cores, if this is much of the step; empty if it is not."""
     share = profile.without_core_share
-    if share is None or share < MISSING_CORES:
+    if share is None or share < NOTED_WAIT_FOR_CORES:
         return ""
     return (
         f"For {share:.0%} of the step the ranks had to wait for a free CPU core. This waiting is part of every time in "

@@ -126,7 +126,7 @@ class StepProfile:
         return default if value is None else value
 
     def number(self, key: str, default: int) -> int:
-        """Return a whole number of the configuration; the default if it is not one, or 0 and the default is not."""
+        """Return an integer of the configuration; the default if it is none, or is below both 1 and the default."""
         value = self.setting(key, default)
         is_number = isinstance(value, int) and not isinstance(value, bool)
         return value if is_number and value >= min(default, 1) else default

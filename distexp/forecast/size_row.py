@@ -15,8 +15,8 @@ from distexp.runs.forecast_errors import ForecastError
 from distexp.runs.record_sections import Predicted
 
 COMPUTE = "compute"
-MIN_NAMED_LOSS = 0.005
-"""Smaller losses are not named."""
+MIN_BOTTLENECK_SHARE = 0.005
+"""A smaller part of the step is not named."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SizeRow:
     def samples_per_second(self) -> float | None:
         """Return the throughput over all workers."""
         forecast = self.forecast
-        return None if forecast is None else forecast.target.samples_per_step / forecast.step_time_s
+        return None if forecast is None else forecast.samples_per_second
 
     @property
     def efficiency(self) -> float | None:
@@ -102,12 +102,12 @@ class SizeRow:
         return self.forecast.parts[part] / self.forecast.step_time_s
 
     @property
-    def largest_loss(self) -> tuple[str, float] | None:
+    def bottleneck(self) -> tuple[str, float] | None:
         """Return the largest part of the step besides the computation, with its fraction; None if it is tiny."""
-        losses = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != COMPUTE}
-        name = max(losses, key=losses.__getitem__, default="")
+        others = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != COMPUTE}
+        name = max(others, key=others.__getitem__, default="")
         share = self.share(name) or 0.0
-        return (name, share) if share >= MIN_NAMED_LOSS else None
+        return (name, share) if share >= MIN_BOTTLENECK_SHARE else None
 
     @property
     def j_per_sample(self) -> float | None:

@@ -75,9 +75,9 @@ def _limit(row: SizeRow) -> str:
     """Return what limits a size."""
     if row.forecast is not None and row.forecast.limit:
         return f"limited by {row.forecast.limit}"
-    if row.largest_loss is None:
+    if row.bottleneck is None:
         return "nothing but computation limits it"
-    name, share = row.largest_loss
+    name, share = row.bottleneck
     return f"the bottleneck is {LONG_TITLES.get(name) or part_title(name)} with {share:.0%} of the step"
 
 
@@ -114,7 +114,7 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         column("samples/s", lambda row: f"{row.samples_per_second or 0:,.1f}", ALWAYS),
         column("effi-\nciency", lambda row: _percent(row.efficiency), ALWAYS),
         column("exposed\ncommunication", lambda row: _percent(row.share(EXPOSED)), 60),
-        column("bottleneck", _loss, 70, right=False),
+        column("bottleneck", _bottleneck, 70, right=False),
         column("memory", _memory, 80),
         column("verdict", _verdict, 75, right=False),
         column("J/\nsample", lambda row: _number(row.j_per_sample), 65),
@@ -157,10 +157,10 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def _loss(row: SizeRow) -> str:
-    if row.largest_loss is None:
+def _bottleneck(row: SizeRow) -> str:
+    if row.bottleneck is None:
         return "-"
-    name, share = row.largest_loss
+    name, share = row.bottleneck
     return f"{part_title(name)} {share:.0%}"
 
 

@@ -37,7 +37,10 @@ def plan_zero(items: list[Item], model: StepModel, settings: CommunicationSettin
 
 
 def _without_transfer(item: Item) -> Item:
-    """Return a call of one worker that sends nothing: a sum in the optimizer, else the work of the CPU for the call."""
+    """Return what replaces a collective of one worker, which sends nothing.
+
+    In the optimizer it is the sum of a scalar, else a segment with the CPU time of the call.
+    """
     if isinstance(item, Segment):
         return item
     # The update sums the norm of each group, and checks for infinite gradients.

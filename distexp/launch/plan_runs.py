@@ -41,7 +41,7 @@ def plan_runs(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> bool
         _print_prediction(cells, master, make)
         return True
     if any(_is_predicted(cell) for cell in cells):
-        from distexp.launch.plan_check import predict_runs
+        from distexp.launch.memory_check import predict_runs
 
         predict_runs(cells, make)
     return False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from distexp.config import Config
-from distexp.plan.predicted_memory import BYTES_PER_VALUE, MOMENTS, States, sharded_states, zero_states
 from distexp.resolve.parameter_count import parameter_count
+from distexp.runs.model_states import BYTES_PER_VALUE, MOMENTS, States, sharded_states, zero_states
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB

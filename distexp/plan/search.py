@@ -144,7 +144,7 @@ def _half_and_one(size: int) -> list[int]:
 
 
 def _fitting_divisors(config: Config, largest: LargestMicroBatch) -> list[int]:
-    """Return the largest micro-batch that fits and keeps the global batch."""
+    """Return the largest micro-batch that fits and keeps the global batch; also 1 if the run does not accumulate."""
     steps = config.train.gradient_accumulation_steps
     samples = config.train.micro_batch * steps
     size = max(size for size in range(1, (largest.size or 1) + 1) if samples % size == 0)

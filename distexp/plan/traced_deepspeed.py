@@ -23,7 +23,7 @@ from distexp.plan.zero_buffers import Buffers
 from distexp.plan.zero_stage0 import ZeroStage0
 from distexp.strategies.ds_buckets import fit_buckets
 from distexp.strategies.ds_config import effective_config, uses_autocast
-from distexp.strategies.ds_model import in_16_bits
+from distexp.strategies.ds_initialization import in_16_bits
 from distexp.strategies.torch_model import DTYPES
 
 
@@ -90,7 +90,7 @@ def build_zero(
 
 @torch.no_grad()
 def initialize_weights(blueprint: Blueprint, dtype: torch.dtype, partitions: Partitions | None) -> None:
-    """Materialize, convert and partition one module after the other, as ``ds_model.initialize_weights`` does."""
+    """Materialize, convert and partition each module in turn, as ``ds_initialization.initialize_weights`` does."""
     for module in reversed(list(blueprint.model.modules())):
         blueprint.materialize(module, recurse=False)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -102,7 +102,7 @@ def initialize_weights(blueprint: Blueprint, dtype: torch.dtype, partitions: Par
 
 @torch.no_grad()
 def restore_masters(module: nn.Module, device: torch.device) -> None:
-    """Allocate what ``ds_model.restore_masters`` allocates: a weight in fp32, while the one before is there."""
+    """Allocate as ``ds_initialization.restore_masters``: a weight in fp32, while the one before is there."""
     value = None
     for parameter in module.parameters():
         value = torch.empty(parameter.shape, dtype=torch.float32, device=device)

@@ -129,7 +129,7 @@ def _is_deepspeed(config: Config) -> bool:
 
 
 def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
-    """Build the model, run two steps and an evaluation, and return what was recorded."""
+    """Build the model, run two steps (three with DDP) and an evaluation if it is needed; return what was recorded."""
     context = traced_context(config)
     data = load_data(config, context)
     image_bytes = sum(map(_decoded_bytes, (data.train, data.evaluation))) if images_on_gpu else 0
@@ -162,14 +162,14 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
                 recorder.start()
             recorder.phase = "forward"
             # As in a run, the batches of the previous step are still there.
-            batches = [_to_fake(batch, fake_mode) for _ in range(config.train.gradient_accumulation_steps)]
+            batches = [_to_fake(batch) for _ in range(config.train.gradient_accumulation_steps)]
             recorder.assign("batch", tensors_in([(batch.inputs, batch.labels) for batch in batches]))
             step.run(batches)
         end = len(recorder.changes)
         work = recorder.step_work(config.train.gradient_accumulation_steps, MICRO_BATCHES)
         recorder.phase = "evaluation"
         if evaluated is not None:
-            step.evaluate(_to_fake(evaluated, fake_mode))
+            step.evaluate(_to_fake(evaluated))
         # The model is freed after this block, which is no part of the step.
         return Recorded(
             tuple(recorder.history),
@@ -208,8 +208,8 @@ def _vocabulary(model: nn.Module) -> int | None:
     return next((len(weight) for weight in sizes if isinstance(weight, Tensor)), None)
 
 
-def _to_fake(batch: Batch, fake_mode: FakeMode) -> Batch:
-    """Return a batch on the GPU, without values."""
+def _to_fake(batch: Batch) -> Batch:
+    """Return a batch on the GPU. In the fake mode its tensors have no values."""
 
     def convert(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from distexp.config import Config
 from distexp.plan.cuda_optimizer import make_optimizer
-from distexp.plan.predicted_memory import MOMENTS
 from distexp.plan.recorder import tensors_in
 from distexp.plan.zero_base import ShardedOptimizer
 from distexp.plan.zero_buffers import Buffers, read_zero
 from distexp.plan.zero_partition import Slice, cut_into_slices, fullest_rank, partition_group, reduced_at_once
+from distexp.runs.model_states import MOMENTS
 
 
 @dataclass

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from distexp.config import Config
 from distexp.plan.cuda_optimizer import make_optimizer
-from distexp.plan.predicted_memory import MOMENTS
 from distexp.plan.recorder import tensors_in
 from distexp.plan.zero3_fetcher import Fetcher, Receiver
 from distexp.plan.zero3_partitions import Partitions, cut_into_sub_groups, share_of
 from distexp.plan.zero_base import ShardedOptimizer
 from distexp.plan.zero_buffers import Buffers, read_zero
+from distexp.runs.model_states import MOMENTS
 
 NORM_CHUNK = 250_000_000
 """Elements of a gradient that one norm reads, if the optimizer is offloaded (``_constant_buffered_norm2``)."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import Config
-from distexp.plan.predicted_memory import MOMENTS
 from distexp.plan.zero_buffers import Buffers
+from distexp.runs.model_states import MOMENTS
 
 ALLREDUCE_ELEMENTS = 500_000_000
 """Elements of the buffers in which gradients are reduced (``MEMORY_OPT_ALLREDUCE_SIZE``)."""

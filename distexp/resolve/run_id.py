@@ -1,4 +1,4 @@
-"""Run ids: two runs have the same id if and only if their training is the same."""
+"""Run ids: hashes of the settings of a run. Equal ids mean equal trainings, but not the other way round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLUSTER_KEYS = ("nodes", "workers_per_node", "device")
 """Keys of ``cluster`` that determine the training."""
 
 IRRELEVANT_TRAIN_KEYS = ("checkpoint_every", "profile_steps", "micro_batch_search_s")
-"""Keys of ``train`` that do not change its losses."""
+"""Keys of ``train`` that are not part of the id."""
 
 
 def run_id(config: Config) -> str:

@@ -102,7 +102,7 @@ class DeepSpeed(Strategy):
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Write the effective ds_config.json and give model and optimizer to DeepSpeed."""
         from distexp.strategies.deepspeed_model import DeepSpeedModel
-        from distexp.strategies.ds_model import build_settings
+        from distexp.strategies.ds_initialization import build_settings
 
         return DeepSpeedModel(blueprint, config, context, build_settings(blueprint, config, context))
 

@@ -17,7 +17,7 @@ from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record_sections import Built
-from distexp.strategies import ds_model
+from distexp.strategies import ds_initialization
 from distexp.strategies.ds_async_update import avoid_waits
 from distexp.strategies.ds_built import describe
 from distexp.strategies.optimizer import keep_hyperparameters
@@ -32,17 +32,17 @@ class DeepSpeedModel:
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, settings: dict[str, Any]) -> None:
         self.config, self.context = config, context
         self.task, self.world_size = config.model.task, context.world_size
-        ds_model.initialize_weights(blueprint, config, settings)
+        ds_initialization.initialize_weights(blueprint, config, settings)
         self.module, *_ = deepspeed.initialize(
             model=blueprint.model,
-            optimizer=ds_model.build_optimizer_for(blueprint.model, config, context),
+            optimizer=ds_initialization.build_optimizer_for(blueprint.model, config, context),
             config=settings,
             dist_init_required=False,
         )
         if config.deepspeed.async_update:
             avoid_waits(self.module.optimizer)
-        if ds_model.in_16_bits(config):
-            ds_model.restore_masters(self.module, blueprint)
+        if ds_initialization.in_16_bits(config):
+            ds_initialization.restore_masters(self.module, blueprint)
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Run one micro-batch, accumulate its gradients, return its share of the metrics."""
@@ -60,7 +60,8 @@ class DeepSpeedModel:
         """Clip, update the weights, clear the gradients; return the norm before clipping."""
         for group in self.module.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = ds_model.unpartitioned_norm(self.module) if ds_model.keeps_plain_gradients(self.config) else None
+        is_plain = ds_initialization.keeps_plain_gradients(self.config)
+        norm = ds_initialization.unpartitioned_norm(self.module) if is_plain else None
         self.module.step()
         if norm is None:
             norm = self.module.get_global_grad_norm()
@@ -73,7 +74,7 @@ class DeepSpeedModel:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter (its fp32 master, if any) and buffer; a collective."""
-        return ds_model.unpartitioned_weights(self.module)
+        return ds_initialization.unpartitioned_weights(self.module)
 
     @property
     def checkpoint_format(self) -> str:
@@ -89,7 +90,7 @@ class DeepSpeedModel:
         """Read weights and fp32 masters with DeepSpeed's ``load_checkpoint``."""
         optimizer = self.module.optimizer
         clipping = getattr(optimizer, "clip_grad", None)
-        with safe_globals(ds_model.checkpoint_classes()), keep_hyperparameters(optimizer):
+        with safe_globals(ds_initialization.checkpoint_classes()), keep_hyperparameters(optimizer):
             found, _ = self.module.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
         if clipping is not None:  # Stages 1 and 2 read it from the checkpoint.
             optimizer.clip_grad = clipping

@@ -10,19 +10,19 @@ from distexp.runs.record_sections import Built
 from distexp.strategies.torch_model import dtype_name
 
 
-def describe(engine: Any, *, engine_name: str = "native") -> Built:
+def describe(engine: Any, *, trainer: str = "native") -> Built:
     """Return what was built, read from a deepspeed.DeepSpeedEngine.
 
     Args:
         engine: the DeepSpeedEngine.
-        engine_name: name of the trainer, for the record.
+        trainer: the value of ``engine``, for the record.
     """
     stage = engine.zero_optimization_stage()
     parameters = list(engine.module.parameters())
     world = dist.get_world_size(engine.seq_data_parallel_group)
     return Built(
         strategy="deepspeed",
-        engine=engine_name,
+        engine=trainer,
         wrapper=type(engine).__name__,
         world_size=world,
         mesh=[world, 1] if stage == 0 else [1, world],

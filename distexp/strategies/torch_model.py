@@ -179,7 +179,7 @@ class TorchModel:
 
     @property
     def checkpoint_format(self) -> str:
-        """Return "torch": any number of workers can load the checkpoint."""
+        """Return the format, which does not depend on the number of workers. With fp16 it includes the loss scale."""
         return "torch" + (" with a loss scale" if self.scaler.is_enabled() else "")
 
     def _state(self) -> dict[str, Any]:

@@ -148,10 +148,10 @@ def make_inputs(spec: RunSpec, data: TaskData, context: Context, events: Events)
 def run_trainer(
     config: Config, data: TaskData, context: Context, inputs: TrainingInputs
 ) -> tuple[EvaluableModel, Built]:
-    """Train with the chosen engine; return the trained model and what was built.
+    """Train with the trainer of the engine; return the trained model and what was built.
 
     Raises:
-        ConfigError: a custom engine returned something else.
+        ConfigError: a custom trainer returned something else.
     """
     build = partial(build_model, config, data, context)
     returned = load_trainer(config).train(build, config, context, inputs)

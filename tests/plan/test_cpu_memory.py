@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distexp.config import Config, ConfigError
-from distexp.launch.plan_check import predict_runs
+from distexp.launch.memory_check import predict_runs
 from distexp.plan.cache import cache_path
 from distexp.plan.cpu_memory import CPU_ERROR_BOUND, reason_not_measured, simulated_nodes
 from distexp.plan.estimate import Estimate, make_estimate

@@ -102,7 +102,7 @@ def keep_errors(overview: Overview) -> None:
             store_error(found.row.record, found.forecast, row.record, error)
 
 
-def build_forecast_table(overview: Overview, found: Sequence[ForecastRow]) -> TextTable | None:
+def build_forecast_table(found: Sequence[ForecastRow]) -> TextTable | None:
     """Build the table with a row per size; None without forecasts."""
     if not found:
         return None

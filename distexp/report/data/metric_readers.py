@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from distexp.plan.predicted_memory import ideal_states_mib
 from distexp.runs.device_entries import device_values, mean_or_none
 from distexp.runs.memory_parts import tensor_entries
+from distexp.runs.model_states import ideal_states_mib
 from distexp.runs.noise import step_noise
 from distexp.runs.record import RunRecord
 

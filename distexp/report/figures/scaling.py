@@ -39,7 +39,7 @@ def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | No
     panels = tuple(
         panel for title in titles for panel in _panels([series for series in ordered if series.title == title], curves)
     )
-    built = (build_scaling_table(overview), build_nodes_table(overview), build_forecast_table(overview, forecasts))
+    built = (build_scaling_table(overview), build_nodes_table(overview), build_forecast_table(forecasts))
     known = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
     sentences = [text for series in known for text in _describe(series)]
     caption = _caption(overview, has_forecasts=bool(curves)) if panels else ""

@@ -12,11 +12,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from distexp.config import Config, ConfigError
-from distexp.launch import plan_check
+from distexp.launch import memory_check
 from distexp.launch.assigned_runs import AssignedRun, make_run_info, write_invalid
 from distexp.launch.git_state import GitState
+from distexp.launch.memory_check import predict_runs
 from distexp.launch.outcome import finalize_run
-from distexp.launch.plan_check import predict_runs
 from distexp.launch.plan_runs import plan_runs
 from distexp.plan.estimate import Estimate, arithmetic_estimate
 from distexp.plan.planner import Outcome
@@ -63,8 +63,8 @@ def test_the_search_for_a_change_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     shared += ["plan=check", "plan.gpu_memory_gb=3"]
     with composed(shared) as (cells, make):
         monkeypatch.setattr(planner, "estimate", lambda configs, *_: take_time(configs))
-        monkeypatch.setattr(plan_check, "monotonic", lambda: seconds[0])
-        monkeypatch.setattr(plan_check, "parallel_processes", lambda: 1)
+        monkeypatch.setattr(memory_check, "monotonic", lambda: seconds[0])
+        monkeypatch.setattr(memory_check, "parallel_processes", lambda: 1)
         with pytest.raises(ConfigError, match=r"and 4 were not predicted: run distexp plan, which predicts all, or "):
             predict_runs(cells, make, planner)
     assert planner.count == 1 + 4
@@ -141,7 +141,7 @@ def test_planner_is_imported_only_for_what_it_may_predict(
     if cached:
         (tmp_path / "plan").mkdir()
     called = []
-    monkeypatch.setattr(plan_check, "predict_runs", lambda *cells: called.append(cells))
+    monkeypatch.setattr(memory_check, "predict_runs", lambda *cells: called.append(cells))
     with composed([*SLURM, f"plan={mode}"]) as (cells, make):
         plan_runs(cells, OmegaConf.create({"plan": {"only": False}}), make)
     assert bool(called) == predicts

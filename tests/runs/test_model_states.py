@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from distexp.plan.predicted_memory import bytes_per_parameter, ideal_states_mib
 from distexp.report.data.metrics import METRICS_BY_NAME
+from distexp.runs.model_states import bytes_per_parameter, ideal_states_mib
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Built, RunInfo
 

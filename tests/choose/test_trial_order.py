@@ -11,8 +11,8 @@ import pytest
 
 from distexp.choose.candidate import Candidate, Objective, Status, Trial
 from distexp.choose.forecast_scale import scaled_forecast
-from distexp.choose.halving import first_trials, search
 from distexp.choose.ranking import margin_between, ranked
+from distexp.choose.search import first_trials, search
 from distexp.choose.search_result import PlannedTrial, SearchResult
 from distexp.runs.record_sections import Predicted
 from tests.helpers.landscapes import Landscape
