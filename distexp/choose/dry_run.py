@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 
@@ -17,6 +18,7 @@ from distexp.choose.search_result import PlannedTrial
 from distexp.choose.table import PLAN_LEGEND, others_table, planned_table
 from distexp.choose.trial_budget import STARTUP_S
 from distexp.choose.trial_overrides import EXCLUDED_STEPS
+from distexp.console.plain_text import print_plain
 from distexp.exceptions import SweepFailedError
 from distexp.runs.json_files import nan_to_none
 from distexp.runs.listing import format_count
@@ -68,8 +70,7 @@ def plan_json(
 def _print_tables(
     outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float, console: Console
 ) -> None:
-    def line(text: str) -> None:
-        console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    line = partial(print_plain, console)
 
     waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
     left_out = [candidate for candidate in outcome.candidates if candidate.status is not Status.WAITING]

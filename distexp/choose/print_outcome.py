@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from distexp.choose.result_texts import command_line, equals_sentence, faster_re
 from distexp.choose.state import SearchState
 from distexp.choose.table import result_table
 from distexp.choose.trade_offs import trade_offs
+from distexp.console.plain_text import print_plain
 from distexp.runs.command_text import suggest_command
 from distexp.runs.listing import format_count
 
@@ -23,9 +25,7 @@ MAX_TRADE_OFFS = 5
 
 def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: Console) -> None:
     """Print the table, the winner, and what was given up for what."""
-
-    def line(text: str, style: str = "") -> None:
-        console.print(text, style=style, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    line = partial(print_plain, console)
 
     objective, result = outcome.settings.objective, outcome.result
     line("")

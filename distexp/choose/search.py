@@ -75,7 +75,7 @@ def search(
     prune_untried(state.families.values(), objective, near=rules.near, stopped=state.stopped)
     winner = next(iter(ranked(candidates, objective)), None)
     statement = "" if winner is not None else describe_no_winner(candidates)
-    return SearchResult(winner, tuple(state.rungs), state.stopped, statement)
+    return SearchResult(winner, tuple(candidates), tuple(state.rungs), state.stopped, statement)
 
 
 def first_trials(

@@ -46,12 +46,14 @@ class SearchResult:
 
     Attributes:
         winner: The best candidate; None if none completed.
+        candidates: All candidates, with their trials.
         rungs: The batches of trials, in order.
         stopped: Why the search ended early, as a sentence; empty if it ended by itself.
         statement: What prevents a winner, with the nearest configuration; empty if there is a winner.
     """
 
     winner: Candidate | None
+    candidates: tuple[Candidate, ...]
     rungs: tuple[Rung, ...] = ()
     stopped: str = ""
     statement: str = ""

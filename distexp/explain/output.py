@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from distexp.console.plain_text import print_plain
 from distexp.console.terminal import make_console
 from distexp.explain.notes import batch_line, comparison_notes, profile_notes, try_line
 from distexp.explain.profile_comparison import ProfileComparison
@@ -29,7 +30,7 @@ def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
 
 
 def _print_run(run: ProfiledRun, console: Console) -> None:
-    _print(console, run.title)
+    print_plain(console, run.title)
     console.print()
     for part in ranks_table(run.profile, console.width):
         console.print(part)
@@ -38,9 +39,9 @@ def _print_run(run: ProfiledRun, console: Console) -> None:
     larger = batch_line(explanation.larger_batch)
     for line in (explanation.sentence, try_line(explanation.alternatives), larger):
         if line is not None:
-            _print(console, line)
+            print_plain(console, line)
     for note in profile_notes(run.profile):
-        _print(console, note, style="dim")
+        print_plain(console, note, style="dim")
 
 
 def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
@@ -51,22 +52,18 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
         _print_json({**runs, **comparison.to_json()})
         return
     console = make_console()
-    _print(console, f"A: {a.title}")
-    _print(console, f"B: {b.title}")
+    print_plain(console, f"A: {a.title}")
+    print_plain(console, f"B: {b.title}")
     is_undecided = comparison.is_noise or bool(comparison.disturbances)
     if is_undecided:  # The parts explain nothing then, so this comes before them.
-        _print(console, f"\n{comparison.sentence()}")
+        print_plain(console, f"\n{comparison.sentence()}")
     console.print()
     console.print(comparison_table(comparison, console.width))
     console.print()
     if not is_undecided:
-        _print(console, comparison.sentence())
+        print_plain(console, comparison.sentence())
     for note in comparison_notes(comparison):
-        _print(console, note, style="dim")
-
-
-def _print(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, note, style="dim")
 
 
 def _print_json(content: Any) -> None:

@@ -12,9 +12,9 @@ from statistics import fmean
 from typing import cast
 
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from distexp.config import ConfigError, ForecastConfig
+from distexp.console.plain_text import print_plain
 from distexp.console.terminal import make_console
 from distexp.exceptions import SweepFailedError
 from distexp.forecast.json_output import row_to_json
@@ -83,15 +83,15 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
     if not any(row.forecast for row in rows):
         raise ConfigError(list(dict.fromkeys(row.error for row in rows)))
     console, workers = make_console(), "GPUs" if run.on_gpu else "workers"
-    _print(console, answer(rows, workers))
+    print_plain(console, answer(rows, workers))
     for line in _disturbed(run):
-        _print(console, line)
+        print_plain(console, line)
     console.print()
     for part in sizes_table(rows, workers, console.width):
         console.print(part, soft_wrap=True)
     console.print()
     for line in (*notes(rows, workers, run.setting("cluster", "cpus_per_worker")), *_earlier_errors(run)):
-        _print(console, line, style="dim")
+        print_plain(console, line, style="dim")
 
 
 def _disturbed(run: ProfiledRun) -> Iterator[str]:
@@ -118,10 +118,6 @@ def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
         least = 1 + largest_expected(errors)
         widened = f"An interval reaches at least from the forecast / {least:.2f} to the forecast x {least:.2f}."
         yield f"{running_error(errors)} {widened if least > 1 else 'Their errors do not widen the intervals.'}"
-
-
-def _print(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, style=style, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def _store(run: ProfiledRun, stored: Sequence[StoredForecast]) -> None:

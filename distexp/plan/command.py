@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 
 from distexp.config import Config
+from distexp.console.plain_text import print_plain
 from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
@@ -69,7 +70,7 @@ def _run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
         return
     console = Console()
     for line in training_lines(planned):
-        _print(console, line)
+        print_plain(console, line)
     for part in cells_table(planned, console.width):
         console.print(part, soft_wrap=True)
     for line in (*sample_notes(planned), *sharding_notes(planned), *_assumptions(planned), *notes(planned)):
@@ -115,12 +116,12 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     if predicted is None or estimate is None or config is None:
         return
     if predicted.parts:
-        _print(console, f"\n{parts_title(predicted, config)}\n")
+        print_plain(console, f"\n{parts_title(predicted, config)}\n")
         console.print(parts_table(predicted))
     if memory_to_fit_mib(config) is None or not estimate.traced or estimate.error_bound is None:
         return
     if estimate.seconds > SLOW_S:
-        _print(console, f"no search for what fits, because a prediction takes {estimate.seconds:.0f} s")
+        print_plain(console, f"no search for what fits, because a prediction takes {estimate.seconds:.0f} s")
         return
 
     def search(advance: Callable[[], None]) -> Search:
@@ -150,14 +151,14 @@ def _print_search(
     remark = f" (about {estimate.seconds:.0f} s a variant; Ctrl-C skips the search)"
     with show_search("the largest micro-batch", MAX_SIZES, remark) as advance:
         largest = search(advance).largest_micro_batch(estimate)
-    _print(console, micro_batch_line(largest))
+    print_plain(console, micro_batch_line(largest))
     memory_mib = memory_to_fit_mib(config)
     if verdict_of(estimate, memory_mib) == FITS or memory_mib is None:
         return
     with show_search("what fits", len(list(candidate_overrides(config, largest))), remark) as advance:
         changes = search(advance).changes(largest)
     for line in change_lines(changes, memory_mib, config.cluster.device, estimate.needed_mib):
-        _print(console, line)
+        print_plain(console, line)
 
 
 def _print_variant(override: str, search: Callable[[Callable[[], None]], Search], console: Console) -> None:
@@ -166,8 +167,4 @@ def _print_variant(override: str, search: Callable[[Callable[[], None]], Search]
         found = search(advance)
         variant = found.variant(override)
     if variant is not None:
-        _print(console, f"with {describe_change(variant, found.memory_mib)}")
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        print_plain(console, f"with {describe_change(variant, found.memory_mib)}")

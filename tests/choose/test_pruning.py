@@ -204,7 +204,7 @@ def test_what_cannot_be_predicted_or_is_late_stays(space_of: SpaceOf) -> None:
         report=reports.append,
         clock=lambda: next(ticks),
     )
-    assert reports[-1] == "time limit reached after 2 predictions: the other candidates stay"
+    assert reports[-1].startswith("time limit of the predictions reached after 2 configurations: the memory of")
 
 
 def test_members_without_an_estimate_get_the_forecast_of_their_family(space_of: SpaceOf) -> None:
