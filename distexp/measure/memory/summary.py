@@ -126,7 +126,7 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
     if kind == GPU:  # The profiler keeps its GPU memory until the process ends, so all later samples are excluded too.
         counted = list(takewhile(_is_not_profiling, filter(_is_not_searching, samples)))
     else:
-        counted = [sample for sample in samples if sample.phase not in UNCOUNTED_CPU_PHASES]
+        counted = _counted_on_cpu(samples)
     statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
     steps = [sample for sample in counted if sample.phase in TRAINING_PHASES]
     training = Statistics.of(_known(steps, lambda sample: sample.used_mib))
@@ -145,6 +145,16 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
     sources = {source: None for sample in samples for source in sample.source.split("+") if source}
     entry["source"] = "+".join(sources) or None
     return entry
+
+
+def _counted_on_cpu(samples: Sequence[MemorySample]) -> list[MemorySample]:
+    """Return the samples of the phases that count, as ``node_peak_mib`` does.
+
+    A sample before the first phase counts only if no phase has a sample: while processes start, memory that they share
+    may count several times.
+    """
+    counted = [sample for sample in samples if sample.phase not in UNCOUNTED_CPU_PHASES]
+    return [sample for sample in counted if sample.phase] or counted
 
 
 def _utilization(samples: Sequence[MemorySample]) -> Entry:
