@@ -29,9 +29,12 @@ def check_samples_per_rank(samples: int, workers: int, micro_batch_size: int, *,
     per_rank = -(-samples // workers)
     if micro_batch_size <= per_rank:
         return None
+    most = (samples - 1) // max(1, micro_batch_size - 1)
+    fewer = f" at most {most} worker{'s' if most > 1 else ''}," if most else ""
+    share = f"{per_rank} {unit if per_rank > 1 else unit[:-1]}"
     return (
-        f"train.micro_batch_size={micro_batch_size} is more than the {per_rank} {unit} of each worker ({samples} "
-        f"{unit}, {workers} workers): lower it, or raise dataset.train_size"
+        f"train.micro_batch_size={micro_batch_size} is more than the {share} of each worker ({samples} {unit}, "
+        f"{workers} workers): use train.micro_batch_size={per_rank},{fewer} or a larger dataset.train_size"
     )
 
 

@@ -13,9 +13,9 @@ from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data import squad
 from distexp.data.base import TaskData
 from distexp.data.cache import build_once, cache_dir
+from distexp.data.sample_sizes import SQUAD_SAMPLE_EVAL, SQUAD_SAMPLE_TRAIN
 
 FORMAT = "squad-sample-v1"
-TRAIN_SIZE, EVAL_SIZE = 512, 128
 PARAGRAPHS = 8
 """Paragraphs of a full article."""
 
@@ -43,8 +43,8 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
                 f"dataset.{key}={getattr(dataset, key)} has no effect with dataset={dataset.name}, because its "
                 f"questions are generated: remove dataset.{key}, or use dataset=squad"
             )
-    train = sample_file("train", max(TRAIN_SIZE, dataset.train_size or 0))
-    held_out = sample_file("dev", max(EVAL_SIZE, dataset.eval_size or 0))
+    train = sample_file("train", max(SQUAD_SAMPLE_TRAIN, dataset.train_size or 0))
+    held_out = sample_file("dev", max(SQUAD_SAMPLE_EVAL, dataset.eval_size or 0))
     return squad.load(replace(dataset, train_path=str(train), eval_path=str(held_out)), model, seed)
 
 

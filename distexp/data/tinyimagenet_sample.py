@@ -18,10 +18,10 @@ from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data import tinyimagenet
 from distexp.data.base import TaskData
 from distexp.data.cache import build_once, cache_dir
+from distexp.data.sample_sizes import TINYIMAGENET_SAMPLE_EVAL, TINYIMAGENET_SAMPLE_TRAIN
 
 FORMAT = "tinyimagenet-sample-v1"
 CLASSES = 10
-TRAIN_SIZE, EVAL_SIZE = 400, 100
 SIZE = 32
 """Width and height of an image in pixels."""
 
@@ -48,7 +48,9 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
             f"dataset.root={dataset.root} has no effect with dataset={dataset.name}, because its images are "
             "generated: remove dataset.root, or use dataset=tinyimagenet"
         )
-    root = sample_folder(max(TRAIN_SIZE, dataset.train_size or 0), max(EVAL_SIZE, dataset.eval_size or 0))
+    root = sample_folder(
+        max(TINYIMAGENET_SAMPLE_TRAIN, dataset.train_size or 0), max(TINYIMAGENET_SAMPLE_EVAL, dataset.eval_size or 0)
+    )
     return tinyimagenet.load(replace(dataset, root=str(root)), model, seed)
 
 

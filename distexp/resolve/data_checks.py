@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from distexp.config import Config
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.config.size_checks import check_samples_per_rank, check_sequence_length
+from distexp.data.sample_sizes import GENERATED_TRAIN_SIZES
 
 UNPACKED_ATTENTION = {
     "distexp.models.bloom.build": ("auto", "eager"),
@@ -67,6 +68,8 @@ def same_task(config: Config) -> bool:
 def check_sizes(config: Config) -> Iterator[str]:
     """Yield an error for texts or micro-batches that are too long or too large."""
     samples = config.dataset.train_size
+    if samples is None and not (config.plan.only or config.preflight.only):  # A prediction needs no samples.
+        samples = GENERATED_TRAIN_SIZES.get(config.dataset._target_)
     errors = [check_sequence_length(config.dataset, config.model)]
     smallest = 1 if searches_micro_batch(config) else config.train.micro_batch
     if samples is not None:

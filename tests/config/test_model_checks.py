@@ -38,7 +38,7 @@ GPT = ModelConfig(
 @pytest.mark.parametrize("option", options_of("model"))
 def test_shipped_models_have_no_errors(option: str) -> None:
     named = ("model.name=someone/a-model",) if option == "hf" else ()
-    assert model_errors(resolve_cell(f"model={option}", *named).model) == []
+    assert model_errors(resolve_cell(f"model={option}", "dataset.train_size=1024", *named).model) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("width", 16), ("depths", [1, 1, 1, 1]), ("bottleneck", False)])

@@ -16,6 +16,7 @@ from tests.helpers.runs import IMAGE_FOLDER, REPOSITORY, compose_cell, make_spec
 NEEDED = {  # other overrides that an option needs
     ("dataset", "tinyimagenet"): ("model=resnet_tiny", f"dataset.root={IMAGE_FOLDER}"),
     ("dataset", "tinyimagenet_sample"): ("model=resnet_tiny",),
+    ("model", "resnet50"): ("dataset.train_size=1024",),  # its micro-batch is larger than a generated data set
     ("model", "hf"): ("model.name=someone/a-model",),
     ("offload", "true"): ("strategy=fsdp",),
     ("scaling", "weak_model"): ("strategy=fsdp",),

@@ -19,6 +19,7 @@ from distexp.launch.composition import cell_maker, compose_cells
 from distexp.launch.git_state import package_git_state
 from distexp.launch.local.crowded_cores import crowded_core_warnings
 from distexp.launch.local.hangup import continue_after_hangup
+from distexp.launch.local.process_memory import refuse_too_many_processes
 from distexp.launch.local.runner import CellRunner, show_if_done
 from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.plan_runs import plan_runs
@@ -31,6 +32,7 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
     """Run every cell, even if others fail.
 
     Raises:
+        ConfigError: if there is one cell only, and it needs more memory than is free.
         SweepFailedError: at the end, if a run failed.
         InterruptedRunError: if a run was interrupted. The cells after it are not started.
     """
@@ -43,6 +45,7 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
         return []
     if plan_runs(cells, master, make):
         return []
+    refuse_too_many_processes(cells)
     with locked_sweep_dir(master, len(cells)) as sweep_dir, continue_after_hangup(sweep_dir):
         return _run_cells(context, master, cells, sweep_dir)
 

@@ -1,0 +1,58 @@
+"""Refusal of local runs whose processes alone need more memory than is free on this machine.
+
+Without this check the kernel ends processes, also those of other programs. The values are lower bounds. They were
+measured with ``scale=tiny``, ``strategy=ddp`` and torch 2.13: 430 MiB for each further node of two workers, and 17 MiB
+for each further worker. A node has an agent and a process that imports torch and forks the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from distexp.config import Config, ConfigError
+from distexp.launch.cell import Cell
+from distexp.runs.record import INVALID_ID
+from distexp.system.cgroups import available_memory
+from distexp.system.units import MIB, format_memory
+
+NODE_MIB = 390.0
+WORKER_MIB = 15.0
+
+
+def refuse_too_many_processes(cells: Iterable[Cell]) -> None:
+    """Make cells invalid whose processes do not fit into the free memory of this machine.
+
+    Raises:
+        ConfigError: if there is one cell only, and it does not fit.
+    """
+    every = list(cells)
+    memory_mib = available_memory() / MIB
+    for cell in every:
+        if cell.config is not None and (error := process_memory_error(cell.config, memory_mib)):
+            cell.errors = [error]
+            cell.config, cell.decided, cell.id = None, cell.config, INVALID_ID
+    if len(every) == 1 and every[0].errors:
+        raise ConfigError(every[0].errors)
+
+
+def process_memory_error(config: Config, memory_mib: float) -> str | None:
+    """Return why the processes of a local run do not fit into the free memory; None if they fit."""
+    cluster = config.cluster
+    workers = cluster.workers_per_node or 1
+    node_mib = NODE_MIB + workers * WORKER_MIB
+    if cluster.nodes * node_mib <= memory_mib:
+        return None
+    total = cluster.nodes * workers
+    needed, available = format_memory(cluster.nodes * node_mib), format_memory(memory_mib)
+    return (
+        f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={workers} starts {total} workers on this "
+        f"machine. Their processes need at least {needed} without any model, but {available} is free: "
+        f"{_what_fits(cluster.nodes, workers, memory_mib)}, or use cluster=slurm on a cluster"
+    )
+
+
+def _what_fits(nodes: int, workers: int, memory_mib: float) -> str:
+    """Return the largest number of nodes, or of workers on the nodes, that fits."""
+    if fitting := int(memory_mib // (NODE_MIB + workers * WORKER_MIB)):
+        return f"use at most cluster.nodes={fitting}"
+    return f"use at most cluster.workers_per_node={max(1, int((memory_mib / nodes - NODE_MIB) // WORKER_MIB))}"
