@@ -26,6 +26,7 @@ from distexp.console.progress import show_progress
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.parallel_composition import compose_all
 from distexp.plan.cells import replace_overrides
+from distexp.resolve.accumulation import multiples_near
 from distexp.runs.failure_text import join_errors
 
 PROBE = "strategy=ddp"
@@ -42,7 +43,8 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
         axes: What to vary.
 
     Raises:
-        ConfigError: the command has no global batch size, or a number of GPUs is impossible.
+        ConfigError: the command has no global batch size, or a number of GPUs is impossible, or no number of workers
+            can share the global batch.
     """
     base = base_config(make, command)
     if base.train.global_batch_size is None:
@@ -51,9 +53,9 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
             f" set train.global_batch_size, for example to {16 * base.cluster.world_size}"
         )
     typed = {text.lstrip("+").partition("=")[0] for text in command}
-    candidates = [
-        candidate for size in cluster_sizes(base, gpus) for candidate in _combinations(base, size, axes, typed)
-    ]
+    sizes = cluster_sizes(base, gpus)
+    _check_global_batch(base.train.global_batch_size, sizes)
+    candidates = [candidate for size in sizes for candidate in _combinations(base, size, axes, typed)]
     if not candidates:
         raise ConfigError("no configuration is left to try: strategy=single needs choose.gpus=1, or vary more keys")
     overrides = [with_overrides(command, candidate.overrides) for candidate in candidates]
@@ -63,6 +65,20 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
             advance()
     _prune_duplicates(candidates)
     return candidates
+
+
+def _check_global_batch(samples: int, sizes: Sequence[ClusterSize]) -> None:
+    """Check that some number of workers can share the samples of a step.
+
+    Raises:
+        ConfigError: none can.
+    """
+    counts = sorted({size.workers for size in sizes})
+    if all(samples % workers for workers in counts):
+        raise ConfigError(
+            f"train.global_batch_size={samples} is no multiple of {' or '.join(map(str, counts))} workers: use "
+            f"{multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
+        )
 
 
 def base_config(make: MakeCell, command: Sequence[str]) -> Config:

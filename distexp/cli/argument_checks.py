@@ -12,7 +12,7 @@ from hydra._internal.utils import get_args_parser
 
 from distexp.cli.commands import COMMANDS
 from distexp.cli.overrides import is_override
-from distexp.cli.suggestions import ALIASES, suggest
+from distexp.cli.suggestions import ALIASES, OPTION_ALIASES, suggest
 from distexp.config import ConfigError
 from distexp.config.key_info import known_keys
 from distexp.config.paths import config_groups, options_of
@@ -181,10 +181,12 @@ def _explain_command(argument: str) -> str:
         hint = ": to start a run, type distexp run, or leave the word out"
     elif argument in config_groups():
         hint = f": write {argument}=OPTION, with one of {', '.join(options_of(argument))}"
-    elif argument in known_keys():
-        hint = f": write {argument}=VALUE"
     elif groups:
         hint = f": write {' or '.join(f'{group}={argument}' for group in groups)}"
+    elif argument in known_keys():
+        hint = f": write {argument}=VALUE"
+    elif argument in OPTION_ALIASES:
+        hint = f": write {OPTION_ALIASES[argument]}"
     else:
         option = next((f": write {option}" for option in RUN_OPTIONS if option.lstrip("-") == argument), "")
         hint = option or suggest(argument, COMMANDS) or ": see distexp --help"

@@ -26,6 +26,9 @@ ALIASES = {
 }
 """Names of keys in other programs, with the keys of distexp."""
 
+OPTION_ALIASES = {f"zero{separator}{stage}": f"zero_stage={stage}" for separator in ("", "-") for stage in range(4)}
+"""Usual names of options, with the overrides that choose them."""
+
 
 def suggest(wrong: str, known: Iterable[str]) -> str:
     """Return ``. Did you mean a or b?``, or an empty text if no known name is similar."""

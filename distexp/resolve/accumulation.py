@@ -20,7 +20,7 @@ def set_accumulation(config: Config) -> Iterator[str]:
         if total % per_pass:
             yield (
                 f"train.global_batch_size={total} is no multiple of train.micro_batch_size={train.micro_batch} x "
-                f"{workers} workers = {per_pass}: use {_multiples(total, per_pass)}, or another micro-batch size"
+                f"{workers} workers = {per_pass}: use {multiples_near(total, per_pass)}, or another micro-batch size"
             )
         train.gradient_accumulation_steps = max(1, total // per_pass)
 
@@ -35,7 +35,8 @@ def _search_errors(config: Config) -> Iterator[str]:
         )
     elif total % workers:
         yield (
-            f"train.global_batch_size={total} is no multiple of the {workers} workers: use {_multiples(total, workers)}"
+            f"train.global_batch_size={total} is no multiple of the {workers} workers: use "
+            f"{multiples_near(total, workers)}"
         )
     if config.engine.name != "native":
         yield (
@@ -44,7 +45,7 @@ def _search_errors(config: Config) -> Iterator[str]:
         )
 
 
-def _multiples(total: int, factor: int) -> str:
+def multiples_near(total: int, factor: int) -> str:
     """Return the multiples of a factor next to a number, as in ``60 or 72``."""
     below = total // factor * factor
     return f"{below} or {below + factor}" if below else str(factor)

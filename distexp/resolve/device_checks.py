@@ -25,4 +25,4 @@ def check_device(config: Config) -> Iterator[str]:
     if config.dataset.cache == "gpu" and not on_gpu:
         yield "dataset.cache=gpu needs a GPU, but this run is on cpu: choose dataset.cache=cpu"
     if config.offload.pin_memory and not on_gpu:
-        yield "offload=pinned needs a GPU, but this run is on cpu: choose offload=true"
+        yield "offload=pinned needs a GPU, but this run is on cpu: choose offload=true or offload=false"

@@ -56,6 +56,12 @@ def test_the_space_has_divisors_of_the_batch_and_reasons_for_what_is_invalid_or_
     assert all("kernels=fast" in candidate.overrides for candidate in doubles)
 
 
+def test_a_batch_that_no_number_of_workers_can_share_is_an_error(space_of: SpaceOf) -> None:
+    message = r"global_batch_size=7 is no multiple of 2 or 4 workers: use 6 or 8, or other numbers of workers \(choose"
+    with pytest.raises(ConfigError, match=message):
+        space_of(["train.global_batch_size=7"], gpus=[4, 2])
+
+
 def test_what_the_command_sets_does_not_vary(space_of: SpaceOf) -> None:
     command = ["sharding=shard_grad_op", "kernels=reference", "train.micro_batch_size=2", "offload=false"]
     found = space_of([*command, "train.activation_checkpointing=true"])

@@ -177,6 +177,8 @@ WRONG = {  # command lines, with a part of their message
     "--multirun choose.objective=throughput,memory": "choose.objective=throughput,memory is for distexp choose",
     "choose={budget_min:5}": "choose={budget_min:5} is for distexp choose",
     "multirun=true strategy=ddp": "multirun is not a key: write --multirun to start a sweep, or leave it out\n",
+    "fsdp": "fsdp is neither a command nor KEY=VALUE: write strategy=fsdp\n",
+    "zero-2": "zero-2 is neither a command nor KEY=VALUE: write zero_stage=2\n",
     "strategy:ddp": "strategy:ddp is neither a command nor KEY=VALUE: write strategy=ddp\n",
     "train strategy=ddp": "train is neither a command nor KEY=VALUE: to start a run, type distexp run, or leave the",
     "train.max_steps": "train.max_steps is neither a command nor KEY=VALUE: write train.max_steps=VALUE\n",
