@@ -15,6 +15,9 @@ OLD_GPUS = ("V100", "T4", "P100", "RTX 20", "TITAN", "Quadro RTX")
 CORES_ARE_THE_CAUSE = 0.5
 """Fraction of the host work from which the wait for a CPU core is its cause, and not the work itself."""
 
+MUCH_OF_COMMUNICATION = 0.2
+"""Share of the communication from which fewer all-gathers are worth more memory."""
+
 MANY_OTHER_KERNELS = 0.3
 """Share of kernels other than matrix products from which fusing them is worth the compilation."""
 
@@ -57,6 +60,7 @@ def _against_communication(profile: StepProfile) -> Overrides:
     if (
         strategy == "fsdp"
         and profile.setting("fsdp.sharding") == "full_shard"
+        and _gathers_take_time(profile)
         and _fits_unsharded(profile, FP32_WEIGHTS)
     ):
         yield "sharding=shard_grad_op"
@@ -65,6 +69,12 @@ def _against_communication(profile: StepProfile) -> Overrides:
         yield "zero_stage=2"
     if strategy in ("fsdp", "deepspeed"):
         yield from larger_micro_batch(profile, 2)
+
+
+def _gathers_take_time(profile: StepProfile) -> bool:
+    """Return whether all-gathers take much of the communication, or nothing is known about its kinds."""
+    shares = profile.collective_shares()
+    return not shares or shares.get("all_gather", 0.0) >= MUCH_OF_COMMUNICATION * sum(shares.values())
 
 
 def _against_waiting(profile: StepProfile) -> Overrides:

@@ -12,7 +12,6 @@ from distexp.explain.slow_rank import (
     without_core_excess_ms,
 )
 from distexp.explain.step_profile import OVERHEADS, StepProfile
-from distexp.runs.entry_values import number_of
 from distexp.runs.step_parts import PARTS
 
 BOUND_SHARE = 0.3
@@ -162,9 +161,7 @@ def _waiting(share: float, profile: StepProfile) -> str:
 
 def _largest_collective(profile: StepProfile) -> str:
     """Return the end of a sentence that names the collective with the largest share; empty if it is unknown."""
-    entries = (profile.record.metrics.communication or {}).get("by_collective")
-    shares = {kind: number_of(entries, kind) for kind in entries} if isinstance(entries, dict) else {}
-    known = {kind: share for kind, share in shares.items() if share is not None}
+    known = profile.collective_shares()
     if not known:
         return ""
     largest = max(known, key=lambda kind: known[kind])

@@ -113,6 +113,12 @@ class StepProfile:
         total = sum(times.values()) or 1.0
         return {name: time / total for name, time in times.items()}
 
+    def collective_shares(self) -> dict[str, float]:
+        """Return the share of each kind of collective, as ``all_gather``; empty if unknown."""
+        entries = (self.record.metrics.communication or {}).get("by_collective")
+        shares = {kind: number_of(entries, kind) for kind in entries} if isinstance(entries, dict) else {}
+        return {kind: share for kind, share in shares.items() if share is not None}
+
     @property
     def on_gpu(self) -> bool:
         """Return whether the run used GPUs."""

@@ -53,6 +53,13 @@ def test_each_strategy_has_its_advice_against_communication(settings: dict[str, 
     assert explanation(full).alternatives == [text for text in proposed if not text.startswith(memory)]
 
 
+@pytest.mark.parametrize(("gathers", "is_proposed"), [(0.3, True), (0.05, False)])
+def test_fewer_gathers_are_proposed_only_if_gathers_take_time(gathers: float, is_proposed: bool) -> None:
+    run = with_memory(profiled(COMMUNICATION_BOUND, strategy="fsdp", **GPU), 20_000)
+    run.metrics.communication = {"by_collective": {"all_gather": gathers, "reduce_scatter": 0.5}}
+    assert ("sharding=shard_grad_op" in explanation(run).alternatives) == is_proposed
+
+
 @pytest.mark.parametrize(
     ("cores", "limit", "hosts", "nodes", "proposed"),
     [

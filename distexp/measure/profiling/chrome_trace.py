@@ -6,6 +6,7 @@ The category of an event (``kernel``, ``user_annotation``) separates kernels fro
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,9 +86,8 @@ class Trace:
 def read_trace(path: Path, *, on_gpu: bool) -> Trace:
     """Read the events of a rank.
 
-    Collectives of gloo count from the call to their end, including the time in the queue, with the names that gloo
-    uses (it executes a reduce-scatter as an all-reduce). Collectives of NCCL count while their kernels are on the GPU,
-    including the wait for the slowest rank.
+    Collectives of gloo count from the call to their end, including the time in the queue. Collectives of NCCL count
+    while their kernels are on the GPU, including the wait for the slowest rank.
 
     Args:
         path: The trace.
@@ -161,6 +161,8 @@ DTYPE_BYTES = {
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
 }
 """Bytes of an element, by the names of torch's data types in a trace."""
+ALL_REDUCE = "all_reduce"
+EXECUTED_AS_ALL_REDUCE = (ALL_REDUCE, "reduce_scatter")
 _DEVICE = (KERNEL, COLLECTIVE)
 _KEPT_ARGUMENTS = (
     *("correlation", "Collective name", "Process Group Ranks"),
@@ -235,6 +237,9 @@ def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
     operators = [event for event in events if event.kind == OPERATOR and event.thread == training_thread]
     # On a GPU the traces of gloo are those of collectives between hosts. They do not occupy the GPU.
     collectives = [event for event in events if event.kind == COLLECTIVE and event.correlated == on_gpu]
+    calls = sorted((event.name, event.when) for event in events if event.kind == CALL)
+    if not on_gpu:
+        _name_as_called(collectives, calls)
     return Trace(
         on_gpu=on_gpu,
         steps=[event.when for event in steps],
@@ -253,11 +258,22 @@ def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
         data=[event.when for event in events if event.kind == DATA],
         optimizer=[event.when for event in events if event.kind == OPTIMIZER],
         backward=[event.when for event in events if event.kind == BACKWARD_EVENT],
-        calls=sorted((event.name, event.when) for event in events if event.kind == CALL),
+        calls=calls,
         synchronizations=[
             event.when for event in events if event.kind == SYNCHRONIZE and event.thread == training_thread
         ],
     )
+
+
+def _name_as_called(collectives: Iterable[_Event], calls: Iterable[tuple[str, Interval]]) -> None:
+    """Give collectives of gloo the kind that was called: gloo executes a reduce-scatter as an all-reduce.
+
+    It executes them in the order of the calls.
+    """
+    called = deque(sorted((when[0], kind) for kind, when in calls if kind in EXECUTED_AS_ALL_REDUCE))
+    for event in sorted(collectives, key=lambda event: event.when):
+        if event.name == ALL_REDUCE and called and called[0][0] <= event.when[0]:
+            event.name = called.popleft()[1]
 
 
 def _times(events: Iterable[_Event], name: str) -> list[Interval]:

@@ -3,8 +3,8 @@
 A collective ends on all ranks at the same time. So the rank with the shortest duration started last, and the others
 waited for it. No clock is compared between machines, only durations.
 
-The profiler does not record the process group of gloo's collectives. And gloo executes a reduce-scatter as an
-all-reduce. So nothing is known about the waiting if such ranks are in several groups, as with ``hybrid_shard``.
+The profiler does not record the process group of gloo's collectives. So nothing is known about the waiting if such
+ranks are in several groups, as with ``hybrid_shard``.
 """
 
 from __future__ import annotations

@@ -108,6 +108,19 @@ def test_kernels_of_a_cuda_graph_have_one_launch(tmp_path: Path) -> None:
     assert found["launches"] == 1
 
 
+def test_collectives_of_gloo_have_the_kind_that_was_called(tmp_path: Path) -> None:
+    """Gloo names its own way to execute them, and another thread starts them."""
+    trace = GPUTrace().step(1, 0, 20)
+    called = ["_allgather_base_", "_reduce_scatter_base_", "allreduce_", "_reduce_scatter_base_"]
+    executed = ["all_gather", "all_reduce", "all_reduce", "all_reduce"]
+    trace.events += [event("cpu_op", f"c10d::{name}", begin, begin + 0.5) for begin, name in enumerate(called, 1)]
+    trace.events += [
+        event("user_annotation", f"gloo:{name}", begin, begin + 1, thread=2) for begin, name in enumerate(executed, 4)
+    ]
+    found = read_trace(trace.write(tmp_path / "trace.json"), on_gpu=False).collectives
+    assert [one.kind for one in found] == ["all_gather", "reduce_scatter", "all_reduce", "reduce_scatter"]
+
+
 def test_parts_of_a_step_on_a_cpu(tmp_path: Path) -> None:
     """Only operators of the training thread compute. The thread waits in autograd's hooks for collectives."""
     trace = GPUTrace().step(1, 0, 20).annotation(DATA, 0, 2).annotation(OPTIMIZER, 15, 18)

@@ -251,7 +251,7 @@ def of_profiled_step(entry: dict[str, Any], name: str) -> float:
 @pytest.mark.parametrize("name", ["ddp", "full_shard", "hf_full_shard"])
 @pytest.mark.slow
 def test_collectives_of_gloo_are_measured_by_kind(runs: Path, name: str) -> None:
-    assert_measured(runs / name, "all_reduce", *(["all_gather"] if "shard" in name else []))
+    assert_measured(runs / name, "all_reduce", *(["all_gather", "reduce_scatter"] if "shard" in name else []))
 
 
 @pytest.mark.parametrize("name", ["ddp", "full_shard", "shard_grad_op", "hf_full_shard"])
