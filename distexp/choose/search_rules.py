@@ -41,7 +41,7 @@ class SearchRules:
     neighbor_certain: float = 0.05
     worthwhile: float = 0.05
     neighbor_rounds: int = 4
-    repeats: int = 6
+    repeats: int = 12
     negligible: float = 0.04
     usual_noise: float = 0.02
     usual_trials: int = 3

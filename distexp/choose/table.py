@@ -29,6 +29,7 @@ DETAILS = re.compile(r" \([^)]*\)")
 
 BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
 RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured memory. predicted: before the trials. steps: of each trial."
+CPU_LEGEND = " On CPUs a longer run may need more: a short trial has few memory samples."
 ORDER_LEGEND = " Repeated ones come first: the best of many single trials may only be lucky."
 DISTURBED_LEGEND = " (5): not counted, because the repeat was far faster."
 PLAN_LEGEND = f"{BATCH_LEGEND} steps: measured steps. s/step: forecast. Cost: of all workers, with the start-up."
@@ -53,7 +54,8 @@ def result_table(
         order_legend = ORDER_LEGEND if len({candidate.longest_steps for candidate in best}) > 1 else ""
         marks = f"{'*: the winner. ' if winner in order else ''}{'=: equal within the noise. ' if equal else ''}"
         disturbed = DISTURBED_LEGEND if any(trial.disturbed for each in order for trial in each.trials) else ""
-        yield Text(f"{marks}{RESULT_LEGEND}{order_legend}{disturbed}", style="dim")
+        cpu_legend = CPU_LEGEND if any(candidate.on_cpus for candidate in best) else ""
+        yield Text(f"{marks}{RESULT_LEGEND}{cpu_legend}{order_legend}{disturbed}", style="dim")
     yield from others_table([candidate for candidate in candidates if not candidate.trials])
 
 
