@@ -11,6 +11,7 @@ from distexp.config import ConfigError
 from distexp.exceptions import run_until_pipe_closes
 from distexp.explain.output import print_comparison, print_explanations
 from distexp.explain.profiled_runs import read_profiled_run, read_profiled_runs
+from distexp.runs.listing import format_runs
 from distexp.runs.sweep_dirs import CHOOSE, PREFLIGHT, choose_newest_sweep
 
 DESCRIPTION = """Show what the steps of a profiled run spend their time on, and what would
@@ -51,13 +52,22 @@ def choose_directories(given: Sequence[Path]) -> list[Path]:
     """Return the directories, or the newest sweep if none is given. A number is a run of the newest sweep.
 
     Raises:
-        ConfigError: there is no sweep.
+        ConfigError: there is no sweep, or it has no run with the number.
     """
     numbers = {path for path in given if str(path).isdecimal() and not path.is_dir()}
     if given and not numbers:
         return list(given)
     newest = choose_newest_sweep(leave_out=(PREFLIGHT, CHOOSE))
+    for number in sorted(numbers):
+        if not (newest / number).is_dir():
+            raise ConfigError(_describe_missing_run(newest, number))
     return [newest / path if path in numbers else path for path in given] or [newest]
+
+
+def _describe_missing_run(sweep: Path, number: Path) -> str:
+    runs = [int(path.name) for path in sweep.iterdir() if path.is_dir() and path.name.isdecimal()]
+    known = f"it has {format_runs(runs)}" if runs else "it has no run with a number"
+    return f"the newest sweep, {sweep}, has no run {number}: {known}"
 
 
 if __name__ == "__main__":

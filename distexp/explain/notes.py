@@ -41,11 +41,24 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
         )
     if not profile.on_gpu:
         yield CPU_NOTE
-        if abs(profile.overhead_ms) > LARGE_OVERHEAD * profile.step_ms:
-            yield (
-                f"The profiled step took {profile.profiled_ms:,.1f} ms. The percentages are those of the profiled "
-                "step. The times are scaled to the median of the other steps."
-            )
+
+
+def scaling_note(profile: StepProfile, *, has_percentages: bool) -> Iterator[str]:
+    """Yield that the times of a profile on CPUs are scaled, if this changes them much.
+
+    Args:
+        profile: The profile.
+        has_percentages: Whether the table above the note has a column with percentages.
+    """
+    difference = profile.overhead_ms / profile.step_ms
+    if profile.on_gpu or abs(difference) <= LARGE_OVERHEAD:
+        return
+    percentages = " The percentages are those of the profiled step." if has_percentages else ""
+    yield (
+        f"The profiled step took {profile.profiled_ms:,.1f} ms, {abs(difference):.0%} "
+        f"{'more' if difference > 0 else 'less'} than the median of the other steps.{percentages} The times are scaled "
+        "to that median."
+    )
 
 
 def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
@@ -62,6 +75,7 @@ def _notes_in_comparison(profile: StepProfile) -> Iterator[str]:
     if waiting := describe_missing_cores(profile):
         yield waiting
     yield from profile_notes(profile)
+    yield from scaling_note(profile, has_percentages=False)
 
 
 def _global_batches(comparison: ProfileComparison) -> Iterator[str]:

@@ -12,6 +12,7 @@ from distexp.console.plain_text import print_plain
 from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.cells import PlannedCell, plan_cells, search_of
+from distexp.plan.cpu_memory import BASE_ERROR_MIB, CPU_ERROR_BOUND
 from distexp.plan.estimate import Estimate
 from distexp.plan.micro_batches import MAX_SIZES
 from distexp.plan.planner import Planner
@@ -101,7 +102,13 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
         if memory is not None and cell.error_bound is not None
     }
     for kind, memory, error in sorted(memories):
-        yield DECIDES[kind].format(memory=format_memory(memory), error=f"{100 * error:.0f} %")
+        yield DECIDES[kind].format(memory=format_memory(memory), error=_format_error(kind, error))
+
+
+def _format_error(kind: str, error: float) -> str:
+    """Return the largest error of a prediction; for the processes of a tiny model it is a constant."""
+    is_constant = kind == "cpu" and error > CPU_ERROR_BOUND
+    return f"{BASE_ERROR_MIB:.0f} MiB" if is_constant else f"{100 * error:.0f} %"
 
 
 def _is_for_unnamed_gpus(config: Config) -> bool:

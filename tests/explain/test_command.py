@@ -75,6 +75,8 @@ def test_a_number_is_a_run_of_the_newest_sweep(
     printed = capsys.readouterr()
     assert printed.err == "newest sweep: multirun_outputs/distexp/newest\n"
     assert "A: multirun_outputs/distexp/newest/0: train.seed=0" in printed.out
+    assert main(["7"]) == 2
+    assert "the newest sweep, multirun_outputs/distexp/newest, has no run 7: it has run" in capsys.readouterr().err
     (place / "1").mkdir()
     assert main(["1"]) == 2
     assert "no readable record.json below 1" in capsys.readouterr().err, "a directory comes first"
@@ -163,8 +165,12 @@ def test_a_note_states_how_long_the_profiled_step_of_a_cpu_was(
     run.metrics.step_time_s = {"p50": 0.1}
     assert run.metrics.step_breakdown is not None
     run.metrics.step_breakdown[0] |= {"profiled_step_ms": 150.0, "includes_overhead": True}
-    assert main([str(write(tmp_path, run))]) == 0
+    run_dir = str(write(tmp_path, run))
+    assert main([run_dir]) == 0
     out = capsys.readouterr().out
-    assert "The profiled step took 150.0 ms. The percentages are those of the profiled step. The times are" in out
+    note = "The profiled step took 150.0 ms, 50% more than the median of the other steps. "
+    assert f"{note}The percentages are those of the profiled step. The times are scaled to that median." in out
     assert "The profiler made the step" not in out
     assert "The parts add up to" not in out
+    assert main([run_dir, run_dir]) == 0
+    assert f"{note}The times are scaled to that median." in capsys.readouterr().out, "no table with percentages"
