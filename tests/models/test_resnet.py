@@ -16,7 +16,7 @@ from tests.helpers.runs import resolve_cell
 
 
 def test_resnet50_equals_torchvision_with_200_classes() -> None:
-    config = resolve_cell("model=resnet50").model
+    config = resolve_cell("model=resnet50", "dataset.train_size=1024").model
     torch.manual_seed(3)
     ours = build(config, 200)
     torch.manual_seed(3)
@@ -29,7 +29,7 @@ def test_resnet50_equals_torchvision_with_200_classes() -> None:
 
 def test_blocks_of_all_stages_are_found() -> None:
     with torch.device("meta"):
-        model = build(resolve_cell("model=resnet50").model, 200)
+        model = build(resolve_cell("model=resnet50", "dataset.train_size=1024").model, 200)
     names = [f"layer{stage}.{block}" for stage, depth in enumerate([3, 4, 6, 3], 1) for block in range(depth)]
     assert [name for name, _ in find_units(model)] == names
     assert find_embeddings(model) == []
