@@ -19,6 +19,7 @@ from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
 from distexp.cli.overrides import is_override, parse
 from distexp.config import ConfigError
+from distexp.config.override_text import key_of
 from distexp.launch.trust.foreign_sweep import check_files, check_working_directory
 from distexp.launch.trust.own_files import is_own_file
 from distexp.launch.trust.stored_command import check_stored_command
@@ -91,7 +92,7 @@ def _check_directory_unchanged(new: Sequence[str], sweep_dir: Path) -> None:
     errors = [
         f"{argument} has no effect in distexp resume, which continues in {sweep_dir}: leave it out"
         for argument in new
-        if _key(argument) in OUTPUT_DIRS
+        if key_of(argument) in OUTPUT_DIRS
     ]
     if errors:
         raise ConfigError(errors)
@@ -109,18 +110,14 @@ def merge(original: Sequence[str], new: Sequence[str]) -> list[str]:
     Earlier versions stored overrides that they ignored. They are left out, because a command is refused with them.
     """
     ignored = {override.input_line for override, _ in ignored_keys(parse(list(filter(is_override, original))))}
-    replaced = {_key(argument) for argument in new if is_override(argument)} | set(RESUME_KEYS)
+    replaced = {key_of(argument) for argument in new if is_override(argument)} | set(RESUME_KEYS)
     kept = [
         argument
         for argument in original
-        if argument not in ignored and not (is_override(argument) and _key(argument) in replaced)
+        if argument not in ignored and not (is_override(argument) and key_of(argument) in replaced)
     ]
     multirun = [] if "--multirun" in kept or "-m" in kept else ["--multirun"]
     return [*multirun, *kept, *new]
-
-
-def _key(argument: str) -> str:
-    return argument.partition("=")[0].lstrip("+~")
 
 
 if __name__ == "__main__":

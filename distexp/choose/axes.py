@@ -9,6 +9,7 @@ from distexp.choose.axis_keys import AXES, DEFAULT_VALUES, MICRO_BATCH, SHARDING
 from distexp.choose.space_checks import check_entry
 from distexp.choose.space_entries import SpaceEntry, parse_entry
 from distexp.config import ConfigError
+from distexp.config.override_text import key_of, value_of
 
 Values = dict[str, tuple[str, ...]]
 """Values to try, by key."""
@@ -74,9 +75,9 @@ def _values_in_command(command: Sequence[str]) -> Values:
     """Return the axes that the command sets, with their values."""
     found: Values = {}
     for text in command:
-        key, _, value = text.lstrip("+").partition("=")
-        if axis_of(key) in AXES:
-            found[axis_of(key)] = (value.strip("'\""),)
+        axis = axis_of(key_of(text))
+        if axis in AXES:
+            found[axis] = (value_of(text),)
     if found.get(MICRO_BATCH) == ("auto",):
         del found[MICRO_BATCH]
     return found

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from distexp.choose.axis_keys import AXES
 from distexp.choose.candidate import Candidate, Objective
 from distexp.config import Config
+from distexp.config.override_text import key_of
 from distexp.console.run_summary import strategy_label
 from distexp.runs.listing import format_count
 from distexp.system.units import MIB_PER_GB
@@ -42,7 +43,7 @@ def row_label(candidate: Candidate) -> str:
 
 
 def _added(candidate: Candidate) -> list[str]:
-    return [text for text in candidate.overrides if text.partition("=")[0] not in LABELED]
+    return [text for text in candidate.overrides if key_of(text) not in LABELED]
 
 
 def config_label(config: Config) -> str:

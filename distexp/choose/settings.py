@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from distexp.choose.candidate import Objective
 from distexp.config import Config, ConfigError
 from distexp.config.choose_section import ChooseConfig
+from distexp.config.override_text import sets_key
 from distexp.launch.cell import Cell
 
 BATCH = "train.global_batch_size"
@@ -84,9 +85,9 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
 def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config) -> Settings:
     """Return the settings of a command whose global batch is the same for all candidates."""
     notes = []
-    if not _sets(command, BATCH) and config.train.global_batch_size is None:
+    if not sets_key(command, BATCH) and config.train.global_batch_size is None:
         samples = global_batch(config)
-        command = [*(text for text in command if not _sets([text], ACCUMULATION)), f"{BATCH}={samples}"]
+        command = [*(text for text in command if not sets_key([text], ACCUMULATION)), f"{BATCH}={samples}"]
         notes.append(f"the global batch is {samples} samples, from these arguments: set {BATCH} for another one")
     if config.scale.name != "full":
         command = _without_batch_limits(command, config)
@@ -95,8 +96,8 @@ def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config)
 
 def _without_batch_limits(command: Sequence[str], config: Config) -> list[str]:
     """Return a command of a shrunk training whose global batch is the same for all micro-batches."""
-    kept = [text for text in command if not any(_sets([text], key) for key in BATCH_LIMITS)]
-    batch = [] if _sets(kept, BATCH) else [f"{BATCH}={config.train.global_batch_size}"]
+    kept = [text for text in command if not any(sets_key([text], key) for key in BATCH_LIMITS)]
+    batch = [] if sets_key(kept, BATCH) else [f"{BATCH}={config.train.global_batch_size}"]
     return [*kept, *batch, *(f"{key}=null" for key in BATCH_LIMITS)]
 
 
@@ -135,7 +136,3 @@ def _names_gpu(cell: Cell) -> bool:
     """Return whether a command names the GPU or its memory."""
     plan = cell.composed.plan
     return plan.gpu is not None or plan.gpu_memory_gb is not None
-
-
-def _sets(overrides: Sequence[str], key: str) -> bool:
-    return any(text.lstrip("+").startswith(f"{key}=") for text in overrides)

@@ -22,6 +22,7 @@ from distexp.choose.cluster_sizes import ClusterSize, cluster_sizes
 from distexp.choose.command_overrides import with_overrides
 from distexp.choose.strategy_choices import VARIANTS, StrategyChoice, strategy_choices
 from distexp.config import Config, ConfigError, KernelsConfig
+from distexp.config.override_text import key_of
 from distexp.console.progress import show_progress
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.parallel_composition import compose_all
@@ -52,7 +53,7 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
             "distexp choose compares configurations of the same training, so it needs the samples of an optimizer step:"
             f" set train.global_batch_size, for example to {16 * base.cluster.world_size}"
         )
-    typed = {text.lstrip("+").partition("=")[0] for text in command}
+    typed = {key_of(text) for text in command}
     sizes = cluster_sizes(base, gpus)
     _check_global_batch(base.train.global_batch_size, sizes)
     candidates = [candidate for size in sizes for candidate in _combinations(base, size, axes, typed)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from distexp.cli.argument_checks import short_key_errors
 from distexp.cli.overrides import parse
 from distexp.config import ConfigError
+from distexp.config.override_text import key_of, value_of
 from distexp.forecast.profiled_run import ProfiledRun
 from distexp.forecast.sizes import SIZE_KEYS, as_cell, choose_sizes
 from distexp.launch.trust.stored_command import check_stored_command
@@ -52,10 +53,10 @@ def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool)
     stored = run.record.run.overrides
     if not run.is_own:
         check_stored_command(run.directory / RECORD, stored, typed)
-    fixed, added = list(_fixed_values(run, typed)), [text for text in typed if _key(text) not in SIZE_KEYS]
+    fixed, added = list(_fixed_values(run, typed)), [text for text in typed if key_of(text) not in SIZE_KEYS]
     fixed += _replaced_size(typed)
-    replaced = {*NOT_REPEATED_KEYS, *map(_key, [*fixed, *added])}
-    kept = [text for text in stored if _key(text) not in replaced and _section(text) not in NOT_REPEATED]
+    replaced = {*NOT_REPEATED_KEYS, *map(key_of, [*fixed, *added])}
+    kept = [text for text in stored if key_of(text) not in replaced and _section(text) not in NOT_REPEATED]
     cells = json.dumps([as_cell(size) for size in choose_sizes(run, typed)], separators=(",", ":"))
     output = ["plan.output=json", "forecast.output=json"] if as_json else []
     return [
@@ -74,7 +75,7 @@ def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
     # A preset may sweep the sizes. Values on the command line replace its sweep.
     yield from as_cell(run.size)
     memory_mib = run.record.environment.gpu_total_mib if run.record.environment else None
-    predicts = not any(_key(text) == "forecast.memory" and _value(text) == "off" for text in typed)
+    predicts = not any(key_of(text) == "forecast.memory" and value_of(text) == "off" for text in typed)
     is_set = any(_section(text) == "plan" for text in typed)
     if predicts and not is_set and run.on_gpu and memory_mib and not visible_gpus():
         yield f"plan.gpu_memory_gb={memory_mib / MIB_PER_GB:.1f}"
@@ -82,8 +83,8 @@ def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
 
 def _replaced_size(typed: Sequence[str]) -> list[str]:
     """Return what replaces the size of the training set, which ``scaling=weak_data`` computes."""
-    scales = any(_key(text) == "scaling" and _value(text) == "weak_data" for text in typed)
-    is_typed = any(_key(text) == "dataset.train_size" for text in typed)
+    scales = any(key_of(text) == "scaling" and value_of(text) == "weak_data" for text in typed)
+    is_typed = any(key_of(text) == "dataset.train_size" for text in typed)
     return ["dataset.train_size=null"] if scales and not is_typed else []
 
 
@@ -91,22 +92,14 @@ def _device(run: ProfiledRun) -> str:
     return f"cluster.device={run.setting('cluster', 'device')}"
 
 
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
-
-
-def _value(override: str) -> str:
-    return override.partition("=")[2].strip("'\"")
-
-
 def _section(override: str) -> str:
-    return _key(override).partition(".")[0]
+    return key_of(override).partition(".")[0]
 
 
 def _may_be_set(run: ProfiledRun, override: str) -> bool:
-    if _key(override) == "cluster.device":
+    if key_of(override) == "cluster.device":
         return override == _device(run)
-    return _section(override) in KEPT_SECTIONS or _key(override) in KEPT_KEYS
+    return _section(override) in KEPT_SECTIONS or key_of(override) in KEPT_KEYS
 
 
 def _refused(run: ProfiledRun, text: str) -> str:

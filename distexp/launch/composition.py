@@ -13,6 +13,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import ConfigError
+from distexp.config.override_text import key_of
 from distexp.console.progress import show_progress
 from distexp.exceptions import SweepInterrupted
 from distexp.launch.cell import Cell, MakeCell
@@ -55,7 +56,7 @@ def compose_cells(
 def _keys_of_command(master: DictConfig) -> set[str]:
     """Return the keys that the command itself sets, without those of a preset and those that a search sets."""
     overrides = cast(list[str], OmegaConf.to_container(master.hydra.overrides.task))  # does not resolve ${...}
-    keys = {text.lstrip("+").partition("=")[0] for text in overrides}
+    keys = {key_of(text) for text in overrides}
     return {key for key in keys if not (master.choose.only and key.startswith("train."))}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 
 from distexp.config import Config
+from distexp.config.override_text import key_of, value_of
 from distexp.launch.cell import Cell
 
 LIMITS = {
@@ -38,7 +39,7 @@ def _lowered(overrides: Iterable[str], config: Config, given: Container[str]) ->
     if config.scale.name == "full":
         return
     for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
+        key, value = key_of(override), value_of(override)
         if key not in LIMITS or key not in given or not value.isdecimal():
             continue
         section, name = key.split(".")

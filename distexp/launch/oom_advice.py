@@ -10,6 +10,7 @@ from typing import Any
 
 from distexp.config import Config
 from distexp.config.batch_sizes import searches_micro_batch, with_micro_batch
+from distexp.config.override_text import key_of
 from distexp.plan.cache import read_estimate
 from distexp.plan.search import candidate_overrides
 from distexp.runs.copyable_command import copyable_command
@@ -95,5 +96,5 @@ def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
     given = [text for text in spec.run.overrides if not text.startswith(dropped)]
     if searches_micro_batch(spec.config):  # A search runs on the GPU, so it is not predicted.
         key = "train.micro_batch_size"
-        given = [*(text for text in given if text.lstrip("+").partition("=")[0] != key), f"{key}={size or 1}"]
+        given = [*(text for text in given if key_of(text) != key), f"{key}={size or 1}"]
     return copyable_command([*given, *memory], command="distexp plan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 
+from distexp.config.override_text import key_of, value_of
 from distexp.launch.cell import Cell
 
 ACCUMULATION = "train.gradient_accumulation_steps"
@@ -26,8 +27,7 @@ def _errors(cell: Cell) -> Iterator[str]:
         return
     steps = config.train.gradient_accumulation_steps
     for text in cell.overrides:
-        key, _, value = text.lstrip("+").partition("=")
-        if key == ACCUMULATION and value != str(steps):
+        if key_of(text) == ACCUMULATION and value_of(text) != str(steps):
             yield (
                 f"{text} has no effect: train.global_batch_size={config.train.global_batch_size} sets the accumulation "
                 f"to {steps}. Leave one of the two out"

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from distexp.cli.overrides import quote_choice
 from distexp.config import Config
+from distexp.config.override_text import key_of
 from distexp.config.paths import config_groups
 from distexp.console.run_summary import strategy_label
 from distexp.launch.cell import Cell, MakeCell
@@ -96,11 +97,11 @@ def search_of(
 
 def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return the overrides of a cell with others, which replace those of the same keys."""
-    replaced = {_key(text) for text in new}
+    replaced = {key_of(text) for text in new}
     replaced |= {KEY_OF_GROUP[group] for group in replaced & KEY_OF_GROUP.keys()}
     if replaced & IMPLY_STRATEGY:
         replaced |= {"strategy", *IMPLY_STRATEGY}
-    return [*(text for text in overrides if _key(text) not in replaced), *new]
+    return [*(text for text in overrides if key_of(text) not in replaced), *new]
 
 
 IMPLY_STRATEGY = {"sharding", "zero_stage"}
@@ -108,10 +109,6 @@ IMPLY_STRATEGY = {"sharding", "zero_stage"}
 
 KEY_OF_GROUP = {"zero_stage": "deepspeed.zero_stage", "sharding": "fsdp.sharding", "offload": "offload.enabled"}
 """The key that a group sets. A typed key would take precedence over the group."""
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+").partition("=")[0]
 
 
 def smallest_change(changes: Sequence[ConfigChange], memory_mib: float) -> ConfigChange | None:

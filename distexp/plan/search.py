@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.config import Config
+from distexp.config.override_text import key_of
 from distexp.plan.estimate import Estimate
 from distexp.plan.micro_batches import MICRO_BATCH, Compose, EstimateAll, LargestMicroBatch, MicroBatchSizes
 from distexp.plan.verdict import FITS, verdict_of
@@ -162,4 +163,4 @@ def _sharding_change(config: Config) -> tuple[str, ...] | None:
 
 def last_of_each_key(overrides: Sequence[str]) -> list[str]:
     """Return the overrides without those whose key comes again."""
-    return list({text.partition("=")[0]: text for text in overrides}.values())
+    return list({key_of(text): text for text in overrides}.values())

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from distexp.config import ClusterConfig, ConfigError
+from distexp.config.override_text import key_of
 
 MAPPED = {
     "nodes": "nodes",
@@ -60,7 +61,7 @@ def apply_submitit_options(given: Mapping[str, Any], composed: DictConfig, overr
     Raises:
         ConfigError: If an option contradicts ``cluster``, or is not supported.
     """
-    overridden = {text.partition("=")[0].lstrip("+") for text in overrides}
+    overridden = {key_of(text) for text in overrides}
     errors: list[str] = []
     with open_dict(composed):
         for key, value in given.items():
