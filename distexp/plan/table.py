@@ -154,7 +154,8 @@ def micro_batch_line(largest: LargestMicroBatch) -> str:
     if largest.size is None:
         return "not even a micro-batch of 1 fits" if largest.is_exact else "no micro-batch found that fits"
     size = f"{largest.size}" if largest.is_exact else f"at least {largest.size}"
-    return f"largest micro-batch that fits: {size}" + (f" ({largest.invalid})" if largest.invalid else "")
+    reason = largest.invalid or ("" if largest.is_exact else "sizes between it and one that does not fit are not known")
+    return f"largest micro-batch that fits: {size}" + (f" ({reason})" if reason else "")
 
 
 def change_lines(

@@ -297,6 +297,8 @@ def test_search_starts_far_above_what_fits(first: int, memory_mib: float, larges
 def test_the_line_names_a_micro_batch_of_1_only_if_it_was_tried() -> None:
     assert micro_batch_line(LargestMicroBatch(None)) == "not even a micro-batch of 1 fits"
     assert micro_batch_line(LargestMicroBatch(None, is_exact=False)) == "no micro-batch found that fits"
+    reason = "sizes between it and one that does not fit are not known"
+    assert micro_batch_line(LargestMicroBatch(92, is_exact=False)).endswith(f"fits: at least 92 ({reason})")
 
 
 def test_a_micro_batch_of_1_that_may_fit_is_not_ruled_out(capsys: pytest.CaptureFixture[str]) -> None:
