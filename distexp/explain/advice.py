@@ -65,7 +65,14 @@ def _against_communication(profile: StepProfile) -> Overrides:
     ):
         yield "sharding=shard_grad_op"
     stage, offload = profile.setting("deepspeed.zero_stage"), profile.setting("offload.enabled")
-    if strategy == "deepspeed" and stage == 3 and not offload and _fits_unsharded(profile, FP32_WEIGHTS_AND_GRADIENTS):
+    own_config = profile.setting("deepspeed.config_file")  # It may set the stage.
+    if (
+        strategy == "deepspeed"
+        and stage == 3
+        and not offload
+        and not own_config
+        and _fits_unsharded(profile, FP32_WEIGHTS_AND_GRADIENTS)
+    ):
         yield "zero_stage=2"
     if strategy in ("fsdp", "deepspeed"):
         yield from larger_micro_batch(profile, 2)
@@ -102,7 +109,7 @@ def _against_optimizer(profile: StepProfile) -> Overrides:
     offload = profile.setting("offload.enabled")
     if offload and _fits_unsharded(profile, ADAMW_STATES):
         yield "offload=false"
-    elif offload and profile.setting("deepspeed.cpu_optimizer") == "torch" and profile.on_gpu:
+    elif offload and profile.setting("deepspeed.cpu_optimizer") == "torch" and profile.on_gpu and _uses_adamw(profile):
         yield "deepspeed.cpu_optimizer=deepspeed"
     yield from _async_update(profile)
     yield from more_accumulation(profile)
@@ -166,6 +173,11 @@ def _async_update(profile: StepProfile) -> Overrides:
     if supported and not profile.setting("deepspeed.async_update"):
         checked = profile.setting("deepspeed.check_overflow", default=True)
         yield "deepspeed.check_overflow=false deepspeed.async_update=true" if checked else "deepspeed.async_update=true"
+
+
+def _uses_adamw(profile: StepProfile) -> bool:
+    """Return whether DeepSpeed has the run's optimizer for CPUs."""
+    return bool(profile.setting("train.optimizer", "adamw") == "adamw")
 
 
 def _may_use_graphs(profile: StepProfile) -> bool:

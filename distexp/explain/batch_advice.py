@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from distexp.config.size_checks import check_samples_per_rank
+from distexp.data.sample_sizes import GENERATED_TRAIN_SIZES
 from distexp.explain.memory_headroom import fits
 from distexp.explain.step_profile import StepProfile
 
@@ -23,7 +25,8 @@ def larger_micro_batch(profile: StepProfile, needed: float) -> Iterator[str]:
     micro_batch = profile.number("train.micro_batch_size", 1)
     accumulation = profile.number("train.gradient_accumulation_steps", 1)
     wanted = min(MAX_FACTOR, 2 ** max(1, math.ceil(math.log2(needed))))
-    fitting = [factor for factor in (8, 4, 2) if factor <= wanted and fits(profile, batch_factor=factor)]
+    possible = [factor for factor in (8, 4, 2) if factor <= wanted and _has_samples(profile, factor)]
+    fitting = [factor for factor in possible if fits(profile, batch_factor=factor)]
     same_training = next((factor for factor in fitting if accumulation % factor == 0), None)
     if same_training is not None:
         less = (
@@ -38,7 +41,7 @@ def larger_micro_batch(profile: StepProfile, needed: float) -> Iterator[str]:
 
 def more_accumulation(profile: StepProfile) -> Iterator[str]:
     """Yield twice the global batch, with the same micro-batch, if an epoch has enough steps."""
-    if not _has_steps(profile, 2):
+    if not _has_steps(profile, 2) or profile.setting("ddp.static_graph"):  # It needs one micro-batch per step.
         return
     total = profile.setting("train.global_batch_size")
     if isinstance(total, int):
@@ -75,6 +78,20 @@ def _sets_global_batch(profile: StepProfile) -> bool:
 def _has_steps(profile: StepProfile, factor: int) -> bool:
     """Return whether an epoch has enough steps for a global batch that is larger by a factor."""
     return (profile.record.metrics.steps_per_epoch or factor) >= factor
+
+
+def _has_samples(profile: StepProfile, factor: int) -> bool:
+    """Return whether each worker has the samples of a micro-batch that is larger by a factor.
+
+    If their number is unknown, only those of the full steps of an epoch are certain.
+    """
+    known = profile.setting("dataset.train_size") or GENERATED_TRAIN_SIZES.get(profile.setting("dataset._target_"))
+    samples = None if profile.setting("dataset.packing") else known  # a row has several samples
+    if samples is not None:
+        micro_batch = factor * profile.number("train.micro_batch_size", 1)
+        return check_samples_per_rank(samples, profile.world_size, micro_batch) is None
+    steps = profile.record.metrics.steps_per_epoch
+    return steps is None or factor <= max(1, steps - 1) * profile.number("train.gradient_accumulation_steps", 1)
 
 
 def larger_global_batches(profile: StepProfile, alternatives: Sequence[str]) -> list[str]:

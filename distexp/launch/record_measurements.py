@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+from distexp.explain.explanation import explain
 from distexp.launch.straggler_evidence import add_evidence
 from distexp.measure.energy.cost import energy_entry
 from distexp.measure.energy.trace_energy import TraceEnergy, measure_energy
@@ -25,6 +27,19 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
         record.utilization.update(summary.utilization)
     add_energy(record, spec, directory)
     add_evidence(record, spec, directory)
+
+
+def add_explanation(record: RunRecord) -> None:
+    """Add the bottleneck of the profiled step, if there is one.
+
+    Its advice depends on the measured memory, so call it after ``add_traces``.
+    """
+    try:
+        found = explain(record)
+    except Exception as error:  # any: the training is finished, and its record matters more
+        print(f"distexp: the profiled step has no explanation: {type(error).__name__}: {error}", file=sys.stderr)
+        return
+    record.metrics.explanation = None if found is None else found.to_json()
 
 
 def add_energy(record: RunRecord, spec: RunSpec, directory: Path) -> None:

@@ -14,13 +14,11 @@ from distexp.data.loader import ShardedLoader
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.explain.explanation import explain
 from distexp.models.head import describe_head
 from distexp.models.introspection import read_attention
 from distexp.models.memory_format import read_memory_format
 from distexp.models.transforms import MODEL_SCOPES, read_compiled
 from distexp.runs.environment import make_environment
-from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.json_files import write_json
 from distexp.runs.metrics import Metrics
 from distexp.runs.micro_batch import add_search
@@ -66,7 +64,6 @@ def make_record(spec: RunSpec, built: Built, data: TaskData, context: Context, l
     add_memory(record, logger)
     if context.rank == 0:
         add_flops(record, config, data, logger)
-        add_explanation(record)
     return record
 
 
@@ -76,16 +73,6 @@ def add_memory(record: RunRecord, logger: MetricsLogger) -> None:
     record.memory["torch"] = [entry for entry in peaks if entry is not None]
     parts = gather_to_all(logger.parts.summary())
     record.memory["parts"] = [entry for entries in parts for entry in entries]
-
-
-def add_explanation(record: RunRecord) -> None:
-    """Add the bottleneck of the profiled step, if there is one."""
-    try:
-        found = explain(record)
-    except Exception as error:  # any: the training is finished, and its record matters more
-        print_despite_full_disk(f"note: the profiled step has no explanation: {type(error).__name__}: {error}")
-        return
-    record.metrics.explanation = None if found is None else found.to_json()
 
 
 def print_graph_skips(metrics: Metrics) -> None:

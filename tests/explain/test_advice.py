@@ -42,6 +42,10 @@ def test_kernels_are_proposed_only_where_they_launch_less(settings: dict[str, An
         ({"strategy": "fsdp"}, ["sharding=shard_grad_op", "train.micro_batch_size=8"]),
         ({"strategy": "fsdp", "fsdp__sharding": "shard_grad_op"}, ["train.micro_batch_size=8"]),
         ({"strategy": "deepspeed", "deepspeed__zero_stage": 3}, ["zero_stage=2", "train.micro_batch_size=8"]),
+        (
+            {"strategy": "deepspeed", "deepspeed__zero_stage": 3, "deepspeed__config_file": "ds.json"},
+            ["train.micro_batch_size=8"],
+        ),
     ],
 )
 def test_each_strategy_has_its_advice_against_communication(settings: dict[str, Any], proposed: list[str]) -> None:
@@ -120,6 +124,13 @@ def test_no_alternative_is_proposed_twice() -> None:
     """kernels=fast is against the many other kernels, and against the launch idle."""
     run = profiled({"matmul": 50.0, "other_kernels": 40.0, "launch_idle": 9.0, "host": 1.0}, **GPU)
     assert explanation(run).alternatives == ["kernels=fast"]
+
+
+@pytest.mark.parametrize(("optimizer", "is_proposed"), [("adamw", True), ("sgd", False)])
+def test_deepspeed_has_an_optimizer_for_cpus_only_for_adamw(optimizer: str, is_proposed: bool) -> None:
+    settings = {"strategy": "deepspeed", "offload__enabled": True, "deepspeed__cpu_optimizer": "torch"}
+    run = profiled({"matmul": 50.0, "optimizer": 50.0}, **settings, train__optimizer=optimizer, **GPU)
+    assert ("deepspeed.cpu_optimizer=deepspeed" in explanation(run).alternatives) == is_proposed
 
 
 ASYNC = "deepspeed.async_update=true"

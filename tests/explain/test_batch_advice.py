@@ -84,6 +84,33 @@ def test_more_accumulation_keeps_the_micro_batch_of_the_scale() -> None:
         assert f"{larger} train.micro_batch_size=4 {lifted}" in explanation(run).alternatives
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps", "largest"),
+    [
+        ({"dataset__train_size": 48}, None, "train.micro_batch_size=16"),
+        ({"dataset__train_size": 20}, None, "train.micro_batch_size=8"),
+        ({"dataset__train_size": 4}, None, None),
+        ({"dataset___target_": "distexp.data.squad.load"}, 3, "train.micro_batch_size=8"),
+        ({"dataset__packing": True}, 2, None),
+    ],
+)
+def test_no_micro_batch_is_proposed_for_which_a_worker_lacks_samples(
+    settings: dict[str, Any], steps: int | None, largest: str | None
+) -> None:
+    """Two workers share the samples."""
+    run = with_memory(
+        profiled({**LAUNCH_BOUND, "launch_idle": 1000.0}, train__micro_batch_size=4, **settings, **GPU), 1
+    )
+    run.metrics.steps_per_epoch = steps
+    sizes = [text for text in explanation(run).alternatives if text.startswith("train.micro_batch_size")]
+    assert sizes == ([largest] if largest else [])
+
+
+def test_a_static_graph_has_no_accumulation() -> None:
+    run = profiled(COMMUNICATION_BOUND, ddp__static_graph=True, **GPU)
+    assert not any("accumulation" in text for text in explanation(run).alternatives)
+
+
 @pytest.mark.parametrize("steps", [None, 1, 2])
 def test_more_accumulation_needs_two_steps_in_an_epoch(steps: int | None) -> None:
     for settings, text in (({}, "train.gradient_accumulation_steps=2"), ({"train__global_batch_size": 8},

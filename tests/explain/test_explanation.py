@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from distexp.explain.explanation import explain
+from distexp.launch import record_measurements
 from distexp.runs.record import RunRecord
-from distexp.worker import training_record
 from tests.helpers.profiled_records import (
     COMMUNICATION_BOUND,
     COMPUTE_BOUND,
@@ -91,8 +91,8 @@ def test_an_error_of_the_explanation_keeps_the_record(
     def fail(_: RunRecord) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(training_record, "explain", fail)
+    monkeypatch.setattr(record_measurements, "explain", fail)
     found = profiled(COMPUTE_BOUND, **GPU)
-    training_record.add_explanation(found)
+    record_measurements.add_explanation(found)
     assert found.metrics.explanation is None
     assert "no explanation: ZeroDivisionError: division by zero" in capfd.readouterr().err

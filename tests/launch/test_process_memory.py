@@ -1,4 +1,4 @@
-"""Tests of local runs whose processes need more memory than is free."""
+"""Tests of local runs whose processes need more memory than the machine has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_too_many_nodes_are_an_invalid_run_of_a_sweep(tmp_path: Path) -> None:
         f"hydra.sweep.dir={tmp_path}",
     )
     assert done.returncode == 0, done.stderr
-    assert "without any model, but " in done.stdout
+    assert "without any model, but it has " in done.stdout
     records = [RunRecord.read(tmp_path / number / "record.json") for number in ("0", "1")]
     assert [record.status for record in records] == ["completed", "invalid"]
 
@@ -42,10 +42,14 @@ def test_too_many_nodes_are_an_invalid_run_of_a_sweep(tmp_path: Path) -> None:
     [
         (4, 2, 4 * 420.0, None),
         (4, 2, 4 * 420.0 - 1, "use at most cluster.nodes=3,"),
-        (1, 2, 419.0, "use at most cluster.workers_per_node=1,"),
+        (1, 2, 419.0, "use at most cluster.nodes=1 cluster.workers_per_node=1,"),
+        (4, 40, 700.0, "use at most cluster.nodes=1 cluster.workers_per_node=1,"),
+        (1, 2, 300.0, "it has 0.3 GB: use a larger machine,"),
     ],
 )
 def test_the_largest_number_that_fits_is_named(nodes: int, workers: int, memory_mib: float, hint: str | None) -> None:
-    config = resolve_cell("strategy=ddp", f"cluster.workers_per_node={workers}", f"cluster.nodes={nodes}")
+    config = resolve_cell(
+        "strategy=ddp", f"cluster.workers_per_node={workers}", f"cluster.nodes={nodes}", "dataset.train_size=9999"
+    )
     error = process_memory_error(config, memory_mib)
     assert error is None if hint is None else hint in str(error)

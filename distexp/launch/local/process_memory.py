@@ -1,4 +1,4 @@
-"""Refusal of local runs whose processes alone need more memory than is free on this machine.
+"""Refusal of local runs whose processes alone need more memory than this machine has.
 
 Without this check the kernel ends processes, also those of other programs. The values are lower bounds. They were
 measured with ``scale=tiny``, ``strategy=ddp`` and torch 2.13: 430 MiB for each further node of two workers, and 17 MiB
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from distexp.config import Config, ConfigError
 from distexp.launch.cell import Cell
 from distexp.runs.record import INVALID_ID
-from distexp.system.cgroups import available_memory
+from distexp.system.cgroups import usable_memory
 from distexp.system.units import MIB, format_memory
 
 NODE_MIB = 390.0
@@ -20,13 +20,13 @@ WORKER_MIB = 15.0
 
 
 def refuse_too_many_processes(cells: Iterable[Cell]) -> None:
-    """Make cells invalid whose processes do not fit into the free memory of this machine.
+    """Make cells invalid whose processes do not fit into the memory of this machine.
 
     Raises:
         ConfigError: if there is one cell only, and it does not fit.
     """
     every = list(cells)
-    memory_mib = available_memory() / MIB
+    memory_mib = usable_memory() / MIB
     for cell in every:
         if cell.config is not None and (error := process_memory_error(cell.config, memory_mib)):
             cell.errors = [error]
@@ -36,7 +36,7 @@ def refuse_too_many_processes(cells: Iterable[Cell]) -> None:
 
 
 def process_memory_error(config: Config, memory_mib: float) -> str | None:
-    """Return why the processes of a local run do not fit into the free memory; None if they fit."""
+    """Return why the processes of a local run do not fit into the memory of this machine; None if they fit."""
     cluster = config.cluster
     workers = cluster.workers_per_node or 1
     node_mib = NODE_MIB + workers * WORKER_MIB
@@ -46,13 +46,15 @@ def process_memory_error(config: Config, memory_mib: float) -> str | None:
     needed, available = format_memory(cluster.nodes * node_mib), format_memory(memory_mib)
     return (
         f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={workers} starts {total} workers on this "
-        f"machine. Their processes need at least {needed} without any model, but {available} is free: "
-        f"{_what_fits(cluster.nodes, workers, memory_mib)}, or use cluster=slurm on a cluster"
+        f"machine. Their processes need at least {needed} without any model, but it has {available}: "
+        f"{_what_fits(workers, memory_mib)}"
     )
 
 
-def _what_fits(nodes: int, workers: int, memory_mib: float) -> str:
-    """Return the largest number of nodes, or of workers on the nodes, that fits."""
-    if fitting := int(memory_mib // (NODE_MIB + workers * WORKER_MIB)):
-        return f"use at most cluster.nodes={fitting}"
-    return f"use at most cluster.workers_per_node={max(1, int((memory_mib / nodes - NODE_MIB) // WORKER_MIB))}"
+def _what_fits(workers: int, memory_mib: float) -> str:
+    """Return the most nodes that fit, with as many workers each or with one, and what else to use."""
+    for per_node in dict.fromkeys((workers, 1)):
+        if nodes := int(memory_mib // (NODE_MIB + per_node * WORKER_MIB)):
+            fewer = "" if per_node == workers else f" cluster.workers_per_node={per_node}"
+            return f"use at most cluster.nodes={nodes}{fewer}, or cluster=slurm on a cluster"
+    return "use a larger machine, or cluster=slurm on a cluster"

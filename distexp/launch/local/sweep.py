@@ -32,7 +32,7 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
     """Run every cell, even if others fail.
 
     Raises:
-        ConfigError: if there is one cell only, and it needs more memory than is free.
+        ConfigError: if there is one cell only, and it needs more memory than this machine has.
         SweepFailedError: at the end, if a run failed.
         InterruptedRunError: if a run was interrupted. The cells after it are not started.
     """
@@ -45,7 +45,8 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
         return []
     if plan_runs(cells, master, make):
         return []
-    refuse_too_many_processes(cells)
+    if not master.sweep.resume:  # An invalid cell would match no run that the sweep has already.
+        refuse_too_many_processes(cells)
     with locked_sweep_dir(master, len(cells)) as sweep_dir, continue_after_hangup(sweep_dir):
         return _run_cells(context, master, cells, sweep_dir)
 
