@@ -62,7 +62,7 @@ def scaling_note(profile: StepProfile, *, has_percentages: bool) -> Iterator[str
 
 
 def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
-    """Yield what limits the meaning of two profiles: first what is about one of them."""
+    """Yield what limits the meaning of two profiles: of both, then of one of them, then what both have."""
     of_a, of_b = (list(_notes_in_comparison(profile)) for profile in (comparison.a, comparison.b))
     yield from _global_batches(comparison)
     yield from (f"A: {note}" for note in of_a if note not in of_b)
@@ -79,6 +79,7 @@ def _notes_in_comparison(profile: StepProfile) -> Iterator[str]:
 
 
 def _global_batches(comparison: ProfileComparison) -> Iterator[str]:
-    a, b = (round(profile.samples_per_step) for profile in (comparison.a, comparison.b))
+    a, b = comparison.a.global_batch, comparison.b.global_batch
     if a != b:
-        yield f"A step has {format_count(a, 'sample')} in A and {b:,} in B, so these are different trainings."
+        unit = "row" if comparison.a.setting("dataset.packing") else "sample"
+        yield f"A step has {format_count(a, unit)} in A and {b:,} in B, so these are different trainings."

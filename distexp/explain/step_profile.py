@@ -143,13 +143,18 @@ class StepProfile:
         return self.record.built.world_size if self.record.built else len(self.ranks)
 
     @property
+    def global_batch(self) -> int:
+        """Return the samples of a full step over all workers, or its rows if samples are packed."""
+        micro, steps = (self.number(f"train.{name}", 1) for name in ("micro_batch_size", "gradient_accumulation_steps"))
+        return self.number("train.global_batch_size", micro * steps * self.world_size)
+
+    @property
     def samples_per_step(self) -> float:
         """Return the samples of a step over all workers. A packed row has several samples."""
         metrics = self.record.metrics
         if metrics.train_samples_per_second and metrics.train_steps_per_second:
             return metrics.train_samples_per_second / metrics.train_steps_per_second
-        micro, steps = (self.number(f"train.{name}", 1) for name in ("micro_batch_size", "gradient_accumulation_steps"))
-        return float(micro * steps * self.world_size)
+        return float(self.global_batch)
 
     @property
     def slowest(self) -> RankStep:

@@ -101,14 +101,16 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
         for kind, memory in (("gpu", cell.gpu_memory_mib), ("cpu", cell.host_memory_mib))
         if memory is not None and cell.error_bound is not None
     }
-    for kind, memory, error in sorted(memories):
-        yield DECIDES[kind].format(memory=format_memory(memory), error=_format_error(kind, error))
+    yield from dict.fromkeys(
+        DECIDES[kind].format(memory=format_memory(memory), error=_format_error(kind, error))
+        for kind, memory, error in sorted(memories)
+    )
 
 
 def _format_error(kind: str, error: float) -> str:
     """Return the largest error of a prediction; for the processes of a tiny model it is a constant."""
     is_constant = kind == "cpu" and error > CPU_ERROR_BOUND
-    return f"{BASE_ERROR_MIB:.0f} MiB" if is_constant else f"{100 * error:.0f} %"
+    return f"{BASE_ERROR_MIB:.0f} MiB per node" if is_constant else f"{100 * error:.0f} %"
 
 
 def _is_for_unnamed_gpus(config: Config) -> bool:

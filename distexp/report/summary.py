@@ -16,6 +16,7 @@ from distexp.report.data.scaling_remarks import remark_on_scaling
 from distexp.report.data.settings import global_batch
 from distexp.report.data.stragglers import describe_stragglers
 from distexp.report.data.text import format_noise, name_runs
+from distexp.runs.device_entries import UNCOUNTED_CPU_PHASES
 from distexp.runs.entry_values import number_of
 from distexp.runs.listing import join_first
 from distexp.runs.missing_cost import missing_costs
@@ -161,7 +162,8 @@ def _setup_peaks(overview: Overview) -> Iterator[str]:
     for row in (row for group in overview.groups for row in group.counted_rows if row.completed):
         phases = [entry.get("phases") or {} for entry in row.record.memory.get("cpu") or []]
         setup = max((peaks.get("setup") or 0.0 for peaks in phases), default=0.0)
-        steps = [peak for peaks in phases for phase, peak in peaks.items() if phase not in ("setup", "search")]
+        left_out = {"setup", *UNCOUNTED_CPU_PHASES}
+        steps = [peak for peaks in phases for phase, peak in peaks.items() if phase not in left_out]
         later = max(steps, default=0.0)
         if later and setup > HIGH_SETUP_PEAK * later:
             yield f"Run {row.label} had its memory peak during setup. After setup its peak was {later:,.0f} MiB."

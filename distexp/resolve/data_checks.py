@@ -73,5 +73,9 @@ def check_sizes(config: Config) -> Iterator[str]:
     errors = [check_sequence_length(config.dataset, config.model)]
     smallest = 1 if searches_micro_batch(config) else config.train.micro_batch
     if samples is not None:
-        errors.append(check_samples_per_rank(samples, config.cluster.world_size, smallest))
+        errors.append(
+            check_samples_per_rank(
+                samples, config.cluster.world_size, smallest, global_batch=config.train.global_batch_size
+            )
+        )
     yield from filter(None, errors)

@@ -91,7 +91,10 @@ def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[Shar
     """Return this rank's loaders of the training and the evaluation set."""
     train, place = config.train, (context.rank, context.world_size)
     unit = "rows" if config.dataset.packing else "samples"
-    if error := check_samples_per_rank(len(data.train), context.world_size, train.micro_batch, unit=unit):
+    error = check_samples_per_rank(
+        len(data.train), context.world_size, train.micro_batch, global_batch=train.global_batch_size, unit=unit
+    )
+    if error:
         raise ConfigError(error)
     shardings = (
         BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps),

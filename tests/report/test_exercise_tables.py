@@ -48,3 +48,25 @@ def test_columns_that_a_quiz_asks_for_are_never_hidden(width: int) -> None:
         assert title in table, title
     assert "runtime s" in hidden
     assert max(map(len, table.splitlines())) <= width
+
+
+def test_the_first_gpu_of_a_run_may_be_any_of_the_machine() -> None:
+    """As with CUDA_VISIBLE_DEVICES=2,3."""
+    (run,) = scaling_exercise("ddp/multi_gpu", 1, 8)[:1]
+    run.memory["gpu"] = [
+        {**run.memory["gpu"][0], "index": index, "peak_mib": peak} for index, peak in ((2, 11_111.0), (3, 9_999.0))
+    ]
+    _, _, table = printed([run], 120).partition("(ddp/multi_gpu)")
+    assert "11,111" in table
+    assert "9,999" not in table
+
+
+def test_the_speed_of_a_disturbed_run_is_left_out_of_its_exercise() -> None:
+    runs = [scaling_exercise("ddp/multi_gpu", 1, 8)[0] for _ in range(2)]
+    for number, (run, speed) in enumerate(zip(runs, (100.0, 500.0), strict=True)):
+        run.run.number, run.config["train"]["seed"] = number, number
+        run.metrics.train_samples_per_second = speed
+    runs[1].metrics.step_time_s, runs[1].metrics.train_steps_per_second = {"p50": 0.1}, 5.0
+    _, _, table = printed(runs, 120).partition("(ddp/multi_gpu)")
+    assert " 100.0" in table
+    assert "300.0" not in table

@@ -11,7 +11,9 @@ from tests.helpers.records import record
 def test_memory_peaks_during_setup_and_few_measured_steps_are_reported() -> None:
     runs = [record(n, strategy=name, train__measure_after_step=5) for n, name in enumerate(("ddp", "deepspeed"))]
     for run, setup in zip(runs, (900.0, 4300.0), strict=True):
-        run.memory["cpu"] = [{"node": 0, "peak_mib": setup, "phases": {"setup": setup, "train": 1400.0}}]
+        run.memory["cpu"] = [
+            {"node": 0, "peak_mib": setup, "phases": {"setup": setup, "train": 1400.0, "done": 4200.0}}
+        ]
         run.metrics.total_steps = 30
     text = unwrapped(printed(runs))
     assert "Run 1 had its memory peak during setup. After setup its peak was 1,400 MiB. DeepSpeed compiles" in text

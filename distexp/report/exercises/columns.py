@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from distexp.report.data.failures import failure_reasons
 from distexp.report.data.metric_readers import training_value
@@ -76,7 +77,7 @@ class ExerciseColumn:
         elif self.epoch is not None:
             values = _after_epoch(group, self.metric, self.epoch)
         else:
-            values = [value for row in group.counted_rows if (value := row.metrics[self.metric]) is not None]
+            values = group.values(self.metric)
         return [value * UNITS[self.unit] for value in values]
 
 
@@ -86,9 +87,14 @@ def _parameters(group: RunGroup) -> list[float]:
 
 
 def _first_gpu(group: RunGroup, key: str) -> list[float]:
-    """Return a memory value of the first GPU of the first node, in MiB; averages and modes are of the training."""
-    entries = [entry for row in group.counted_rows for entry in row.record.memory.get("gpu") or []]
-    values = [training_value(entry, key) for entry in entries if entry["node"] == 0 and entry["index"] == 0]
+    """Return a memory value of the first GPU of the first node, in MiB; averages and modes are of the training.
+
+    The first GPU of a run may be any of the machine, as with ``CUDA_VISIBLE_DEVICES``.
+    """
+    of_runs = [
+        [entry for entry in row.record.memory.get("gpu") or [] if entry["node"] == 0] for row in group.counted_rows
+    ]
+    values = [training_value(min(entries, key=itemgetter("index")), key) for entries in of_runs if entries]
     return [value for value in values if value is not None]
 
 

@@ -134,7 +134,11 @@ def _highest_peak(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
 
 def _uneven_nodes(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
     for trace in traces:
-        peaks = {curve.node: max(mib for _, mib in curve.points) for curve in trace.curves(kind)}
+        counted = {
+            curve.node: [mib for second, mib in curve.points if _Peak(trace, second, mib).counts(kind)]
+            for curve in trace.curves(kind)
+        }
+        peaks = {node: max(values, default=0.0) for node, values in counted.items()}
         full, empty = max(peaks, key=peaks.__getitem__), min(peaks, key=peaks.__getitem__)
         if peaks[full] > UNEVEN * peaks[empty] > 0:
             values = f"{peaks[full]:,.0f} MiB on node {full}, {peaks[empty]:,.0f} MiB on node {empty}"
