@@ -11,6 +11,7 @@ from distexp.choose.space_entries import SpaceEntry, parse_entry
 from distexp.config import ConfigError
 from distexp.config.override_text import key_of, value_of
 
+AUTO = "auto"
 Values = dict[str, tuple[str, ...]]
 """Values to try, by key."""
 
@@ -47,7 +48,8 @@ def read_axes(space: Sequence[str], command: Sequence[str]) -> Axes:
     Raises:
         ConfigError: with all entries that are wrong.
     """
-    return _make_axes(_read_entries(space), _values_in_command(command))
+    is_searched = any(key_of(text) == MICRO_BATCH and value_of(text) == AUTO for text in command)
+    return _make_axes(_read_entries(space), _values_in_command(command), any_micro_batch=is_searched)
 
 
 def _read_entries(space: Sequence[str]) -> list[SpaceEntry]:
@@ -78,12 +80,19 @@ def _values_in_command(command: Sequence[str]) -> Values:
         axis = axis_of(key_of(text))
         if axis in AXES:
             found[axis] = (value_of(text),)
-    if found.get(MICRO_BATCH) == ("auto",):
+    if found.get(MICRO_BATCH) == (AUTO,):
         del found[MICRO_BATCH]
     return found
 
 
-def _make_axes(entries: Sequence[SpaceEntry], in_command: Values) -> Axes:
+def _make_axes(entries: Sequence[SpaceEntry], in_command: Values, *, any_micro_batch: bool) -> Axes:
+    """Return the axes.
+
+    Args:
+        entries: Entries of ``choose.space``.
+        in_command: Values that the command sets.
+        any_micro_batch: Whether the command has ``train.micro_batch_size=auto``.
+    """
     named = {entry.key: entry.values for entry in entries}
     chosen = in_command | {key: values for key, values in named.items() if values is not None}
     only_named = None in named.values()
@@ -93,7 +102,7 @@ def _make_axes(entries: Sequence[SpaceEntry], in_command: Values) -> Axes:
         if key in chosen or key in named or not only_named
     }
     further = {key: values for key, values in named.items() if key not in AXES and values}
-    is_varied = MICRO_BATCH in named or not only_named
+    is_varied = any_micro_batch or MICRO_BATCH in named or not only_named
     return Axes(_with_implied_strategy(varied, chosen), _micro_batches(chosen, is_varied=is_varied), further)
 
 

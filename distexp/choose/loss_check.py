@@ -98,7 +98,7 @@ class LossChecker:
             found = self._compare(own, reference, steps, without_dropout, winner.config.precision.name)
             if found is not None:
                 return LossCheck(
-                    label(reference), found, _why_not_single(reference), self._outside_speeds.get(reference)
+                    label(reference), found, _why_not_single(reference, winner), self._outside_speeds.get(reference)
                 )
         failed = [f"{label(failure)}: {self._errors[failure]}" for failure in references if failure in self._errors]
         reason = f"no reference completed: {'; '.join(failed)}" if failed else "no trial has equal steps"
@@ -170,10 +170,10 @@ def _can_run(candidate: Candidate) -> bool:
     return candidate.status is Status.TRIED or (candidate.status is not Status.FAILED and fits)
 
 
-def _why_not_single(reference: Candidate) -> str:
-    """Return why the reference is not ``single``; empty if it is."""
-    is_single = reference.config is not None and reference.config.strategy.name == "single"
-    return "" if is_single else "single cannot run here"
+def _why_not_single(reference: Candidate, winner: Candidate) -> str:
+    """Return why the reference is not ``single``; empty if it is, or if the winner is."""
+    strategies = [candidate.config.strategy.name for candidate in (reference, winner) if candidate.config is not None]
+    return "" if "single" in strategies else "single cannot run here"
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:

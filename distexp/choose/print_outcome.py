@@ -12,7 +12,14 @@ from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.equal_candidates import simplest
 from distexp.choose.labels import format_worker_time, label
 from distexp.choose.outcome import Outcome
-from distexp.choose.result_texts import command_line, equals_sentence, faster_reference, loss_sentence, other_sizes_hint
+from distexp.choose.result_texts import (
+    command_line,
+    equals_sentence,
+    faster_reference,
+    loss_sentence,
+    may_add_single,
+    other_sizes_hint,
+)
 from distexp.choose.state import SearchState
 from distexp.choose.table import result_table
 from distexp.choose.trade_offs import trade_offs
@@ -46,7 +53,7 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
             line(loss_sentence(outcome.check))
         for text in list(trade_offs(outcome.usable, outcome.winner))[:MAX_TRADE_OFFS]:
             line(f"or: {text}")
-        is_for_speed = objective is Objective.THROUGHPUT and not outcome.settings.section.gpus
+        is_for_speed = objective is Objective.THROUGHPUT and may_add_single(outcome.settings)
         faster = is_for_speed and faster_reference(outcome.check, outcome.winner, outcome.candidates)
         if hint := faster or other_sizes_hint(outcome.candidates, outcome.settings):
             line(hint)

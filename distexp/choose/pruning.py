@@ -18,6 +18,7 @@ from distexp.choose.axis_keys import CHECKPOINTING
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.family_memory import FamilyMemory
 from distexp.config import Config
+from distexp.plan.cpu_memory import step_reserve
 from distexp.plan.micro_batches import EstimateAll
 from distexp.runs.listing import format_count
 
@@ -143,8 +144,14 @@ class _Pruning:
                 member.prune(f"checkpointing is slower, and not needed: micro-batch {fitting.micro_batch} fits without")
 
     def _lighter(self, name: tuple[str, ...]) -> FamilyMemory | None:
-        """Return the family that differs only in the strategy, which needs less memory; None if there is none."""
-        return self.families.get(tuple(LIGHTER.get(text, text) for text in name)) if _level(name) else None
+        """Return the family that differs only in the strategy, which needs less memory; None if there is none.
+
+        On CPUs, FSDP may need more than DDP: the C library keeps more of what each step allocates.
+        """
+        found = self.families.get(tuple(LIGHTER.get(text, text) for text in name)) if _level(name) else None
+        if found is None or found.config.cluster.device == "cuda":
+            return found
+        return found if step_reserve(found.config) <= step_reserve(self.families[name].config) else None
 
     def _predict(self, families: Sequence[FamilyMemory]) -> None:
         """Search the largest micro-batch of each family, all of them in parallel."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import expm1
 
+from distexp.choose.axes import read_axes
+from distexp.choose.axis_keys import STRATEGY
 from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.equal_candidates import simplest
 from distexp.choose.labels import BETTER, format_gb, format_share, label
@@ -101,6 +103,12 @@ def other_sizes_hint(candidates: Sequence[Candidate], settings: Settings) -> str
     if is_set or settings.section.gpus or any(candidate.workers == 1 for candidate in candidates):
         return ""
     return f"all configurations have {most} workers. One worker may be faster: to try it too, set choose.gpus=1,{most}"
+
+
+def may_add_single(settings: Settings) -> bool:
+    """Return whether ``choose.gpus`` alone would make ``single`` a candidate."""
+    axes = read_axes(settings.section.space, settings.command)
+    return not settings.section.gpus and "single" in axes.values.get(STRATEGY, ())
 
 
 def faster_reference(check: LossCheck | None, winner: Candidate, candidates: Sequence[Candidate]) -> str:

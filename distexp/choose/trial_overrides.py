@@ -30,6 +30,7 @@ def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
         f"train.measure_after_step={EXCLUDED_STEPS}",
         "train.log_every=1",
         "train.checkpoint_every=null",
+        "train.resume=null",
         "train.save_model=false",
         "train.evaluate=false",
         "train.score_answers=false",

@@ -76,7 +76,7 @@ def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
     yield from as_cell(run.size)
     memory_mib = run.record.environment.gpu_total_mib if run.record.environment else None
     predicts = not any(key_of(text) == "forecast.memory" and value_of(text) == "off" for text in typed)
-    is_set = any(_section(text) == "plan" for text in typed)
+    is_set = any(key_of(text) in ("plan.gpu", "plan.gpu_memory_gb") for text in typed)
     if predicts and not is_set and run.on_gpu and memory_mib and not visible_gpus():
         yield f"plan.gpu_memory_gb={memory_mib / MIB_PER_GB:.1f}"
 
@@ -122,5 +122,5 @@ def _check_sweeps(typed: Sequence[str]) -> None:
 
 def _absolute(override: str) -> str:
     """Return an override with an absolute path, because the run may have been started in another folder."""
-    key, _, value = override.partition("=")
+    key, value = key_of(override), value_of(override)
     return f'{key}="{Path(value).absolute()}"' if key == "forecast.preflight" and value != "null" else override

@@ -33,6 +33,10 @@ class HostChange:
     longer_s: float = 0.0
 
 
+LEAST_SHARE = 0.05
+"""Smallest lower end of an interval, relative to the forecast: no step takes no time."""
+
+
 def interval_of(
     seconds: float, step: SimulatedStep, sources: Set[str], run: MeasuredStep, target: Target, *, host: HostChange
 ) -> tuple[float, float]:
@@ -59,7 +63,7 @@ def interval_of(
     combined = math.hypot(*errors)
     below = math.hypot(combined, host.shorter_s)
     above = math.hypot(combined, host.longer_s, HIDDEN_UNCERTAINTY * step.hidden_s)
-    return max(seconds - below, 0.0), seconds + above
+    return max(seconds - below, LEAST_SHARE * seconds), seconds + above
 
 
 def describe_distance(run: MeasuredStep, target: Target, sources: Set[str]) -> str:

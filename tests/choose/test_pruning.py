@@ -155,6 +155,24 @@ def test_on_cpus_the_tensors_of_all_workers_of_a_node_count(space_of: SpaceOf) -
         assert candidate.expected_mib == pytest.approx(on_cpus(candidate.config).host_mib)
 
 
+def test_on_cpus_ddp_is_not_left_out_because_fsdp_does_not_fit(space_of: SpaceOf) -> None:
+    """FSDP keeps more of the tensors of each step there."""
+
+    def more_for_fsdp(config: Config) -> Estimate:
+        needed = (8.0 if config.strategy.name == "fsdp" else 3.0) * MIB_PER_GB
+        return Estimate(
+            peak_allocated_mib=needed, required_mib=needed, host_mib=needed, on_cpu=True, error_bound=0.1,
+            parts={"parameters": needed - 1, "activations": 1.0},
+        )  # fmt: skip
+
+    candidates = [
+        replace(candidate, config=on_a_node_of(candidate.config, memory_gb=4.0)) for candidate in space_of(80.0)
+    ]
+    prune(candidates, Counted(more_for_fsdp))
+    waiting = {candidate.family[0] for candidate in candidates if candidate.status is Status.WAITING}
+    assert waiting == {"strategy=ddp"}
+
+
 def on_a_node_of(config: Config | None, memory_gb: float) -> Config:
     assert config is not None
     cluster, plan = replace(config.cluster, device="cpu"), replace(config.plan, host_memory_gb=memory_gb)

@@ -62,6 +62,11 @@ def test_a_batch_that_no_number_of_workers_can_share_is_an_error(space_of: Space
         space_of(["train.global_batch_size=7"], gpus=[4, 2])
 
 
+def test_auto_varies_the_micro_batch_also_if_only_another_axis_is_named(space_of: SpaceOf) -> None:
+    found = space_of(["train.micro_batch_size=auto"], space=["strategy"])
+    assert {candidate.micro_batch for candidate in found} == {1, 2, 4, 8}
+
+
 def test_what_the_command_sets_does_not_vary(space_of: SpaceOf) -> None:
     command = ["sharding=shard_grad_op", "kernels=reference", "train.micro_batch_size=2", "offload=false"]
     found = space_of([*command, "train.activation_checkpointing=true"])

@@ -88,17 +88,28 @@ def test_the_command_composes_the_run_with_other_sizes(sweep: Path, capsys: pyte
     assert "train.global_batch_size=64 is no multiple" in found[2]["reason"]
 
 
-@pytest.mark.parametrize(("memory", "is_set"), [("off", False), ("predict", True)])
+@pytest.mark.parametrize(
+    ("typed", "is_set"),
+    [("forecast.memory=off", False), ("plan.gpu=a100-80gb", False), ("forecast.memory=predict", True),
+     ("plan.timeout_s=60", True)],
+)  # fmt: skip
 def test_the_memory_of_the_gpu_is_that_of_the_profiled_run_if_it_is_needed(
-    memory: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arguments, "visible_gpus", tuple)
     profiled = profiled_record(cluster__device="cuda", peak=8192.0)
     assert profiled.environment is not None
     profiled.environment.gpu_total_mib = 143_771
     run = read_profiled_run(write_profiled(tmp_path / "gpu", profiled) / "0")
-    found = arguments.forecast_arguments(run, [f"forecast.memory={memory}"], as_json=False)
+    found = arguments.forecast_arguments(run, [typed], as_json=False)
     assert any(text == "plan.gpu_memory_gb=140.4" for text in found) == is_set
+
+
+@pytest.mark.parametrize("quote", ["", "'", '"'])
+def test_the_path_of_a_preflight_may_have_quotes(quote: str, tmp_path: Path) -> None:
+    run = read_profiled_run(write_profiled(tmp_path / "run", profiled_record()) / "0")
+    found = arguments.forecast_arguments(run, [f"forecast.preflight={quote}/tmp/a b{quote}"], as_json=False)
+    assert 'forecast.preflight="/tmp/a b"' in found
 
 
 def test_the_answer_comes_first_and_each_size_has_a_row(

@@ -86,6 +86,16 @@ def test_the_profiled_size_gives_its_own_median(median_s: float, transfer_s: flo
     assert found.low_s < median_s < found.high_s < 1.1 * median_s
 
 
+def test_a_large_error_of_the_profiled_speed_leaves_a_positive_interval(tmp_path: Path) -> None:
+    """One of few steps took ten times as long, so twice the error is more than the step."""
+    run = write_run(tmp_path, ddp_items(None), 0.03)
+    record = RunRecord.read(run / "record.json")
+    record.metrics.speed_error = {"relative": 0.643}
+    record.write(run)
+    (found,) = forecast_steps(run, [target(1)], MACHINE)
+    assert 0 < found.low_s < found.step_time_s < found.high_s
+
+
 @pytest.mark.parametrize("median_s", [0.08, 0.1])
 def test_a_launch_bound_run_gives_its_own_median(median_s: float, tmp_path: Path) -> None:
     """The profiled CPU takes 120 ms for kernels of 30 ms; without the profiler it is faster."""

@@ -71,6 +71,12 @@ def test_estimate_without_a_trace_is_not_cached(monkeypatch: pytest.MonkeyPatch)
         assert [planner.estimate([config])[0] for _ in range(3)] == [*outcomes, outcomes[1]]
 
 
+def test_simulated_nodes_share_no_estimate_with_nodes_of_slurm() -> None:
+    """On CPUs the former are processes of one machine, and their memory counts together."""
+    words = ("plan.only=true", "strategy=ddp", "cluster.device=cpu", "cluster.nodes=2", "cluster.workers_per_node=2")
+    assert cache_path(resolve_cell(*words)) != cache_path(resolve_cell(*words, "cluster=slurm"))
+
+
 def test_all_look_for_an_estimate_under_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A V100 has a smaller cuBLAS workspace, so its estimates are in other files."""
     v100 = Gpu(0, "GPU-1", "Tesla V100-SXM2-16GB", 16_384.0)
