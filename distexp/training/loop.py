@@ -21,7 +21,7 @@ def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable
     """Train until ``plan.total_steps``. By default, evaluate after each epoch and the last step."""
     plan, logger = inputs.plan, inputs.logger
     logger.start()
-    for epoch in plan.epochs(logger.steps):
+    for epoch in plan.epochs(logger.steps, len(logger.metrics.train_losses)):
         model.module.train()
         logger.start_steps()
         for step in inputs.training.iter_steps(epoch, plan.steps_of(epoch, logger.steps)):

@@ -20,9 +20,17 @@ class StepPlan:
         steps = self.train.num_epochs * self.steps_per_epoch
         return min(steps, self.train.max_steps or steps)
 
-    def epochs(self, done: int) -> range:
-        """Return the epochs that still have a step or an evaluation after ``done`` steps."""
-        return range(max(done - 1, 0) // self.steps_per_epoch, -(-self.total_steps // self.steps_per_epoch))
+    def epochs(self, done: int, finished: int = 0) -> range:
+        """Return the epochs that still have a step or an evaluation.
+
+        Args:
+            done: Steps that are done.
+            finished: Epochs that have ended, with their evaluation. After the last step of an epoch, a checkpoint may
+                have been written before or after its end.
+        """
+        whole = min(finished, done // self.steps_per_epoch)
+        first = max(whole, max(done - 1, 0) // self.steps_per_epoch)
+        return range(first, -(-self.total_steps // self.steps_per_epoch))
 
     def steps_of(self, epoch: int, done: int) -> range:
         """Return the steps of an epoch that are left after ``done`` steps.

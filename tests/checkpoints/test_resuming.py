@@ -94,6 +94,17 @@ def test_a_resumed_training_equals_an_uninterrupted_one(library: str, workers: i
     assert [disk.step_of(path) for path in disk.list_checkpoints(folder)] == [9, 6], "the newest two are kept"
 
 
+def test_a_training_that_was_stopped_at_the_end_of_an_epoch_is_resumed(tmp_path: Path) -> None:
+    """The loss of the epoch was recorded before the checkpoint. An evaluation would see the request earlier."""
+    words = (*COMMON, *GPT, "strategy=single", "train.checkpoint_every=null", "train.evaluate=false")
+    run_grid(HELPERS / "stopped_runs.py", tmp_path, 1, {"run": words})
+    stopped, resumed = (RunRecord.read(tmp_path / "run" / name) for name in ("stopped.json", "record.json"))
+    assert (stopped.status, len(stopped.metrics.train_losses)) == ("preempted", 1)
+    assert "stopped after step 4 of 9" in str(stopped.error)
+    assert (resumed.status, len(resumed.metrics.train_losses)) == ("completed", 3)
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 10))
+
+
 @pytest.mark.slow
 def test_writing_checkpoints_does_not_change_the_training(runs: Runs) -> None:
     folder = runs("torch", 2)
