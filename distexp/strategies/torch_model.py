@@ -236,10 +236,23 @@ class TorchModel:
 def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield name and full value of each parameter and buffer; a collective."""
     unwrapped = module.module if isinstance(module, DistributedDataParallel) else module
+    _reshard(unwrapped)
     for name, tensor in [*unwrapped.named_parameters(), *unwrapped.named_buffers()]:
         # Offloaded shards are on the CPU; they are gathered on the device of the process group.
         local = tensor.detach().to(device)
         yield name, (local.full_tensor() if isinstance(local, DTensor) else local).contiguous()
+
+
+def _reshard(module: nn.Module) -> None:
+    """Replace gathered parameters of FSDP by their shards.
+
+    After an evaluation some are still gathered, and with mixed precision these are copies in 16 bits.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def read_ddp_distribution(wrapped: DistributedDataParallel) -> Distribution:

@@ -322,6 +322,7 @@ def test_saved_weights_equal_those_of_single(
     tolerance = 12 * 0.002 if reference == "bf16" else 1e-4
     for key, weight in ours.state_dict().items():
         torch.testing.assert_close(weight, expected[key], atol=tolerance, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
+        assert not torch.equal(weight, weight.bfloat16().float()), f"{key} was rounded to 16 bits"
 
 
 def test_a_saved_model_has_the_recorded_loss(references: Callable[[str], Path]) -> None:
