@@ -26,6 +26,11 @@ class Heartbeat:
             self._last_touch_s = now
 
 
+def record_progress(run_dir: Path) -> None:
+    """Record progress of a process that does not train, as the search of a micro-batch."""
+    (run_dir / EVENTS).touch()
+
+
 def last_heartbeat(run_dir: Path) -> float:
     """Return the Unix time in seconds of the last step, event or build step; 0 before the first."""
     return max(_modified(run_dir / name) for name in (HEARTBEAT, EVENTS, OPERATORS))

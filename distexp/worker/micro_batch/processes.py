@@ -31,6 +31,7 @@ from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, connect_to_store, join, sub_store
 from distexp.models.blueprint import Blueprint
+from distexp.runs.heartbeat import record_progress
 from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TriedSize
 from distexp.runs.run_dir import search_log_path
 from distexp.runs.spec import RunSpec
@@ -64,6 +65,10 @@ class ModelParts:
 
     load_data: Callable[[Config, Context], TaskData]
     build_model: Callable[[Config, TaskData, Context], Blueprint]
+
+
+LATE = "late"
+"""Key of a store: rank 0 ended the round after the deadline."""
 
 
 class SearchError(RuntimeError):
@@ -114,7 +119,8 @@ class Round:
         """Return the candidates, with the one during which a process ran out of memory."""
         codes = [end["code"] for end in ends]
         out_of_memory = any(code in (MEMORY_CODE, -signal.SIGKILL) for code in codes)
-        if not out_of_memory and any(codes):
+        # A collective of another rank fails if this one is ended after the deadline.
+        if not out_of_memory and any(codes) and not self.store.check([LATE]):
             _raise_first(ends)
         sizes = json.loads(self.store.get("sizes")) if self.store.check(["sizes"]) else [1]
         saved = json.loads(self.store.get(SAVED)) if self.store.check([SAVED]) else 0.0
@@ -146,6 +152,7 @@ class Round:
                 candidate.outcome == FITS for candidate in [*self.tried, *self._candidates()]
             )
             if late:
+                self.store.set(LATE, "")
                 self.store.set("stop", "")
             if late or self.store.check(["stop"]):
                 os.kill(pid, signal.SIGKILL)
@@ -215,6 +222,7 @@ class Round:
             candidate = trials.measure(size)
             search = replace(search, tried=[*search.tried, candidate])
             if context.rank == 0:
+                record_progress(self.run_dir)
                 _store_candidate(store, len(search.tried) - len(self.tried) - 1, candidate)
             dist.barrier()  # so that the candidate is stored before the next one may run out of memory
             size = search.next_size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from distexp.worker.micro_batch.stored import read_stored, store, stored_path
 
 NOTHING_FITS = (
     "train.micro_batch_size=auto found no size that fits: a micro-batch of {size} needs more memory than there is. "
-    "Lower {input}, or choose {choices}"
+    "Lower {input}{choices}"
 )
 
 
@@ -61,14 +62,26 @@ def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelP
 def nothing_fits(config: Config, search: MicroBatchSearch) -> Exception:
     """Return the error of a search without a result: that of the device whose memory is too small."""
     on_gpu, is_text = config.cluster.device == "cuda", config.model.task == "causal_lm"
-    choices = ["sharding=full_shard", *(["offload=true"] if on_gpu else []), "train.activation_checkpointing=true"]
     smallest = min((candidate.micro_batch_size for candidate in search.candidates), default=1)
+    savings = list(_savings(config))
     message = NOTHING_FITS.format(
         size=f"{smallest} sample{'s' if smallest > 1 else ''}",
         input="dataset.max_length" if is_text else "dataset.image_size",
-        choices=f"{', '.join(choices[:-1])} or {choices[-1]}",
+        choices=f", or choose {' or '.join(savings)}" if savings else "",
     )
     return torch.OutOfMemoryError(message) if on_gpu else MemoryError(message)
+
+
+def _savings(config: Config) -> Iterator[str]:
+    """Yield overrides that the run does not have yet, and that need less memory."""
+    strategy = config.strategy.name
+    may_offload = strategy == "fsdp" or (strategy == "deepspeed" and config.deepspeed.zero_stage != 0)
+    if strategy in ("single", "ddp") or config.fsdp.sharding in ("no_shard", "shard_grad_op"):
+        yield "sharding=full_shard"
+    if config.cluster.device == "cuda" and may_offload and not config.offload.enabled:
+        yield "offload=true"
+    if not config.train.activation_checkpointing:
+        yield "train.activation_checkpointing=true"
 
 
 def run_search(spec: RunSpec, run_dir: Path, parts: ModelParts, connection: Store) -> MicroBatchSearch:

@@ -25,7 +25,7 @@ SECTIONS = ("model", "dataset", "strategy", "ddp", "fsdp", "deepspeed", "offload
 CLUSTER_KEYS = ("nodes", "workers_per_node", "device", "cpus_per_worker", "gpu_memory_limit_gb")
 
 SAME_SPEED = (
-    *("num_epochs", "max_steps", "learning_rate", "weight_decay", "betas", "eps", "momentum", "schedule", "step_size"),
+    *("num_epochs", "max_steps", "learning_rate", "weight_decay", "betas", "eps", "schedule", "step_size"),
     *("gamma", "warmup_steps", "measure_after_step", "profile_steps", "log_every", "seed", "on_nan", "resume"),
     *("checkpoint_every", "save_model", "score_answers", "eval_batch_size", "gradient_accumulation_steps"),
 )

@@ -204,14 +204,28 @@ def test_errors_for_lack_of_memory_are_recognized(error: Exception, expected: bo
     ("overrides", "size", "status", "hint"),
     [
         (("cluster.device=cpu",), 1, "oom_host", "Lower dataset.max_length, or choose sharding=full_shard or train."),
-        (("cluster=slurm",), 1, "oom_gpu", "sharding=full_shard, offload=true or train.activation_checkpointing"),
+        (("cluster=slurm", "strategy=ddp"), 1, "oom_gpu", "sharding=full_shard or train.activation_checkpointing"),
+        (
+            ("cluster=slurm", "sharding=full_shard"),
+            1,
+            "oom_gpu",
+            "max_length, or choose offload=true or train.activation",
+        ),
+        (
+            ("cluster=slurm", "zero_stage=3", "offload=true", "train.activation_checkpointing=true"),
+            1,
+            "oom_gpu",
+            "Lower dataset.max_length",
+        ),
         (("cluster=slurm", "model=resnet_tiny"), 2, "oom_gpu", "of 2 samples needs more memory than there is. Lower "),
     ],
 )
 def test_if_nothing_fits_the_status_names_the_memory(
     overrides: tuple[str, ...], size: int, status: str, hint: str, tmp_path: Path
 ) -> None:
-    spec = make_spec("strategy=single", "cluster.workers_per_node=1", *AUTO, *overrides)
+    chooses = any(text.startswith(("strategy=", "sharding=", "zero_stage=")) for text in overrides)
+    strategy = () if chooses else ("strategy=single",)
+    spec = make_spec(*strategy, "cluster.workers_per_node=1", *AUTO, *overrides)
     error = nothing_fits(spec.config, MicroBatchSearch(None, [TriedSize(size, OUT_OF_MEMORY)]))
     assert hint in str(error)
     write_error(error_path(tmp_path, 0, 0), RunError(type(error).__name__, str(error), "search", 0))
@@ -226,8 +240,9 @@ def test_a_search_is_stored_for_equal_speed_and_memory(tmp_path: Path, monkeypat
     others = (
         *("train.global_batch_size=16", "precision=bf16", "model.num_layers=3", "train.optimizer=sgd"),
         "train.micro_batch_search_s=9",
+        "train.momentum=0.5",
     )
-    assert len({path, *(stored_path(resolve_cell(*SINGLE, *AUTO, other)) for other in others)}) == 6
+    assert len({path, *(stored_path(resolve_cell(*SINGLE, *AUTO, other)) for other in others)}) == 7
     assert read_stored(path, samples=8) is None
     store(FOUND, path)
     found = read_stored(path, samples=8)
