@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import STOP_REQUEST
 
@@ -22,9 +20,6 @@ SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 POLL_S = 1.0
 """Shortest time between two polls. On a network file system each poll is a message to the server."""
-
-CLOCK_ERROR_S = 2.0
-"""Largest error of the kernel's start time of a process."""
 
 
 def request_stop(run_dir: Path, reason: str) -> None:
@@ -46,23 +41,21 @@ def read_reason(run_dir: Path) -> str | None:
 class StopRequest:
     """Poller of the stop request, at most once a second. A disabled one never polls.
 
-    A request from before this worker's torchrun started was meant for an earlier attempt.
+    A new attempt archives or deletes the request for an earlier one. So the file may be older than this process, for
+    example if it was written while operators were built.
     """
 
     def __init__(self, run_dir: Path, *, enabled: bool) -> None:
         self.run_dir = run_dir
         self.enabled = enabled
         self.received = False
-        parent = psutil.Process().parent() if enabled else None
-        self._valid_since_s = parent.create_time() - CLOCK_ERROR_S if parent else 0.0
         self._next_poll_s = 0.0
 
     def __call__(self) -> bool:
         """Return whether a stop was requested; once true, it stays true."""
         if self.enabled and not self.received and time.monotonic() >= self._next_poll_s:
             self._next_poll_s = time.monotonic() + POLL_S
-            request = _read(self.run_dir)
-            self.received = request is not None and float(request["unix_time_s"]) >= self._valid_since_s
+            self.received = _read(self.run_dir) is not None
         return self.received
 
     def reason(self) -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from distexp.runs import stop_request
+from distexp.runs.attempts import register_attempt, register_manual_attempt
 from distexp.runs.run_dir import STOP_REQUEST
 from distexp.runs.stop_request import StopRequest, request_stop
+from tests.helpers.runs import make_spec
 
 
 def test_a_request_is_received_once_and_for_all(tmp_path: Path) -> None:
@@ -28,9 +30,21 @@ def test_a_disabled_poller_receives_nothing(tmp_path: Path) -> None:
     assert not poller()
 
 
-def test_a_request_for_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
+def test_a_request_from_before_the_workers_start_counts(tmp_path: Path) -> None:
+    """Before they start, operators may be built for minutes."""
     (tmp_path / STOP_REQUEST).write_text(json.dumps({"unix_time_s": 1.0, "reason": "preemption"}))
-    assert not StopRequest(tmp_path, enabled=True)()
+    assert StopRequest(tmp_path, enabled=True)()
+
+
+def test_a_request_for_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
+    spec = make_spec("strategy=single")
+    for register in (
+        lambda: register_attempt(spec.run, tmp_path, None, ["a"]),
+        lambda: register_manual_attempt(spec.run, tmp_path),
+    ):
+        request_stop(tmp_path, "preemption")
+        register()
+        assert not StopRequest(tmp_path, enabled=True)()
 
 
 def test_the_file_is_polled_at_most_once_in_an_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
