@@ -8,6 +8,11 @@ from typing import Any
 from distexp.config.field_info import key
 
 
+def sbatch_name(option: object) -> str:
+    """Return the name of an option of sbatch, which users write as ``--cpus-per-gpu`` or ``cpus_per_gpu`` too."""
+    return str(option).lstrip("-").replace("_", "-")
+
+
 @dataclass
 class ClusterConfig:
     """Where a run starts, and its resources. Some keys are for Slurm only."""

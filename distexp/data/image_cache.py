@@ -28,6 +28,10 @@ PIXELS, INDEX, WINDOWS = "images", "index", "windows"
 """Names of the tensors of a batch before it is on the device."""
 
 
+NO_PIXELS = torch.empty((0, 3, 0, 0), dtype=torch.uint8)
+"""Pixels of an evaluation set without images, which is allowed with ``train.evaluate=false``."""
+
+
 @dataclass(frozen=True, eq=False)
 class CachedImages:
     """Decoded images with their classes.
@@ -144,7 +148,7 @@ def cache_images(data: TaskData, place: str, device: torch.device) -> TaskData:
         ConfigError: the images do not fit, or the data has none.
     """
     train, evaluation = (_image_files(samples, place) for samples in (data.train, data.evaluation))
-    decoded = [decode_once(files) for files in (train, evaluation)]
+    decoded = [decode_once(files) if len(files) else NO_PIXELS for files in (train, evaluation)]
     needed = sum(pixels.nbytes for pixels in decoded)
     if error := _memory_error(needed, place, device):
         raise ConfigError(error)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from distexp.config import ClusterConfig, Config
+from distexp.config.cluster_section import sbatch_name
 from distexp.config.field_info import info_of
 from distexp.config.model_checks import model_errors, unused_key_errors
 from distexp.config.targets import check_target
@@ -77,7 +78,7 @@ def check_cluster_keys(config: Config) -> Iterator[str]:
 def _sbatch_errors(cluster: ClusterConfig) -> Iterator[str]:
     """Yield an error for each option of sbatch that distexp sets itself."""
     for option in cluster.sbatch:
-        name = str(option).lstrip("-").replace("_", "-")
+        name = sbatch_name(option)
         if name in KEYS_OF_SBATCH_OPTIONS:
             key = KEYS_OF_SBATCH_OPTIONS[name]
             yield f"cluster.sbatch may not set {option}: " + (f"set {key} instead" if key else "distexp sets it")

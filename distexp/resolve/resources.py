@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distexp.config import Config
+from distexp.config.cluster_section import sbatch_name
 from distexp.resolve.strategy_steps import needs_one_worker
 from distexp.system.hardware import cpu_count, visible_gpus
 
@@ -73,7 +74,7 @@ def _decide_slurm(config: Config) -> None:
         cluster.device = "cuda"
     if cluster.workers_per_node is None:
         cluster.workers_per_node = 1 if needs_one_worker(config) else (cluster.gpus_per_node or 1)
-    if cluster.gpus_per_node is None and cluster.device == "cuda" and "gres" not in cluster.sbatch:
+    if cluster.gpus_per_node is None and cluster.device == "cuda" and "gres" not in map(sbatch_name, cluster.sbatch):
         cluster.gpus_per_node = cluster.workers_per_node
     if cluster.cpus_per_worker is None:
         cluster.cpus_per_worker = SLURM_CPUS_PER_WORKER

@@ -87,6 +87,15 @@ def test_batches_are_those_of_the_files_to_the_digit(folder: Path, place: str) -
                     assert cached_images.dtype == torch.float32
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_an_empty_evaluation_set_is_kept(folder: Path, place: str) -> None:
+    data = load(folder)
+    assert isinstance(data.evaluation, ImageFiles)
+    empty = replace(data, evaluation=replace(data.evaluation, files=[], classes=[]))
+    cached = cache_images(empty, place, CPU)
+    assert (len(cached.train), len(cached.evaluation)) == (len(data.train), 0)
+
+
 @pytest.mark.parametrize("size", [20, 32, 50, 224])
 def test_resized_images_are_those_of_the_files_within_one_level(folder: Path, size: int) -> None:
     data = load(folder, train_size=16, eval_size=16, image_size=size)

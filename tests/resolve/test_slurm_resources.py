@@ -53,6 +53,20 @@ def test_preflight_on_slurm_has_a_default_limit_on_gpus_only(device: str, limit:
     assert config.preflight.min_busbw_gbps == limit
 
 
+@pytest.mark.parametrize("name", ["cpus-per-gpu", "cpus_per_gpu", "--cpus-per-gpu"])
+def test_cpus_per_gpu_replace_those_of_a_task_in_every_spelling(name: str) -> None:
+    found = options(text("cluster=slurm", "strategy=ddp", f"+cluster.sbatch={{{name}: 8}}"))
+    assert found["cpus-per-gpu"] == "8"
+    assert "cpus-per-task" not in found
+
+
+@pytest.mark.parametrize("name", ["gres", "--gres"])
+def test_gres_replaces_the_gpus_of_a_node_in_every_spelling(name: str) -> None:
+    found = options(text("cluster=slurm", "strategy=ddp", f"+cluster.sbatch={{{name}: gpu}}"))
+    assert found["gres"] == "gpu"
+    assert "gpus-per-node" not in found
+
+
 def test_every_key_is_in_the_sbatch_file() -> None:
     script = text(
         "cluster=slurm",

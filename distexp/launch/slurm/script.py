@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ClusterConfig, Config
+from distexp.config.cluster_section import sbatch_name
 from distexp.runs.run_dir import SLURM
 
 NODE_TASK = "distexp.launch.slurm.node_task"
@@ -100,7 +101,7 @@ def cpus_per_task(cluster: ClusterConfig) -> int | None:
     """
     assert cluster.cpus_per_worker is not None
     assert cluster.workers_per_node is not None
-    if any(option in cluster.sbatch for option in CPU_OPTIONS):
+    if any(sbatch_name(option) in CPU_OPTIONS for option in cluster.sbatch):
         return None
     return cluster.cpus_per_worker * cluster.workers_per_node
 
@@ -120,7 +121,7 @@ def extra_options(cluster: ClusterConfig, snapshot: Path) -> dict[str, Any]:
     options: dict[str, Any] = {"chdir": str(snapshot), "requeue" if cluster.requeue else "no-requeue": True}
     if cluster.reservation is not None:
         options["reservation"] = cluster.reservation
-    user = {key.lstrip("-").replace("_", "-"): value for key, value in cluster.sbatch.items()}
+    user = {sbatch_name(key): value for key, value in cluster.sbatch.items()}
     return options | {key: value for key, value in user.items() if value is not False and value is not None}
 
 
