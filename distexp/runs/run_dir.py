@@ -112,6 +112,16 @@ def agent_error_path(run_dir: Path, node: int) -> Path:
     return log_dir(run_dir, node) / "agent.error.json"
 
 
+def oom_mark_path(run_dir: Path, node: int) -> Path:
+    """Return the file that exists if the kernel killed a process of a node for memory."""
+    return log_dir(run_dir, node) / "oom_killed"
+
+
+def oom_marks(run_dir: Path) -> list[Path]:
+    """Return the marks of all nodes."""
+    return _in_log_dirs(run_dir, "oom_killed")
+
+
 def agent_owner_path(run_dir: Path) -> Path:
     """Return the JSON file that names the agent process of the first node of a local run."""
     return log_dir(run_dir, 0) / "agent.process.json"

@@ -98,3 +98,14 @@ def test_kills_of_other_cgroups_are_not_those_of_a_run(tmp_path: Path, monkeypat
     assert oom.oom_killed(tmp_path)
     del counters["cgroup"]
     assert oom.oom_killed(tmp_path), "the machine decides if the cgroup is unknown"
+
+
+def test_the_mark_of_another_node_counts_as_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = {"cgroup": 1}
+    monkeypatch.setattr(oom, "oom_kills", lambda: dict(counters))
+    oom.save_counters(tmp_path)
+    (tmp_path / "logs" / "node1").mkdir(parents=True)
+    oom.mark_if_killed(tmp_path, 1, {"cgroup": 1})
+    assert not oom.oom_killed(tmp_path)
+    oom.mark_if_killed(tmp_path, 1, {"cgroup": 0})
+    assert oom.oom_killed(tmp_path)

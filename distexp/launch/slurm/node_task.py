@@ -33,6 +33,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import agent_error_path
 from distexp.runs.spec import RunSpec
+from distexp.system.cgroups import oom_kills
 from distexp.system.processes import NOTICE_SIGNAL
 from distexp.tracking.process import tracked
 
@@ -145,7 +146,7 @@ class NodeTask:
 
     def run_attempt(self) -> int:
         """Run this node's agent, write its exit code for the other nodes, and return it."""
-        code = STOPPED_CODE
+        code, kills_before = STOPPED_CODE, oom_kills()
         try:
             if self.job.node == 0:
                 start_attempt(self.spec, self.run_dir, self.job.id, self.job.hosts)
@@ -163,6 +164,8 @@ class NodeTask:
             write_start_error(self.run_dir, self.job.node, error)
         self.peers.check_latest()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.job.node != 0:  # Node 0 writes the record, and compares its own counters then.
+            oom.mark_if_killed(self.run_dir, self.job.node, kills_before)
         write_exit_status(self.run_dir, self.job, code)
         return code
 
