@@ -23,6 +23,7 @@ def test_too_many_nodes_are_refused_before_the_start(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_too_many_nodes_are_an_invalid_run_of_a_sweep(tmp_path: Path) -> None:
     done = run_distexp(
         "--multirun",
