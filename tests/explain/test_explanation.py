@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from distexp.explain.explanation import explain
@@ -18,6 +20,7 @@ from tests.helpers.profiled_records import (
     profiled,
 )
 from tests.helpers.records import record
+from tests.helpers.runs import run_distexp
 
 
 @pytest.mark.parametrize(
@@ -96,3 +99,14 @@ def test_an_error_of_the_explanation_keeps_the_record(
     record_measurements.add_explanation(found)
     assert found.metrics.explanation is None
     assert "no explanation: ZeroDivisionError: division by zero" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_stored_explanation_knows_the_measured_memory(tmp_path: Path) -> None:
+    """Its advice depends on the memory, so it is that of ``distexp explain``, which reads the record."""
+    done = run_distexp("strategy=ddp", "scale=tiny", "train.profile_steps=3", f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    found = RunRecord.read(tmp_path / "run" / "record.json")
+    expected = explain(found)
+    assert expected is not None
+    assert found.metrics.explanation == expected.to_json()

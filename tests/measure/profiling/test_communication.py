@@ -12,7 +12,6 @@ import pytest
 
 from distexp.config import TrainConfig
 from distexp.console.run_summary import summary_lines
-from distexp.explain.explanation import explain
 from distexp.measure.profiling.chrome_trace import read_trace, timeline_of
 from distexp.measure.profiling.communication import Timeline, communication_shares
 from distexp.measure.profiling.intervals import Interval, intersection_length, merge, subtract
@@ -253,16 +252,6 @@ def of_profiled_step(entry: dict[str, Any], name: str) -> float:
 @pytest.mark.slow
 def test_collectives_of_gloo_are_measured_by_kind(runs: Path, name: str) -> None:
     assert_measured(runs / name, "all_reduce", *(["all_gather", "reduce_scatter"] if "shard" in name else []))
-
-
-@pytest.mark.slow
-def test_the_stored_explanation_knows_the_measured_memory(runs: Path) -> None:
-    """Its advice depends on it, so it is that of ``distexp explain``, which reads the record."""
-    for name in ("ddp", "full_shard"):
-        record = RunRecord.read(runs / name / "record.json")
-        found = explain(record)
-        assert found is not None
-        assert record.metrics.explanation == found.to_json()
 
 
 @pytest.mark.parametrize("name", ["ddp", "full_shard", "shard_grad_op", "hf_full_shard"])
