@@ -40,12 +40,19 @@ def linear_cross_entropy(
         chunk_tokens: tokens of each chunk.
     """
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    with torch.autocast(device, enabled=False):
-        if torch.is_grad_enabled():
-            loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, chunk_tokens)  # type: ignore[no-untyped-call]
-            return loss
+    if not torch.is_autocast_enabled(device):
+        return _loss(hidden, weight, bias, labels, hidden.dtype, chunk_tokens)
+    with torch.autocast(device, enabled=False):  # torch does not keep compiled graphs that switch autocast
+        return _loss(hidden, weight, bias, labels, torch.get_autocast_dtype(device), chunk_tokens)
+
+
+def _loss(  # noqa: PLR0917 (autograd passes no keyword arguments)
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dtype: torch.dtype, chunk_tokens: int
+) -> Tensor:
+    if not torch.is_grad_enabled():
         return _loss_only(hidden, *_cast(weight, bias, dtype), labels, chunk_tokens)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, chunk_tokens)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -92,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # A row of zeros adds nothing to the gradient of the weight. This is cheaper than a mask of the logits.
             inputs = rows.masked_fill(ignored[:, None], 0).to(dtype)
             part, gradient = _loss_and_gradient(functional.linear(inputs, matrix, vector), targets, ctx.scale)
-            loss += part
+            loss = loss + part  # With +=, torch 2.11 compiles a backward pass whose gradients are zero.
             if ctx.needs_input_grad[0]:
                 hidden_gradients.append((gradient @ matrix).masked_fill_(ignored[:, None], 0))
             if ctx.needs_input_grad[1]:
