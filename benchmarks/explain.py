@@ -293,7 +293,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--gpus", type=int, default=2, help="GPUs to use; 2 for most checks")
     add("--budget-s", type=float, default=math.inf, help="time after which no further run starts")
     add("--results", default="benchmark_results/explain", help="folder of the runs")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     options.checks = options.checks.split(",")
     for name in options.checks:
         if name not in CHECKS:

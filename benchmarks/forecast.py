@@ -231,7 +231,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--budget-s", type=float, default=math.inf, help="time after which the runs stop")
     add("--json", default="", help="file to which the rows are added; default: forecast.json in the folder of the runs")
     add("--results", default="benchmark_results/forecast", help="folder of the runs")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, default=4, help="first steps, which are not measured")
     add("--budget-s", type=float, default=math.inf, help="time after which no further preset starts")
     add("--results", default=f"benchmark_results/{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}", help="folder of the runs")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     options.presets = options.presets.split(",")
     known = [preset.name for preset in PRESETS]
     for name in options.presets:

@@ -124,7 +124,7 @@ class TorchModel:
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Run one micro-batch, accumulate its gradients, return its share of the metrics."""
         with self.sync_context(last_micro):
-            outputs = self._call(batch)
+            outputs = self._call(self.module, batch)
             loss = loss_sum(self.task, outputs, batch) / normalizer
             metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
             del outputs  # Frees the logits, which are large and not needed in the backward pass.
@@ -134,16 +134,16 @@ class TorchModel:
             self.copies.collect_gradients()
         return metrics
 
-    def _call(self, batch: Batch) -> Any:
-        """Return the outputs of the module in the precision of the training."""
+    def _call(self, module: nn.Module, batch: Batch) -> Any:
+        """Return the outputs of a module in the precision of the training."""
         inputs = batch.inputs if self.copies is None else self.copies.cast_inputs(batch.inputs)
         if self.compiled not in MODEL_SCOPES:
             with self.autocast:
-                return self.module(**inputs)
+                return module(**inputs)
         if self.compiled == "graphs":
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with self.autocast, explained_compilation(self.compiled):
-            return self.module(**inputs)
+            return module(**inputs)
 
     def step(self, learning_rate: float) -> Tensor:
         """Clip, update the weights, clear the gradients; return the norm before clipping."""
@@ -169,8 +169,12 @@ class TorchModel:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
-        """Return the outputs of the module in the precision of the training."""
-        return self._call(batch)
+        """Return the outputs of the module in the precision of the training.
+
+        The wrapper of DDP is left out. Without gradients it would only broadcast buffers, which all ranks have when an
+        evaluation starts, and torch does not keep the graphs that it compiles inside of DDP.
+        """
+        return self._call(_unwrapped(self.module), batch)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter and buffer, unsharded, on this rank's device; a collective."""
@@ -235,12 +239,18 @@ class TorchModel:
 @torch.no_grad()
 def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield name and full value of each parameter and buffer; a collective."""
-    unwrapped = module.module if isinstance(module, DistributedDataParallel) else module
+    unwrapped = _unwrapped(module)
     _reshard(unwrapped)
     for name, tensor in [*unwrapped.named_parameters(), *unwrapped.named_buffers()]:
         # Offloaded shards are on the CPU; they are gathered on the device of the process group.
         local = tensor.detach().to(device)
         yield name, (local.full_tensor() if isinstance(local, DTensor) else local).contiguous()
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside of DDP, or the module itself without DDP."""
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
 
 
 def _reshard(module: nn.Module) -> None:

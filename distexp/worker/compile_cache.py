@@ -11,7 +11,7 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
-from distexp.system.torch_internals.compilation import default_compile_cache
+from distexp.system.torch_internals.compilation import cache_autograd_functions, default_compile_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable of torch. If the user sets it to another folder than torch's default, it is left as it is."""
@@ -27,6 +27,7 @@ def use_compile_cache() -> Path:
     Raises:
         ConfigError: the folder cannot be created, or another user can write to it.
     """
+    cache_autograd_functions()
     chosen = os.environ.get(VARIABLE)
     if chosen and chosen != default_compile_cache():  # torch sets the variable to its default when it is imported
         return Path(chosen)

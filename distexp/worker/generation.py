@@ -18,7 +18,7 @@ from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, TaskData
 from distexp.data.loader import ShardedLoader
 from distexp.data.qa import QASamples
 from distexp.data.tokenization import TokenIds, Tokenizer
-from distexp.distributed.process_group import gather_to_all, sum_over_ranks
+from distexp.distributed.process_group import broadcast_buffers, gather_to_all, sum_over_ranks
 from distexp.measure.squad_metric import Score, score
 from distexp.models.introspection import max_positions, supports_logits_to_keep
 from distexp.models.objective import get_logits
@@ -63,6 +63,7 @@ def score_answers(
     # Prompts of similar length share a batch. The longest are first, so that a run out of memory fails early.
     order = np.argsort(-samples.prompt_lengths, kind="stable").tolist()
     model.module.eval()
+    broadcast_buffers(model.module)
     mine: dict[int, str] = {}
     for batch in data.sampler:
         indices = [order[index % len(order)] for index in batch]

@@ -73,6 +73,39 @@ def test_a_second_process_compiles_nothing() -> None:
     assert (second["cache_hits"], second["cache_misses"]) == (1, 0)
 
 
+LOSS = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+from distexp.models.linear_loss import linear_cross_entropy
+from distexp.worker.compile_cache import use_compile_cache
+use_compile_cache()
+torch.manual_seed(0)
+hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+labels = torch.arange(8)
+def loss(hidden, weight, bias, labels):
+    return linear_cross_entropy(hidden.tanh(), weight, bias, labels, int(sys.argv[1]))
+gradients = []
+for function in (loss, torch.compile(loss, fullgraph=True, dynamic=False)):
+    gradients.append(torch.autograd.grad(function(hidden, weight, None, labels), (hidden, weight)))
+for eager, compiled in zip(*gradients):
+    torch.testing.assert_close(eager, compiled)
+print(dict(counters["aot_autograd"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_does_not_trace_the_gradients_of_the_loss_again() -> None:
+    """Chunks of another size are other code, so they are not in the cache."""
+    os.environ.pop(VARIABLE)
+    runs = [
+        subprocess.run([sys.executable, "-c", LOSS, chunk], capture_output=True, text=True, check=True)
+        for chunk in ("8", "8", "3")
+    ]
+    first, second, other = (ast.literal_eval(run.stdout.splitlines()[-1]) for run in runs)
+    assert (first["autograd_cache_miss"], second["autograd_cache_hit"], other["autograd_cache_miss"]) == (1, 1, 1)
+
+
 def test_a_folder_that_others_can_write_to_is_refused() -> None:
     use_compile_cache().parent.chmod(0o777)
     os.environ[VARIABLE] = ""

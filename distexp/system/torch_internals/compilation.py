@@ -84,6 +84,19 @@ def read_activation_budget() -> float:
         return float(config.activation_memory_budget)
 
 
+def cache_autograd_functions() -> None:
+    """Let the cache of torch also keep graphs with a ``torch.autograd.Function``, such as the GELU of BLOOM.
+
+    By default each process traces and partitions such a graph again, and only its kernels are from the cache. The keys
+    of the cache have the code of both passes of the function, with its constants.
+    """
+    with explained("torch._functorch.config"):
+        from torch._functorch import config
+
+        if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
+            config.autograd_cache_allow_custom_autograd_functions = True
+
+
 def compile_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of code that does not compile as one graph, or that was compiled for too many shapes."""
     with explained("torch._dynamo.exc"):
