@@ -69,6 +69,7 @@ class MetricsLogger:
         self.resumed_at = 0  # the step that this attempt resumed from
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.logged = 0  # last step written to metrics.jsonl
+        self.has_warned = False  # that a step had no gradient
         self.runtime_s = 0.0  # of earlier attempts, up to the checkpoint
         self.data_wait_s = 0.0
         self.history = LossHistory(allows_nan=plan.train.on_nan == "record")
@@ -364,9 +365,21 @@ class MetricsLogger:
                 "step": self.steps,
                 "epoch": self.steps / self.plan.steps_per_epoch,
                 "loss": sum(losses) / len(losses),
-                "grad_norm": norm.item(),
+                "grad_norm": self._checked_norm(norm, losses[-1]),
                 "learning_rate": rate,
                 "step_time_s": seconds,
                 "samples_per_second": sum(samples) / len(samples) / seconds,
             },
         )
+
+    def _checked_norm(self, norm: Tensor, loss: float) -> float:
+        """Return a gradient norm; print a warning if it is zero for a loss that is not."""
+        value = norm.item()
+        if value == 0 and loss > 0 and not self.has_warned:
+            self.has_warned = True
+            print(
+                f"warning: the gradient norm of step {self.steps} is 0 with a loss of {loss:.4g}, so the model learned "
+                "nothing in this step. If the loss does not fall, compare it with kernels=reference (printed once)",
+                flush=True,
+            )
+        return value
