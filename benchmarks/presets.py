@@ -258,9 +258,10 @@ def row_of(name: str, kernels: str, record: dict[str, Any] | None) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table: each row relative to that of ``kernels=reference`` of the same preset."""
+    """Return a table: each row relative to that of ``kernels=reference`` of the same preset, by the median step."""
     reference = {row.preset: row for row in rows if row.kernels == "reference"}
-    header = ["preset", "kernels", "samples/s", "speed ratio", "step ms", "peak MiB", "memory ratio", "loss", "status"]
+    speeds = ["samples/s", "step ms", "times as fast"]
+    header = ["preset", "kernels", *speeds, "peak MiB", "memory ratio", "loss", "status"]
     cells = []
     for row in rows:
         base = reference[row.preset]
@@ -269,8 +270,8 @@ def table(rows: Sequence[Row]) -> str:
                 row.preset,
                 row.kernels,
                 _number(row.samples_per_second, "{:,.1f}"),
-                _number(_divide(row.samples_per_second, base.samples_per_second), "{:.2f}"),
                 _number(row.step_ms, "{:,.1f}"),
+                _number(_divide(base.step_ms, row.step_ms), "{:.2f}"),
                 _number(row.peak_mib, "{:,.0f}"),
                 _number(_divide(row.peak_mib, base.peak_mib), "{:.2f}"),
                 _number(row.loss, "{:.4f}"),

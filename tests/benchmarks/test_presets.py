@@ -59,9 +59,9 @@ def test_a_ratio_is_relative_to_the_reference_of_the_same_preset() -> None:
         Row("b", "fast", "completed", 5.0, 20.0, 4000.0, 2.0),
     ]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(rows).splitlines()[2:]]
-    assert lines[1] == ["a", "fast", "25.0", "2.50", "40.0", "1,000", "0.50", "1.5000", "completed"]
+    assert lines[1] == ["a", "fast", "25.0", "40.0", "2.50", "1,000", "0.50", "1.5000", "completed"]
     assert lines[2] == ["b", "reference", "-", "-", "-", "-", "-", "-", "oom_gpu"]
-    assert lines[3][3] == "-"
+    assert lines[3][4] == "-"
 
 
 def test_presets_that_need_more_gpus_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
