@@ -209,6 +209,8 @@ class TorchModel:
 
         from distexp.system.restricted_loading import DataReader
 
+        if self.compiled == "graphs":
+            self.module.zero_grad(set_to_none=True)  # torch loads no state of an optimizer that has gradients
         fused = self.optimizer.param_groups[0].get("fused")
         with keep_hyperparameters(self.optimizer):
             state = self._state()
@@ -222,6 +224,8 @@ class TorchModel:
             self.copies.refresh()
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
+        if self.compiled == "graphs":
+            self._allocate_gradients()
 
     def describe(self) -> Built:
         """Return what was built, read from the live objects."""

@@ -168,6 +168,21 @@ def test_checkpoints_and_exports_have_the_fp32_weights(tmp_path: Path) -> None:
     assert all(torch.equal(weight, saved[name]) for name, weight in plain.weights())
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("overrides", [(), ("train.optimizer=sgd", "train.momentum=0.9")])
+def test_a_resumed_training_has_the_state_of_the_optimizer(
+    graphs: bool, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    """CUDA graphs need gradients from the start, and torch loads no state of an optimizer that has gradients."""
+    model = make_model(make_gpt(), tmp_path, *overrides, graphs=graphs)
+    train(model)
+    model.save(tmp_path / "checkpoint")
+    expected = train(model)
+    resumed = make_model(make_gpt(), tmp_path, *overrides, graphs=graphs)
+    resumed.load(tmp_path / "checkpoint")
+    assert train(resumed) == expected
+
+
 def test_memory_of_the_copies_is_counted(tmp_path: Path) -> None:
     module = make_gpt()
     model = make_model(module, tmp_path, *BF16_STEP, copies=torch.bfloat16)
