@@ -9,6 +9,7 @@ from torch import nn
 
 from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import validate_model
+from distexp.models.dropout import DROPOUT_ENDINGS
 from distexp.models.pretrained import on_meta_device, read_config, read_weights
 
 PRELOAD = ("transformers",)
@@ -16,9 +17,6 @@ PRELOAD = ("transformers",)
 
 IMPLEMENTATIONS = {"flex": "flex_attention", "flash": "flash_attention_2"}
 """Names in transformers of the values of ``model.attention``, if they differ."""
-
-DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p")
-"""Ends of the names of dropout rates in configurations of transformers."""
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 """Names of the dropout of the attention weights in configurations of transformers."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from distexp.config import Config, ConfigError
 from distexp.models.blocks import find_blocks, find_units
+from distexp.models.dropout import check_dropout
+from distexp.models.recomputation import checkpointed
 from distexp.system.torch_internals.compilation import compile_errors, compiler_settings, limit_stored_activations
 
 BACKEND = "inductor"
@@ -29,6 +29,7 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
     Only ``forward`` of a block or of the model is replaced, so names and parameters stay. The hooks of FSDP
     and ZeRO, which gather parameters, are outside of the recomputed or compiled function.
     """
+    check_dropout(model, config)
     if config.train.compiled != "none":
         limit_stored_activations(config.train.activation_budget)
     for block in _blocks_to_transform(model, config):
@@ -36,7 +37,7 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
         if config.train.compiled == "blocks":
             forward = compile_forward(forward)
         if config.train.activation_checkpointing:
-            forward = partial(checkpoint, forward, use_reentrant=False)
+            forward = checkpointed(block, forward, in_graph=config.train.compiled in MODEL_SCOPES)
         block.forward = forward
     if config.train.compiled in MODEL_SCOPES:
         _compile_model(model, cuda_graphs=config.train.compiled == "graphs")

@@ -59,6 +59,11 @@ def _activation_budget_errors(config: Config) -> Iterator[str]:
             f"train.activation_budget={train.activation_budget:g} is for compiled graphs, but train.compile=false: use "
             "train.compile=blocks, or train.activation_checkpointing=true in its place"
         )
+    elif config.model.dropout and train.activation_budget is not None and train.activation_budget < 1:
+        yield (
+            f"train.activation_budget={train.activation_budget:g} gives wrong gradients with model.dropout="
+            f"{config.model.dropout:g}: use train.activation_checkpointing=true in its place, or model.dropout=0"
+        )
 
 
 def _compute_weights_errors(config: Config) -> Iterator[str]:

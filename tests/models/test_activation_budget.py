@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from distexp.config import ConfigError
 from distexp.models import transforms
 from distexp.system.torch_internals.compilation import limit_stored_activations, read_activation_budget
 from tests.helpers.attention import build, compute, make_batch
@@ -49,3 +50,27 @@ def test_a_smaller_budget_stores_less_and_computes_the_same(monkeypatch: pytest.
     torch.testing.assert_close(same_loss, loss, rtol=1e-6, atol=0)
     for name, expected in gradients.items():
         torch.testing.assert_close(same_gradients[name], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("rate", "budget"), [(0.0, 0.2), (0.1, None), (0.1, 1.0), (0.1, 0.2)])
+def test_a_budget_is_refused_with_dropout(rate: float, budget: float | None) -> None:
+    """The backward pass would use other random numbers than the forward pass."""
+    model = build("gpt_tiny", "sdpa")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = rate
+    config = resolve_cell("model=gpt_tiny", "train.compile=blocks")
+    config.train.activation_budget = budget
+    if rate == 0 or budget in (None, 1.0):
+        transforms.transform_blocks(model, config)
+        return
+    with pytest.raises(
+        ConfigError, match=r"activation_budget=0.2 gives wrong gradients .* has dropout.p=0.1: .*checkp"
+    ):
+        transforms.transform_blocks(model, config)
+
+
+def test_a_budget_is_refused_with_the_dropout_of_the_command() -> None:
+    budget = ("train.compile=blocks", "train.activation_budget=0.5")
+    with pytest.raises(ConfigError, match=r"activation_budget=0.5 gives wrong gradients with model.dropout=0.1: use"):
+        resolve_cell("model=gpt_tiny", "model.dropout=0.1", *budget)
