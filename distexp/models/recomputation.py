@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
@@ -21,27 +21,22 @@ def checkpointed(block: nn.Module, forward: Callable[..., Any], *, in_graph: boo
         in_graph: whether the result becomes part of a larger compiled graph. There torch updates the running
             statistics of batch norms once by itself.
     """
-    statistics = [] if in_graph else _running_statistics(block)
-    options: dict[str, Any] = {"context_fn": partial(_contexts, statistics)} if statistics else {}
+    norms = [] if in_graph else [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    options: dict[str, Any] = {"context_fn": partial(_contexts, norms)} if norms else {}
     return partial(checkpoint, forward, use_reentrant=False, **options)
 
 
-def _running_statistics(block: nn.Module) -> list[Tensor]:
-    norms = (module for module in block.modules() if isinstance(module, _BatchNorm))
-    return [buffer for norm in norms for buffer in norm.buffers()]
-
-
-def _contexts(statistics: Sequence[Tensor]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(norms: Sequence[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of the forward pass and of the recomputation."""
-    return nullcontext(), _unchanged(statistics)
+    return nullcontext(), _unchanged_statistics(norms)
 
 
 @contextmanager
-def _unchanged(statistics: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the running statistics at the end of the block."""
-    before = [tensor.detach().clone() for tensor in statistics]
+def _unchanged_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore the running statistics, which are other tensors than those of the model before it is on its device."""
+    before = [(buffer, buffer.detach().clone()) for norm in norms for buffer in norm.buffers()]
     try:
         yield
     finally:
-        for tensor, value in zip(statistics, before, strict=True):
-            tensor.data.copy_(value)  # not tensor.copy_, because autograd has saved the tensor
+        for buffer, value in before:
+            buffer.data.copy_(value)  # not buffer.copy_, because autograd has saved the buffer

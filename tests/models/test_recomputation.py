@@ -20,6 +20,7 @@ def trained(*overrides: str) -> dict[str, Tensor]:
     config = resolve_cell(*MODEL, *overrides)
     model = resnet.build(config.model, 10)
     transforms.transform_blocks(model, config)
+    model.double().float()  # replaces the buffers, as a strategy that initializes the model on its device
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(5):
         images, labels = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(step)), torch.arange(8)
