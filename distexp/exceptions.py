@@ -6,7 +6,8 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class SweepFailedError(Exception):
@@ -46,7 +47,8 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # A terminal without UTF-8 shows escape codes.
     try:
-        code = command()
+        with interruptions_kept():
+            code = command()
         if sys.stdout is not None:  # as after >&-
             sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as error:
@@ -64,6 +66,32 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
         print("distexp: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
+
+
+@contextmanager
+def interruptions_kept() -> Iterator[None]:
+    """Raise an interruption again if another error replaced it. Errors of files are kept, so that the user sees them.
+
+    A signal can arrive at any line. When OmegaConf is interrupted while it fills a list, its own cleanup fails, and
+    raises that error instead of the interruption.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        interruption = _interruption_behind(error)
+        if interruption is None:
+            raise
+        raise interruption from None
+
+
+def _interruption_behind(error: BaseException) -> BaseException | None:
+    """Return the interruption during whose handling an error was raised."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, KeyboardInterrupt | InterruptedRunError):
+        behind = behind.__context__
+    return behind
 
 
 def is_closed_output(error: BaseException) -> bool:

@@ -27,6 +27,7 @@ from distexp.exceptions import (
     MonitoringInterrupted,
     SweepFailedError,
     SweepInterrupted,
+    interruptions_kept,
 )
 from distexp.launch.trust.config_loader import use_checked_loader
 from distexp.launch.trust.secret_checks import check_arguments_for_secrets
@@ -63,7 +64,8 @@ def _run_hydra(arguments: Sequence[str]) -> int:
         sys.path.append(os.getcwd())  # so that custom packages are found as with `python -m`
     sys.argv = [sys.argv[0], *normalize_arguments(arguments)]
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_never_called)()
+        with interruptions_kept():
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_never_called)()
     except SweepFailedError:
         return 1
     except InterruptedRunError as interruption:

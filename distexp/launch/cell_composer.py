@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from distexp.exceptions import interruptions_kept
 from distexp.launch.trust.config_loader import CheckedConfigLoader
 
 
@@ -34,6 +35,7 @@ class CellComposer:
         self._is_group: dict[str, bool] = {}
         self._bases: dict[tuple[str, ...], bytes] = {}
 
+    @interruptions_kept()
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return the composed configuration of a cell.
 

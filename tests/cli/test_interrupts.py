@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -91,16 +93,45 @@ def test_ctrl_c_while_the_report_draws(tmp_path: Path) -> None:
     interrupt(process)
 
 
+READERS = {
+    "explain": "distexp.explain.profiled_runs.read_records",
+    "status": "distexp.status.read_folder",
+    "run": "distexp.cli.run.normalize_arguments",
+}
+"""A function of each command."""
+
+
 @pytest.mark.parametrize("command", ["explain", "status"])
 def test_ctrl_c_while_records_are_read(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def press(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(
-        {"explain": "distexp.explain.profiled_runs.read_records", "status": "distexp.status.read_folder"}[command],
-        press,
-    )
+    monkeypatch.setattr(READERS[command], press)
     assert main([command, str(tmp_path)]) == 130
     assert capsys.readouterr().err == "distexp: interrupted\n"
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_an_error_during_the_cleanup_after_ctrl_c_does_not_hide_it(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(READERS[command], partial(press, AttributeError("no flags")))
+    assert main([command, str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "distexp: interrupted\n"
+
+
+def test_a_full_disk_after_ctrl_c_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "record.json")
+    monkeypatch.setattr(READERS["status"], partial(press, full))
+    assert main(["status", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "distexp: record.json: No space left on device\n"
+
+
+def press(cleanup_error: Exception | None = None, *_: object, **__: object) -> None:
+    """Act as if Ctrl-C was pressed, and as if the cleanup failed."""
+    try:
+        raise KeyboardInterrupt
+    finally:
+        if isinstance(cleanup_error, Exception):
+            raise cleanup_error

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import psutil
 import pytest
@@ -38,6 +41,8 @@ CELLS = [
     ["model={name: mine}", "scale=tiny", "hydra.job.name=other"],
 ]
 """Cells with options, values, added and deleted keys, dicts, references and keys of Hydra."""
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 SEEDS = [["strategy=fsdp" if number % 3 else "strategy=ddp", f"train.seed={number}"] for number in range(60)]
 
@@ -77,6 +82,58 @@ def test_a_wrong_cell_raises_the_error_of_hydra(cell: list[str], hydra: tuple[Hy
     with pytest.raises(HydraException) as found:
         CellComposer(context.config_loader, master).compose(cell)  # type: ignore[arg-type]
     assert (type(found.value), str(found.value)) == (type(expected.value), str(expected.value))
+
+
+def test_ctrl_c_at_any_line_of_a_composition_is_an_interruption(hydra: tuple[HydraContext, DictConfig]) -> None:
+    """Ctrl-C while OmegaConf fills a list makes its cleanup fail, which replaces the interruption by an error."""
+    context, master = hydra
+    composer = CellComposer(context.config_loader, master)  # type: ignore[arg-type]
+    compose = partial(composer.compose, CELLS[2])
+    compose()
+    lines, replaced = count_lines(compose), 0
+    for line in range(1, lines, lines // 200):
+        with pytest.raises(KeyboardInterrupt) as interruption:
+            interrupt_at(line, compose)
+        replaced += interruption.value.__context__ is not None
+    assert replaced, "no line was reached at which the cleanup fails"
+
+
+def count_lines(call: Callable[[], object]) -> int:
+    """Return how many lines of Python a call runs."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    run_traced(count, call)
+    return lines
+
+
+def interrupt_at(number: int, call: Callable[[], object]) -> None:
+    """Send SIGINT to this process at a line of a call."""
+    lines = 0
+
+    def press(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        nonlocal lines
+        lines += event == "line"
+        if lines == number and event == "line":
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return press
+
+    run_traced(press, call)
+
+
+def run_traced(trace: TraceFunction, call: Callable[[], object]) -> None:
+    """Run a call with a trace function, and set the one of the test suite back."""
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
 
 
 def test_processes_return_the_cells_in_order(
