@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distexp.checkpoints import folder as disk
 from distexp.checkpoints import rng
 from distexp.checkpoints.folder import CheckpointMeta, Checksums
-from distexp.checkpoints.settings import describe_changes, settings_of_run, training_settings
+from distexp.checkpoints.settings import Settings, describe_changes, settings_of_run, training_settings
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
@@ -25,6 +25,8 @@ from distexp.training.inputs import TrainingInputs
 
 MODEL = "engine"
 """The subfolder of a checkpoint that DistributedModel.save writes."""
+
+OPTIMIZER = "train.optimizer"
 
 
 class CheckpointManager:
@@ -94,7 +96,7 @@ class CheckpointManager:
             found = self._newest_valid_of(Path(self.train.resume))
             if found is None:
                 raise ConfigError(f"train.resume={self.train.resume} has no valid checkpoint: choose another folder")
-            self._check_compatible(found[1])
+            self._check_compatible(*found)
         if found is None:
             return None
         folder, meta = found
@@ -148,7 +150,7 @@ class CheckpointManager:
         mine = sorted(checksums)[self.context.rank :: self.context.world_size]
         return disk.find_damage(folder, {name: checksums[name] for name in mine})
 
-    def _check_compatible(self, saved: CheckpointMeta) -> None:
+    def _check_compatible(self, folder: Path, saved: CheckpointMeta) -> None:
         """Raise ConfigError if a checkpoint does not fit this training."""
         current = self._meta(saved.step)
         wrong = [
@@ -156,6 +158,9 @@ class CheckpointManager:
             for name in ("checkpoint_format", "parameters", "global_batch", "steps_per_epoch")
             if getattr(saved, name) != getattr(current, name)
         ]
+        optimizer = self._saved_settings(folder).get(OPTIMIZER, self.train.optimizer)
+        if optimizer != self.train.optimizer:  # Its states are others.
+            wrong.append(f"{OPTIMIZER} is {optimizer} instead of {self.train.optimizer}")
         if wrong:
             raise ConfigError(
                 f"train.resume={self.train.resume} is a checkpoint of a different training ({'; '.join(wrong)}): "
@@ -167,10 +172,12 @@ class CheckpointManager:
                 f"{self.logger.plan.total_steps}: increase train.num_epochs or train.max_steps"
             )
 
+    def _saved_settings(self, folder: Path) -> Settings:
+        return disk.read_settings(folder) or settings_of_run(folder.parent.parent) or {}
+
     def _note_changes(self, folder: Path) -> None:
         """Log and record each setting that differs from those of the checkpoint."""
-        saved = disk.read_settings(folder) or settings_of_run(folder.parent.parent) or {}
-        changes = list(describe_changes(saved, self.settings))
+        changes = list(describe_changes(self._saved_settings(folder), self.settings))
         for change in changes:
             self._note(change)
         self.logger.record_changes(changes)

@@ -37,7 +37,8 @@ Sample = Mapping[str, Tensor]
 class Samples(Protocol):
     """A data set with random access by index.
 
-    It may have ``set_epoch(epoch)``, called before each epoch, and ``to_device``, see the function ``to_device``.
+    It may have ``set_epoch(epoch)``, called before each epoch in every process that reads samples, and ``to_device``,
+    see the function ``to_device``. With packing or bucketing, the length of a sample must be the same in all epochs.
     """
 
     def __len__(self) -> int: ...
@@ -77,10 +78,21 @@ class Batch:
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
         return replace(self, inputs=inputs, labels=self.labels.to(device, non_blocking=True))
 
+    def cast_inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the inputs with those in floating point, such as images, in another type."""
+        return {name: each.to(dtype) if each.is_floating_point() else each for name, each in self.inputs.items()}
+
     def pin_memory(self) -> Batch:
         """Return a copy in page-locked memory. DataLoader calls this method by its name."""
         inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
         return replace(self, inputs=inputs, labels=self.labels.pin_memory())
+
+
+def set_epoch(samples: Samples, epoch: int) -> None:
+    """Call ``set_epoch`` of a data set, if it has one."""
+    setter: Callable[[int], None] | None = getattr(samples, "set_epoch", None)
+    if setter is not None:
+        setter(epoch)
 
 
 def to_device(samples: Samples, batch: Batch, device: torch.device) -> Batch:

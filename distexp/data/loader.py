@@ -123,8 +123,9 @@ class ShardedLoader:
         # DataLoader draws the seeds of its workers from this generator, so the global RNG state is untouched.
         self._generator = torch.Generator()
         self.sampler = ShardedBatchSampler(len(samples), sharding, seed=seed, shuffle=shuffle, lengths=lengths)
+        self._padded = PaddedDataset(samples)
         self._loader = DataLoader(
-            PaddedDataset(samples),
+            self._padded,
             batch_sampler=self.sampler,
             collate_fn=data.collate,
             num_workers=num_workers,
@@ -150,9 +151,7 @@ class ShardedLoader:
         """
         self.sampler.epoch, self.sampler.steps = epoch, steps
         self._generator.manual_seed(self.sampler.seed + epoch)
-        set_epoch = getattr(self.samples, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+        self._padded.set_epoch(epoch)
         self._prefetched = _Prefetched(epoch, steps, iter(self._loader))
 
     def iter_steps(self, epoch: int, steps: range | None = None) -> Iterator[StepData]:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from distexp.config import ConfigError
-from distexp.data.base import IGNORE, POSITIONS, Sample, Samples, TaskData
+from distexp.data.base import IGNORE, POSITIONS, Batch, Sample, Samples, TaskData, set_epoch, to_device
 from distexp.data.text import check_text_collate, sample_lengths
 
 
@@ -48,6 +48,14 @@ class PackedSamples:
             "labels": torch.cat(labels),
             POSITIONS: torch.cat([torch.arange(len(label)) for label in labels]),
         }
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the samples."""
+        set_epoch(self.samples, epoch)
+
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        """Return a batch on a device, as the samples place it."""
+        return to_device(self.samples, batch, device)
 
     @property
     def counts(self) -> NDArray[np.int64]:

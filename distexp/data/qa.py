@@ -19,7 +19,7 @@ from distexp.data.cache import build_once, cache_dir
 from distexp.data.text import TokenSamples
 from distexp.data.tokenization import TokenIds, Tokenizer
 
-FORMAT = "tokens-v1"
+FORMAT = "tokens-v2"
 """Prefix of cache entries; a change of the stored arrays needs a new version."""
 
 ARRAYS = ("tokens", "ends", "prompt_lengths")
@@ -95,10 +95,12 @@ class QASamples(TokenSamples):
     Attributes:
         references: accepted answers of each sample; empty for a training set.
         ids: ids of the questions; empty for a training set.
+        too_long: questions of an evaluation set that were left out, because question and answer are too long.
     """
 
     references: tuple[tuple[str, ...], ...]
     ids: tuple[str, ...]
+    too_long: int = 0
 
     def prompt(self, index: int) -> TokenIds:
         """Return the token ids of a sample up to ``Answer:``, shape (prompt length,)."""
@@ -139,12 +141,14 @@ def tokenize_examples(
     folder = build_once(cache_dir() / f"{FORMAT}-{key}", write)
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
     kept = np.load(folder / "kept.npy").tolist() if keep_references else []
+    counts = TokenizationCounts(**json.loads((folder / "counts.json").read_text()))
     samples = QASamples(
         **arrays,
         references=tuple(examples[index].answers for index in kept),
         ids=tuple(examples[index].id for index in kept),
+        too_long=counts.left_out if keep_references else 0,
     )
-    return samples, TokenizationCounts(**json.loads((folder / "counts.json").read_text()))
+    return samples, counts
 
 
 def _cache_key(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> str:

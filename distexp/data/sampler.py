@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from distexp.data.base import IGNORE, Sample, Samples
+from distexp.data.base import IGNORE, Sample, Samples, set_epoch
 
 BUCKET_BATCHES = 50
 """Global batches whose samples are sorted by length together, with ``dataset.bucketing=true``."""
@@ -131,15 +131,35 @@ class PaddedDataset(Dataset[Sample]):
     """A data set followed by a padding copy of each sample.
 
     Index ``length + i`` is sample ``i`` without targets.
+
+    The epoch is in shared memory, because persistent loader workers have copies of the samples.
     """
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
+        self._epoch: Tensor | None = None
+        if hasattr(samples, "set_epoch"):
+            self._epoch = torch.full((), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._known_epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the samples, here and in loader workers before their next sample."""
+        if self._epoch is not None:
+            self._epoch.fill_(epoch)
+            self._known_epoch = epoch
+            set_epoch(self.samples, epoch)
+
+    def _follow_epoch(self) -> None:
+        """Set the epoch of a worker's copy of the samples, if it has changed."""
+        if self._epoch is not None and (epoch := int(self._epoch)) != self._known_epoch:
+            self._known_epoch = epoch
+            set_epoch(self.samples, epoch)
 
     def __len__(self) -> int:
         return 2 * len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
+        self._follow_epoch()
         if index < len(self.samples):
             return self.samples[index]
         sample = dict(self.samples[index - len(self.samples)])

@@ -121,11 +121,12 @@ class HuggingFaceTokenizer:
         self.fingerprint = _digest(f"{name} {self.size}" if backend is None else backend.to_str())
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the token ids of each text, without special tokens."""
+        """Return the token ids of each text, without special tokens. A text such as ``</s>`` is text here too."""
+        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
         return [
             np.asarray(ids, dtype=np.int32)
             for batch in _batches(texts)
-            for ids in self._tokenizer(batch, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            for ids in self._tokenizer(batch, **options)["input_ids"]
         ]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -25,6 +25,7 @@ from distexp.models.blueprint import Blueprint
 from distexp.strategies import ds_initialization
 from distexp.strategies.base import Strategy
 from distexp.strategies.ds_config import uses_autocast
+from distexp.strategies.ds_stage0 import repair_fp16
 from distexp.strategies.fsdp_mesh import mesh_shape, sharding_of
 from distexp.strategies.optimizer import build_optimizer
 from distexp.strategies.torch_model import DTYPES, unsharded_weights
@@ -180,6 +181,7 @@ class DeepSpeedAdapter(HFAdapter):
         The Trainer runs that step in its backward pass, before any callback.
         """
         engine = trainer.model_wrapped
+        repair_fp16(engine)
         if self.masters is not None:
             ds_initialization.restore_masters(engine, self.masters)
             self.masters = None

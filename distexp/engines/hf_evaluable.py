@@ -28,8 +28,8 @@ class HFEvaluableModel:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
-        """Return the outputs of the module; accelerate casts to the precision."""
-        return self.module(**batch.inputs)
+        """Return the outputs of the module. The Trainer casts images for DeepSpeed, and accelerate for the others."""
+        return self.module(**self.trainer._prepare_inputs(batch.inputs))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and buffer in full, on this rank's device; a collective."""

@@ -24,16 +24,17 @@ class Score:
     f1: float
 
 
-def score(answers: Iterable[tuple[str, Sequence[str]]]) -> Score:
+def score(answers: Iterable[tuple[str, Sequence[str]]], unanswered: int = 0) -> Score:
     """Return the mean score of answers; for each, the best of its references counts.
 
     Args:
         answers: Pairs of an answer and its references (at least one).
+        unanswered: Further questions, without an answer. Each has the score 0, as in the official script.
 
     Raises:
         ValueError: There are no answers.
     """
-    exact, overlap, count = 0.0, 0.0, 0
+    exact, overlap, count = 0.0, 0.0, unanswered
     for answer, references in answers:
         exact += max(exact_match(answer, reference) for reference in references)
         overlap += max(f1(answer, reference) for reference in references)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from inspect import signature
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from distexp.config import ConfigError
 from distexp.data.base import LOGITS_TO_KEEP
@@ -19,6 +19,12 @@ def find_embeddings(model: nn.Module) -> NamedModules:
     modules = [getter() for getter in getters if getter is not None]
     names = {id(module): name for name, module in model.named_modules()}
     return [(names[id(module)], module) for module in modules if module is not None]
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each buffer that belongs to a saved model, as running statistics do."""
+    saved = model.state_dict(keep_vars=True).keys()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def has_tied_embeddings(model: nn.Module) -> bool:
@@ -39,6 +45,22 @@ def max_positions(model: nn.Module) -> int | None:
         return positions.num_embeddings
     limit = getattr(_text_config(bare), "max_position_embeddings", None)
     return None if limit is None else int(limit)
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """Return the number of learned positions, which no sequence can exceed; None if the model has none.
+
+    Args:
+        model: distexp's GPT or a model of transformers.
+    """
+    limit, tokens = max_positions(model), [module for _, module in find_embeddings(model)]
+    sizes = {
+        module.num_embeddings
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and all(module is not other for other in tokens)
+    }
+    # OPT and BART have two more rows.
+    return limit if limit is not None and sizes & {limit, limit + 2} else None
 
 
 def read_attention(model: nn.Module) -> str | None:

@@ -23,7 +23,7 @@ from distexp.plan.zero_buffers import Buffers
 from distexp.plan.zero_stage0 import ZeroStage0
 from distexp.strategies.ds_buckets import fit_buckets
 from distexp.strategies.ds_config import effective_config, uses_autocast
-from distexp.strategies.ds_initialization import in_16_bits
+from distexp.strategies.ds_initialization import cast_weights, in_16_bits
 from distexp.strategies.torch_model import DTYPES
 
 
@@ -40,22 +40,20 @@ class TracedDeepSpeed:
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, recorder: StorageRecorder) -> None:
         self.module = blueprint.model
         self.task, self.world_size = config.model.task, config.cluster.world_size
-        is_converted = in_16_bits(config)
-        dtype = DTYPES[config.precision.name] if is_converted else torch.float32
+        self.cast_to = DTYPES[config.precision.name] if in_16_bits(config) else None
         partitions = Partitions(config) if config.deepspeed.zero_stage == 3 else None
-        initialize_weights(blueprint, dtype, partitions)
+        initialize_weights(blueprint, self.cast_to or torch.float32, partitions)
         self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=uses_autocast(config))
         buffers = Buffers.of(config, context.device, recorder.assign, recorder.empty_cache)
         self.zero = build_zero(self.module, config, buffers, partitions)
-        if is_converted:
+        if self.cast_to is not None:
             restore_masters(self.module, context.device)
         recorder.assign("parameters", [*self.module.parameters(), *self.module.buffers()])
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Run one micro-batch, as ``DeepSpeedModel.forward_backward`` does."""
         self.zero.is_last = last_micro
-        with self.autocast:
-            outputs = self.module(**batch.inputs)
+        outputs = self.forward(batch)
         loss = loss_sum(self.task, outputs, batch) / normalizer
         metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
         del outputs
@@ -66,7 +64,7 @@ class TracedDeepSpeed:
     def forward(self, batch: Batch) -> Any:
         """Return the outputs of the module."""
         with self.autocast:
-            return self.module(**batch.inputs)
+            return self.module(**(batch.inputs if self.cast_to is None else batch.cast_inputs(self.cast_to)))
 
     def step(self, learning_rate: float) -> None:
         """Update the weights."""
@@ -93,9 +91,7 @@ def initialize_weights(blueprint: Blueprint, dtype: torch.dtype, partitions: Par
     """Materialize, convert and partition each module in turn, as ``ds_initialization.initialize_weights`` does."""
     for module in reversed(list(blueprint.model.modules())):
         blueprint.materialize(module, recurse=False)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-                tensor.data = tensor.to(dtype)
+        cast_weights(module, dtype)
         if partitions is not None:
             partitions.add(module.parameters(recurse=False))
 

@@ -194,7 +194,12 @@ class Metrics:
     mfu_of_ceiling: float | None = key(None, "Model FLOPs as a fraction of `matrix_ceiling_tflops`.")
     hfu: float | None = key(None, "Executed FLOPs as a fraction of the datasheet's peak.")
     hfu_of_ceiling: float | None = key(None, "Executed FLOPs as a fraction of `matrix_ceiling_tflops`.")
-    exact_match: float | None = key(None, "Exact match of SQuAD, with `train.score_answers`.", unit="percent")
+    exact_match: float | None = key(
+        None,
+        "Exact match of SQuAD, with `train.score_answers`. A question that is too long for `dataset.max_length` counts "
+        "as wrong.",
+        unit="percent",
+    )
     f1: float | None = key(None, "F1 of SQuAD, with `train.score_answers`.", unit="percent")
     train_accuracies: list[float] = key([], "Training accuracy of each epoch, from 0 to 1.")
     eval_accuracies: list[float] = key([], "Accuracy of each evaluation, from 0 to 1.")

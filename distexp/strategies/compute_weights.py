@@ -74,10 +74,6 @@ class StepWeights:
         for copy in self._copies.values():
             copy.grad = None
 
-    def cast_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the inputs of the module with the floating point ones, such as images, in the type of the copies."""
-        return {name: each.to(self.dtype) if each.is_floating_point() else each for name, each in inputs.items()}
-
     def master_of(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the fp32 weight of a copy; None if the parameter is no copy."""
         return self._masters.get(id(parameter))

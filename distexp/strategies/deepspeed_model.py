@@ -20,7 +20,9 @@ from distexp.runs.record_sections import Built
 from distexp.strategies import ds_initialization
 from distexp.strategies.ds_async_update import avoid_waits
 from distexp.strategies.ds_built import describe
+from distexp.strategies.ds_stage0 import repair_fp16
 from distexp.strategies.optimizer import keep_hyperparameters
+from distexp.strategies.torch_model import DTYPES
 
 TAG = "state"
 """The tag of DeepSpeed's checkpoints: the name of their subfolder."""
@@ -41,12 +43,13 @@ class DeepSpeedModel:
         )
         if config.deepspeed.async_update:
             avoid_waits(self.module.optimizer)
+        repair_fp16(self.module)
         if ds_initialization.in_16_bits(config):
             ds_initialization.restore_masters(self.module, blueprint)
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Run one micro-batch, accumulate its gradients, return its share of the metrics."""
-        outputs = self.module(**batch.inputs)
+        outputs = self.module(**self._inputs(batch))
         loss = loss_sum(self.task, outputs, batch) / normalizer
         metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
         del outputs  # Frees the logits, which are large and not needed in the backward pass.
@@ -70,7 +73,13 @@ class DeepSpeedModel:
     def forward(self, batch: Batch) -> Any:
         """Return the outputs of the module in the precision of the training."""
         with torch.no_grad():
-            return self.module(**batch.inputs)
+            return self.module(**self._inputs(batch))
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the inputs of the module, with images in the type of the weights."""
+        if not ds_initialization.in_16_bits(self.config):
+            return batch.inputs
+        return batch.cast_inputs(DTYPES[self.config.precision.name])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter (its fp32 master, if any) and buffer; a collective."""

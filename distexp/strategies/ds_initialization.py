@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
+from distexp.models.introspection import persistent_buffers
 from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.strategies.ds_buckets import describe_buckets, fit_buckets
 from distexp.strategies.ds_config import effective_config, uses_autocast
+from distexp.strategies.ds_stage0 import unpartitioned_masters
 from distexp.strategies.optimizer import build_optimizer, clip_gradients, parameter_groups
 from distexp.strategies.torch_model import DTYPES
 
@@ -42,10 +44,14 @@ def restore_masters(engine: Any, blueprint: Blueprint) -> None:
     """
     from deepspeed.utils import safe_set_full_fp32_param
 
+    unpartitioned = unpartitioned_masters(engine)
     for name, parameter in engine.module.named_parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)
         value = blueprint.get_tensor(name, torch.empty(shape, dtype=torch.float32, device="meta"))
-        safe_set_full_fp32_param(parameter, value)
+        if (master := unpartitioned.get(id(parameter))) is not None:
+            master.data.copy_(value)
+        else:
+            safe_set_full_fp32_param(parameter, value)
 
 
 def checkpoint_classes() -> list[Any]:
@@ -71,14 +77,16 @@ def unpartitioned_norm(engine: Any) -> Tensor:
 
 
 def unpartitioned_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and full value of each parameter and buffer; a collective."""
+    """Yield name and full value of each parameter and persistent buffer; a collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    partitioned = engine.zero_optimization_stage() > 0
+    partitioned, unpartitioned = engine.zero_optimization_stage() > 0, unpartitioned_masters(engine)
     for name, parameter in engine.module.named_parameters():
-        has_master = partitioned and parameter.requires_grad
-        yield name, (safe_get_full_fp32_param(parameter).detach() if has_master else _copy_in_fp32(parameter))
-    yield from engine.module.named_buffers()
+        if partitioned and parameter.requires_grad:
+            yield name, safe_get_full_fp32_param(parameter).detach()
+        else:
+            yield name, _copy_in_fp32(unpartitioned.get(id(parameter), parameter))
+    yield from persistent_buffers(engine.module)
 
 
 def _copy_in_fp32(parameter: nn.Parameter) -> Tensor:
@@ -106,9 +114,16 @@ def initialize_weights(blueprint: Blueprint, config: Config, settings: dict[str,
     for module in reversed(list(blueprint.model.modules())):
         blueprint.materialize(module, recurse=False)
         if in_16_bits(config):
-            module.to(DTYPES[config.precision.name])
+            cast_weights(module, DTYPES[config.precision.name])
         if config.deepspeed.zero_stage == 3 and any(True for _ in module.parameters(recurse=False)):
             Init(module=module, config_dict_or_path=settings)
+
+
+def cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights of one module. Buffers, such as the frequencies of RoPE, stay in fp32 as in DeepSpeed."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> torch.optim.Optimizer:

@@ -51,6 +51,24 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def add_missing_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give states of 0 to parameters that no step has updated, because they had no gradient.
+
+    torch can only load a checkpoint in which all parameters have states. A step from states of 0 is a first step.
+    """
+    known = next(((parameter, state) for parameter, state in optimizer.state.items() if state), None)
+    if known is None:
+        return
+    shape, example = known[0].shape, known[1]
+    for parameter in trained_parameters(optimizer):
+        if not optimizer.state.get(parameter):
+            optimizer.state[parameter] = {
+                name: torch.zeros_like(parameter if value.shape == shape else value)
+                for name, value in example.items()
+                if isinstance(value, Tensor)
+            }
+
+
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
 """Entries of an optimizer's groups that the configuration sets. The others choose the kernels."""
 

@@ -21,12 +21,14 @@ from distexp.config import Config
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_buffers
+from distexp.models.introspection import persistent_buffers
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.models.transforms import MODEL_SCOPES, explained_compilation
 from distexp.runs.record_sections import Built
 from distexp.strategies.compute_weights import StepWeights
 from distexp.strategies.fused_adamw import FusedAdamW, fused_adamw
 from distexp.strategies.optimizer import (
+    add_missing_states,
     build_optimizer,
     clip_gradients,
     keep_hyperparameters,
@@ -136,7 +138,7 @@ class TorchModel:
 
     def _call(self, module: nn.Module, batch: Batch) -> Any:
         """Return the outputs of a module in the precision of the training."""
-        inputs = batch.inputs if self.copies is None else self.copies.cast_inputs(batch.inputs)
+        inputs = batch.inputs if self.copies is None else batch.cast_inputs(self.copies.dtype)
         if self.compiled not in MODEL_SCOPES:
             with self.autocast:
                 return module(**inputs)
@@ -200,6 +202,7 @@ class TorchModel:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         broadcast_buffers(self.module)  # because any rank may write them
+        add_missing_states(self.optimizer)
         save(self._state(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
@@ -242,10 +245,10 @@ class TorchModel:
 
 @torch.no_grad()
 def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and full value of each parameter and buffer; a collective."""
+    """Yield name and full value of each parameter and persistent buffer; a collective."""
     unwrapped = _unwrapped(module)
     _reshard(unwrapped)
-    for name, tensor in [*unwrapped.named_parameters(), *unwrapped.named_buffers()]:
+    for name, tensor in [*unwrapped.named_parameters(), *persistent_buffers(unwrapped)]:
         # Offloaded shards are on the CPU; they are gathered on the device of the process group.
         local = tensor.detach().to(device)
         yield name, (local.full_tensor() if isinstance(local, DTensor) else local).contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, replace
 
 from torch import nn
@@ -22,13 +23,15 @@ from distexp.data.targets import LabelsForHead, TargetTokens
 from distexp.data.task_data_check import check_not_empty, check_task_data
 from distexp.data.text import RightPadding, TextCollate, pad_to_batch, sample_lengths, sequence_length
 from distexp.distributed.context import Context
+from distexp.models.batch_norms import use_fp32_batch_norms
 from distexp.models.blueprint import Blueprint
 from distexp.models.export import check_exportable
 from distexp.models.head import adapt_head
-from distexp.models.introspection import check_forward_arguments
+from distexp.models.introspection import check_forward_arguments, learned_positions
 from distexp.models.packing_check import check_packing
 from distexp.models.pretrained import read_config
 from distexp.models.transforms import MODEL_SCOPES, transform_blocks
+from distexp.strategies.ds_initialization import in_16_bits
 from distexp.worker.generation import check_has_references
 from distexp.worker.target_counts import max_targets
 
@@ -91,6 +94,8 @@ def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[Shar
     """Return this rank's loaders of the training and the evaluation set."""
     train, place = config.train, (context.rank, context.world_size)
     unit = "rows" if config.dataset.packing else "samples"
+    if data.evaluation is data.train:  # Each loader sets the epoch of its own object.
+        data = replace(data, evaluation=copy(data.evaluation))
     error = check_samples_per_rank(
         len(data.train), context.world_size, train.micro_batch, global_batch=train.global_batch_size, unit=unit
     )
@@ -143,13 +148,33 @@ def build_model(
     )
     if config.dataset._target_.startswith("distexp."):
         check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
+    if config.model.task == "causal_lm":
+        _check_positions(blueprint.model, config)
     if config.dataset.packing:
         check_packing(blueprint.model)
     if config.train.save_model:
         check_exportable(blueprint.model)
     adapt_head(blueprint.model, config.train)
+    if _casts_weights(config):
+        use_fp32_batch_norms(blueprint.model)
     transform_blocks(blueprint.model, config)
     return blueprint
+
+
+def _check_positions(model: nn.Module, config: Config) -> None:
+    limit, length = learned_positions(model), config.dataset.max_length
+    if limit is not None and length is not None and length > limit:
+        raise ConfigError(
+            f"dataset.max_length={length} exceeds the {limit} positions of model.name={config.model.name}: use "
+            f"dataset.max_length={limit}, or less"
+        )
+
+
+def _casts_weights(config: Config) -> bool:
+    """Return whether the strategy casts the weights to 16 bits, and does not use autocast or copies."""
+    if config.strategy.name == "deepspeed":
+        return in_16_bits(config)
+    return config.strategy.name == "fsdp" and config.precision.name != "fp32"
 
 
 def weights_key(model: ModelConfig, data: TaskData) -> str | None:

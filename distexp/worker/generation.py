@@ -55,7 +55,8 @@ def score_answers(
         beat: Called after every token, so that the run does not count as hung.
 
     Returns:
-        Exact match and F1 over the whole evaluation set, and each answer by the id of its question, on every rank.
+        Exact match and F1 over the whole evaluation set, and each answer by the id of its question, on every rank. A
+        question that was too long for the model has no answer, and counts as wrong.
     """
     samples = data.samples
     assert isinstance(samples, QASamples), "check_has_references"
@@ -72,7 +73,8 @@ def score_answers(
         answers = generator.generate(prompts, [not padding for padding in is_padding])
         mine |= {i: answer for i, answer, padding in zip(indices, answers, is_padding, strict=True) if not padding}
     answer_of = {index: answer for part in gather_to_all(mine) for index, answer in part.items()}
-    found = score((answer_of[index], references) for index, references in enumerate(samples.references))
+    answered = ((answer_of[index], references) for index, references in enumerate(samples.references))
+    found = score(answered, unanswered=samples.too_long)
     return found, {identity: answer_of[index] for index, identity in enumerate(samples.ids)}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from distexp.checkpoints import folder as disk
 from distexp.runs.record import RunRecord
-from tests.helpers.grid import Cells, Runs, read_lines, run_grid, run_once
+from tests.helpers.grid import FP16, Cells, Runs, read_lines, run_grid, run_once
 from tests.helpers.runs import HELPERS
 
 SCRIPT = HELPERS / "interrupted_runs.py"
@@ -43,6 +43,7 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
         **{f"zero{stage}": (f"zero_stage={stage}",) for stage in (0, 1, 2, 3)},
         "zero3_offload": ("zero_stage=3", "offload=true"),
         "zero0_bf16": ("zero_stage=0", "precision=bf16"),
+        "zero0_fp16": ("zero_stage=0", FP16),
         "zero2_bf16": ("zero_stage=2", "precision=bf16"),
     },
 }
@@ -134,7 +135,7 @@ def test_three_workers_resume_a_checkpoint_of_two(runs: Runs, tmp_path: Path) ->
     shard.write_bytes(content)
     cell = ("sharding=full_shard", "model.dropout=0", f"train.resume={source}", "train.checkpoint_every=null")
     other = (*cell, "train.gradient_accumulation_steps=1")
-    folder = run_cells(tmp_path / "cells", 3, {"three": cell, "other": other})
+    folder = run_cells(tmp_path / "cells", 3, {"three": cell, "other": other, "sgd": (*cell, "train.optimizer=sgd")})
     assert_same_training(theirs / "uninterrupted.jsonl", folder / "three" / "metrics.jsonl", rel=1e-5)
     (event,) = [event for event in read_lines(folder / "three" / "events.jsonl") if "resumed_from_step" in event]
     assert event["resumed_from_step"] == 6, "the checkpoint of step 9 is damaged"
@@ -144,6 +145,7 @@ def test_three_workers_resume_a_checkpoint_of_two(runs: Runs, tmp_path: Path) ->
     assert ours.metrics.eval_losses == pytest.approx(record.metrics.eval_losses, rel=1e-5)
     refused = (folder / "other" / "refused.txt").read_text()
     assert "global_batch is 24 instead of 12; steps_per_epoch is 4 instead of 8" in refused
+    assert "(train.optimizer is adamw instead of sgd)" in (folder / "sgd" / "refused.txt").read_text()
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_a_full_disk_after_ctrl_c_is_reported(
 
 
 def press(cleanup_error: Exception | None = None, *_: object, **__: object) -> None:
-    """Act as if Ctrl-C was pressed, and as if the cleanup failed."""
+    """Raise what Ctrl-C raises, or the error of a cleanup after it."""
     try:
         raise KeyboardInterrupt
     finally:

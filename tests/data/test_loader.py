@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,10 +18,15 @@ from distexp.data import loader
 from distexp.data.base import IGNORE, Batch, Sample, TaskData
 from distexp.data.images import collate_images
 from distexp.data.loader import ShardedLoader, StopRequestedError
+from distexp.data.packing import pack_training_set
 from distexp.data.sampler import BatchSharding, PaddedDataset, ShardedBatchSampler
+from distexp.data.text import TextCollate
+from distexp.distributed.context import Context
 from distexp.training.inputs import TrainingInputs
 from distexp.training.loop import end_epoch
 from distexp.training.schedule import StepPlan
+from distexp.worker.build import make_loaders
+from tests.helpers.runs import resolve_cell
 
 
 def global_batches(length: int, world: int, micro: int, accumulation: int, epoch: int = 0) -> list[list[int]]:
@@ -172,3 +178,52 @@ def test_the_wait_is_that_for_the_data_and_not_for_the_device(monkeypatch: pytes
         waits.append(step.wait_s)
         clock[0] += 1000  # the step
     assert waits == [2.0] * 6
+
+
+class EpochSamples:
+    """Samples that contain the epoch they were read in."""
+
+    epoch = 7
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"input_ids": torch.full((4,), self.epoch), "labels": torch.full((4,), index)}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Store the epoch."""
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("packed", [False, True])
+def test_samples_are_read_in_their_epoch(num_workers: int, packed: bool) -> None:
+    """Also if a loader worker has a copy of them, if they are in packed rows, and after an evaluation."""
+    data = TaskData("causal_lm", EpochSamples(), EpochSamples(), TextCollate(0, 8), 10)
+    if packed:
+        data = pack_training_set(data, 8, 0)
+    train, evaluation = (
+        ShardedLoader(
+            samples, data, BatchSharding(0, 1, 4), torch.device("cpu"), seed=0, shuffle=False, num_workers=num_workers
+        )
+        for samples in (data.train, data.evaluation)
+    )
+    for epoch in range(3):
+        for step in train.iter_steps(epoch):
+            assert (step.micro_batches[0].inputs["input_ids"][:, :4] == epoch).all()
+        train.prefetch(epoch + 1, range(train.steps_per_epoch))
+        for step in evaluation.iter_steps(0):
+            assert (step.micro_batches[0].inputs["input_ids"][:, :4] == 0).all()
+
+
+def test_one_object_can_be_the_training_and_the_evaluation_set(tmp_path: Path) -> None:
+    samples = EpochSamples()
+    data = TaskData("causal_lm", samples, samples, TextCollate(0, 8), 10)
+    config = resolve_cell("strategy=single", "train.micro_batch_size=4", "train.gradient_accumulation_steps=1")
+    train, evaluation = make_loaders(config, data, Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path))
+    train.prefetch(5, range(2))
+    next(evaluation.iter_steps(0))
+    (step, *_) = train.iter_steps(5, range(2))
+    assert (step.micro_batches[0].inputs["input_ids"][:, :4] == 5).all()
+    assert [evaluation.sampler.shuffle, train.sampler.shuffle] == [False, True]

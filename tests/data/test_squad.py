@@ -150,6 +150,20 @@ def test_unusable_examples_are_left_out_and_reported(tmp_path: Path) -> None:
     ]
 
 
+def test_questions_of_an_evaluation_that_are_too_long_are_counted(tmp_path: Path) -> None:
+    config = write_small_squad(tmp_path)
+    assert config.eval_path is not None
+    content = json.loads(Path(config.eval_path).read_text())
+    before = len(squad.load(config, TEXT_MODEL, 0).evaluation)
+    questions = content["data"][0]["paragraphs"][0]["qas"]
+    questions.append({**questions[0], "id": "long", "question": "Where is Ada " * 30})
+    Path(config.eval_path).write_text(json.dumps(content))
+    data = squad.load(config, TEXT_MODEL, 0)
+    assert isinstance(data.evaluation, QASamples)
+    assert isinstance(data.train, QASamples)
+    assert (len(data.evaluation), data.evaluation.too_long, data.train.too_long) == (before, 1, 0)
+
+
 STRANGE_TEXTS = ("مرحبا بالعالم \u202eabc", "a\n\nb\r\nc\u2028d", "a\x00b", "👩\u200d👩\u200d👧 ok")
 
 

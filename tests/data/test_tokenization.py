@@ -80,7 +80,7 @@ def test_transformers_reads_a_saved_tokenizer(tmp_path: Path) -> None:
     ours = train_byte_tokenizer(CORPUS, 300)
     ours.save(tmp_path / "saved")
     theirs = HuggingFaceTokenizer(str(tmp_path / "saved"))
-    texts = [*CORPUS, "naïve 東京 🐐"]
+    texts = [*CORPUS, "naïve 東京 🐐", "the tag </s> and <pad>"]
     for mine, other in zip(ours.encode_batch(texts), theirs.encode_batch(texts), strict=True):
         assert mine.tolist() == other.tolist()
         assert ours.decode(mine.tolist()) == theirs.decode(mine.tolist())

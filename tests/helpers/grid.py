@@ -26,6 +26,9 @@ BATCH = {  # by number of workers: micro-batch size and accumulation steps that 
     6: ("train.micro_batch_size=4", "train.gradient_accumulation_steps=1"),
 }
 
+FP16 = "precision=fp16"
+"""Refused on a CPU by distexp, because it is slow there. Torch computes it."""
+
 Cells = Mapping[str, tuple[str, ...]]
 """The overrides of each cell, by name."""
 
@@ -36,7 +39,10 @@ Runs = Callable[[str, int], Path]
 def run_grid(script: Path, folder: Path, workers: int, cells: Cells) -> Path:
     """Write ``folder/<cell>/spec.json`` of each cell, and run a script with torchrun that trains all of them."""
     for name, overrides in cells.items():
-        spec = make_spec(f"cluster.workers_per_node={workers}", *BATCH[workers], *COMMON, *overrides)
+        given = [override for override in overrides if override != FP16]
+        spec = make_spec(f"cluster.workers_per_node={workers}", *BATCH[workers], *COMMON, *given)
+        if FP16 in overrides:
+            spec.config.precision.name = "fp16"
         (folder / name).mkdir(parents=True)
         spec.write(folder / name)
     torchrun(workers, script, str(folder))

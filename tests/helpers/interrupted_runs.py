@@ -23,6 +23,7 @@ from distexp.runs.events import Events
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_at_once
 from distexp.worker.rank import train
+from tests.helpers.fp16_on_cpus import allow_fp16
 
 
 def main() -> None:
@@ -30,6 +31,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cells = sorted(path.parent for path in Path(sys.argv[1]).glob("*/spec.json"))
     context = join(RunSpec.read(cells[0]), cells[0])
+    allow_fp16(map(RunSpec.read, cells))
     for cell in cells:
         train_cell(cell, context)
         if RunSpec.read(cell).config.train.checkpoint_every is None:

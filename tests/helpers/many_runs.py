@@ -28,6 +28,7 @@ from distexp.worker.build import build_model, load_data
 from distexp.worker.micro_batch.processes import ModelParts
 from distexp.worker.micro_batch.search import find_micro_batch
 from distexp.worker.rank import train
+from tests.helpers.fp16_on_cpus import allow_fp16
 
 
 def main() -> None:
@@ -38,6 +39,7 @@ def main() -> None:
     # The processes of a search must be forked before this one uses gloo.
     specs = {cell: find_micro_batch(RunSpec.read(cell), cell, Events(cell, enabled=False), parts)[0] for cell in cells}
     context = join(specs[cells[0]], cells[0])
+    allow_fp16(specs.values())
     for cell in cells:
         calls: Counter[str] = Counter()
         is_rank_0 = context.rank == 0

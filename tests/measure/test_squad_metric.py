@@ -54,6 +54,11 @@ def test_score_is_the_mean_over_the_best_references() -> None:
     assert found.f1 == pytest.approx(100 * (1 + 1 / 2) / 3)
 
 
+def test_questions_without_an_answer_count_as_wrong() -> None:
+    found = score([("1976", ["1976"])], unanswered=3)
+    assert (found.exact_match, found.f1) == (25, 25)
+
+
 def test_best_reference_may_differ_between_metrics() -> None:
     found = score([("the", ["an", "the the"])])
     assert (found.exact_match, found.f1) == (100, 0)

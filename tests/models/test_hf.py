@@ -14,12 +14,22 @@ from torch import nn
 from distexp.config import ConfigError
 from distexp.console.run_summary import run_title
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
+from distexp.distributed.context import Context
 from distexp.models import bloom, hf
 from distexp.models.blocks import find_units
 from distexp.models.flop_counting import count_forward_flops
-from distexp.models.introspection import find_embeddings, has_tied_embeddings, read_attention
+from distexp.models.introspection import (
+    find_embeddings,
+    has_tied_embeddings,
+    learned_positions,
+    persistent_buffers,
+    read_attention,
+)
 from distexp.resolve.run_id import run_id
 from distexp.runs.spec import RunSpec
+from distexp.strategies.ds_initialization import cast_weights
+from distexp.worker import build
+from distexp.worker.build import load_data
 from tests.helpers.runs import resolve_cell, run_distexp
 from tests.helpers.untrusted import FUNCTION, Command
 
@@ -402,6 +412,39 @@ def test_a_folder_is_identified_by_content_and_shown_by_its_last_part(
     assert compute_run_id(first) != compute_run_id(copy)
     assert compute_run_id(copy, "model.init=random") == random
     assert run_id(resolve_cell("model=bloom_560m")) == run_id(resolve_cell("model=bloom_560m", "model.path=a/b"))
+
+
+def test_frequencies_of_rope_are_neither_rounded_nor_saved(tmp_path: Path) -> None:
+    save_model(tmp_path, LLAMA)
+    model = build_model(tmp_path)
+    expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert any("inv_freq" in name for name in expected)
+    for module in model.modules():
+        cast_weights(module, torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+    assert list(persistent_buffers(model)) == []
+
+
+@pytest.mark.parametrize(("name", "limit"), [("gpt2", 64), ("opt", 64), ("llama", None), ("bloom", None)])
+def test_learned_positions_limit_the_length(name: str, limit: int | None, tmp_path: Path) -> None:
+    size = "n_positions" if name == "gpt2" else "max_position_embeddings"
+    save_model(tmp_path, {**ARCHITECTURES[name], **({} if name == "bloom" else {size: 64})})
+    assert learned_positions(build_model(tmp_path)) == limit
+
+
+def test_texts_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path, {**ARCHITECTURES["gpt2"], "n_positions": 64, "vocab_size": 1100})
+    config = resolve_cell(
+        *("model=hf", f"model.name={tmp_path}", "model.tokenizer=byte", "dataset.max_length=65", "strategy=single")
+    )
+    context = Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
+    data = load_data(config, context)
+    with pytest.raises(ConfigError, match=r"max_length=65 exceeds the 64 positions .*: use dataset.max_length=64"):
+        build.build_model(config, data, context)
+    config.dataset.max_length = 64
+    build.build_model(config, data, context)
 
 
 def test_a_tiny_llama_trains_under_fsdp(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The memory that TorchModel keeps."""
+"""The memory that TorchModel keeps, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,23 +32,46 @@ class RecordingModel(nn.Module):
         return logits
 
 
-def test_logits_are_freed_before_the_backward_pass(tmp_path: Path) -> None:
-    """With a large vocabulary they are the largest tensor."""
-    config = resolve_cell("strategy=single")
-    context = Context(
-        rank=0, world_size=1, local_rank=0, workers_per_node=1, nodes=1, device=torch.device("cpu"), run_dir=tmp_path
-    )
-    model = RecordingModel()
-    distributed = TorchModel(
+IDS = torch.arange(10).view(2, 5)
+BATCH = Batch({"input_ids": IDS}, labels=IDS, num_samples=2, num_targets=8, num_tokens=10)
+
+
+def make_torch_model(model: nn.Module, folder: Path, *overrides: str) -> TorchModel:
+    """Return a model of one worker."""
+    return TorchModel(
         model,
-        config,
-        context,
+        resolve_cell("strategy=single", *overrides),
+        Context(0, 1, 0, 1, 1, torch.device("cpu"), folder),
         sync_context=lambda last_micro: nullcontext(),
         autocast=True,
         distribution=lambda: Distribution(wrapper="none", mesh=[1, 1]),
     )
-    ids = torch.arange(10).view(2, 5)
-    batch = Batch({"input_ids": ids}, labels=ids, num_samples=2, num_targets=8, num_tokens=10)
-    loss, _ = distributed.forward_backward(batch, normalizer=torch.tensor(8), last_micro=True)
+
+
+def test_logits_are_freed_before_the_backward_pass(tmp_path: Path) -> None:
+    """With a large vocabulary they are the largest tensor."""
+    model = RecordingModel()
+    distributed = make_torch_model(model, tmp_path)
+    loss, _ = distributed.forward_backward(BATCH, normalizer=torch.tensor(8), last_micro=True)
     assert loss > 0
     assert model.logits_alive == [False]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_weight_without_gradients_does_not_prevent_a_resume(optimizer: str, tmp_path: Path) -> None:
+    def build() -> TorchModel:
+        torch.manual_seed(0)
+        model = RecordingModel()
+        model.unused = nn.Linear(3, 3)
+        return make_torch_model(model, tmp_path, f"train.optimizer={optimizer}")
+
+    def train(model: TorchModel) -> float:
+        loss, _ = model.forward_backward(BATCH, normalizer=torch.tensor(8), last_micro=True)
+        model.step(0.1)
+        return float(loss)
+
+    first, second = build(), build()
+    train(first)
+    first.save(tmp_path / "checkpoint")
+    second.load(tmp_path / "checkpoint")
+    assert [train(first) for _ in range(3)] == [train(second) for _ in range(3)]
