@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distexp.forecast.machine import CurvePoint, MachineCurves
 
@@ -49,6 +49,11 @@ class GroupLayout:
         """Return the workers of the group on a node."""
         return max(1, self.ranks // self.nodes)
 
+    @property
+    def inside_a_node(self) -> GroupLayout:
+        """Return the part of the group that is on one node."""
+        return GroupLayout(self.ranks_per_node, 1, self.workers_per_node)
+
 
 @dataclass(frozen=True)
 class CollectiveTime:
@@ -73,13 +78,29 @@ def collective_time(machine: MachineCurves, kind: str, size: int, layout: GroupL
     curve = machine.curve(measured, layout.ranks, layout.nodes)
     if curve:
         return CollectiveTime(interpolate(curve, size), MEASURED)
-    modeled = model_time(machine, kind, size, layout)
+    inside_s = _time_inside_a_node(machine, kind, size, layout)
     near = _nearest(machine.layouts(measured), layout)
     if near is None:
-        return CollectiveTime(modeled, MODEL)
+        slowed = _with_measured_links(machine, kind, size, layout, inside_s)
+        return CollectiveTime(max(model_time(slowed, kind, size, layout), inside_s), MODEL)
     there = GroupLayout(*near, workers_per_node=max(1, near[0] // near[1]))
     ratio = interpolate(machine.curve(measured, *near), size) / model_time(machine, measured, size, there)
-    return CollectiveTime(modeled * ratio, SCALED)
+    return CollectiveTime(max(model_time(machine, kind, size, layout) * ratio, inside_s), SCALED)
+
+
+def _time_inside_a_node(machine: MachineCurves, kind: str, size: int, layout: GroupLayout) -> float:
+    """Return the duration on one node of a group with several; the whole group takes at least as long."""
+    return 0.0 if layout.nodes == 1 else collective_time(machine, kind, size, layout.inside_a_node).seconds
+
+
+def _with_measured_links(
+    machine: MachineCurves, kind: str, size: int, layout: GroupLayout, inside_s: float
+) -> MachineCurves:
+    """Return a machine whose links in a node are as slow as measured, if they are slower than those of the model."""
+    if layout.nodes == 1 or layout.ranks_per_node == 1:
+        return machine
+    slowdown = max(1.0, inside_s / model_time(machine, kind, size, layout.inside_a_node))
+    return replace(machine, intra=replace(machine.intra, bandwidth=machine.intra.bandwidth / slowdown))
 
 
 def interpolate(curve: Sequence[CurvePoint], size: int) -> float:

@@ -79,6 +79,33 @@ def test_curves_of_one_node_do_not_scale_a_collective_of_several_nodes() -> None
     assert collective_time(known, "all_reduce", MB, GroupLayout(1, 1, 8)).seconds == 0
 
 
+SLOW_LINKS = curve((1_000, 2e-5), (100 * MB, 0.008))
+"""Two GPUs that exchange 12.5 GB/s, as without peer-to-peer access, and not the 364 GB/s of NVLink."""
+
+
+@pytest.mark.parametrize("measured", [SLOW_LINKS, [*SLOW_LINKS, *curve((100 * MB, 0.001), nodes=2)]])
+@pytest.mark.parametrize("size", [1_000, 100 * MB])
+def test_several_nodes_are_not_faster_than_one_of_them(measured: list[CurvePoint], size: int) -> None:
+    known = machine(*measured)
+    layouts = [GroupLayout(8 * nodes, nodes, 8) for nodes in (1, 2, 8, 64)]
+    times = [collective_time(known, "all_reduce", size, layout).seconds for layout in layouts]
+    assert times == sorted(times)
+
+
+def test_slow_links_in_a_node_limit_a_ring_over_several_nodes() -> None:
+    known = machine(*SLOW_LINKS)
+    found = collective_time(known, "all_reduce", 100 * MB, GroupLayout(128, 64, 2)).seconds
+    assert found == pytest.approx(2 * 0.008, rel=0.15)  # 2 (n - 1) / n: 2 instead of 1
+
+
+def test_links_in_a_node_as_fast_as_in_the_model_change_nothing_between_nodes() -> None:
+    inside = GroupLayout(8, 1, 8)
+    points = ((size, model_time(machine(), "all_reduce", size, inside)) for size in (MB, 100 * MB))
+    known, layout = machine(*curve(*points, ranks=8)), GroupLayout(64, 8, 8)
+    expected = model_time(machine(), "all_reduce", 100 * MB, layout)
+    assert collective_time(known, "all_reduce", 100 * MB, layout).seconds == pytest.approx(expected)
+
+
 def test_a_reduce_uses_the_curve_of_reduce_scatter() -> None:
     known = machine(*curve((MB, 0.001), kind="reduce_scatter"))
     found = collective_time(known, "reduce", MB, GroupLayout(2, 1, 2))
