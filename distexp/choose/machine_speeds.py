@@ -46,7 +46,7 @@ class MachineSpeeds:
         tflops: TFLOP/s of a large matrix product.
         memory_gb_per_s: Bandwidth of its memory.
         link_gb_per_s: Bandwidth between the workers of a node.
-        network_gb_per_s: Bandwidth between nodes.
+        network_gb_per_s: Bandwidth between nodes of each worker, if all of them use it.
         host_link_gb_per_s: Bandwidth between GPU and CPU.
         launch_s: Time until the CPU has launched an operation.
     """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distexp.choose.candidate import Candidate, Status
+from distexp.choose.communication import communication_s
 from distexp.choose.machine_speeds import MachineSpeeds, read_machine_speeds
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
@@ -142,24 +143,7 @@ def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
 
 def _exposed_s(config: Config, work: Work, speeds: MachineSpeeds, body: float) -> float:
     """Return the communication that the computation does not hide."""
-    workers = config.cluster.world_size
-    if workers == 1:
-        return 0.0
-    link = speeds.link_gb_per_s if config.cluster.nodes == 1 else min(speeds.link_gb_per_s, speeds.network_gb_per_s)
-    total = _sent_bytes_per_parameter(config) * work.parameters * (workers - 1) / workers / (link * GB)
+    total = communication_s(config, work.parameters, speeds)
     # Stage 3 of DeepSpeed overlaps by default too, but hides little: measured runs are slower than at stage 2.
     overlaps = config.strategy.name != "deepspeed" or config.deepspeed.overlap_comm
     return max(MIN_EXPOSED_SHARE * total, total - HIDDEN_SHARE * body) if overlaps else total
-
-
-def _sent_bytes_per_parameter(config: Config) -> float:
-    """Return the bytes per parameter that a worker sends in a step. An all-reduce sends each value twice."""
-    steps, half = config.train.gradient_accumulation_steps, _compute_bytes(config)
-    if config.strategy.name == "fsdp" and config.fsdp.sharding != "no_shard":
-        gathers = 1 if config.fsdp.sharding == "shard_grad_op" else 2
-        return steps * gathers * half + 4
-    if config.strategy.name == "deepspeed" and config.deepspeed.zero_stage:
-        stage = config.deepspeed.zero_stage
-        reductions = 1 if stage == 1 else steps
-        return half * (reductions + (2 * steps if stage == 3 else 1))
-    return 2 * (2 if config.ddp.communication == "bf16" else 4)
