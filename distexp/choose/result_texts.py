@@ -54,16 +54,22 @@ def describe_values(values: MeanMetrics) -> str:
 
 def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
     """Return the margin to the second best: ``6.0 % (±2.0 %) faster than ddp``, or that both are equal."""
+    if margin.is_noise:
+        return f"equal within the noise of ±{format_noise(margin)} to {second}"
+    if margin.value < 0:  # The budget ended before the second best was repeated.
+        return f"but a shorter trial of {second} was {format_share(_gain(-margin.value, objective))} better"
     share, error = margin.value, margin.error
     if objective is not Objective.THROUGHPUT:  # A saving is a share of what the second best needs.
         share, error = share / (1 + share), None if error is None else error / (1 + share) ** 2
-    if margin.is_noise:
-        return f"equal within the noise of ±{format_noise(margin)} to {second}"
-    if share < 0:  # The budget ended before the second best was repeated.
-        return f"but a shorter trial of {second} was {format_share(-share)} better"
-    if error is None:
-        return f"{format_share(share)} {BETTER[objective]} {second} (noise unknown: no trial was repeated)"
-    return f"{format_share(share)} (±{format_share(error)}) {BETTER[objective]} {second}"
+    if error is not None:
+        return f"{format_share(share)} (±{format_share(error)}) {BETTER[objective]} {second}"
+    unknown = "" if objective is Objective.MEMORY else " (noise unknown: no trial was repeated)"
+    return f"{format_share(share)} {BETTER[objective]} {second}{unknown}"
+
+
+def _gain(saving: float, objective: Objective) -> float:
+    """Return by how much a candidate is better that needs less by this share of what the winner needs."""
+    return saving / (1 - saving) if objective is Objective.THROUGHPUT else saving
 
 
 def format_noise(margin: Margin) -> str:
