@@ -15,7 +15,7 @@ from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status
 from distexp.choose.check_cost import check_gpu_seconds
 from distexp.choose.dry_run import print_plan
-from distexp.choose.labels import label
+from distexp.choose.labels import format_worker_minutes, label
 from distexp.choose.loss_check import LossChecker
 from distexp.choose.mean_metrics import mean_metrics
 from distexp.choose.outcome import Outcome, Rejected
@@ -116,7 +116,7 @@ def _announce(candidates: Sequence[Candidate], settings: Settings) -> None:
     if not settings.section.dry_run:
         most, minutes = max(candidate.workers for candidate in waiting), settings.section.budget_min
         text += (
-            f", which can take minutes. The trials then use at most {minutes * most:g} GPU-minutes "
+            f", which can take minutes. The budget of the trials is {format_worker_minutes(minutes * most, waiting)} "
             f"(choose.budget_min={minutes:g} x {format_count(most, 'worker')})"
         )
     print(f"distexp: {text}", file=sys.stderr)

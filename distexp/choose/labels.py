@@ -26,8 +26,16 @@ LABELED = (*AXES, "cluster.nodes", "cluster.workers_per_node")
 
 def format_worker_time(seconds: float, candidates: Iterable[Candidate]) -> str:
     """Return a time summed over the workers: ``135 GPU-seconds``, or on CPUs ``135 worker-seconds``."""
-    on_cpus = any(candidate.on_cpus for candidate in candidates)
-    return f"{seconds:,.0f} {'worker' if on_cpus else 'GPU'}-seconds"
+    return f"{seconds:,.0f} {_device(candidates)}-seconds"
+
+
+def format_worker_minutes(minutes: float, candidates: Iterable[Candidate]) -> str:
+    """Return a time summed over the workers: ``1 GPU-minute``, or on CPUs ``20 worker-minutes``."""
+    return f"{minutes:,g} {_device(candidates)}-minute{'' if minutes == 1 else 's'}"
+
+
+def _device(candidates: Iterable[Candidate]) -> str:
+    return "worker" if any(candidate.on_cpus for candidate in candidates) else "GPU"
 
 
 def label(candidate: Candidate) -> str:

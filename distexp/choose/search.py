@@ -55,7 +55,7 @@ def search(
     *,
     reserved_gpu_s: Callable[[], float] = nothing_reserved,
 ) -> SearchResult:
-    """Try candidates until the best one is known, or the budget is used up.
+    """Try candidates until the best one is known, or the budget allows no further trial.
 
     Status, reason and trials of the candidates are changed in place. A trial that fails does not end the search.
 
@@ -201,8 +201,8 @@ class _Search:
         reserved = self.reserved_gpu_s()
         affordable = affordable_trials(planned, self.candidates, self.rungs, self.budget_gpu_s - reserved)
         if len(affordable) < len(planned):
-            check = f" (of which {reserved:,.0f} for the check of the losses)" if reserved else ""
-            self.stopped = f"the budget of {format_worker_time(self.budget_gpu_s, self.candidates)}{check} is used up"
+            budget = format_worker_time(self.budget_gpu_s, self.candidates)
+            self.stopped = f"the budget of {budget}{self._for_check(reserved)} allows no further trial"
         if not affordable:
             return
         if name != FINALISTS:  # Their order alternates. The others run so that few of them need another start-up.
@@ -213,6 +213,14 @@ class _Search:
         prune_unmeasured(self.candidates, self.objective)
         prune_by_common_error(self.candidates)
         self.rungs.append(Rung(name, tuple(affordable), sum(trial.gpu_seconds for trial in trials)))
+
+    def _for_check(self, reserved_gpu_s: float) -> str:
+        """Return how much of the budget the check of the losses needs; empty if it needs nothing."""
+        if not reserved_gpu_s:
+            return ""
+        if reserved_gpu_s >= self.budget_gpu_s:
+            return f" (the check of the losses alone needs about {reserved_gpu_s:,.0f})"
+        return f" (of which {reserved_gpu_s:,.0f} for the check of the losses)"
 
 
 def _shared_start(planned: PlannedTrial) -> tuple[int, bool]:

@@ -191,7 +191,8 @@ def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: p
     assert {"strategy=single", "train.micro_batch_size=4"} < set(found["winner"]["overrides"])
     assert {candidate["status"] for candidate in found["candidates"]} == {"tried"}
     assert (found["losses"]["equal"], found["losses"]["reference"]) == (True, "ddp, micro-batch 4 x 1, 2 workers")
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "The budget of the trials is 0.002 worker-minutes (choose.budget_min=0.001 x 2 workers)" in err
     assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 3.9 GB, equal within the noise of ±" in out
 
 
@@ -242,7 +243,7 @@ def test_an_interrupted_search_repeats_no_trial(tmp_path: Path, capsys: pytest.C
         run_search(tmp_path, first, *FEW)
     err = capsys.readouterr().err
     assert "predicting the memory of up to 4 configurations, which can take minutes" in err
-    assert "The trials then use at most 20 GPU-minutes (choose.budget_min=10 x 2 workers)" in err
+    assert "The budget of the trials is 20 worker-minutes (choose.budget_min=10 x 2 workers)" in err
     assert "best so far: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 3.9 GB" in err
     assert "interrupted after 3 trials. They are kept. To continue: distexp resume" in err
     assert document(tmp_path)["finished"] is False

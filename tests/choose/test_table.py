@@ -53,7 +53,7 @@ def test_many_candidates_without_a_trial_are_counted_by_reason() -> None:
     others = [
         pruned(5, "invalid: no multiple"),
         *(
-            pruned(size, "not tried: the budget of 240 GPU-seconds (of which 10 for the check) is used up")
+            pruned(size, "not tried: the budget of 240 GPU-seconds (of which 10 for the check) allows no further trial")
             for size in (6, 7)
         ),
     ]
@@ -61,7 +61,7 @@ def test_many_candidates_without_a_trial_are_counted_by_reason() -> None:
     assert [line.split() for line in lines[-4:]] == [
         ["Not", "tried:", "7", "configurations"],
         ["4", *["its", "forecast", "is", "N", "times", "the", "time", "of", "the", "best"]],
-        ["2", *["the", "budget", "of", "240", "GPU-seconds", "is", "used", "up"]],
+        ["2", *["the", "budget", "of", "240", "GPU-seconds", "allows", "no", "further", "trial"]],
         ["1", "invalid"],
     ]
 

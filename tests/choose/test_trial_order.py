@@ -262,7 +262,15 @@ def test_a_search_leaves_the_reserved_part_of_its_budget() -> None:
     found = run_search(Landscape(2), budget_gpu_s=2 * part, reserved_gpu_s=lambda: part)
     assert found.gpu_seconds == small.gpu_seconds
     assert found.stopped == (
-        f"the budget of {2 * part:,.0f} GPU-seconds (of which {part:,.0f} for the check of the losses) is used up"
+        f"the budget of {2 * part:,.0f} GPU-seconds (of which {part:,.0f} for the check of the losses) "
+        "allows no further trial"
+    )
+
+
+def test_a_check_that_needs_more_than_the_budget_is_no_part_of_it() -> None:
+    found = run_search(Landscape(2), budget_gpu_s=6.0, reserved_gpu_s=lambda: 21.0)
+    assert found.stopped == (
+        "the budget of 6 GPU-seconds (the check of the losses alone needs about 21) allows no further trial"
     )
 
 
